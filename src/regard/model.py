@@ -1,0 +1,117 @@
+"""The model: symbols in, scores over the next symbol out. One class for every family; the config says which."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from regard.config import Config, Stack
+from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
+from regard.nn.state import State
+from regard.nn.transformer import Transformer
+
+
+class Model(nn.Module):
+    """An encoder, a decoder, or both, between embeddings and a prediction layer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        encoder, decoder = config.encoder, config.decoder
+        self.encoder: Transformer | RecurrentEncoder | None = None
+        self.decoder: Transformer | RecurrentDecoder | None = None
+        self.source_embedding: nn.Embedding | None = None
+        self.target_embedding: nn.Embedding | None = None
+        if encoder is not None:
+            self.source_embedding = nn.Embedding(config.source_vocab, encoder.width)
+            self.encoder = RecurrentEncoder(encoder) if encoder.recurrent else Transformer(encoder, causal=False)
+        if decoder is not None:
+            shared = self.source_embedding if config.share_embeddings else None
+            self.target_embedding = shared or nn.Embedding(config.target_vocab, decoder.width)
+            source_width = None if encoder is None else encoder.width
+            if decoder.recurrent:
+                self.decoder = RecurrentDecoder(decoder)
+            else:
+                self.decoder = Transformer(decoder, causal=True, source_width=source_width)
+        top = decoder or encoder
+        assert top is not None
+        table = self.target_embedding or self.source_embedding
+        assert table is not None
+        self.output = nn.Linear(top.width, table.num_embeddings, bias=False)
+        self._initialise()
+        if config.tie_output:
+            self.output.weight = table.weight
+
+    def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
+        """Read the source; what comes back is the state before the first output symbol."""
+        if self.encoder is None or self.decoder is None:
+            raise ValueError("only a model with an encoder and a decoder encodes a source for decoding")
+        encoded = self.encoder.encode(self._embed(self.source_embedding, source_BS), keep_BS)
+        return self.decoder.start(encoded)
+
+    def step(self, tokens_N: Tensor, state: State) -> tuple[Tensor, State]:
+        """Feed one symbol to every hypothesis -> scores over the next one, and the state after it."""
+        x_N1D, state = self.read(tokens_N.unsqueeze(1), state)
+        return self.predict(x_N1D.squeeze(1)), state
+
+    def read(self, tokens_NT: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
+        """Feed symbols to the decoder -> a vector for each, and the state after them."""
+        assert self.decoder is not None
+        out: tuple[Tensor, State] = self.decoder(self._embed(self.target_embedding, tokens_NT), state, keep_NT)
+        return out
+
+    def hidden(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
+        """The vectors that the prediction layer reads, for given output symbols (teacher forcing)."""
+        if self.decoder is None:
+            assert self.encoder is not None
+            return self.encoder.encode(self._embed(self.source_embedding, source_BS), keep_BS).states_BSD
+        if self.encoder is None:
+            return self.read(source_BS, State(()), keep_BS)[0]
+        assert input_BT is not None
+        return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
+
+    def predict(self, x_D: Tensor) -> Tensor:
+        """The prediction layer: scores over the vocabulary."""
+        out: Tensor = self.output(x_D)
+        return out
+
+    def forward(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
+        """Scores over the symbol after each given one. Padding at the end of a row never reaches what is before it."""
+        return self.predict(self.hidden(source_BS, keep_BS, input_BT))
+
+    def _embed(self, table: nn.Embedding | None, ids_BT: Tensor) -> Tensor:
+        assert table is not None
+        x_BTD: Tensor = table(ids_BT)
+        return x_BTD * math.sqrt(table.embedding_dim) if self.config.scale_embeddings else x_BTD
+
+    def _initialise(self) -> None:
+        """Glorot for matrices, zero for biases, and embeddings that have unit variance once scaled."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+            elif isinstance(module, nn.GRU | nn.LSTM):
+                for name, weight in module.named_parameters():
+                    if name.startswith("weight_hh"):
+                        for gate in weight.detach().split(module.hidden_size):
+                            nn.init.orthogonal_(gate)
+                    elif name.startswith("weight_ih"):
+                        nn.init.xavier_uniform_(weight)
+                    else:
+                        nn.init.zeros_(weight)
+
+
+def on_meta(config: Config) -> Model:
+    """A model with shapes but no numbers, for configurations too large to build."""
+    with torch.device("meta"):
+        return Model(config)
+
+
+def stacks(config: Config) -> dict[str, Stack]:
+    """The towers a config has, by name."""
+    return {name: stack for name in ("encoder", "decoder") if (stack := getattr(config, name)) is not None}

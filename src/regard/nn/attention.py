@@ -1,0 +1,192 @@
+"""Attention: what may be seen, how much of it, and what comes back.
+
+B batch   T queries   S keys   D width   H heads   G key/value heads   E head width   F feed-forward   V vocabulary
+N rows that are hypotheses (a multiple of the sentences B they belong to)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regard.config import Stack
+from regard.nn.dropout import Dropout
+from regard.nn.position import Position
+from regard.nn.score import make_score
+from regard.nn.tap import Tap
+
+
+class KV(NamedTuple):
+    """Keys and values of one attention. A cache is a KV that grew; beams reorder it."""
+
+    k_BGSE: Tensor
+    v_BGSE: Tensor
+
+    def extend(self, new: KV) -> KV:
+        return KV(torch.cat((self.k_BGSE, new.k_BGSE), dim=2), torch.cat((self.v_BGSE, new.v_BGSE), dim=2))
+
+    def select(self, rows: Tensor) -> KV:
+        return KV(self.k_BGSE.index_select(0, rows), self.v_BGSE.index_select(0, rows))
+
+
+class Sight:
+    """What the queries of one pass may see: one boolean mask (True = may look) and one bias that is added to the scores.
+
+    Made once per pass and shared by all layers of a stack.
+    """
+
+    def __init__(self, q_pos_BT: Tensor, k_pos_BS: Tensor, mask_B1TS: Tensor | None, bias_BHTS: Tensor | None) -> None:
+        self.q_pos_BT = q_pos_BT
+        self.k_pos_BS = k_pos_BS
+        self.mask_B1TS = mask_B1TS
+        self.bias_BHTS = bias_BHTS
+        self._fused: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q_pos_BT: Tensor,
+        k_pos_BS: Tensor,
+        keep_BS: Tensor | None,
+        causal: bool = False,
+        window: int | None = None,
+        bias_BHTS: Tensor | None = None,
+    ) -> Sight:
+        """Derive the mask from positions: no special case for caches, offsets or padding."""
+        mask = None if keep_BS is None else keep_BS[:, None, None, :]
+        offset_B1TS = (k_pos_BS.unsqueeze(-2) - q_pos_BT.unsqueeze(-1)).unsqueeze(1)
+        if causal and q_pos_BT.shape[1] > 1:  # a single query comes after everything it is shown
+            mask = offset_B1TS <= 0 if mask is None else mask & (offset_B1TS <= 0)
+        if window is not None:
+            near = offset_B1TS.abs() <= window
+            mask = near if mask is None else mask & near
+        return cls(q_pos_BT, k_pos_BS, mask, bias_BHTS)
+
+    def additive(self, dtype: torch.dtype) -> Tensor | None:
+        """Mask and bias as the one tensor that the fused kernel adds to the scores."""
+        if self._fused is None or self._fused.dtype != dtype:
+            if self.mask_B1TS is None:
+                self._fused = None if self.bias_BHTS is None else self.bias_BHTS.to(dtype)
+            elif self.bias_BHTS is None:
+                zero = torch.zeros((), dtype=dtype, device=self.mask_B1TS.device)
+                self._fused = zero.where(self.mask_B1TS, -math.inf)
+            else:
+                self._fused = self.bias_BHTS.to(dtype).masked_fill(~self.mask_B1TS, -math.inf)
+        return self._fused
+
+
+def softmax_seen(scores_BHTS: Tensor) -> Tensor:
+    """Softmax in which a query with nothing to see gets weights of zero, and gradients of zero, instead of NaN."""
+    top = scores_BHTS.detach().amax(-1, keepdim=True)
+    blind = top == -math.inf
+    weights = torch.softmax(scores_BHTS.masked_fill(blind, 0.0), dim=-1)
+    return weights.masked_fill(blind, 0.0)
+
+
+class Attention(nn.Module):
+    """Multi-head attention over keys and values that the caller owns.
+
+    With `project=False` queries, keys and values are the states themselves, one head, as recurrent decoders attend.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        context_width: int,
+        *,
+        project: bool = True,
+        center_predicted: int | None = None,
+    ) -> None:
+        super().__init__()
+        bias = stack.bias == "all"
+        self.heads = stack.heads if project else 1
+        self.kv_heads = stack.kv if project else 1
+        self.head_width = stack.head if project else stack.width
+        key_width = self.head_width if project else context_width
+        self.query: nn.Module = nn.Identity()
+        self.key_value: nn.Linear | None = None
+        self.out: nn.Module = nn.Identity()
+        if project:
+            self.query = nn.Linear(stack.width, self.heads * self.head_width, bias=bias)
+            self.key_value = nn.Linear(context_width, 2 * self.kv_heads * self.head_width, bias=bias)
+            self.out = nn.Linear(self.heads * self.head_width, stack.width, bias=bias)
+        self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
+        self.center = Center(self.heads, self.head_width, center_predicted) if center_predicted else None
+        self.dropout = Dropout(stack.attention_dropout)
+        self.weights = Tap()  # (B, H, T, S) after the softmax
+        self.mixed = Tap()  # (B, H, T, E): what each head brings back
+
+    def keys(self, context_BSD: Tensor, pos_BS: Tensor, position: Position) -> KV:
+        """Keys and values of a context, ready for any number of queries."""
+        if self.key_value is None:
+            return KV(self.score.key(context_BSD.unsqueeze(1)), context_BSD.unsqueeze(1))
+        k_BGSE, v_BGSE = self._split(self.key_value(context_BSD), 2 * self.kv_heads).chunk(2, dim=1)
+        return KV(self.score.key(position.rotate(k_BGSE, pos_BS)), v_BGSE)
+
+    def forward(self, x_BTD: Tensor, kv: KV, sight: Sight, position: Position) -> Tensor:
+        """What each query gets. Rows may be several hypotheses per sentence of `kv`: they become queries of one pass."""
+        rows, length, _ = x_BTD.shape
+        sentences = kv.k_BGSE.shape[0]
+        if rows != sentences:
+            x_BTD = x_BTD.reshape(sentences, -1, x_BTD.shape[-1])
+        q_BHTE = position.rotate(self._split(self.query(x_BTD), self.heads), sight.q_pos_BT)
+        attend = self._eager if self._needs_weights() else self._fused
+        z_BHTE = self.mixed(attend(q_BHTE, kv, sight))
+        out: Tensor = self.out(z_BHTE.transpose(1, 2).flatten(2))
+        return out.reshape(rows, length, -1)
+
+    def _needs_weights(self) -> bool:
+        dropping = self.training and self.dropout.rate > 0
+        return not self.score.is_dot or self.center is not None or self.weights.watched or dropping
+
+    def _fused(self, q_BHTE: Tensor, kv: KV, sight: Sight) -> Tensor:
+        return F.scaled_dot_product_attention(
+            self.score.query(q_BHTE),
+            kv.k_BGSE,
+            kv.v_BGSE,
+            attn_mask=sight.additive(q_BHTE.dtype),
+            scale=self.score.scale,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+
+    def _eager(self, q_BHTE: Tensor, kv: KV, sight: Sight) -> Tensor:
+        k_BHSE, v_BHSE = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in kv)
+        scores_BHTS = self.score.compare(self.score.query(q_BHTE), k_BHSE, sight.k_pos_BS)
+        if sight.bias_BHTS is not None:
+            scores_BHTS = scores_BHTS + sight.bias_BHTS
+        if sight.mask_B1TS is not None:
+            scores_BHTS = scores_BHTS.masked_fill(~sight.mask_B1TS, -math.inf)
+        if self.center is None:
+            weights_BHTS = softmax_seen(scores_BHTS)
+        else:
+            near_BHTS, nearness_BHTS = self.center(q_BHTE, sight)
+            weights_BHTS = softmax_seen(scores_BHTS.masked_fill(~near_BHTS, -math.inf)) * nearness_BHTS
+        return self.dropout(self.weights(weights_BHTS)) @ v_BHSE
+
+    def _split(self, x_BTD: Tensor, heads: int) -> Tensor:
+        return x_BTD.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class Center(nn.Module):
+    """A window around a predicted place: p = S sigmoid(v . tanh(W q)), weights fade as a Gaussian of deviation D/2."""
+
+    def __init__(self, heads: int, width: int, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.hidden = nn.Parameter(torch.empty(heads, width, width).normal_(std=width**-0.5))
+        self.v = nn.Parameter(torch.empty(heads, width, 1).normal_(std=width**-0.5))
+
+    def forward(self, q_BHTE: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+        """-> what lies within the window, and how near it is to the centre, both (B, H, T, S)."""
+        place_BS, mask = sight.k_pos_BS, sight.mask_B1TS
+        if mask is None:
+            length_B1T1 = torch.full((1, 1, 1, 1), float(place_BS.shape[-1]), device=place_BS.device)
+        else:
+            length_B1T1 = mask.sum(-1, keepdim=True).to(q_BHTE.dtype)
+        center_BHT1 = length_B1T1 * torch.sigmoid(torch.tanh(q_BHTE @ self.hidden) @ self.v)
+        offset_BHTS = place_BS[:, None, None, :] - center_BHT1
+        return offset_BHTS.abs() <= self.window, torch.exp(-(offset_BHTS**2) / (self.window**2 / 2))

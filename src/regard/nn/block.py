@@ -1,0 +1,111 @@
+"""A layer: self-attention, cross-attention where there is a source, feed-forward, each added and normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regard.config import Activation, Stack
+from regard.nn.attention import KV, Attention, Sight
+from regard.nn.dropout import Dropout
+from regard.nn.position import Position
+from regard.nn.tap import Tap
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "tanh": lambda x: x.tanh(),
+}
+
+
+def make_norm(stack: Stack) -> nn.Module:
+    """The normalisation a stack asks for."""
+    if stack.norm == "rms":
+        return nn.RMSNorm(stack.width, eps=stack.norm_eps)
+    return nn.LayerNorm(stack.width, eps=stack.norm_eps)
+
+
+class FeedForward(nn.Module):
+    """Down(act(Up x)), or Down(act(Gate x) * Up x)."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        bias = stack.bias != "none"
+        self.up = nn.Linear(stack.width, stack.ff, bias=bias)
+        self.gate = nn.Linear(stack.width, stack.ff, bias=bias) if stack.gated else None
+        self.down = nn.Linear(stack.ff, stack.width, bias=bias)
+        self.act = ACTIVATIONS[stack.activation]
+        self.dropout = Dropout(stack.ff_dropout)
+        self.neurons = Tap()
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        up_BTF = self.up(x_BTD)
+        hidden_BTF = self.act(up_BTF) if self.gate is None else self.act(self.gate(x_BTD)) * up_BTF
+        out: Tensor = self.down(self.dropout(self.neurons(hidden_BTF)))
+        return out
+
+
+class Residual(nn.Module):
+    """Add & norm around a sub-layer: norm(x + f(x)) after it, or x + f(norm(x)) before it."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.norm = make_norm(stack)
+        self.dropout = Dropout(stack.dropout)
+        self.pre = stack.norm_at == "pre"
+
+    def forward(self, x_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.pre:
+            return x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
+        out: Tensor = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
+        return out
+
+
+class Block(nn.Module):
+    """One layer of a Transformer."""
+
+    def __init__(self, stack: Stack, source_width: int | None) -> None:
+        super().__init__()
+        self.attention = Attention(stack, stack.width)
+        self.attention_residual = Residual(stack)
+        self.cross: Attention | None = None
+        if source_width is not None:
+            predicted = stack.cross_window if stack.cross_center == "predicted" else None
+            self.cross = Attention(stack, source_width, center_predicted=predicted)
+            self.cross_residual = Residual(stack)
+        self.feed_forward = FeedForward(stack)
+        self.feed_forward_residual = Residual(stack)
+        self.output = Tap()
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        pos_BT: Tensor,
+        sight: Sight,
+        position: Position,
+        past: KV | None = None,
+        source: tuple[KV, Sight] | None = None,
+    ) -> tuple[Tensor, KV]:
+        """`past`: keys of earlier positions; `source`: keys of the other tower -> (x, keys of everything seen)."""
+        seen: list[KV] = []
+
+        def attend(x_BTD: Tensor) -> Tensor:
+            new = self.attention.keys(x_BTD, pos_BT, position)
+            seen.append(new if past is None else past.extend(new))
+            out: Tensor = self.attention(x_BTD, seen[0], sight, position)
+            return out
+
+        x_BTD = self.attention_residual(x_BTD, attend)
+        if self.cross is not None and source is not None:
+            cross, (kv, cross_sight) = self.cross, source
+            # Positions of two towers are not comparable, so nothing is rotated between them.
+            x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, kv, cross_sight, NOWHERE))
+        x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
+        return self.output(x_BTD), seen[0]
+
+
+NOWHERE = Position()

@@ -1,0 +1,71 @@
+"""Dropout whose random numbers can come from a pool drawn ahead of time.
+
+Fresh random numbers for every layer cost about a third of a small model's training step on a CPU. A pool of ready masks, each
+use cutting its slice at a random place, costs almost nothing. The pool is a pure function of (seed, step): a resumed run
+drops what the uninterrupted one would have dropped.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class MaskPool:
+    """Ready-made dropout masks for one process, redrawn from (seed, step) every `renew` steps."""
+
+    def __init__(self, seed: int, size: int = 1 << 22, renew: int = 64) -> None:
+        self.seed = seed
+        self.size = size
+        self.renew = renew
+        self._offsets = random.Random(seed)
+        self._masks: dict[float, Tensor] = {}
+        self._drawn_for = -1
+
+    def begin(self, step: int) -> None:
+        """Enter a training step: from here on, what is cut depends on (seed, step) and the order of cuts alone."""
+        self._offsets.seed(f"{self.seed} {step}")
+        if step // self.renew != self._drawn_for:
+            self._drawn_for = step // self.renew
+            self._masks.clear()
+
+    def cut(self, like: Tensor, rate: float) -> Tensor:
+        """A mask of `like`'s shape: zero with probability `rate`, else 1 / (1 - rate)."""
+        masks = self._masks.get(rate)
+        if masks is None or len(masks) < 2 * like.numel():
+            # The rate belongs to the seed, or masks of two rates would drop the same places.
+            draws = torch.Generator().manual_seed(hash((self.seed, self._drawn_for, rate)) & (2**63 - 1))
+            keep = torch.rand(max(self.size, 4 * like.numel()), generator=draws) >= rate
+            masks = self._masks[rate] = keep.to(torch.float32).div_(1 - rate)
+        start = self._offsets.randrange(len(masks) - like.numel())
+        return masks[start : start + like.numel()].view(like.shape).to(like.dtype)
+
+
+class Dropout(nn.Module):
+    """Dropout from torch's own random numbers, or from a pool once `use_pool` has given it one."""
+
+    pool: MaskPool | None = None
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        if self.pool is None or not x.is_cpu:
+            return F.dropout(x, self.rate)
+        return x * self.pool.cut(x, self.rate)
+
+    def extra_repr(self) -> str:
+        return f"{self.rate}"
+
+
+def use_pool(model: nn.Module, pool: MaskPool | None) -> None:
+    """Let every dropout of a model cut its masks from `pool`."""
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.pool = pool

@@ -1,0 +1,145 @@
+"""Recurrent towers with the calls of the attention ones: a two-directional encoder and a decoder that attends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from regard.config import Stack
+from regard.nn.attention import Attention, Sight
+from regard.nn.block import NOWHERE
+from regard.nn.dropout import Dropout
+from regard.nn.state import Encoded, Memory, Source, State
+from regard.nn.tap import Tap
+
+CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
+
+
+class RecurrentEncoder(nn.Module):
+    """Layers that read forwards and backwards; both states side by side make the vector of a symbol."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        cell = CELLS[stack.mixer]
+        self.dropout = Dropout(stack.dropout)
+        self.blocks = nn.ModuleList(
+            cell(stack.width, stack.width // 2, batch_first=True, bidirectional=True) for _ in range(stack.layers)
+        )
+
+    def encode(self, x_BSD: Tensor, keep_BS: Tensor | None) -> Encoded:
+        """Read a whole input; the backward direction starts at each sentence's own end."""
+        final = []
+        for block in self.blocks:
+            x_BSD, last_BD = _run_both_ways(block, self.dropout(x_BSD), keep_BS)
+            final.append(last_BD)
+        return Encoded(x_BSD, keep_BS, tuple(final))
+
+
+def _run_both_ways(cell: nn.Module, x_BSD: Tensor, keep_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+    if keep_BS is None:
+        x_BSD, last = cell(x_BSD)
+    else:
+        packed = pack_padded_sequence(x_BSD, keep_BS.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        out, last = cell(packed)
+        x_BSD, _ = pad_packed_sequence(out, batch_first=True, total_length=keep_BS.shape[1])
+    last_2BD = last[0] if isinstance(last, tuple) else last
+    return x_BSD, torch.cat((last_2BD[0], last_2BD[1]), dim=-1)
+
+
+class RecurrentBlock(nn.Module):
+    """One recurrent layer; the layer that attends also has `cross`."""
+
+    def __init__(self, stack: Stack, input_width: int, cross: Attention | None) -> None:
+        super().__init__()
+        self.cell = CELLS[stack.mixer](input_width, stack.width, batch_first=True)
+        self.cross = cross
+        self.output = Tap()
+
+    def forward(self, x_NTD: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        hidden = tuple(m.unsqueeze(0).contiguous() for m in memory)
+        x_NTD, last = self.cell(x_NTD, hidden if len(hidden) == 2 else hidden[0])
+        last = last if isinstance(last, tuple) else (last,)
+        return self.output(x_NTD), tuple(m.squeeze(0) for m in last)
+
+
+class RecurrentDecoder(nn.Module):
+    """Recurrent layers and one attention over the source: tanh(W [context ; state]) goes to the prediction layer.
+
+    The query is the top layer's state after the step, or with `attend_first` the state before it, and then the context joins
+    the input of the first layer too.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.stack = stack
+        predicted = stack.cross_window if stack.cross_center == "predicted" else None
+        cross = Attention(stack, stack.width, project=False, center_predicted=predicted)
+        extra = stack.width * (int(stack.input_feeding) + int(stack.attend_first))
+        self.bridges = nn.ModuleList(nn.Linear(stack.width, stack.width) for _ in range(stack.layers))
+        self.blocks = nn.ModuleList(
+            RecurrentBlock(stack, stack.width + (extra if i == 0 else 0), cross if i == stack.layers - 1 else None)
+            for i in range(stack.layers)
+        )
+        self.combine = nn.Linear(2 * stack.width, stack.width)
+        self.dropout = Dropout(stack.dropout)
+        self.output_dropout = Dropout(stack.dropout)
+        self.attentional = Tap()  # (N, T, D): tanh(W [context ; state])
+
+    @property
+    def cross(self) -> Attention:
+        attention: Attention = self.blocks[-1].cross  # type: ignore[assignment]
+        return attention
+
+    def start(self, encoded: Encoded) -> State:
+        """The state before the first symbol: the encoder's last states through a bridge."""
+        finals = encoded.final or (encoded.states_BSD[:, 0],)
+        initial = [
+            torch.tanh(bridge(finals[min(i, len(finals) - 1)])) for i, bridge in enumerate(self.bridges)
+        ]
+        layers: list[Memory] = [(h, torch.zeros_like(h)) if self.stack.mixer == "lstm" else (h,) for h in initial]
+        if self.stack.input_feeding:
+            layers.append((torch.zeros_like(initial[-1]),))
+        keys = self.cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE)
+        return State(tuple(layers), source=Source((keys,), encoded.keep_BS, encoded.pos_BS))
+
+    def forward(self, x_NTD: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
+        """Read on from `state`. Symbols are independent of the outputs before them unless those are fed back."""
+        if not (self.stack.input_feeding or self.stack.attend_first):
+            return self._read(x_NTD, state)
+        outs = []
+        for x_N1D in x_NTD.split(1, dim=1):
+            out_N1D, state = self._read(x_N1D, state)
+            outs.append(out_N1D)
+        return torch.cat(outs, dim=1), state
+
+    def _read(self, x_NTD: Tensor, state: State) -> tuple[Tensor, State]:
+        assert state.source is not None
+        x_NTD = self.dropout(x_NTD)
+        layers: list[Memory] = []
+        context_NTD = None
+        if self.stack.attend_first:
+            query_N1D = state.layers[len(self.blocks) - 1][0].unsqueeze(1)
+            context_NTD = self._attend(query_N1D, state)
+            x_NTD = torch.cat((x_NTD, context_NTD), dim=-1)
+        if self.stack.input_feeding:
+            x_NTD = torch.cat((x_NTD, state.layers[-1][0].unsqueeze(1)), dim=-1)
+        for i, block in enumerate(self.blocks):
+            x_NTD, memory = block(x_NTD if i == 0 else self.dropout(x_NTD), state.layers[i])
+            layers.append(memory)
+        if context_NTD is None:
+            context_NTD = self._attend(x_NTD, state)
+        out_NTD = self.attentional(torch.tanh(self.combine(torch.cat((context_NTD, x_NTD), dim=-1))))
+        out_NTD = self.output_dropout(out_NTD)
+        if self.stack.input_feeding:
+            layers.append((out_NTD[:, -1],))
+        return out_NTD, state.advance(tuple(layers), x_NTD.shape[1], None)
+
+    def _attend(self, query_NTD: Tensor, state: State) -> Tensor:
+        source, length = state.source, query_NTD.shape[1]
+        assert source is not None
+        pos_1T = torch.arange(state.length, state.length + length, device=query_NTD.device).unsqueeze(0)
+        window = self.stack.cross_window if self.stack.cross_center == "step" else None
+        sight = Sight.of(pos_1T, source.pos_BS, source.keep_BS, window=window)
+        out: Tensor = self.cross(query_NTD, source.keys[0], sight, NOWHERE)
+        return out

@@ -1,0 +1,71 @@
+"""What decoding remembers: owned by the caller, passed in, returned, reordered by one `select`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard.nn.attention import KV
+
+Memory = tuple[Tensor, ...]  # what one layer remembers, rows first: keys and values, or recurrent states
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the other tower offers, once per sentence however many hypotheses look at it."""
+
+    keys: tuple[KV, ...]  # per layer
+    keep_BS: Tensor | None
+    pos_BS: Tensor
+
+    def select(self, sentences: Tensor) -> Source:
+        keep = None if self.keep_BS is None else self.keep_BS.index_select(0, sentences)
+        return Source(tuple(kv.select(sentences) for kv in self.keys), keep, self.pos_BS)
+
+
+@dataclass(frozen=True)
+class State:
+    """The memory of every hypothesis after `length` symbols."""
+
+    layers: tuple[Memory, ...]
+    length: int = 0
+    keep_NP: Tensor | None = None  # which of the past symbols are real; None: all
+    source: Source | None = None
+
+    def select(self, rows: Tensor, sentences: Tensor | None = None) -> State:
+        """Carry on the hypotheses `rows`, in that order; `sentences` are those still alive when some have left."""
+        return replace(
+            self,
+            layers=tuple(tuple(x.index_select(0, rows) for x in memory) for memory in self.layers),
+            keep_NP=None if self.keep_NP is None else self.keep_NP.index_select(0, rows),
+            source=self.source if sentences is None or self.source is None else self.source.select(sentences),
+        )
+
+    def advance(self, layers: tuple[Memory, ...], count: int, keep_NT: Tensor | None) -> State:
+        """The state `count` symbols later."""
+        return replace(self, layers=layers, length=self.length + count, keep_NP=self.kept(count, keep_NT))
+
+    def kept(self, count: int, keep_NT: Tensor | None) -> Tensor | None:
+        """Which symbols are real, past and new ones together."""
+        if self.keep_NP is None and keep_NT is None:
+            return None
+        known = self.keep_NP if self.keep_NP is not None else keep_NT
+        assert known is not None
+        past = known.new_ones(len(known), self.length) if self.keep_NP is None else self.keep_NP
+        new = known.new_ones(len(known), count) if keep_NT is None else keep_NT
+        return torch.cat((past, new), dim=1)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder hands over: a vector per symbol, and for recurrent ones the last state of each layer."""
+
+    states_BSD: Tensor
+    keep_BS: Tensor | None
+    final: tuple[Tensor, ...] = ()
+
+    @property
+    def pos_BS(self) -> Tensor:
+        return torch.arange(self.states_BSD.shape[1], device=self.states_BSD.device).unsqueeze(0)

@@ -1,0 +1,127 @@
+"""A run: the directory that holds a trained model and everything needed to use it. Nothing in it can execute code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from regard.config import Config, Value, parse
+from regard.errors import UserError
+from regard.files import read_json, replace_file, write_json
+from regard.model import Model
+from regard.text.codec import Codec, TextConfig
+
+FORMAT = 1
+WEIGHTS = "model.safetensors"
+
+
+class RunConfig(Value):
+    """What config.json holds."""
+
+    format: Literal[1] = 1
+    model: Config
+    text: TextConfig
+
+
+@dataclass
+class Run:
+    """A trained model with its text."""
+
+    config: Config
+    codec: Codec
+    model: Model
+    path: Path
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Run:
+        """Open a run directory, reading only its own files."""
+        path = Path(path)
+        config = read_config(path)
+        model = Model(config.model).to(device)
+        load_weights(model, path / WEIGHTS)
+        return cls(config.model, Codec.load(path, config.text), model.eval(), path)
+
+    def save(self, path: str | Path) -> None:
+        """Write what is needed to use the run."""
+        path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
+        config = RunConfig(model=self.config, text=self.codec.config)
+        write_json(path / "config.json", config.model_dump(mode="json"))
+        self.codec.save(path)
+        save_weights(weights_of(self.model), path / WEIGHTS)
+
+
+def read_config(path: Path) -> RunConfig:
+    """The checked config.json of a run."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run directory")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: not a run directory: it has no config.json (was the training stopped before its start?)")
+    data = read_json(path / "config.json")
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise UserError(f"{path / 'config.json'}: format {found!r} is not {FORMAT}, the one this version reads")
+    return parse(RunConfig, data, str(path / "config.json"))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once, by its first name: a shared table is one tensor."""
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=True)}
+
+
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write tensors, atomically."""
+    tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
+    replace_file(path, lambda temporary: save_file(tensors, temporary))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fill a model from a file; all missing, extra and misshapen names come in one message."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; the run has no weights yet")
+    ours = {name: p for name, p in model.named_parameters(remove_duplicate=True)}
+    try:
+        with safe_open(path, framework="pt") as file:
+            theirs = set(file.keys())
+            wrong = [f"missing: {name}" for name in sorted(ours.keys() - theirs)]
+            wrong += [f"not known: {name}" for name in sorted(theirs - ours.keys())]
+            for name in sorted(ours.keys() & theirs):
+                shape = file.get_slice(name).get_shape()
+                if list(ours[name].shape) != shape:
+                    wrong.append(f"{name}: shape {shape} where the config says {list(ours[name].shape)}")
+            if wrong:
+                raise UserError(f"{path}: weights do not fit config.json\n  " + "\n  ".join(wrong[:20]))
+            with torch.no_grad():
+                for name, parameter in ours.items():
+                    parameter.copy_(file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def average(paths: Sequence[str | Path], out: str | Path) -> Run:
+    """Save the mean of several runs' weights; they must be the same model over the same text."""
+    if not paths:
+        raise UserError("average needs at least one run")
+    first = Run.load(paths[0])
+    total = {name: x.double() for name, x in weights_of(first.model).items()}
+    for path in paths[1:]:
+        other = Run.load(path)
+        if other.config != first.config or other.codec.config != first.codec.config:
+            raise UserError(f"{path}: not the same model and vocabulary as {paths[0]}; averaging them has no meaning")
+        for name, x in weights_of(other.model).items():
+            total[name] += x
+    with torch.no_grad():
+        for name, parameter in first.model.named_parameters(remove_duplicate=True):
+            parameter.copy_(total[name] / len(paths))
+    first.save(out)
+    return first

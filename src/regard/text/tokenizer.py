@@ -1,0 +1,141 @@
+"""A tokenizer: text to ids and back, by one of a handful of schemes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from regard.errors import UserError
+from regard.text.library import FIRST, IDS, PATTERNS, SPECIALS, byte_letters, learn, threads
+from regard.text.scheme import parse_scheme
+
+UNKNOWN = "⁇"  # how an unknown symbol is shown: U+2047
+SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>")
+
+
+class Tokenizer:
+    """Text <-> ids. Ids 0 to 3 are never text: padding, unknown, start and end.
+
+    char    every code point; exact
+    space   what stands between spaces (U+0020 only); exact but for doubled, leading and trailing spaces
+    word    words, digits and signs, each with the one space before it; exact
+    byte    the 256 bytes of UTF-8; exact, nothing is unknown
+    bpe:N, unigram:N   learned pieces over bytes; exact, nothing is unknown
+
+    Exact means that `decode(encode([text])[0]) == text` when no symbol is unknown; an unknown one comes back as `⁇`.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._kind = _kind(library)
+        self.size: int = library.get_vocab_size(with_added_tokens=True)
+        symbols = [library.id_to_token(index) for index in range(self.size)]
+        if tuple(symbols[:FIRST]) != SPECIALS or None in symbols or library.get_added_tokens_decoder():
+            raise UserError("its symbols are not numbered as in a tokenizer of a run")
+        self.scheme: str = f"{self._kind}:{self.size}" if self._kind in ("bpe", "unigram") else self._kind
+        self._symbols: list[str] = symbols
+        self._bytes: list[bytes] | None = None  # of each symbol, in the byte-level schemes
+        if self._kind in ("byte", "bpe", "unigram"):
+            byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+            text = (bytes(map(byte_of.__getitem__, symbol)) for symbol in symbols[FIRST:])
+            self._bytes = [b"", UNKNOWN.encode(), b"", b"", *text]
+
+    @classmethod
+    def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1) -> Tokenizer:
+        """Learn a tokenizer; `texts` is read once, as a stream. Symbols rarer than `min_count` (char, space, word) are unknown.
+
+        bpe:N and unigram:N end up with fewer than N symbols when the text does not have so many; `scheme` then says so.
+        """
+        parsed = parse_scheme(scheme)
+        if parsed.kind == "auto":
+            raise ValueError("auto is resolved by regard.text.auto.choose, before training")
+        with threads():
+            return cls(learn(parsed, texts, min_count))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Turn each text into ids, without start and end."""
+        texts = list(texts)
+        try:
+            encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
+            encodings = self._library.encode_batch_fast([_whole(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text; padding, start and end are skipped wherever they stand."""
+        kept = [index for index in ids if index >= FIRST or index == IDS.unk]
+        if self._bytes is not None:
+            return b"".join([self._bytes[index] for index in kept]).decode("utf-8", "replace")
+        shown = [UNKNOWN if index == IDS.unk else self._symbols[index] for index in kept]
+        if self._kind == "word":  # most words bring their space along; an unknown one has lost it
+            shown = [f" {s}" if kept[i] == IDS.unk and i else s for i, s in enumerate(shown)]
+        return (" " if self._kind == "space" else "").join(shown)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """One string to show per id; bytes that are not a whole character are written as `\\xe4`."""
+        return [self._piece(index) for index in ids]
+
+    def _piece(self, index: int) -> str:
+        if index < FIRST:
+            return SHOWN[index]
+        return self._symbols[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
+
+    def unknown(self, ids: Iterable[int]) -> int:
+        """How many of the ids are the unknown symbol."""
+        return sum(index == IDS.unk for index in ids)
+
+    def unknown_symbols(self, text: str) -> list[str]:
+        """The symbols of `text` that this tokenizer does not know, in order, with repetitions."""
+        text = _whole(text)
+        encoding = self._library.encode(text, add_special_tokens=False)
+        return [text[a:b] for index, (a, b) in zip(encoding.ids, encoding.offsets, strict=True) if index == IDS.unk]
+
+    def to_json(self) -> str:
+        """The tokenizer in the library's own format, which other tools read too."""
+        return str(self._library.to_str(pretty=False))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a saved tokenizer; nothing in the file can run code."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such tokenizer") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+        try:
+            return cls(Library.from_str(text))
+        except UserError as error:
+            raise UserError(f"{path}: not a tokenizer of ours: {error}") from None
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+
+
+def _kind(library: Library) -> str:
+    """Recognise the scheme by what the library was told to do."""
+    state: dict[str, Any] = json.loads(library.to_str())
+    cut, model = state["pre_tokenizer"] or {}, state["model"]["type"]
+    pattern = cut.get("pattern", {})
+    if cut.get("type") == "ByteLevel" and model in ("BPE", "Unigram") and not cut["add_prefix_space"]:
+        if model == "Unigram":
+            return "unigram"
+        return "bpe" if cut["use_regex"] else "byte"
+    if cut.get("type") == "Split" and model == "WordLevel":
+        if pattern == {"String": " "}:
+            return "space"
+        for kind, regex in PATTERNS.items():
+            if pattern == {"Regex": regex}:
+                return kind
+    raise UserError("it cuts text in a way that is not known here")
+
+
+def _whole(text: str) -> str:
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
