@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ class Batch(NamedTuple):
     total: int  # real labels in the whole step, over all processes and accumulated batches: what the loss is divided by
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(x.to(device) if isinstance(x, Tensor) else x for x in self))
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**moved)
 
 
 def pad(rows: Sequence[Ids], fill: int) -> tuple[Tensor, Tensor | None]:
@@ -39,7 +40,7 @@ def pad(rows: Sequence[Ids], fill: int) -> tuple[Tensor, Tensor | None]:
 
 
 def collate(sources: Sequence[Ids], targets: Sequence[Ids], config: Config, total: int | None = None) -> Batch:
-    """Make a batch of source and target ids, each ending in its end symbol; an empty source is legal only without encoder."""
+    """Make a batch of source and target ids, each row ending in the end symbol."""
     source_BS, source_keep_BS = pad(sources, config.ids.pad)
     label_BT, keep_BT = pad(targets, config.ids.pad)
     input_BT = label_BT.roll(1, dims=1)

@@ -1,12 +1,12 @@
 """Everything that shapes a model, as frozen values: complete, typed, unknown keys refused with a suggestion.
 
 A `Stack` describes one tower; a `Config` is one or two towers and what joins them to a vocabulary.
-Position in the config is what makes a tower causal: `decoder` always is, `encoder` never. A decoder attends to the encoder
-exactly when there is one.
+Its place makes a tower causal: `decoder` always is, `encoder` never. A decoder attends to the encoder if there is one.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +19,8 @@ Center = Literal["step", "predicted"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
 PositionKind = Literal["none", "sinusoid", "learned", "rotary", "alibi", "bucket"]
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
+Id = Annotated[int, Field(ge=0, strict=True)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -37,7 +38,8 @@ class Stack(Value):
     width: Count = 512
     heads: Count = 8
     kv_heads: Count | None = None  # None: as many as heads
-    head_width: Count | None = None  # None: width / heads
+    head_width: Count | None = None  # of queries and keys; None: width / heads
+    value_width: Count | None = None  # of values; None: as wide as keys
     score: Score = "scaled_dot"
     window: Count | None = None  # self-attention sees at most this far to either side
     cross_window: Count | None = None  # the same for cross-attention: Luong's D
@@ -55,7 +57,9 @@ class Stack(Value):
     attention_dropout: Rate = 0.0
     ff_dropout: Rate = 0.0
     input_feeding: bool = False  # recurrent decoder: the last attentional vector joins the next input
-    attend_first: bool = False  # recurrent decoder: attend from the state before the step (Bahdanau), not after (Luong)
+    attend_first: bool = False  # recurrent decoder: attend from the state before the step instead of after it
+    kept_heads: tuple[tuple[int, ...], ...] | None = None  # per layer, the heads that pruning left; None: all
+    kept_cross_heads: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def recurrent(self) -> bool:
@@ -69,8 +73,14 @@ class Stack(Value):
     def head(self) -> int:
         return self.head_width or self.width // self.heads
 
+    @property
+    def value(self) -> int:
+        return self.value_width or self.head
+
     @model_validator(mode="after")
     def _fits(self) -> Stack:
+        if self.cross_center == "predicted" and self.cross_window is None:
+            raise ValueError("cross_center predicted needs a cross_window around that place")
         if self.recurrent:
             if self.width % 2:
                 raise ValueError(f"width must be even for a two-directional {self.mixer}, not {self.width}")
@@ -79,20 +89,33 @@ class Stack(Value):
             raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one or set head_width")
         if self.heads % self.kv:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv}")
+        if self.score == "concat" and self.heads != self.kv:
+            raise ValueError(
+                "score concat needs kv_heads equal to heads: its one matrix reads a query and a key together"
+            )
         if self.position == "rotary" and self.head % 2:
             raise ValueError(f"rotary positions need an even head width, not {self.head}")
+        for name in ("kept_heads", "kept_cross_heads"):
+            kept = getattr(self, name)
+            if kept is not None and (len(kept) != self.layers or any(not self._is_choice(heads) for heads in kept)):
+                raise ValueError(
+                    f"{name} must list, for each of {self.layers} layers, some of {self.heads} heads in order"
+                )
         if self.input_feeding or self.attend_first:
             raise ValueError("input_feeding and attend_first belong to a recurrent stack (mixer gru or lstm)")
         return self
+
+    def _is_choice(self, heads: tuple[int, ...]) -> bool:
+        return bool(heads) and sorted(set(heads)) == list(heads) and heads[0] >= 0 and heads[-1] < self.heads
 
 
 class Ids(Value):
     """The ids of the symbols that are not text."""
 
-    pad: int = 0
-    unk: int = 1
-    sos: int = 2
-    eos: int = 3
+    pad: Id = 0
+    unk: Id = 1
+    sos: Id = 2
+    eos: Id = 3
 
 
 class Config(Value):
@@ -116,6 +139,11 @@ class Config(Value):
     def _joined(self) -> Config:
         if self.encoder is None and self.decoder is None:
             raise ValueError("a model needs an encoder, a decoder or both")
+        ids = self.ids.model_dump()
+        if len(set(ids.values())) < len(ids) or max(ids.values()) >= min(self.source_vocab, self.target_vocab):
+            raise ValueError(f"ids must differ and lie below both vocabularies, not {ids}")
+        if self.encoder is None and self.decoder is not None and self.decoder.recurrent:
+            raise ValueError("a recurrent decoder needs an encoder to attend to")
         if self.share_embeddings:
             if self.encoder is None or self.decoder is None:
                 raise ValueError("share_embeddings needs both an encoder and a decoder")
@@ -155,6 +183,9 @@ def _explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{key}: is required"
     given = repr(item["input"])
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        return f"{key}: {given[:80]} is not known{closest(item['input'], allowed)} (allowed: {', '.join(allowed)})"
     return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, not {given[:80]}"
 
 

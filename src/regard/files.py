@@ -5,49 +5,80 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from regard.errors import UserError
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file, make sure it reached the disk, and put it in place of `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot write: {error.strerror or error}; what was there before is untouched") from error
+    temporary = _temporary(path)
+    with _told(path):
+        try:
+            write(temporary)
+            sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    _sync_entry(path.parent)
 
 
-def replace_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """The same for a directory that does not exist yet: complete, or absent."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replace_directory(path: Path, write: Callable[[Path], object]) -> None:
+    """The same for a directory: complete, or as it was before."""
+    temporary, old = _temporary(path), _temporary(path)
+    with _told(path):
+        try:
+            temporary.mkdir(parents=True)
+            write(temporary)
+            for file in temporary.rglob("*"):
+                sync(file)
+            sync(temporary)
+            moved = path.exists()
+            if moved:
+                os.rename(path, old)
+            try:
+                os.rename(temporary, path)
+            except BaseException:
+                if moved:
+                    os.rename(old, path)
+                raise
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+    _sync_entry(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """A name that no other process, thread or machine uses."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
-        if path.exists():
-            shutil.rmtree(path)
-        os.rename(temporary, path)
-        sync(path.parent)
+        yield
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"{path}: cannot write: {error.strerror or error}; what was there before is untouched") from error
+        raise UserError(
+            f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
+        ) from error
+
+
+def _sync_entry(directory: Path) -> None:
+    """Make a rename last; some file systems cannot, and by then the new file is in place."""
+    with suppress(OSError):
+        sync(directory)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by the JSON of `value`."""
     text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:
@@ -56,7 +87,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""The training objective: summed over symbols, so that one division by the global count is right for any split of a batch."""
+"""The training objective: a sum over symbols, to be divided once by the count of the whole step, however it is split."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from regard.batch import Batch
 from regard.model import Model
 
-# Rows of logits worked on at once. Few enough to stay in the cache: writing all logits of a step to memory, reading them back
+# Logits worked on at once: few enough to stay in the cache. Writing all logits of a step to memory, reading them back
 # for the softmax and again for its gradient, is what a small model with a large vocabulary spends its time on.
 CHUNK_ELEMENTS = 1 << 20
 
@@ -35,7 +36,7 @@ class _Prediction(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, vocab = len(x_ND), len(weight_VD)
-        rows = max(16, CHUNK_ELEMENTS // vocab)
+        rows = _rows_at_once(weight_VD)
         x_grad_ND = torch.empty_like(x_ND)
         weight_grad_VD = torch.zeros_like(weight_VD)
         smoothed, nll, correct = (x_ND.new_zeros((), dtype=torch.float32) for _ in range(3))
@@ -65,6 +66,7 @@ class _Prediction(torch.autograd.Function):
         return smoothed, nll, correct
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_grad_ND, weight_grad_VD = ctx.saved_tensors
         scale = grads[0]
@@ -75,10 +77,19 @@ def predict_and_compare(x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smooth
     """Loss of predicting `label_N` from `x_ND`: the smoothed target puts `smoothing` evenly on all symbols."""
     if torch.is_grad_enabled() and not torch.is_autocast_enabled(x_ND.device.type):
         return Loss(*_Prediction.apply(x_ND, weight_VD, label_N, smoothing))
-    logits_NV = F.linear(x_ND, weight_VD).float()
-    nll = F.cross_entropy(logits_NV, label_N, reduction="sum")
-    smoothed = F.cross_entropy(logits_NV, label_N, reduction="sum", label_smoothing=smoothing) if smoothing else nll
-    return Loss(smoothed, nll.detach(), (logits_NV.argmax(-1) == label_N).sum().float())
+    total = Loss(*(x_ND.new_zeros((), dtype=torch.float32) for _ in Loss._fields))
+    rows = _rows_at_once(weight_VD)
+    for x, label in zip(x_ND.split(rows), label_N.split(rows), strict=True):
+        logits = F.linear(x, weight_VD).float()
+        nll = F.cross_entropy(logits, label, reduction="sum")
+        smoothed = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing) if smoothing else nll
+        correct = (logits.gather(1, label.unsqueeze(1)).squeeze(1) == logits.amax(-1)).sum()
+        total = Loss(total.smoothed + smoothed, total.nll + nll.detach(), total.correct + correct)
+    return total
+
+
+def _rows_at_once(weight_VD: Tensor) -> int:
+    return max(16, CHUNK_ELEMENTS // len(weight_VD))
 
 
 class Objective(nn.Module):
@@ -104,10 +115,12 @@ class Objective(nn.Module):
     def _partly_own(self, batch: Batch) -> Tensor:
         """Teacher forcing in which some inputs are what the model itself would have said."""
         state = self.model.encode(batch.source_BS, batch.source_keep_BS)
-        tokens_B, outs = batch.input_BT[:, 0], []
+        tokens_B = batch.input_BT[:, 0]
+        outs: list[Tensor] = []
         for t in range(batch.input_BT.shape[1]):
             if t > 0:
-                own_B = self.model.predict(outs[-1].detach()).argmax(-1).squeeze(1)
+                with torch.no_grad():
+                    own_B = self.model.predict(outs[-1]).argmax(-1).squeeze(1)
                 mine_B = torch.rand(len(own_B), device=own_B.device) < self.scheduled_sampling
                 tokens_B = torch.where(mine_B, own_B, batch.input_BT[:, t])
             x_B1D, state = self.model.read(tokens_B.unsqueeze(1), state)

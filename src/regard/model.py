@@ -39,10 +39,10 @@ class Model(nn.Module):
         assert top is not None
         table = self.target_embedding or self.source_embedding
         assert table is not None
-        self.output = nn.Linear(top.width, table.num_embeddings, bias=False)
+        place = "meta" if config.tie_output else None  # a matrix that is only a name for the table is never made
+        self.output = nn.Linear(top.width, table.num_embeddings, bias=False, device=place)
         self._initialise()
-        if config.tie_output:
-            self.output.weight = table.weight
+        self._tie()
 
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
         """Read the source; what comes back is the state before the first output symbol."""
@@ -68,7 +68,8 @@ class Model(nn.Module):
             assert self.encoder is not None
             return self.encoder.encode(self._embed(self.source_embedding, source_BS), keep_BS).states_BSD
         if self.encoder is None:
-            return self.read(source_BS, State(()), keep_BS)[0]
+            tokens_BT, keep_BT = (source_BS, keep_BS) if input_BT is None else (input_BT, None)
+            return self.read(tokens_BT, State(()), keep_BT)[0]
         assert input_BT is not None
         return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
 
@@ -85,6 +86,11 @@ class Model(nn.Module):
         assert table is not None
         x_BTD: Tensor = table(ids_BT)
         return x_BTD * math.sqrt(table.embedding_dim) if self.config.scale_embeddings else x_BTD
+
+    def _tie(self) -> None:
+        table = self.target_embedding or self.source_embedding
+        if self.config.tie_output and table is not None:
+            self.output.weight = table.weight
 
     def _initialise(self) -> None:
         """Glorot for matrices, zero for biases, and embeddings that have unit variance once scaled."""
@@ -110,6 +116,13 @@ def on_meta(config: Config) -> Model:
     """A model with shapes but no numbers, for configurations too large to build."""
     with torch.device("meta"):
         return Model(config)
+
+
+def unfilled(config: Config, device: str | torch.device = "cpu") -> Model:
+    """A model whose parameters are yet to be loaded: nothing is spent on initialising them."""
+    model: Model = on_meta(config).to_empty(device=device)  # no module keeps numbers that are not parameters
+    model._tie()  # moving made two tensors of what was one
+    return model
 
 
 def stacks(config: Config) -> dict[str, Stack]:

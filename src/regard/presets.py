@@ -10,38 +10,36 @@ from regard.errors import one_of
 Table = dict[str, Any]
 
 
-def _both(stack: Table, **joined: Any) -> Table:
-    return {"encoder": dict(stack), "decoder": dict(stack), **joined}
+def _towers(both: Table, decoder: Table | None = None, **joined: Any) -> Table:
+    return {"encoder": dict(both), "decoder": {**both, **(decoder or {})}, **joined}
 
 
-BASE: Table = {"layers": 6, "width": 512, "heads": 8, "ff": 2048, "dropout": 0.1}
+_BASE: Table = {"layers": 6, "width": 512, "heads": 8, "ff": 2048, "dropout": 0.1}
+_RECURRENT: Table = {"width": 256, "position": "none", "dropout": 0.2}
 
 PRESETS: dict[str, Table] = {
     # Vaswani et al. 2017, Table 3. One vocabulary for source, target and prediction layer.
-    "transformer-base": _both(BASE, share_embeddings=True),
-    "transformer-big": _both(BASE | {"width": 1024, "heads": 16, "ff": 4096, "dropout": 0.3}, share_embeddings=True),
+    "transformer-base": _towers(_BASE, share_embeddings=True),
+    "transformer-big": _towers(_BASE | {"width": 1024, "heads": 16, "ff": 4096, "dropout": 0.3}, share_embeddings=True),
     # The same design for little data; normalised before each sub-layer, which trains without a long warm-up.
-    "transformer-small": _both(
-        BASE | {"layers": 4, "width": 256, "heads": 4, "ff": 1024, "dropout": 0.2, "norm_at": "pre"}
+    "transformer-small": _towers(
+        _BASE | {"layers": 4, "width": 256, "heads": 4, "ff": 1024, "dropout": 0.2, "norm_at": "pre"}
     ),
-    "transformer-tiny": _both(
-        BASE | {"layers": 2, "width": 128, "heads": 4, "ff": 512, "dropout": 0.1, "norm_at": "pre"}
-    ),
+    "transformer-tiny": _towers(_BASE | {"layers": 2, "width": 128, "heads": 4, "ff": 512, "norm_at": "pre"}),
     # Bahdanau et al. 2015: additive score, asked with the state before the step, which the context then enters.
-    "rnn-bahdanau": _both(
-        {"mixer": "gru", "layers": 1, "width": 256, "score": "additive", "position": "none", "dropout": 0.2},
+    "rnn-bahdanau": _towers(
+        _RECURRENT | {"mixer": "gru", "layers": 1, "score": "additive"},
+        decoder={"attend_first": True},
         scale_embeddings=False,
         tie_output=False,
-    )
-    | {},
-    # Luong et al. 2015: asked with the state after the step, general score, input feeding.
-    "rnn-luong": _both(
-        {"mixer": "lstm", "layers": 2, "width": 256, "score": "general", "position": "none", "dropout": 0.2},
+    ),
+    # Luong et al. 2015: general score, asked with the state after the step, whose outcome is fed to the next.
+    "rnn-luong": _towers(
+        _RECURRENT | {"mixer": "lstm", "layers": 2, "score": "general"},
+        decoder={"input_feeding": True},
         scale_embeddings=False,
     ),
 }
-PRESETS["rnn-bahdanau"]["decoder"]["attend_first"] = True
-PRESETS["rnn-luong"]["decoder"]["input_feeding"] = True
 
 
 def merge(base: Table, changes: Table) -> Table:
@@ -65,8 +63,9 @@ def preset(
     if name not in PRESETS:
         raise one_of("preset", name, PRESETS)
     table = merge(PRESETS[name], changes or {})
-    table["source_vocab"] = source_vocab or vocab or table.get("source_vocab") or 8000
-    table["target_vocab"] = target_vocab or vocab or table.get("target_vocab") or 8000
+    for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
+        given = vocab if size is None else size
+        table[side] = table.get(side, 8000) if given is None else given
     if table["source_vocab"] != table["target_vocab"] and "share_embeddings" not in (changes or {}):
         table["share_embeddings"] = False  # two vocabularies cannot share a table
     return parse(Config, table, f"preset {name}")

@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from regard.config import Config, Value, parse
 from regard.errors import UserError
 from regard.files import read_json, replace_file, write_json
-from regard.model import Model
+from regard.model import Model, unfilled
 from regard.text.codec import Codec, TextConfig
 
 FORMAT = 1
@@ -44,9 +44,14 @@ class Run:
         """Open a run directory, reading only its own files."""
         path = Path(path)
         config = read_config(path)
-        model = Model(config.model).to(device)
+        model = unfilled(config.model, device)
         load_weights(model, path / WEIGHTS)
-        return cls(config.model, Codec.load(path, config.text), model.eval(), path)
+        codec = Codec.load(path, config.text)
+        for side in ("source", "target"):
+            symbols, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
+            if symbols > rows:
+                raise UserError(f"{path}: its {side} tokenizer has {symbols} symbols, its model {rows} ({side}_vocab)")
+        return cls(config.model, codec, model.eval(), path)
 
     def save(self, path: str | Path) -> None:
         """Write what is needed to use the run."""
@@ -66,7 +71,9 @@ def read_config(path: Path) -> RunConfig:
     if not path.is_dir():
         raise UserError(f"{path}: no such run directory")
     if not (path / "config.json").is_file():
-        raise UserError(f"{path}: not a run directory: it has no config.json (was the training stopped before its start?)")
+        raise UserError(
+            f"{path}: not a run directory: it has no config.json (was the training stopped before its start?)"
+        )
     data = read_json(path / "config.json")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
@@ -82,7 +89,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Write tensors, atomically."""
     tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
-    replace_file(path, lambda temporary: save_file(tensors, temporary))
+    # The library's own file writing makes a file that only its owner can read, and a full disk is no OSError there.
+    replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -116,7 +124,7 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
     total = {name: x.double() for name, x in weights_of(first.model).items()}
     for path in paths[1:]:
         other = Run.load(path)
-        if other.config != first.config or other.codec.config != first.codec.config:
+        if other.config != first.config or other.codec != first.codec:
             raise UserError(f"{path}: not the same model and vocabulary as {paths[0]}; averaging them has no meaning")
         for name, x in weights_of(other.model).items():
             total[name] += x

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from regard.config import Count, Rate, Stack, Value, parse
+from regard.config import Config, Count, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
 
 Column = Literal["source", "features", "target"]
@@ -91,7 +91,9 @@ class Recipe(Value):
     """A complete order: model, text, data, training."""
 
     preset: str = "auto"
-    model: dict[str, Any] = {}  # keys of Config to change in the preset; checked when the model is made
+    model: dict[str, Any] = Field(
+        default_factory=dict
+    )  # keys of Config to change in the preset; checked when the model is made
     text: Text = Text()
     data: Data = Data()
     train: Train = Train()
@@ -128,8 +130,8 @@ def load_recipe(tables: dict[str, Any], where: str = "recipe") -> Recipe:
 def assign(tables: dict[str, Any], setting: str) -> None:
     """Apply one `--set key=value` to recipe tables, in place.
 
-    A key is a full path (`train.lr`, `model.decoder.score`), or a bare name: a name of a Stack means both towers, any other
-    is looked up in model, text, data and train. The value is TOML, or a plain word.
+    A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; the name of a field of
+    Stack means both towers. The value is TOML, or a plain word.
     """
     key, equals, raw = setting.partition("=")
     key = key.strip()
@@ -146,26 +148,30 @@ def assign(tables: dict[str, Any], setting: str) -> None:
 
 def _paths(key: str) -> list[list[str]]:
     parts = key.split(".")
-    sections = {"text": Text, "data": Data, "train": Train}
+    sections: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
     if len(parts) > 1:
         if parts[0] in ("encoder", "decoder", "ids"):
             parts = ["model", *parts]
         if parts[0] not in ("model", *sections):
             raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *sections])}")
+        if parts[0] == "model" and len(parts) == 2 and parts[1] in Stack.model_fields:
+            return _both_towers(parts[1])
         return [parts]
-    from regard.config import Config
-
     if key == "preset":
         return [[key]]
-    if key in Stack.model_fields:
-        return [["model", "encoder", key], ["model", "decoder", key]]
-    if key in Config.model_fields:
-        return [["model", key]]
-    homes = [name for name, section in sections.items() if key in section.model_fields]
+    homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
+    if key in {**Stack.model_fields, **Config.model_fields}:
+        homes.append(f"model.{key}")
     if not homes:
         known = [*Stack.model_fields, *Config.model_fields, *(f for s in sections.values() for f in s.model_fields)]
         raise UserError(f"--set {key}: no such key{closest(key, known)}")
-    return [[homes[0], key]]
+    if len(homes) > 1:
+        raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")
+    return _both_towers(key) if key in Stack.model_fields else [homes[0].split(".")]
+
+
+def _both_towers(key: str) -> list[list[str]]:
+    return [["model", "encoder", key], ["model", "decoder", key]]
 
 
 def _value(raw: str) -> Any:

@@ -32,7 +32,9 @@ class Account:
     def skip(self, reason: str, place: str, detail: str = "") -> None:
         """Count a line (already counted as read) as skipped; in strict mode it is the end."""
         if self.strict:
-            raise UserError(f"{place}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted")
+            raise UserError(
+                f"{place}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
+            )
         self.skipped[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < NAMED:

@@ -1,12 +1,13 @@
 """Lines of a file, without surprises: split on `\\n` alone, in bounded memory, gzip or not.
 
-One trailing `\\r` is dropped, and a byte order mark at the start of the file. Everything else is text: U+2028, U+0085, form
-feeds and NUL stand for themselves and never end a line.
+One trailing `\\r` is dropped, and a byte order mark at the start of the file. Everything else is text: U+2028, U+0085,
+form feeds and NUL stand for themselves and never end a line.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import sys
 import zlib
 from collections.abc import Iterator
@@ -48,8 +49,8 @@ def shown(path: str) -> str:
 @contextmanager
 def open_bytes(path: str) -> Iterator[BinaryIO]:
     """Open a file, gzip or not (told by its first bytes), or `-` for stdin; every failure is a UserError."""
-    try:
-        with _buffered(path) as raw:
+    with open_raw(path) as raw:
+        try:
             head = raw.peek(8)[:8]  # type: ignore[attr-defined]
             for magic, what in _FOREIGN.items():
                 if head.startswith(magic):
@@ -61,23 +62,28 @@ def open_bytes(path: str) -> Iterator[BinaryIO]:
                 raise UserError(f"{path}: not a gzip file, although its name says so")
             else:
                 yield raw
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{shown(path)}: broken gzip data, perhaps cut short: {error}") from None
+
+
+@contextmanager
+def open_raw(path: str) -> Iterator[BinaryIO]:
+    """Open a file as it is, or `-` for stdin."""
+    try:
+        if path == STDIN:
+            stdin = sys.stdin.buffer
+            yield stdin if hasattr(stdin, "peek") else cast(BinaryIO, io.BufferedReader(stdin))
+        else:
+            with open(path, "rb") as file:
+                yield file
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a directory, not a file") from None
     except PermissionError:
         raise UserError(f"{path}: not readable: permission denied") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{shown(path)}: broken gzip data, perhaps cut short: {error}") from None
-
-
-@contextmanager
-def _buffered(path: str) -> Iterator[BinaryIO]:
-    if path == STDIN:
-        yield sys.stdin.buffer
-    else:
-        with open(path, "rb") as file:
-            yield file
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown(path)}: not readable: {error}") from None
 
 
 def read_lines(path: str) -> Iterator[Line]:

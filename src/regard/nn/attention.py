@@ -34,7 +34,7 @@ class KV(NamedTuple):
 
 
 class Sight:
-    """What the queries of one pass may see: one boolean mask (True = may look) and one bias that is added to the scores.
+    """What the queries of a pass may see: one boolean mask (True = may look) and one bias that is added to the scores.
 
     Made once per pass and shared by all layers of a stack.
     """
@@ -58,11 +58,12 @@ class Sight:
     ) -> Sight:
         """Derive the mask from positions: no special case for caches, offsets or padding."""
         mask = None if keep_BS is None else keep_BS[:, None, None, :]
-        offset_B1TS = (k_pos_BS.unsqueeze(-2) - q_pos_BT.unsqueeze(-1)).unsqueeze(1)
-        if causal and q_pos_BT.shape[1] > 1:  # a single query comes after everything it is shown
-            mask = offset_B1TS <= 0 if mask is None else mask & (offset_B1TS <= 0)
-        if window is not None:
-            near = offset_B1TS.abs() <= window
+        causal = causal and q_pos_BT.shape[1] > 1  # a single query comes after everything it is shown
+        if causal or window is not None:
+            offset_B1TS = (k_pos_BS.unsqueeze(-2) - q_pos_BT.unsqueeze(-1)).unsqueeze(1)
+            near = offset_B1TS >= -window if window is not None else offset_B1TS <= 0
+            ahead = 0 if causal else window
+            near = near & (offset_B1TS <= ahead)
             mask = near if mask is None else mask & near
         return cls(q_pos_BT, k_pos_BS, mask, bias_BHTS)
 
@@ -100,11 +101,16 @@ class Attention(nn.Module):
         *,
         project: bool = True,
         center_predicted: int | None = None,
+        kept: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
         bias = stack.bias == "all"
-        self.heads = stack.heads if project else 1
-        self.kv_heads = stack.kv if project else 1
+        self.kept = list(kept) if kept is not None and len(kept) < stack.heads else None
+        groups = [head * stack.kv // stack.heads for head in kept or range(stack.heads)] if project else [0]
+        self.heads = len(groups)
+        self.kv_heads = len(set(groups))
+        # Which key/value head each query head reads; None when they take turns evenly, as the fused kernel knows them.
+        self.groups = None if _even(groups) else [sorted(set(groups)).index(group) for group in groups]
         self.head_width = stack.head if project else stack.width
         key_width = self.head_width if project else context_width
         self.query: nn.Module = nn.Identity()
@@ -112,8 +118,8 @@ class Attention(nn.Module):
         self.out: nn.Module = nn.Identity()
         if project:
             self.query = nn.Linear(stack.width, self.heads * self.head_width, bias=bias)
-            self.key_value = nn.Linear(context_width, 2 * self.kv_heads * self.head_width, bias=bias)
-            self.out = nn.Linear(self.heads * self.head_width, stack.width, bias=bias)
+            self.key_value = nn.Linear(context_width, self.kv_heads * (self.head_width + stack.value), bias=bias)
+            self.out = nn.Linear(self.heads * stack.value, stack.width, bias=bias)
         self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
         self.center = Center(self.heads, self.head_width, center_predicted) if center_predicted else None
         self.dropout = Dropout(stack.attention_dropout)
@@ -124,11 +130,13 @@ class Attention(nn.Module):
         """Keys and values of a context, ready for any number of queries."""
         if self.key_value is None:
             return KV(self.score.key(context_BSD.unsqueeze(1)), context_BSD.unsqueeze(1))
-        k_BGSE, v_BGSE = self._split(self.key_value(context_BSD), 2 * self.kv_heads).chunk(2, dim=1)
+        keys = self.kv_heads * self.head_width
+        k_BSD, v_BSD = self.key_value(context_BSD).tensor_split((keys,), dim=-1)
+        k_BGSE, v_BGSE = self._split(k_BSD, self.kv_heads), self._split(v_BSD, self.kv_heads)
         return KV(self.score.key(position.rotate(k_BGSE, pos_BS)), v_BGSE)
 
     def forward(self, x_BTD: Tensor, kv: KV, sight: Sight, position: Position) -> Tensor:
-        """What each query gets. Rows may be several hypotheses per sentence of `kv`: they become queries of one pass."""
+        """What each query gets. If rows are several hypotheses per sentence of `kv`, they become queries of one pass."""
         rows, length, _ = x_BTD.shape
         sentences = kv.k_BGSE.shape[0]
         if rows != sentences:
@@ -144,20 +152,25 @@ class Attention(nn.Module):
         return not self.score.is_dot or self.center is not None or self.weights.watched or dropping
 
     def _fused(self, q_BHTE: Tensor, kv: KV, sight: Sight) -> Tensor:
+        k_BGSE, v_BGSE = kv if self.groups is None else (x[:, self.groups] for x in kv)
         return F.scaled_dot_product_attention(
             self.score.query(q_BHTE),
-            kv.k_BGSE,
-            kv.v_BGSE,
-            attn_mask=sight.additive(q_BHTE.dtype),
+            k_BGSE,
+            v_BGSE,
+            attn_mask=self._of_kept(sight.additive(q_BHTE.dtype)),
             scale=self.score.scale,
-            enable_gqa=self.heads != self.kv_heads,
+            enable_gqa=self.heads != k_BGSE.shape[1],
         )
 
     def _eager(self, q_BHTE: Tensor, kv: KV, sight: Sight) -> Tensor:
-        k_BHSE, v_BHSE = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in kv)
+        if self.groups is None:
+            k_BHSE, v_BHSE = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in kv)
+        else:
+            k_BHSE, v_BHSE = (x[:, self.groups] for x in kv)
         scores_BHTS = self.score.compare(self.score.query(q_BHTE), k_BHSE, sight.k_pos_BS)
-        if sight.bias_BHTS is not None:
-            scores_BHTS = scores_BHTS + sight.bias_BHTS
+        bias_BHTS = self._of_kept(sight.bias_BHTS)
+        if bias_BHTS is not None:
+            scores_BHTS = scores_BHTS + bias_BHTS
         if sight.mask_B1TS is not None:
             scores_BHTS = scores_BHTS.masked_fill(~sight.mask_B1TS, -math.inf)
         if self.center is None:
@@ -165,10 +178,23 @@ class Attention(nn.Module):
         else:
             near_BHTS, nearness_BHTS = self.center(q_BHTE, sight)
             weights_BHTS = softmax_seen(scores_BHTS.masked_fill(~near_BHTS, -math.inf)) * nearness_BHTS
-        return self.dropout(self.weights(weights_BHTS)) @ v_BHSE
+        z_BHTE: Tensor = self.dropout(self.weights(weights_BHTS)) @ v_BHSE
+        return z_BHTE
+
+    def _of_kept(self, bias_BHTS: Tensor | None) -> Tensor | None:
+        """The part of a bias that belongs to the heads this attention still has."""
+        if self.kept is None or bias_BHTS is None or bias_BHTS.shape[1] == 1:
+            return bias_BHTS
+        return bias_BHTS[:, self.kept]
 
     def _split(self, x_BTD: Tensor, heads: int) -> Tensor:
-        return x_BTD.unflatten(-1, (heads, -1)).transpose(1, 2)
+        x_BTHE: Tensor = x_BTD.unflatten(-1, (heads, -1))
+        return x_BTHE.transpose(1, 2)
+
+
+def _even(groups: list[int]) -> bool:
+    """Does every key/value head serve equally many query heads?"""
+    return len({groups.count(group) for group in groups}) == 1
 
 
 class Center(nn.Module):

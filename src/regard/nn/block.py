@@ -60,22 +60,25 @@ class Residual(nn.Module):
 
     def forward(self, x_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.pre:
-            return x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
-        out: Tensor = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
+            out: Tensor = x_BTD + self.dropout(sublayer(self.norm(x_BTD)))
+        else:
+            out = self.norm(x_BTD + self.dropout(sublayer(x_BTD)))
         return out
 
 
 class Block(nn.Module):
     """One layer of a Transformer."""
 
-    def __init__(self, stack: Stack, source_width: int | None) -> None:
+    def __init__(self, stack: Stack, source_width: int | None, index: int = 0) -> None:
         super().__init__()
-        self.attention = Attention(stack, stack.width)
+        kept = None if stack.kept_heads is None else stack.kept_heads[index]
+        self.attention = Attention(stack, stack.width, kept=kept)
         self.attention_residual = Residual(stack)
         self.cross: Attention | None = None
         if source_width is not None:
             predicted = stack.cross_window if stack.cross_center == "predicted" else None
-            self.cross = Attention(stack, source_width, center_predicted=predicted)
+            kept = None if stack.kept_cross_heads is None else stack.kept_cross_heads[index]
+            self.cross = Attention(stack, source_width, center_predicted=predicted, kept=kept)
             self.cross_residual = Residual(stack)
         self.feed_forward = FeedForward(stack)
         self.feed_forward_residual = Residual(stack)

@@ -1,8 +1,8 @@
 """Dropout whose random numbers can come from a pool drawn ahead of time.
 
-Fresh random numbers for every layer cost about a third of a small model's training step on a CPU. A pool of ready masks, each
-use cutting its slice at a random place, costs almost nothing. The pool is a pure function of (seed, step): a resumed run
-drops what the uninterrupted one would have dropped.
+Fresh random numbers for every layer cost about a third of a small model's training step on a CPU. A pool of ready masks,
+each use cutting its slice at a random place, costs almost nothing. The pool is a pure function of (seed, step): a resumed
+run drops what the uninterrupted one would have dropped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ class MaskPool:
 
     def cut(self, like: Tensor, rate: float) -> Tensor:
         """A mask of `like`'s shape: zero with probability `rate`, else 1 / (1 - rate)."""
+        count, most = like.numel(), self.size // 2
+        pieces = [self._piece(min(most, count - start), rate) for start in range(0, count, most)]
+        mask = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return mask.view(like.shape).to(like.dtype)
+
+    def _piece(self, count: int, rate: float) -> Tensor:
         masks = self._masks.get(rate)
-        if masks is None or len(masks) < 2 * like.numel():
+        if masks is None:
             # The rate belongs to the seed, or masks of two rates would drop the same places.
             draws = torch.Generator().manual_seed(hash((self.seed, self._drawn_for, rate)) & (2**63 - 1))
-            keep = torch.rand(max(self.size, 4 * like.numel()), generator=draws) >= rate
+            keep = torch.rand(self.size, generator=draws) >= rate
             masks = self._masks[rate] = keep.to(torch.float32).div_(1 - rate)
-        start = self._offsets.randrange(len(masks) - like.numel())
-        return masks[start : start + like.numel()].view(like.shape).to(like.dtype)
+        start = self._offsets.randrange(self.size - count)
+        return masks[start : start + count]
 
 
 class Dropout(nn.Module):

@@ -1,6 +1,6 @@
 """Where position enters: added to the input, turned into queries and keys, or added to the scores.
 
-Positions are data, integer tensors of shape (batch or 1, length), so that caches, offsets and padding need no special case.
+Positions are data, integer tensors of shape (batch or 1, length): caches, offsets and padding need no special case.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Learned(Position):
         limit = self.table.num_embeddings
         if pos_BT.numel() and int(pos_BT.max()) >= limit:
             raise UserError(
-                f"an input of {int(pos_BT.max()) + 1} symbols is longer than the {limit} learned positions of this model"
-                " (max_length); shorten it, or train with position=sinusoid, rotary, alibi or bucket"
+                f"an input of {int(pos_BT.max()) + 1} symbols is longer than the {limit} learned positions of this"
+                " model (max_length); shorten it, or train with position=sinusoid, rotary, alibi or bucket"
             )
         out: Tensor = self.table(pos_BT)
         return out
@@ -72,13 +72,11 @@ class Rotary(Position):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        rate = 10000.0 ** (-torch.arange(0, width, 2) / width)
-        self.register_buffer("rate", rate, persistent=False)
-
-    rate: Tensor
+        self.width = width
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
-        angle_B1TE = (pos_BT.unsqueeze(-1) * self.rate).unsqueeze(1)
+        rate = 10000.0 ** (-torch.arange(0, self.width, 2, device=pos_BT.device) / self.width)
+        angle_B1TE = (pos_BT.unsqueeze(-1) * rate).unsqueeze(1)
         cos, sin = angle_B1TE.cos().to(x_BHTE.dtype), angle_B1TE.sin().to(x_BHTE.dtype)
         a, b = x_BHTE.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -89,13 +87,11 @@ class Alibi(Position):
 
     def __init__(self, heads: int) -> None:
         super().__init__()
-        self.register_buffer("slope_H", alibi_slopes(heads), persistent=False)
-
-    slope_H: Tensor
+        self.heads = heads
 
     def bias(self, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Tensor:
         distance_B1TS = (q_pos_BT.unsqueeze(-1) - k_pos_BS.unsqueeze(-2)).abs().unsqueeze(1)
-        return -self.slope_H.view(-1, 1, 1) * distance_B1TS
+        return -alibi_slopes(self.heads).to(distance_B1TS.device).view(-1, 1, 1) * distance_B1TS
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -66,7 +66,7 @@ class RecurrentBlock(nn.Module):
 class RecurrentDecoder(nn.Module):
     """Recurrent layers and one attention over the source: tanh(W [context ; state]) goes to the prediction layer.
 
-    The query is the top layer's state after the step, or with `attend_first` the state before it, and then the context joins
+    The query is the top layer's state after the step, or with `attend_first` the state before it; then the context joins
     the input of the first layer too.
     """
 
@@ -94,9 +94,7 @@ class RecurrentDecoder(nn.Module):
     def start(self, encoded: Encoded) -> State:
         """The state before the first symbol: the encoder's last states through a bridge."""
         finals = encoded.final or (encoded.states_BSD[:, 0],)
-        initial = [
-            torch.tanh(bridge(finals[min(i, len(finals) - 1)])) for i, bridge in enumerate(self.bridges)
-        ]
+        initial = [torch.tanh(bridge(finals[min(i, len(finals) - 1)])) for i, bridge in enumerate(self.bridges)]
         layers: list[Memory] = [(h, torch.zeros_like(h)) if self.stack.mixer == "lstm" else (h,) for h in initial]
         if self.stack.input_feeding:
             layers.append((torch.zeros_like(initial[-1]),))
@@ -105,22 +103,23 @@ class RecurrentDecoder(nn.Module):
 
     def forward(self, x_NTD: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
         """Read on from `state`. Symbols are independent of the outputs before them unless those are fed back."""
-        if not (self.stack.input_feeding or self.stack.attend_first):
-            return self._read(x_NTD, state)
+        if keep_NT is None and not (self.stack.input_feeding or self.stack.attend_first):
+            return self._read(x_NTD, state, None)
         outs = []
-        for x_N1D in x_NTD.split(1, dim=1):
-            out_N1D, state = self._read(x_N1D, state)
+        for t, x_N1D in enumerate(x_NTD.split(1, dim=1)):
+            keep_N1 = None if keep_NT is None else keep_NT[:, t : t + 1]
+            out_N1D, state = self._read(x_N1D, state, keep_N1)
             outs.append(out_N1D)
         return torch.cat(outs, dim=1), state
 
-    def _read(self, x_NTD: Tensor, state: State) -> tuple[Tensor, State]:
+    def _read(self, x_NTD: Tensor, state: State, keep_N1: Tensor | None) -> tuple[Tensor, State]:
         assert state.source is not None
         x_NTD = self.dropout(x_NTD)
         layers: list[Memory] = []
         context_NTD = None
         if self.stack.attend_first:
             query_N1D = state.layers[len(self.blocks) - 1][0].unsqueeze(1)
-            context_NTD = self._attend(query_N1D, state)
+            context_NTD = self._attend(query_N1D, state, keep_N1)
             x_NTD = torch.cat((x_NTD, context_NTD), dim=-1)
         if self.stack.input_feeding:
             x_NTD = torch.cat((x_NTD, state.layers[-1][0].unsqueeze(1)), dim=-1)
@@ -128,18 +127,25 @@ class RecurrentDecoder(nn.Module):
             x_NTD, memory = block(x_NTD if i == 0 else self.dropout(x_NTD), state.layers[i])
             layers.append(memory)
         if context_NTD is None:
-            context_NTD = self._attend(x_NTD, state)
+            context_NTD = self._attend(x_NTD, state, keep_N1)
         out_NTD = self.attentional(torch.tanh(self.combine(torch.cat((context_NTD, x_NTD), dim=-1))))
         out_NTD = self.output_dropout(out_NTD)
         if self.stack.input_feeding:
             layers.append((out_NTD[:, -1],))
-        return out_NTD, state.advance(tuple(layers), x_NTD.shape[1], None)
+        after = tuple(layers)
+        if keep_N1 is not None:  # padding is not read: everything stays as it was
+            pairs = zip(after, state.layers, strict=True)
+            after = tuple(
+                tuple(torch.where(keep_N1, a, b) for a, b in zip(new, old, strict=True)) for new, old in pairs
+            )
+        return out_NTD, state.advance(after, x_NTD.shape[1], keep_N1)
 
-    def _attend(self, query_NTD: Tensor, state: State) -> Tensor:
-        source, length = state.source, query_NTD.shape[1]
+    def _attend(self, query_NTD: Tensor, state: State, keep_N1: Tensor | None) -> Tensor:
+        source, (rows, length, _) = state.source, query_NTD.shape
         assert source is not None
-        pos_1T = torch.arange(state.length, state.length + length, device=query_NTD.device).unsqueeze(0)
+        pos_NT = state.positions(length, state.kept(length, keep_N1), query_NTD.device)[:, state.length :]
         window = self.stack.cross_window if self.stack.cross_center == "step" else None
-        sight = Sight.of(pos_1T, source.pos_BS, source.keep_BS, window=window)
+        q_pos_BT = source.query_positions(pos_NT, rows)
+        sight = Sight.of(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
         out: Tensor = self.cross(query_NTD, source.keys[0], sight, NOWHERE)
         return out

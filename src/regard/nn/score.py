@@ -8,8 +8,8 @@
     concat      v . tanh(W [q ; k])
     location    (W q)[s]: from the query and the place alone
 
-A score is three small steps: what to make of a query, what to make of a key (done once, when the key is made), and how to
-compare the two. Whatever compares by a plain dot product can use the fused kernel.
+A score is three small steps: what to make of a query, what to make of a key (done once, when the key is made), and how
+to compare the two. Whatever compares by a plain dot product can use the fused kernel.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Concat(Additive):
     def __init__(self, heads: int, kv_heads: int, query_width: int, key_width: int) -> None:
         nn.Module.__init__(self)
         if heads != kv_heads:
-            raise ValueError("score=concat needs kv_heads equal to heads: its one matrix reads a query and a key together")
+            raise ValueError(
+                "score=concat needs kv_heads equal to heads: its one matrix reads a query and a key together"
+            )
         self.query_width = query_width
         self.weight = nn.Parameter(_glorot(heads, query_width + key_width, key_width))
         self.v = nn.Parameter(_glorot(heads, 1, key_width))
@@ -130,9 +132,7 @@ class Location(Score):
         return scores.masked_fill((k_pos_BS >= length)[:, None, None, :], -math.inf)
 
 
-def make_score(
-    name: ScoreName, heads: int, kv_heads: int, query_width: int, key_width: int, max_length: int
-) -> Score:
+def make_score(name: ScoreName, heads: int, kv_heads: int, query_width: int, key_width: int, max_length: int) -> Score:
     """The score of that name for queries and keys of these widths."""
     match name:
         case "scaled_dot":

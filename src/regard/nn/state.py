@@ -20,6 +20,13 @@ class Source:
     keep_BS: Tensor | None
     pos_BS: Tensor
 
+    def query_positions(self, pos_BT: Tensor, rows: int) -> Tensor:
+        """Positions of `rows` hypotheses as Attention lines them up: those of a sentence one after the other."""
+        sentences = self.keys[0].k_BGSE.shape[0]
+        if pos_BT.shape[0] > 1:
+            return pos_BT.reshape(sentences, -1)
+        return pos_BT.repeat(1, rows // sentences)
+
     def select(self, sentences: Tensor) -> Source:
         keep = None if self.keep_BS is None else self.keep_BS.index_select(0, sentences)
         return Source(tuple(kv.select(sentences) for kv in self.keys), keep, self.pos_BS)
@@ -46,6 +53,12 @@ class State:
     def advance(self, layers: tuple[Memory, ...], count: int, keep_NT: Tensor | None) -> State:
         """The state `count` symbols later."""
         return replace(self, layers=layers, length=self.length + count, keep_NP=self.kept(count, keep_NT))
+
+    def positions(self, count: int, keep_NP: Tensor | None, device: torch.device) -> Tensor:
+        """Positions of everything seen. Padding on the left does not count: a symbol's position is its own."""
+        if keep_NP is None:
+            return torch.arange(self.length + count, device=device).unsqueeze(0)
+        return keep_NP.cumsum(1).sub(1).clamp(min=0)
 
     def kept(self, count: int, keep_NT: Tensor | None) -> Tensor | None:
         """Which symbols are real, past and new ones together."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
@@ -23,7 +22,7 @@ class Transformer(nn.Module):
         self.cross_window = stack.cross_window if stack.cross_center == "step" else None
         self.position = make_position(stack, causal)
         self.dropout = Dropout(stack.dropout)
-        self.blocks = nn.ModuleList(Block(stack, source_width) for _ in range(stack.layers))
+        self.blocks = nn.ModuleList(Block(stack, source_width, index) for index in range(stack.layers))
         self.norm = make_norm(stack) if stack.norm_at == "pre" else nn.Identity()
 
     def encode(self, x_BSD: Tensor, keep_BS: Tensor | None) -> Encoded:
@@ -33,19 +32,20 @@ class Transformer(nn.Module):
 
     def start(self, encoded: Encoded) -> State:
         """The state before the first symbol; the source's keys are computed here and never again."""
-        crosses = [block.cross for block in self.blocks]
-        keys = tuple(cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE) for cross in crosses)
+        crosses = [block.cross for block in self.blocks if isinstance(block, Block)]
+        keys = tuple(cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE) for cross in crosses if cross is not None)
         return State((), source=Source(keys, encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
         """Read on from `state`: one symbol or many, the same outputs. `keep_BT` is False at padding."""
         length = x_BTD.shape[1]
-        pos_BP, keep_BP = self._positions(state, length, keep_BT, x_BTD.device)
+        keep_BP = state.kept(length, keep_BT)
+        pos_BP = state.positions(length, keep_BP if self.causal else None, x_BTD.device)
         pos_BT = pos_BP[:, state.length :]
         embedded = self.position.embed(pos_BT)
         x_BTD = self.dropout(x_BTD if embedded is None else x_BTD + embedded.to(x_BTD.dtype))
         sight = Sight.of(pos_BT, pos_BP, keep_BP, self.causal, self.window, self.position.bias(pos_BT, pos_BP))
-        cross_sight = None if state.source is None else self._cross_sight(pos_BT, state.source)
+        cross_sight = None if state.source is None else self._cross_sight(pos_BT, len(x_BTD), state.source)
         layers: list[Memory] = []
         for i, block in enumerate(self.blocks):
             past = KV(*state.layers[i]) if state.layers else None
@@ -54,16 +54,5 @@ class Transformer(nn.Module):
             layers.append(seen)
         return self.norm(x_BTD), state.advance(tuple(layers), length, keep_BT)
 
-    def _positions(
-        self, state: State, length: int, keep_BT: Tensor | None, device: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        """Positions of everything seen. Padding on the left does not count: a symbol's position is its own."""
-        keep_BP = state.kept(length, keep_BT)
-        if keep_BP is None or not self.causal:
-            return torch.arange(state.length + length, device=device).unsqueeze(0), keep_BP
-        return keep_BP.cumsum(1).sub(1).clamp(min=0), keep_BP
-
-    def _cross_sight(self, pos_BT: Tensor, source: Source) -> Sight:
-        if pos_BT.shape[0] > 1:
-            pos_BT = pos_BT.reshape(source.keys[0].k_BGSE.shape[0], -1)
-        return Sight.of(pos_BT, source.pos_BS, source.keep_BS, window=self.cross_window)
+    def _cross_sight(self, pos_BT: Tensor, rows: int, source: Source) -> Sight:
+        return Sight.of(source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=self.cross_window)

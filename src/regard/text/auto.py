@@ -24,8 +24,8 @@ class Choice(NamedTuple):
 def choose(sample: Sequence[str], lines: int | None = None) -> Choice:
     """Choose a scheme for text like `sample`, of which there are `lines` lines in all.
 
-    Symbols separated by spaces are recognised by their number: few different ones that come again and again, or very short
-    ones. Short lines and unbroken strings over a small alphabet go by character, everything else by learned pieces.
+    Symbols separated by spaces are recognised by their number: few different ones that come again and again, or very
+    short ones. Short lines and unbroken strings over a small alphabet go by character, all else by learned pieces.
     """
     lines = len(sample) if lines is None else lines
     symbols = Counter(symbol for text in sample for symbol in text.split(" ") if symbol)

@@ -10,6 +10,7 @@ from regard.settings import Column
 from regard.text.example import Example
 from regard.text.library import IDS
 from regard.text.tokenizer import Tokenizer
+from regard.text.unknown import Unknown
 
 SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
 
@@ -67,6 +68,16 @@ class Codec:
             feature_separator=self.feature_separator,
         )
 
+    def __eq__(self, other: object) -> bool:
+        """The same text becomes the same ids."""
+        if not isinstance(other, Codec):
+            return NotImplemented
+        return self.config == other.config and all(
+            a.to_json() == b.to_json() for a, b in ((self.source, other.source), (self.target, other.target))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def encode_source(self, examples: Sequence[Example]) -> list[list[int]]:
         """Ids of the features, of the source text, and the end."""
         rows = self.source.encode([example.source for example in examples])
@@ -99,10 +110,13 @@ class Codec:
     def _piece(self, tokenizer: Tokenizer, index: int) -> str:
         return tokenizer.pieces([index])[0] if index < tokenizer.size else self.features[index - tokenizer.size]
 
-    def unknown_features(self, example: Example) -> list[str]:
-        """The features of an example that were never seen in training."""
-        names = split_features(example.features or "", self.feature_separator)
-        return [name for name in names if name not in self._feature_ids]
+    def note_unknown(self, examples: Sequence[Example], rows: Sequence[Sequence[int]], unknown: Unknown) -> None:
+        """Enter what is unknown in the sources, text and features, into a report; `rows` are their ids."""
+        for example, row in zip(examples, rows, strict=True):
+            if self.source.unknown(row):
+                names = split_features(example.features or "", self.feature_separator)
+                strange = [name for name in names if name not in self._feature_ids]
+                unknown.count(self.source.unknown_symbols(example.source) + strange, example.source)
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizers; `config` is the caller's to keep."""

@@ -1,14 +1,15 @@
 """What we ask of the `tokenizers` library: cutting, learning, and running in threads only when that is safe.
 
-The symbols that are not text carry a space inside (`< pad >`). No scheme cuts text into such a piece: `char` gives single
-characters, `space` none with a space, `word` a space at most in front, and the byte-level schemes write a space as another
-letter. The library's own special tokens, which are searched for in user text, are never used.
+The symbols that are not text carry a space inside (`< pad >`). No scheme cuts text into such a piece: `char` gives
+single characters, `space` none with a space, `word` a space at most in front, and the byte-level schemes write a space
+as another letter. The library's own special tokens, which are searched for in user text, are never used.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,23 +67,38 @@ def byte_letters() -> list[str]:
 
 def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1) -> Tokenizer:
     """Learn the symbols of `texts`; what is not text comes first, then the rest, most frequent first."""
+    model: Any
     if scheme.kind == "byte":
         model = models.BPE(_numbered(byte_letters()), [])
     elif scheme.kind == "bpe":
         model = _bpe(_trained(scheme, texts, trainers.BpeTrainer))
     elif scheme.kind == "unigram":
-        model = _unigram(_trained(scheme, texts, trainers.UnigramTrainer))
+        model = _unigram(_trained(scheme, texts, trainers.UnigramTrainer), scheme.size or 0)
     else:
-        learner = Tokenizer(models.WordLevel({}, unk_token=SPECIALS[IDS.unk]))
-        learner.pre_tokenizer = cutter(scheme.kind)
-        learner.train_from_iterator(
-            texts, trainers.WordLevelTrainer(vocab_size=EVERY, min_frequency=min_count, show_progress=False)
-        )
-        vocab = learner.get_vocab()
-        model = models.WordLevel(_numbered(sorted(vocab, key=vocab.__getitem__)), unk_token=SPECIALS[IDS.unk])
+        model = models.WordLevel(_numbered(_symbols(scheme.kind, texts, min_count)), unk_token=SPECIALS[IDS.unk])
     library = Tokenizer(model)
     library.pre_tokenizer = cutter(scheme.kind)
     return library
+
+
+def _symbols(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
+    """The symbols of a scheme that learns nothing. The library counts words; for single symbols a Counter is faster."""
+    if kind == "word":
+        learner = Tokenizer(models.WordLevel({}, unk_token=SPECIALS[IDS.unk]))
+        learner.pre_tokenizer = cutter(kind)
+        trainer = trainers.WordLevelTrainer(vocab_size=EVERY, min_frequency=min_count, show_progress=False)
+        learner.train_from_iterator(texts, trainer)
+        vocab = learner.get_vocab()
+        return sorted(vocab, key=vocab.__getitem__)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text if kind == "char" else spaced(text))
+    return sorted((s for s, count in counts.items() if count >= min_count), key=lambda s: (-counts[s], s))
+
+
+def spaced(text: str) -> list[str]:
+    """The symbols between spaces."""
+    return [symbol for symbol in text.split(" ") if symbol]
 
 
 def _numbered(symbols: Iterable[str]) -> dict[str, int]:
@@ -105,10 +121,26 @@ def _bpe(state: dict[str, Any]) -> Any:
     return models.BPE(_numbered(sorted(vocab, key=vocab.__getitem__)), [tuple(pair) for pair in state["merges"]])
 
 
-def _unigram(state: dict[str, Any]) -> Any:
-    """Bytes that never occurred come out in a random order with random scores: give them one and the same, the lowest."""
-    floor = round(min((score for piece, score in state["vocab"] if len(piece) > 1), default=-10.0), 4)
-    scores = {piece: max(round(score, 4), floor) for piece, score in state["vocab"]}
-    pieces = sorted({*scores, *byte_letters()}, key=lambda piece: (-scores.get(piece, floor), piece))
-    symbols = [(name, 0.0) for name in SPECIALS] + [(piece, scores.get(piece, floor)) for piece in pieces]
-    return models.Unigram(symbols, unk_id=IDS.unk, byte_fallback=False)
+def _unigram(state: dict[str, Any], size: int) -> Any:
+    """Make the learned pieces fit: at most `size` symbols, among them every byte, the same ones each time.
+
+    The library gives bytes that it has no score for steps of 0.0001 near the lowest score, in random order; here all of
+    them get the lowest.
+    """
+    letters = byte_letters()
+    scores = {piece: round(score, 4) for piece, score in state["vocab"]}
+    floor = min(scores.values())
+    steps = floor + len(letters) * 0.0001 + 0.00005
+    single = [(score if (score := scores.get(letter, floor)) > steps else floor, letter) for letter in letters]
+    longer = sorted(((score, piece) for piece, score in scores.items() if len(piece) > 1), key=_best_first)
+    pieces = sorted((*longer[: size - FIRST - len(letters)], *single), key=_best_first)
+    return models.Unigram(
+        [*((name, 0.0) for name in SPECIALS), *((piece, score) for score, piece in pieces)],
+        unk_id=IDS.unk,
+        byte_fallback=False,
+    )
+
+
+def _best_first(scored: tuple[float, str]) -> tuple[float, str]:
+    score, piece = scored
+    return -score, piece

@@ -1,0 +1,1 @@
+"""Training: the loop, what it saves, and the processes it runs in."""

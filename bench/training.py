@@ -1,0 +1,235 @@
+"""Training throughput beside the two loops people write first: torch.nn.Transformer and transformers' MarianMTModel.
+
+    python bench/training.py --source train.de.gz --target train.en.gz --size tiny
+
+One model size, one corpus, one token budget, dropout 0.1 and label smoothing 0.1 for all. Counted are real symbols of
+both sides per second; padding does not count. Contenders take turns, each in processes of its own, and the median of the
+rounds is compared. `plain` and `marian` run as their users run them: one process, all threads, shuffled examples cut at
+the token budget. The `+buckets` lines give them this project's batches, to show what of the difference is batching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SIZES = {
+    "tiny": {"layers": 4, "width": 128, "heads": 4, "ff": 512},
+    "base": {"layers": 6, "width": 512, "heads": 8, "ff": 2048},
+}
+CONTENDERS = ("regard", "plain", "marian", "plain+buckets", "marian+buckets")
+VOCABULARY = 8000
+
+
+def recipe(arguments: argparse.Namespace, steps: int):
+    from regard.settings import load_recipe
+
+    stack = SIZES[arguments.size] | {"dropout": 0.1, "norm_at": "post"}
+    tokens = f"bpe:{VOCABULARY}"
+    return load_recipe(
+        {
+            "preset": "transformer-base",
+            "model": {"encoder": stack, "decoder": stack, "share_embeddings": False, "tie_output": False},
+            "text": {"source_tokens": tokens, "target_tokens": tokens},
+            "data": {"source": arguments.source, "target": arguments.target},
+            "train": {
+                "steps": steps,
+                "batch_tokens": arguments.batch_tokens,
+                "warmup": 4000,
+                "log_every": max(1, steps // 4),
+                "validate_every": 10**9,
+                "label_smoothing": 0.1,
+            },
+        }
+    )
+
+
+def ours(arguments: argparse.Namespace) -> float:
+    """Real symbols per second of a whole `fit`, by its own log, without the first quarter."""
+    from regard.fit import fit
+    from regard.train.talk import Silence
+
+    with tempfile.TemporaryDirectory() as out:
+        fit(recipe(arguments, arguments.steps), Path(out) / "run", talk=Silence())
+        log = [json.loads(line) for line in (Path(out) / "run" / "log.jsonl").read_text().splitlines()]
+    rates = [event["tokens_per_second"] for event in log if event["event"] == "train"]
+    return statistics.median(rates[1:])
+
+
+def peer_batches(arguments: argparse.Namespace, buckets: bool) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    import numpy as np
+
+    from regard.data.order import batches
+    from regard.data.prepare import prepare
+
+    with tempfile.TemporaryDirectory() as out:
+        corpus = prepare(recipe(arguments, 1), Path(out)).train
+        if buckets:
+            cut = list(batches(corpus.source_lengths, corpus.target_lengths, 1, 0, arguments.batch_tokens, None))
+        else:
+            longest = np.maximum(corpus.source_lengths, corpus.target_lengths)
+            cut, rows, widest = [], [], 0
+            for index in np.random.default_rng(1).permutation(len(corpus)):
+                widest = max(widest, int(longest[index]))
+                if rows and widest * (len(rows) + 1) > arguments.batch_tokens:
+                    cut.append(rows)
+                    rows, widest = [], int(longest[index])
+                rows.append(int(index))
+        for rows in cut:
+            yield [corpus.source(i).tolist() for i in rows], [corpus.target(i).tolist() for i in rows]
+
+
+def peer(arguments: argparse.Namespace, name: str, buckets: bool) -> float:
+    """Real symbols per second of a plain loop."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(1)
+    loss_of = {"plain": plain, "marian": marian}[name](SIZES[arguments.size])
+    model: nn.Module = loss_of.model  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98))
+    model.train()
+    symbols, seconds, warm = 0, 0.0, arguments.steps // 4
+    for step, (sources, targets) in enumerate(peer_batches(arguments, buckets)):
+        if step == arguments.steps:
+            break
+        began = time.perf_counter()
+        source = padded(sources)
+        label = padded(targets)
+        given = torch.cat((torch.full((len(label), 1), 2), label[:, :-1]), dim=1)
+        loss = loss_of(source, given, label)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= warm:
+            seconds += time.perf_counter() - began
+            symbols += sum(map(len, sources)) + sum(map(len, targets))
+    return symbols / seconds
+
+
+def padded(rows: list[list[int]]):
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def plain(size: dict[str, int]) -> Callable:
+    """torch.nn.Transformer between embeddings, sinusoids and a prediction layer."""
+    import torch
+    from torch import nn
+
+    from regard.nn.position import sinusoid
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            width = size["width"]
+            self.source, self.target = nn.Embedding(VOCABULARY, width), nn.Embedding(VOCABULARY, width)
+            self.core = nn.Transformer(
+                width, size["heads"], size["layers"], size["layers"], size["ff"], 0.1, batch_first=True
+            )
+            self.dropout, self.output = nn.Dropout(0.1), nn.Linear(width, VOCABULARY, bias=False)
+            self.scale, self.table = width**0.5, sinusoid(torch.arange(512), width)
+
+        def embed(self, table, ids):
+            return self.dropout(table(ids) * self.scale + self.table[: ids.shape[1]])
+
+        def forward(self, source, given):
+            padding, length = source == 0, given.shape[1]
+            ahead = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+            hidden = self.core(
+                self.embed(self.source, source),
+                self.embed(self.target, given),
+                tgt_mask=ahead,
+                tgt_is_causal=True,
+                src_key_padding_mask=padding,
+                memory_key_padding_mask=padding,
+            )
+            return self.output(hidden)
+
+    model = Plain()
+
+    def loss(source, given, label):
+        logits = model(source, given).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, label.flatten(), ignore_index=0, label_smoothing=0.1)
+
+    loss.model = model  # type: ignore[attr-defined]
+    return loss
+
+
+def marian(size: dict[str, int]) -> Callable:
+    """transformers' MarianMTModel, its loss replaced by one with label smoothing."""
+    from torch import nn
+    from transformers import MarianConfig, MarianMTModel
+
+    sides = {}
+    for side in ("encoder", "decoder"):
+        sides |= {
+            f"{side}_layers": size["layers"],
+            f"{side}_attention_heads": size["heads"],
+            f"{side}_ffn_dim": size["ff"],
+        }
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=VOCABULARY,
+            decoder_vocab_size=VOCABULARY,
+            share_encoder_decoder_embeddings=False,
+            tie_word_embeddings=False,
+            d_model=size["width"],
+            dropout=0.1,
+            activation_function="relu",
+            scale_embedding=True,
+            pad_token_id=0,
+            eos_token_id=3,
+            decoder_start_token_id=2,
+            max_position_embeddings=512,
+            **sides,
+        )
+    )
+
+    def loss(source, given, label):
+        logits = model(input_ids=source, attention_mask=(source != 0).long(), decoder_input_ids=given).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=0, label_smoothing=0.1)
+
+    loss.model = model  # type: ignore[attr-defined]
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contender:
+        name, _, buckets = arguments.contender.partition("+")
+        print(ours(arguments) if name == "regard" else peer(arguments, name, bool(buckets)))
+        return
+    rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(arguments.rounds):
+        for name in CONTENDERS:
+            command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            rates[name].append(float(done.stdout.split()[-1]))
+    print(f"{arguments.size}: real symbols per second, median of {arguments.rounds} rounds of {arguments.steps} steps")
+    best = statistics.median(rates["regard"])
+    for name, values in rates.items():
+        rate = statistics.median(values)
+        print(f"{name:16} {rate:10,.0f}   regard is {best / rate:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main()

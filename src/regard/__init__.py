@@ -1,0 +1,66 @@
+"""regard: train, understand and ship sequence models built on attention.
+
+Names are imported when they are first used, so that `import regard` is quick and never loads torch by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.api import LoadedRun as LoadedRun
+    from regard.api import load as load
+    from regard.api import train as train
+    from regard.config import Config as Config
+    from regard.config import Stack as Stack
+    from regard.errors import UserError as UserError
+    from regard.model import Model as Model
+    from regard.presets import preset as preset
+    from regard.settings import Recipe as Recipe
+    from regard.text.example import Example as Example
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "regard.config",
+    "Example": "regard.text.example",
+    "LoadedRun": "regard.api",
+    "Model": "regard.model",
+    "Recipe": "regard.settings",
+    "Stack": "regard.config",
+    "UserError": "regard.errors",
+    "load": "regard.api",
+    "preset": "regard.presets",
+    "train": "regard.api",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Makes the package `regard.train`, once imported, callable as the function that it would otherwise hide."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train" and isinstance(value, ModuleType):
+            value.__class__ = _Train
+        super().__setattr__(name, value)
+
+
+class _Train(ModuleType):
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return import_module("regard.api").train(*args, **settings)
+
+
+sys.modules[__name__].__class__ = _Package

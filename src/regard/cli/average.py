@@ -1,0 +1,27 @@
+"""`regard average`: the mean of several runs' weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from regard.cli.common import talk
+
+EXAMPLE = "regard average runs/mean runs/a runs/b runs/c"
+
+
+def command(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs of the same model and vocabulary.")],
+) -> None:
+    """Average the weights of several runs of the same model over the same vocabulary."""
+    from pathlib import Path
+
+    from regard.errors import UserError
+    from regard.run import average
+
+    if Path(out).exists():
+        raise UserError(f"{out}: exists already; name a new directory for the averaged run")
+    average(runs, out)
+    talk(f"{out}: the mean of {len(runs)} run{'s' * (len(runs) > 1)}")

@@ -1,0 +1,83 @@
+"""What the verbs share: talking, printing, and reading settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from regard.data.source import Source
+    from regard.run import Run
+    from regard.settings import Column
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+Threads = Annotated[int, typer.Option(min=1, help="Processor threads. Small models are fastest with one.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
+Columns = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="What the columns are. [default: as the run was trained]")
+]
+Target = Annotated[str | None, typer.Option(help="Targets in a file of their own; PAIRS then holds the sources.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. dropout=0.2 or train.lr=3e-4. Repeatable."),
+]
+
+
+class ReaderGone(Exception):
+    """Nobody reads our output any more."""
+
+
+def talk(message: str) -> None:
+    """Say something to the person at the terminal."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def out(line: str) -> None:
+    """Write a line of data."""
+    try:
+        sys.stdout.write(line + "\n")
+    except BrokenPipeError:
+        raise ReaderGone from None
+
+
+def out_json(value: dict[str, Any]) -> None:
+    """Write a line of JSON."""
+    out(json.dumps(value, ensure_ascii=False))
+
+
+def flush() -> None:
+    """Let whoever waits for our output have what there is."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise ReaderGone from None
+
+
+def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
+    """Load runs onto a device, and use so many threads from here on."""
+    import torch
+
+    from regard.config import parse
+    from regard.run import Run
+    from regard.settings import Train
+    from regard.train.machine import choose_device
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    where = choose_device(parse(Train, {"device": device}, "--device").device)
+    return [Run.load(path, where) for path in paths]
+
+
+def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[Column, ...]) -> Source:
+    """The pairs in a file, or in two; the columns are those named, or those the run was trained with."""
+    from regard.config import parse
+    from regard.data.source import Source
+    from regard.settings import Data
+
+    if target is not None:
+        return Source((path, target))
+    return Source((path,), parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else of_run)

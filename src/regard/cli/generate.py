@@ -1,0 +1,166 @@
+"""`regard generate`: one line in, one line out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regard.cli.common import Device, Json, Threads, flush, open_runs, out, out_json, talk
+
+if TYPE_CHECKING:
+    from regard.decode.hypothesis import Hypothesis
+
+EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
+SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
+
+# Every option left at None keeps the default of decode.options.Options, which a test compares with the help below.
+Whole = int | None
+Real = float | None
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Sources, one per line; - is stdin.")] = "-",
+    beam: Annotated[Whole, typer.Option(help="Hypotheses kept at each step. [default: 1, greedy]", rich_help_panel=SEARCH)] = None,
+    nbest: Annotated[Whole, typer.Option(help="Outputs per line. [default: 1]", rich_help_panel=SEARCH)] = None,
+    length_penalty: Annotated[
+        Real, typer.Option(help="Rank by score / length ** PENALTY. [default: 1.0]", rich_help_panel=SEARCH)
+    ] = None,
+    coverage_penalty: Annotated[
+        Real, typer.Option(help="Rank lower what leaves source symbols unread. [default: 0.0]", rich_help_panel=SEARCH)
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Stop only when nothing can overtake any more.", rich_help_panel=SEARCH)
+    ] = False,
+    groups: Annotated[
+        Whole, typer.Option(help="Diverse beam: groups that avoid each other. [default: 1]", rich_help_panel=SEARCH)
+    ] = None,
+    diversity: Annotated[
+        Real, typer.Option(help="What a symbol of an earlier group costs. [default: 0.5]", rich_help_panel=SEARCH)
+    ] = None,
+    mbr: Annotated[
+        Whole, typer.Option(help="Choose from so many candidates by expected utility.", rich_help_panel=SEARCH)
+    ] = None,
+    utility: Annotated[
+        str | None, typer.Option(help="Of --mbr: chrf, bleu, edit or exact. [default: chrf]", rich_help_panel=SEARCH)
+    ] = None,
+    ensemble: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="A further run to decode with. Repeatable.", rich_help_panel=SEARCH)
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="W,W,...", help="Of RUN and each --ensemble. [default: equal]", rich_help_panel=SEARCH)
+    ] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw symbols instead of searching for the best.", rich_help_panel=SAMPLING)
+    ] = False,
+    temperature: Annotated[
+        Real, typer.Option(help="Below 1 sharper, above 1 flatter. [default: 1.0]", rich_help_panel=SAMPLING)
+    ] = None,
+    top_k: Annotated[Whole, typer.Option(help="Draw from the K best. [default: all]", rich_help_panel=SAMPLING)] = None,
+    top_p: Annotated[
+        Real, typer.Option(help="Draw from the best that make up P. [default: 1.0]", rich_help_panel=SAMPLING)
+    ] = None,
+    min_p: Annotated[
+        Real, typer.Option(help="Leave out what is below P times the best. [default: 0.0]", rich_help_panel=SAMPLING)
+    ] = None,
+    seed: Annotated[Whole, typer.Option(help="Of the draws. [default: 1]", rich_help_panel=SAMPLING)] = None,
+    prefix: Annotated[str | None, typer.Option(help="Every output starts so.", rich_help_panel=STEERING)] = None,
+    prefix_column: Annotated[
+        bool,
+        typer.Option("--prefix-column", help="The last column of each line is its own prefix.", rich_help_panel=STEERING),
+    ] = False,
+    require: Annotated[
+        list[str] | None, typer.Option(metavar="PHRASE", help="The output contains it. Repeatable.", rich_help_panel=STEERING)
+    ] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(metavar="PHRASE", help="The output lacks it. Repeatable.", rich_help_panel=STEERING)
+    ] = None,
+    alternatives: Annotated[
+        Whole, typer.Option(help="The K best symbols at one place, each completed.", rich_help_panel=STEERING)
+    ] = None,
+    alternatives_at: Annotated[
+        Whole, typer.Option(help="That place, from 0. [default: after the prefix]", rich_help_panel=STEERING)
+    ] = None,
+    no_repeat_ngram: Annotated[
+        Whole, typer.Option(help="No N symbols in a row occur twice.", rich_help_panel=STEERING)
+    ] = None,
+    repetition_penalty: Annotated[
+        Real, typer.Option(help="Above 1: avoid symbols already there. [default: 1.0]", rich_help_panel=STEERING)
+    ] = None,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Let the unknown symbol be produced.", rich_help_panel=STEERING)
+    ] = False,
+    min_length: Annotated[Whole, typer.Option(help="Fewest output symbols. [default: 0]", rich_help_panel=OUTPUT)] = None,
+    max_length: Annotated[
+        Whole, typer.Option(help="Most output symbols. [default: 3 times the source and 50]", rich_help_panel=OUTPUT)
+    ] = None,
+    min_ratio: Annotated[
+        Real, typer.Option(help="Fewest, in units of the source's length. [default: 0.0]", rich_help_panel=OUTPUT)
+    ] = None,
+    max_ratio: Annotated[Real, typer.Option(help="Most, in units of the source's length.", rich_help_panel=OUTPUT)] = None,
+    max_source: Annotated[
+        Whole, typer.Option(help="A longer source gets an empty output. [default: 2048]", rich_help_panel=OUTPUT)
+    ] = None,
+    alignment: Annotated[
+        bool, typer.Option("--alignment", help="Show which source symbols made each symbol.", rich_help_panel=OUTPUT)
+    ] = False,
+    alignment_heads: Annotated[
+        str | None, typer.Option(metavar="L.H,L.H,...", help="Layers and heads it is read from.", rich_help_panel=OUTPUT)
+    ] = None,
+    batch_tokens: Annotated[
+        Whole, typer.Option(help="Source symbols times hypotheses at once. [default: 8192]", rich_help_panel=OUTPUT)
+    ] = None,
+    window: Annotated[
+        Whole, typer.Option(help="Lines read ahead, to be sorted by length. [default: 4096]", rich_help_panel=OUTPUT)
+    ] = None,
+    json: Json = False,
+    threads: Threads = 1,
+    device: Device = "cpu",
+) -> None:
+    """Give the best output for every line of FILE or stdin, in order.
+
+    A plain output is one line of text. With several outputs per line (--nbest, --alternatives) each becomes a line of its own:
+    number of the input line, score, text, separated by tabs. With --alignment the links follow, written source-target from 0.
+    """
+    from regard.cli.lines import Input
+    from regard.decode.generate import Decoder
+    from regard.decode.options import Options
+
+    given = locals()
+    told: dict[str, Any] = {
+        name: given[name] for name in Options.model_fields if name in given and not _left_out(given[name])
+    }
+    if weights is not None:
+        told["weights"] = weights.split(",")
+    if alignment_heads is not None:
+        told["alignment_heads"] = [head.split(".") for head in alignment_heads.split(",")]
+    options = Options.of(**told)
+    runs = open_runs([run, *(ensemble or [])], device, threads)
+    decoder = Decoder(runs, options)
+    lines, number = Input(file, runs[0].codec, prefix_column), 0
+    for batch in lines.batches(options.window):
+        for request, hypotheses in zip(batch, decoder(batch), strict=True):
+            number += 1
+            if json:
+                out_json({"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]})
+            elif options.nbest == 1 and not options.alternatives:
+                out(_line(hypotheses[0]))
+            else:
+                for hypothesis in hypotheses:
+                    out(f"{number}\t{hypothesis.score:.4f}\t{_line(hypothesis)}")
+        flush()
+    for remark in lines.remarks():
+        talk(remark)
+
+
+def _left_out(value: Any) -> bool:
+    return value is None or value is False  # not `in`: 0 equals False, and an option of 0 is to be refused, not ignored
+
+
+def _line(hypothesis: Hypothesis) -> str:
+    # A line in is a line out: what would end the line for its reader is shown as a blank.
+    text = hypothesis.text.replace("\n", " ").replace("\r", " ")
+    if hypothesis.alignment is None:
+        return text
+    return f"{text}\t{' '.join(f'{s}-{t}' for s, t in hypothesis.alignment.hard)}"

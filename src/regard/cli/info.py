@@ -1,0 +1,159 @@
+"""`regard info`: what a model costs, before it is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.cli.common import Json, Set, out, out_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from regard.config import Config
+    from regard.info import Info
+
+EXAMPLE = "regard info transformer-base --vocab 37000"
+
+
+def command(
+    what: Annotated[str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Left out: list presets and recipes.")] = None,
+    settings: Set = None,
+    vocab: Annotated[int | None, typer.Option(min=4, help="Symbols of the vocabulary, for presets and recipes.")] = None,
+    length: Annotated[int, typer.Option(min=1, help="Symbols of a source and of a target.")] = 32,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Symbols of a training batch.")] = 4096,
+    beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
+    sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
+    json: Json = False,
+) -> None:
+    """Show parameters by part, FLOPs per token, and memory for training and decoding.
+
+    Nothing is built, so models that would not fit this machine can be described too.
+    """
+    if what is None:
+        _list()
+        return
+    from regard.info import Load, describe
+
+    info = describe(find_config(what, vocab, settings or []), Load(length, batch_tokens, sentences, beam))
+    if json:
+        out_json(info.to_json())
+    else:
+        _show(what, info)
+
+
+def find_config(what: str, vocab: int | None, settings: list[str]) -> Config:
+    """The model that a run directory, a preset or a recipe means, with changed settings."""
+    from pathlib import Path
+
+    from regard.errors import UserError, closest
+    from regard.info import configure
+    from regard.presets import PRESETS
+    from regard.run import read_config
+    from regard.settings import assign
+    from regard.shipped import recipe_names, recipe_tables
+
+    if Path(what).is_dir():
+        if settings or vocab:
+            raise UserError("--set and --vocab change presets and recipes; a run is what it is")
+        return read_config(Path(what)).model
+    if what in PRESETS:
+        tables = {"preset": what}
+    elif what in recipe_names() or Path(what).suffix == ".toml":
+        tables = recipe_tables(what)
+    else:
+        names = [*PRESETS, *recipe_names()]
+        raise UserError(f"{what}: no run directory, preset or recipe{closest(what, names)}\n  known: {', '.join(names)}")
+    for setting in settings:
+        assign(tables, setting)
+    return configure(tables, vocab, what)
+
+
+def _list() -> None:
+    from regard.presets import PRESETS
+    from regard.shipped import recipe_names
+
+    for name in PRESETS:
+        out(f"preset\t{name}")
+    for name in recipe_names():
+        out(f"recipe\t{name}")
+
+
+def _show(what: str, info: Info) -> None:
+    from rich.console import Console
+
+    from regard.info import si
+
+    rows, load = _rows(info), info.load
+    costs = [
+        (
+            "FLOPs per token",
+            si(info.flops_per_token),
+            f"forward, a source and a target symbol at length {load.length}; training {si(3 * info.flops_per_token)}",
+        ),
+        (
+            "memory, training",
+            si(info.training, "B"),
+            f"weights, gradients and Adam {si(info.optimizer, 'B')}; {load.batch_tokens:,} symbols a side "
+            f"{si(info.activations, 'B')}",
+        ),
+        (
+            "memory, decoding",
+            si(info.decoding, "B"),
+            f"weights {si(info.weights, 'B')}; {load.sentences} sentences with beam {load.beam} {si(info.cache, 'B')}",
+        ),
+    ]
+    console = Console()
+    if console.is_terminal:
+        _show_tables(console, what, rows, costs, info.total)
+        return
+    for depth, name, count in rows:
+        out(f"{'  ' * depth}{name}\t{count:,}\t{si(count)}")
+    for name, amount, remark in costs:
+        out(f"{name}\t{amount}\t{remark}")
+
+
+def _rows(info: Info) -> list[tuple[int, str, int]]:
+    """The parts as an indented list, each group under its sum."""
+    rows: list[tuple[int, str, int]] = []
+    sums, told = info.subtotals(), set()
+    for part, count in info.parameters.items():
+        *groups, leaf = part.split(".")
+        for depth in range(len(groups)):
+            prefix = ".".join(groups[: depth + 1])
+            if prefix not in told:
+                told.add(prefix)
+                rows.append((depth, groups[depth].replace("_", "-"), sums[prefix]))
+        projected = leaf in ("query", "key", "value")
+        if leaf == "query":
+            rows.append((len(groups), "query + key + value", sums[".".join((*groups, "query_key_value"))]))
+        tied = part == "prediction" and not count
+        rows.append((len(groups) + projected, "prediction (tied)" if tied else leaf.replace("_", " "), count))
+    return [*rows, (0, "total", info.total)]
+
+
+def _show_tables(
+    console: Console, what: str, rows: list[tuple[int, str, int]], costs: list[tuple[str, str, str]], total: int
+) -> None:
+    from rich.box import ROUNDED
+    from rich.table import Table
+
+    from regard.info import si
+
+    table = Table(title=what, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED)
+    for name in ("part", "parameters", "", "share"):
+        table.add_column(name, justify="right" if name != "part" else "left", no_wrap=True)
+    for depth, name, count in rows:
+        if name == "total":
+            table.add_section()
+        style = "bold" if depth == 0 else "dim" if depth > 2 else ""
+        table.add_row("  " * depth + name, f"{count:,}", si(count), f"{count / total:.1%}", style=style)
+    console.print(table)
+    below = Table(show_header=False, box=None, padding=(0, 1))
+    below.add_column()
+    below.add_column(justify="right", style="bold", no_wrap=True)
+    below.add_column(style="dim")
+    for row in costs:
+        below.add_row(*row)
+    console.print(below)

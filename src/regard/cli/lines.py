@@ -1,0 +1,120 @@
+"""The input of `generate`: every line becomes a request, whatever is wrong with it, so that a line in is a line out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from queue import Empty, Queue
+from stat import S_ISREG
+from threading import Thread
+from typing import NamedTuple
+
+from regard.cli import READER
+from regard.data.account import COLUMNS, Account
+from regard.data.lines import STDIN, Line, read_lines, shown
+from regard.decode.generate import Request
+from regard.text.codec import Codec
+from regard.text.example import Example
+from regard.text.unknown import Unknown
+
+
+class Input:
+    """The lines of a file as requests. A bad line is an empty request, counted and named at the end."""
+
+    def __init__(self, path: str, codec: Codec, prefix_column: bool = False) -> None:
+        self.path = path
+        self.codec = codec
+        self.account = Account()
+        self.unknown = Unknown()
+        self.targets_ignored = 0
+        self._names = [name for name in codec.columns if name != "target"]
+        self._target_at = codec.columns.index("target")
+        self._prefix_column = prefix_column
+
+    def batches(self, most: int) -> Iterator[list[Request]]:
+        """The requests, `most` at a time. From a pipe: as many as are there, so that nobody waits for lines to come."""
+        lines = read_lines(self.path)
+        for batch in _windows(lines, most) if _is_file(self.path) else _available(lines, most):
+            requests = [self._request(line) for line in batch]
+            examples = [Example(request.source, None, request.features) for request in requests]
+            self.codec.note_unknown(examples, self.codec.encode_source(examples), self.unknown)
+            yield requests
+
+    def remarks(self) -> list[str]:
+        """What a person should know about the lines read."""
+        remarks = []
+        if self.account.skipped:
+            remarks.append(f"{self.account.summary()}; their outputs are empty")
+        if self.targets_ignored:
+            remarks.append(f"{self.targets_ignored:,} lines have a target column, which was ignored")
+        if self.unknown:
+            remarks.append(self.unknown.summary())
+        return remarks
+
+    def _request(self, line: Line) -> Request:
+        self.account.read += 1
+        place = f"{shown(self.path)}:{line.number}"
+        if line.problem:
+            self.account.skip(line.problem, place)
+            return Request("")
+        cells = line.text.split("\t")
+        prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
+        if len(cells) == len(self._names) + 1:
+            del cells[self._target_at]
+            self.targets_ignored += 1
+        if len(cells) != len(self._names):
+            if line.text.strip():
+                self.account.skip(COLUMNS, place)
+            return Request("")
+        row = dict(zip(self._names, cells, strict=True))
+        return Request(row["source"], row.get("features"), prefix)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return S_ISREG((os.fstat(sys.stdin.fileno()) if path == STDIN else os.stat(path)).st_mode)
+    except (OSError, ValueError):  # let the reader say what is wrong with it; a stdin without a number is no pipe
+        return True
+
+
+def _windows(lines: Iterator[Line], most: int) -> Iterator[list[Line]]:
+    while window := list(islice(lines, most)):
+        yield window
+
+
+class _End(NamedTuple):
+    error: BaseException | None
+
+
+def _available(lines: Iterator[Line], most: int) -> Iterator[list[Line]]:
+    """Lines as they come: a thread reads ahead while the model works."""
+    waiting: Queue[Line | _End] = Queue(maxsize=most)
+
+    def read() -> None:
+        try:
+            for line in lines:
+                waiting.put(line)
+            waiting.put(_End(None))
+        except BaseException as error:  # to be raised where it is waited for
+            waiting.put(_End(error))
+
+    Thread(target=read, daemon=True, name=READER).start()
+    end = None
+    while end is None:
+        batch: list[Line] = []
+        item = waiting.get()
+        while isinstance(item, Line):
+            batch.append(item)
+            if len(batch) == most:
+                break
+            try:
+                item = waiting.get_nowait()
+            except Empty:
+                break
+        end = item if isinstance(item, _End) else None
+        if batch:
+            yield batch
+    if end.error is not None:
+        raise end.error

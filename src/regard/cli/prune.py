@@ -1,0 +1,136 @@
+"""`regard prune`: take heads out of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
+from regard.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from regard.prune import Report
+
+EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --tune 200"
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
+    data: Annotated[str, typer.Option(metavar="PAIRS", help="A TSV to judge heads by and to tune on; - is stdin.")],
+    target: Target = None,
+    columns: Columns = None,
+    valid: Annotated[
+        str | None, typer.Option(metavar="PAIRS", help="A TSV to measure on; by default a tenth of --data.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="How many heads go: 0.4 or 40% of all, or a number like 12.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="All heads go that matter less than this (see regard heads).")
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Judge the rest again after each head; slower and often better.")
+    ] = False,
+    by: Annotated[str, typer.Option(help="Judge by gradient or by ablation.")] = "gradient",
+    tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Train for so many steps afterwards.")] = 0,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of the tuning.")] = 3e-4,
+    examples: Annotated[int, typer.Option(min=1, help="Pairs to judge heads by.")] = 256,
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw the loss against heads removed: .png, .svg or .pdf.")
+    ] = None,
+    strict: Strict = False,
+    json: Json = False,
+    threads: Threads = 1,
+    device: Device = "cpu",
+) -> None:
+    """Remove heads for real: the new run is smaller and faster, and answers as if the heads were silenced.
+
+    Every attention keeps at least one head. The report of quality, size and speed is also in OUT/prune.json.
+    """
+    from pathlib import Path
+
+    from regard.data.account import Account
+    from regard.errors import one_of
+    from regard.prune import Amount, prune, save, split
+
+    if by not in ("gradient", "ablation"):
+        raise one_of("--by", by, ("gradient", "ablation"))
+    if Path(new).exists():
+        raise UserError(f"{new}: exists already; name a new directory for the pruned run")
+    amount = Amount.parse(heads, threshold)
+    (opened,) = open_runs([run], device, threads)
+    account = Account(strict)
+    pairs = [item.example for item in pairs_of(data, target, columns, opened.codec.columns).read(account)]
+    if valid is None:
+        learn, held_out = split(pairs)
+    else:
+        held_out = [item.example for item in pairs_of(valid, None, columns, opened.codec.columns).read(account)]
+        learn = pairs
+    if account.skipped:
+        talk(account.summary())
+    if not learn or not held_out:
+        raise UserError(f"{data}: {len(pairs)} usable pairs are too few to judge heads and measure the result")
+    measure = "ablation" if by == "ablation" else "gradient"
+    smaller, report = prune(
+        opened,
+        learn,
+        held_out,
+        amount,
+        greedy=greedy,
+        by=measure,  # type: ignore[arg-type]
+        tune_steps=tune,
+        judge_on=examples,
+        lr=lr,
+        talk=talk,
+    )
+    save(smaller, report, new, opened.path)
+    if json:
+        out_json(report.to_json())
+    else:
+        _show(report)
+    if picture:
+        _picture(report, picture)
+    talk(f"{new}: written")
+
+
+def _show(report: Report) -> None:
+    states = {"before": report.before, "pruned": report.pruned}
+    if report.tuned_steps:
+        states["tuned"] = report.after
+    rows = [["", *states], ["heads", *(str(state.heads) for state in states.values())]]
+    rows.append(["parameters", *(f"{state.parameters:,}" for state in states.values())])
+    rows.append(["loss", *(f"{state.loss:.4f}" for state in states.values())])
+    for name in report.before.metrics:
+        rows.append([name, *(f"{state.metrics[name]:.2f}" for state in states.values())])
+    rows.append(["sentences/s", *(f"{state.sentences_per_second:.1f}" for state in states.values())])
+    from rich.box import ROUNDED
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        for row in rows:
+            out("\t".join(row))
+        return
+    table = Table(header_style="dim", box=ROUNDED)
+    for i, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if i else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _picture(report: Report, path: str) -> None:
+    from regard.inspect.picture import draw_lines, save
+
+    across, up = zip(*report.curve, strict=True)
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {"silenced": (across, up)}
+    gone = report.before.heads - report.after.heads
+    if report.tuned_steps:
+        lines["tuned"] = ((gone,), (report.after.loss,))
+    save(draw_lines(lines, f"heads removed, of {report.before.heads}", "loss per symbol"), path)
+    talk(f"{path}: written")

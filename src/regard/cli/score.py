@@ -1,0 +1,56 @@
+"""`regard score`: how probable given targets are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
+
+EXAMPLE = "regard score runs/g2p pairs.tsv --json"
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    pairs: Annotated[str, typer.Argument(metavar="[PAIRS]", help="A TSV of sources and targets; - is stdin.")] = "-",
+    target: Target = None,
+    columns: Columns = None,
+    ensemble: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="A further run to score with. Repeatable.")
+    ] = None,
+    strict: Strict = False,
+    batch_tokens: Annotated[int | None, typer.Option(help="Symbols at once. [default: 8192]")] = None,
+    json: Json = False,
+    threads: Threads = 1,
+    device: Device = "cpu",
+) -> None:
+    """Print the natural-log probability of each target given its source, the end symbol included.
+
+    Plain output is one number per line of PAIRS, nan where the line could not be used. With --json the number of every symbol
+    is given too.
+    """
+    from itertools import tee
+
+    from regard.data.account import Account
+    from regard.decode.options import Options
+    from regard.decode.score import score
+
+    runs = open_runs([run, *(ensemble or [])], device, threads)
+    account = Account(strict)
+    options = Options.of(**({} if batch_tokens is None else {"batch_tokens": batch_tokens}))
+    ahead, behind = tee(pairs_of(pairs, target, columns, runs[0].codec.columns).read(account))
+    printed = 0
+    for scored, (number, example) in zip(score(runs, (item.example for item in ahead), options), behind, strict=False):
+        if json:
+            out_json({"line": number, "source": example.source, "target": example.target, **scored.as_dict()})
+        else:
+            for _ in range(printed + 1, number):
+                out("nan")
+            out(f"{scored.score:.6f}")
+            printed = number
+    if not json:
+        for _ in range(printed, account.read):
+            out("nan")
+    if account.skipped:
+        talk(account.summary())

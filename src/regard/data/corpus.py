@@ -1,0 +1,187 @@
+"""A corpus on disk: the ids of both sides in flat files, read as needed, so that its size costs little memory.
+
+`source.bin` and `target.bin` hold the ids one example after the other, `*.offsets` where each begins, and `meta.json`
+the counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.batch import Batch, collate
+from regard.config import Config
+from regard.data.account import LONG, Account
+from regard.data.source import Located, Source
+from regard.errors import UserError
+from regard.text.codec import Codec
+from regard.text.example import Example
+from regard.text.library import IDS, threads
+
+FORMAT = 1
+SIDES = ("source", "target")
+CHUNK = 8192  # examples tokenised at a time
+CHUNK_TEXT = 1_000_000  # characters tokenised at a time
+SMALL = 64 << 20  # bytes of a file that is mapped into memory
+
+Row = NDArray[np.unsignedinteger[Any]]
+Lengths = NDArray[np.int32]
+
+
+class Corpus:
+    """Examples as ids, by number. Source and target rows end in the end symbol."""
+
+    def __init__(self, directory: str | Path) -> None:
+        path = Path(directory)
+        try:
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            if meta["format"] != FORMAT:
+                raise UserError(f"{path}: a corpus of format {meta['format']}; this version reads format {FORMAT}")
+            self.meta: dict[str, Any] = meta
+            self._source, self._target = (_Side(path, side, meta) for side in SIDES)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: not a readable corpus: {error}") from None
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Corpus:
+        return cls(directory)
+
+    def __len__(self) -> int:
+        return len(self.source_lengths)
+
+    def source(self, index: int) -> Row:
+        return self._source.row(index)
+
+    def target(self, index: int) -> Row:
+        return self._target.row(index)
+
+    @property
+    def source_lengths(self) -> Lengths:
+        return self._source.lengths
+
+    @property
+    def target_lengths(self) -> Lengths:
+        return self._target.lengths
+
+
+class _Side:
+    """The rows of one side. In memory are only the offsets."""
+
+    def __init__(self, path: Path, side: str, meta: dict[str, Any]) -> None:
+        self._offsets = np.fromfile(path / f"{side}.offsets", np.int64)
+        self._dtype = np.dtype(meta["dtype"][side])
+        self.lengths: Lengths = np.diff(self._offsets).astype(np.int32)
+        flat = path / f"{side}.bin"
+        size = flat.stat().st_size
+        if len(self.lengths) != meta["examples"] or size != self._offsets[-1] * self._dtype.itemsize:
+            raise ValueError(f"{side}.bin and {side}.offsets do not fit together")
+        # Pages of a large map would count as our memory for as long as nobody else needs it; reading leaves them to
+        # the system, and costs little more.
+        self._mapped: NDArray[Any] | None = None
+        if size > SMALL and hasattr(os, "pread"):
+            self._file = os.open(flat, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            weakref.finalize(self, os.close, self._file)
+        else:
+            self._mapped = np.asarray(np.memmap(flat, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
+
+    def row(self, index: int) -> Row:
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        if self._mapped is not None:
+            return self._mapped[start:end]
+        width = self._dtype.itemsize
+        return np.frombuffer(os.pread(self._file, (end - start) * width, start * width), self._dtype)
+
+
+class CorpusWriter:
+    """Tokenise examples and write them as a corpus, chunk by chunk; at the end of the `with` block it is complete."""
+
+    def __init__(
+        self, directory: str | Path, codec: Codec, source: Source, account: Account, max_length: int, keep: bool = False
+    ) -> None:
+        self.path = Path(directory)
+        self.path.mkdir(parents=True)
+        self.examples: list[Example] | None = [] if keep else None  # what was written, if wanted
+        self.unknown = dict.fromkeys(SIDES, 0)
+        self.symbols = dict.fromkeys(SIDES, 0)
+        self._codec, self._where, self._account, self._max_length = codec, source, account, max_length
+        sizes = {"source": codec.source_vocab, "target": codec.target_vocab}
+        self._dtype = {side: "uint16" if size <= 1 << 16 else "uint32" for side, size in sizes.items()}
+        self._files = {name: (self.path / name).open("wb") for s in SIDES for name in (f"{s}.bin", f"{s}.offsets")}
+        for side in SIDES:
+            self._files[f"{side}.offsets"].write(np.zeros(1, np.int64).tobytes())
+        self._waiting: list[Located] = []
+        self._text = 0
+        self.count = 0
+
+    def add(self, located: Located) -> None:
+        self._waiting.append(located)
+        self._text += len(located.example.source) + len(located.example.target or "")
+        if len(self._waiting) >= CHUNK or self._text >= CHUNK_TEXT:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting, self._text = self._waiting, [], 0
+        with threads():
+            sources = self._codec.encode_source([located.example for located in waiting])
+            targets = self._codec.encode_target([located.example.target or "" for located in waiting])
+        kept = []
+        for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            longest = max(len(source), len(target)) - 1  # the end symbol is not the user's
+            if longest > self._max_length:
+                place = self._where.place(waiting[index].number)
+                self._account.skip(LONG, place, f"{longest:,} symbols; data.max_length is {self._max_length:,}")
+            else:
+                kept.append(index)
+        self._write("source", [sources[index] for index in kept])
+        self._write("target", [targets[index] for index in kept])
+        self.count += len(kept)
+        if self.examples is not None:
+            self.examples.extend(waiting[index].example for index in kept)
+
+    def _write(self, side: str, rows: Sequence[Sequence[int]]) -> None:
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        total = int(ends[-1]) if len(rows) else 0
+        flat = np.fromiter(chain.from_iterable(rows), dtype=self._dtype[side], count=total)
+        self._files[f"{side}.bin"].write(flat.tobytes())
+        self._files[f"{side}.offsets"].write((ends + self.symbols[side]).tobytes())
+        self.symbols[side] += total
+        self.unknown[side] += int(np.count_nonzero(flat == IDS.unk))
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self._flush()
+        finally:
+            for file in self._files.values():
+                file.close()
+        if error is None:
+            self._write_meta()
+
+    def _write_meta(self) -> None:
+        meta = {
+            "format": FORMAT,
+            "examples": self.count,
+            "symbols": self.symbols,
+            "unknown": self.unknown,
+            "dtype": self._dtype,
+        }
+        (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def load(
+    corpus: Corpus, indices: Sequence[int] | NDArray[np.integer[Any]], config: Config, total: int | None = None
+) -> Batch:
+    """Make a batch of the examples with these numbers."""
+    rows = [int(index) for index in indices]
+    return collate([corpus.source(row) for row in rows], [corpus.target(row) for row in rows], config, total)

@@ -1,0 +1,62 @@
+"""The order of training: which examples make up which batch, as a pure function of (seed, epoch).
+
+Examples are shuffled, sorted by length so that a batch needs little padding, and cut into batches, which are shuffled.
+Nothing is remembered between epochs: batch k of epoch e is the same whoever asks, whenever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Lengths = NDArray[np.integer[Any]]
+WINDOW = 1 << 20  # examples sorted together; bounds the memory of sorting
+
+
+def batches(
+    source_lengths: Lengths,
+    target_lengths: Lengths,
+    seed: int,
+    epoch: int,
+    batch_tokens: int,
+    batch_examples: int | None = None,
+) -> list[Indices]:
+    """Cut an epoch into batches: arrays of example numbers, each number exactly once.
+
+    A batch holds at most `batch_examples` rows, and rows times the longest side at most `batch_tokens`; an example
+    longer than that is a batch of its own. Lengths count the end symbol.
+    """
+    random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+    shuffled = random.permutation(len(source_lengths))
+    found: list[Indices] = []
+    for start in range(0, len(shuffled), WINDOW):
+        window = shuffled[start : start + WINDOW]
+        source, target = source_lengths[window].astype(np.int64), target_lengths[window].astype(np.int64)
+        longer = np.maximum(source, target)
+        # By the longer side, then by the difference, up and down in turns, so that neighbours differ little on either
+        # side. Stable, so that equals stay shuffled. Which turns go up and where the first cut falls differ by epoch,
+        # or large batches would be nearly the same ones each time.
+        up = (longer + random.integers(2)) % 2 == 0
+        order = np.argsort((longer << 32) + np.where(up, source - target, target - source), kind="stable")
+        found.extend(_cut(window[order], longer[order], batch_tokens, batch_examples, random.uniform(0.5, 1.0)))
+    return [found[index] for index in random.permutation(len(found))]
+
+
+def _cut(indices: Indices, cost: Indices, batch_tokens: int, batch_examples: int | None, first: float) -> list[Indices]:
+    """Cut a sequence into runs that fit the budget; of the first run take only a part unless it is the only one."""
+    runs = []
+    start = 0
+    while start < len(indices):
+        most = max(1, batch_tokens // max(1, int(cost[start])))  # the following may be longer, not shorter
+        if batch_examples is not None:
+            most = min(most, batch_examples)
+        padded = cost[start : start + most] * np.arange(1, min(most, len(indices) - start) + 1)
+        rows = max(1, int(np.searchsorted(padded, batch_tokens, side="right")))
+        if not start and rows < len(indices):
+            rows = int(np.ceil(rows * first))
+        runs.append(indices[start : start + rows])
+        start += rows
+    return runs

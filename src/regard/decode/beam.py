@@ -1,0 +1,256 @@
+"""Beam search: the best few hypotheses of every sentence, side by side, as tensors.
+
+Shapes: A sentences alive, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F kept.
+
+A hypothesis ends when its end symbol is among the `width` best candidates of its step. A sentence ends when `width`
+hypotheses have ended (this is the definition; with `exact` it is waived), or when no hypothesis alive can overtake the
+kept ones: values only fall, so the best that a live one can reach is its present sum over the longest length allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.decode.constraint import Constraint
+from regard.decode.coverage import Coverage
+from regard.decode.hypothesis import Found
+from regard.decode.rules import Rule, steer
+from regard.decode.scorer import Scorer, Task, best, select
+
+
+class Picked(NamedTuple):
+    """What one group of every sentence carries on, and what ends."""
+
+    sum_AW: Tensor  # of values, minus infinity for nothing
+    parent_AW: Tensor  # within the group
+    token_AW: Tensor
+    ended_AC: Tensor  # of the first candidates: whether it is an end that counts
+    ended_sum_AC: Tensor
+    ended_parent_AC: Tensor
+
+
+class Stages(NamedTuple):
+    """Where required phrases stand: the stage that each symbol leads to, and whether it is a step forward."""
+
+    stage_AWV: Tensor
+    nearer_AWV: Tensor
+
+
+def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages | None = None) -> Picked:
+    """Choose the best `width` continuations; ends among the best `width` candidates are taken out and use up no places.
+
+    With stages, every row offers its best steps forward too, and the places go round the stages: the best of each, then
+    the second best of each, so that no stage of progress dies out.
+    """
+    sentences, rows, vocab = value_AWV.shape
+    end_AW = sum_AW + value_AWV[:, :, eos]
+    value_AWV[:, :, eos] = -math.inf
+    each = min(width, vocab)
+    if stages is None:
+        top_NK, token_NK = best(value_AWV.reshape(-1, vocab), each)
+    else:
+        steps = [best(value_AWV.masked_fill(m, -math.inf).flatten(0, 1), each) for m in (stages[1], ~stages[1])]
+        top_NK, token_NK = (torch.cat(both, 1) for both in zip(*steps, strict=True))
+        each *= 2
+    token_AC = token_NK.view(sentences, -1)
+    go_AC = (sum_AW.unsqueeze(-1) + top_NK.view(sentences, rows, each)).flatten(1)
+    # Ends stand first and rows in order: equal values are taken in the order of end, row, rank, in any company.
+    sum_AC, index_AC = torch.cat((end_AW, go_AC), 1).sort(dim=1, descending=True, stable=True)
+    if stages is not None:
+        stage_AWK = stages.stage_AWV.gather(2, token_NK.view(sentences, rows, each))
+        stage_AC = torch.cat((torch.zeros_like(token_AC[:, :rows]), stage_AWK.flatten(1)), 1).gather(1, index_AC)
+        turn_AC = _turns(stage_AC).masked_fill(sum_AC == -math.inf, sum_AC.shape[1])
+        order_AC = turn_AC.argsort(dim=1, stable=True)
+        sum_AC, index_AC = sum_AC.gather(1, order_AC), index_AC.gather(1, order_AC)
+    sum_AC, index_AC = sum_AC[:, : 2 * width], index_AC[:, : 2 * width]
+    is_end_AC = index_AC < rows
+    ended_AC = (is_end_AC & (sum_AC > -math.inf))[:, :width]
+    carried = min(width, rows * each)
+    order_AW = is_end_AC.byte().argsort(dim=1, stable=True)[:, :carried]
+    from_AW = index_AC.gather(1, order_AW) - rows
+    return Picked(
+        sum_AC.gather(1, order_AW),
+        from_AW // each,
+        token_AC.gather(1, from_AW),
+        ended_AC,
+        sum_AC[:, :width],
+        index_AC[:, :width],
+    )
+
+
+def _turns(stage_AC: Tensor) -> Tensor:
+    """How many earlier candidates are at the same stage."""
+    sorted_AC, order_AC = stage_AC.sort(dim=1, stable=True)
+    place_AC = torch.arange(stage_AC.shape[1], device=stage_AC.device).expand_as(stage_AC)
+    turn_AC = place_AC - torch.searchsorted(sorted_AC, sorted_AC)
+    return torch.empty_like(turn_AC).scatter_(1, order_AC, turn_AC)
+
+
+class Kept:
+    """The best finished hypotheses of every sentence: their values, and where their paths end."""
+
+    def __init__(self, sentences: int, count: int, device: torch.device) -> None:
+        self.value_BF = torch.full((sentences, count), -math.inf, device=device)
+        self.place_BF2 = torch.zeros((sentences, count, 2), dtype=torch.long, device=device)  # step, row
+
+    def add(self, alive_A: Tensor, value_AC: Tensor, t: int, row_AC: Tensor) -> None:
+        """Offer what ended at step `t` in these rows; of equal values the earlier stays."""
+        place_AC2 = torch.stack((torch.full_like(row_AC, t), row_AC), -1)
+        value_AX = torch.cat((self.value_BF[alive_A], value_AC), 1)
+        place_AX2 = torch.cat((self.place_BF2[alive_A], place_AC2), 1)
+        value_AX, index_AX = value_AX.sort(dim=1, descending=True, stable=True)
+        count = self.value_BF.shape[1]
+        self.value_BF[alive_A] = value_AX[:, :count]
+        self.place_BF2[alive_A] = place_AX2.gather(1, index_AX[:, :count, None].expand(-1, -1, 2))
+
+    def worst(self, alive_A: Tensor) -> Tensor:
+        """What a live hypothesis must overtake to matter."""
+        return self.value_BF[alive_A, -1]
+
+
+class Trace:
+    """Every step's choices, from which whole paths are read off at the end."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # per row: its parent, symbol, score
+        self.ends: list[np.ndarray] = []  # per row of a step: the score of ending there
+
+    def grow(self, parents_N: Tensor, tokens_N: Tensor, scores_N: Tensor) -> None:
+        self.steps.append((parents_N.numpy(force=True), tokens_N.numpy(force=True), scores_N.numpy(force=True)))
+
+    def read(self, at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Symbols and scores before the end of paths that end at steps `at` in `rows`, left-aligned."""
+        tokens = np.zeros((len(at), at.max(initial=0)), dtype=np.int64)
+        scores = np.zeros(tokens.shape)
+        rows = rows.copy()
+        for t in range(tokens.shape[1] - 1, -1, -1):
+            on = at > t
+            parents, symbols, values = self.steps[t]
+            tokens[on, t], scores[on, t] = symbols[rows[on]], values[rows[on]]
+            rows[on] = parents[rows[on]]
+        return tokens, scores
+
+
+def beam_search(
+    scorer: Scorer,
+    tasks: Sequence[Task],
+    rules: Sequence[Rule],
+    *,
+    width: int,
+    enough: int | None = None,
+    keep: int = 1,
+    penalty: float = 1.0,
+    exact: bool = False,
+    groups: int = 1,
+    diversity: float = 0.0,
+    coverage: Coverage | None = None,
+) -> list[list[Found]]:
+    """The `keep` best outputs of every task, best first; fewer if fewer ended.
+
+    Each of the groups is `width` wide and closed when `enough` of its hypotheses (None: `width`) have ended.
+    """
+    device, enough = scorer.device, enough or width
+    constraint = next((rule for rule in rules if isinstance(rule, Constraint) and rule.requires), None)
+    alive_A = torch.arange(len(tasks), device=device)
+    longest_B = torch.tensor([task.limit + 1 for task in tasks], dtype=torch.float32, device=device) ** penalty
+    states = scorer.start(tasks)
+    if groups > 1:
+        first_N = alive_A.repeat_interleave(groups)
+        states = select(states, first_N)
+        if coverage is not None:
+            coverage.select(first_N)
+        for rule in rules:
+            rule.spread(first_N)
+    tokens: Tensor | list[Tensor] = scorer.first(len(tasks) * groups)
+    sum_AGW = torch.zeros((len(tasks), groups, 1), device=device)
+    ended_BG = torch.zeros((len(tasks), groups), dtype=torch.long, device=device)
+    room = keep if groups == 1 else max(keep, width * groups)  # groups may find the same, which counts once
+    kept, trace = Kept(len(tasks), room, device), Trace()
+    for t in range(max(task.limit for task in tasks) + 1):
+        with nullcontext() if coverage is None else coverage.watch():
+            logp_NV, states = scorer.step(tokens, states)
+        trace.ends.append(logp_NV[:, scorer.eos].numpy(force=True).copy())
+        if coverage is not None:
+            coverage.add()
+        value_AGWV = steer(logp_NV, rules, t, alive_A).view(*sum_AGW.shape, -1)
+        stages = None
+        if constraint is not None:
+            stages = Stages(*(x.view_as(value_AGWV) for x in constraint.stages(alive_A)))
+        picks = _pick_groups(sum_AGW, value_AGWV, scorer.eos, width, diversity, stages)
+        parent_AGW = torch.stack([p.parent_AW for p in picks], 1)
+        sum_next_AGW = torch.stack([p.sum_AW for p in picks], 1)
+        tokens_N = torch.stack([p.token_AW for p in picks], 1).flatten()
+        ended_AGC = torch.stack([p.ended_AC for p in picks], 1)
+        lanes = torch.arange(len(alive_A) * groups, device=device).view(-1, groups, 1) * sum_AGW.shape[2]
+        if bool(ended_AGC.any()):
+            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / (t + 1) ** penalty
+            row_AGC = torch.stack([p.ended_parent_AC for p in picks], 1) + lanes
+            if coverage is not None:
+                value_AGC += coverage.value(alive_A).flatten()[row_AGC.masked_fill(~ended_AGC, 0)]
+            value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
+            kept.add(alive_A, value_AGC.flatten(1), t, row_AGC.flatten(1))
+            ended_BG[alive_A] += ended_AGC.sum(2)
+        if not exact:  # a group is closed when so many of its hypotheses have ended
+            sum_next_AGW = sum_next_AGW.masked_fill((ended_BG[alive_A] >= enough).unsqueeze(2), -math.inf)
+        bound_A = sum_next_AGW.flatten(1).amax(1) / longest_B[alive_A]
+        stay_A = bound_A > kept.worst(alive_A)
+        rows_N = (parent_AGW + lanes).flatten()
+        sentences = None
+        if not bool(stay_A.all()):
+            sentences = stay_A.nonzero().squeeze(1)
+            if not len(sentences):
+                break
+            stay_N = stay_A.repeat_interleave(len(rows_N) // len(alive_A))
+            rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
+            alive_A, sum_next_AGW = alive_A[sentences], sum_next_AGW[sentences]
+        trace.grow(rows_N, tokens_N, logp_NV[rows_N, tokens_N])
+        states = select(states, rows_N, sentences)
+        if coverage is not None:
+            coverage.select(rows_N)
+        for rule in rules:
+            rule.advance(rows_N, tokens_N)
+        tokens, sum_AGW = tokens_N, sum_next_AGW
+    return [_distinct(found)[:keep] for found in _read(kept, trace, tasks, scorer.eos)]
+
+
+def _pick_groups(
+    sum_AGW: Tensor, value_AGWV: Tensor, eos: int, width: int, diversity: float, stages: Stages | None
+) -> list[Picked]:
+    """Pick for one group after the other; a symbol costs `diversity` for each time an earlier group just took it."""
+    picks: list[Picked] = []
+    taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if sum_AGW.shape[1] > 1 else None
+    for g in range(sum_AGW.shape[1]):
+        value_AWV = value_AGWV[:, g]
+        here = None if stages is None else Stages(*(x[:, g] for x in stages))
+        if taken_AV is None:
+            return [pick(sum_AGW[:, g], value_AWV, eos, width, here)]
+        picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, here)
+        # The cost decides which symbols are taken; it is not carried along.
+        cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
+        picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
+        taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))
+    return picks
+
+
+def _read(kept: Kept, trace: Trace, tasks: Sequence[Task], eos: int) -> list[list[Found]]:
+    value_BF, place_BF2 = kept.value_BF.numpy(force=True), kept.place_BF2.numpy(force=True)
+    sentence, rank = np.nonzero(value_BF > -math.inf)
+    at, rows = place_BF2[sentence, rank].T
+    tokens, scores = trace.read(at, rows)
+    found: list[list[Found]] = [[] for _ in tasks]
+    for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
+        ids = (*tokens[i, :t].tolist(), eos)
+        token_scores = (*scores[i, :t].tolist(), float(trace.ends[t][row]))
+        found[b].append(Found(ids, token_scores, float(value_BF[b, r]), t == tasks[b].limit))
+    return found
+
+
+def _distinct(found: list[Found]) -> list[Found]:
+    return list({output.ids: output for output in reversed(found)}.values())[::-1]

@@ -1,0 +1,95 @@
+"""One path per hypothesis: greedy search and sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.decode.hypothesis import Found
+from regard.decode.rules import Rule, steer
+from regard.decode.scorer import Scorer, Task, best, select
+
+Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> symbols (N,)
+
+
+class Step(NamedTuple):
+    """What was decided at one step; rows whose end was decided earlier may still be among them."""
+
+    rows_N: Tensor  # as numbered at the start
+    tokens_N: Tensor
+    scores_N: Tensor  # the model's log-probabilities of the tokens; minus infinity where nothing was allowed
+
+
+def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
+    """The highest value; the lowest id of equals."""
+    return best(value_NV, 1)[1].squeeze(1)
+
+
+def steps(
+    scorer: Scorer, tasks: Sequence[Task], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
+) -> Iterator[Step]:
+    """Decide one symbol per row and step, for `count` rows per task, until every row has ended.
+
+    The rules must make it end by the limit, as `Length` does.
+    """
+    states = scorer.start(tasks)
+    alive_B = torch.arange(len(tasks), device=scorer.device)
+    rows_N = torch.arange(len(tasks) * count, device=scorer.device)
+    if count > 1:
+        states = select(states, rows_N // count)
+        for rule in rules:
+            rule.spread(rows_N // count)
+    done_N = torch.zeros_like(rows_N, dtype=torch.bool)
+    tokens: Tensor | list[Tensor] = scorer.first(len(rows_N))
+    for t in range(max(task.limit for task in tasks) + 1):
+        logp_NV, states = scorer.step(tokens, states)
+        value_NV = steer(logp_NV, rules, t, alive_B)
+        tokens_N = choose(value_NV, t, rows_N)
+        scores_N = logp_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+        if value_NV is not logp_NV:  # where the rules left nothing, end
+            dead_N = value_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1) == -math.inf
+            tokens_N = torch.where(dead_N, scorer.eos, tokens_N)
+            scores_N = torch.where(dead_N, -math.inf, scores_N)
+        yield Step(rows_N, tokens_N, scores_N)
+        done_N = done_N | (tokens_N == scorer.eos)
+        left_B = done_N.view(-1, count).all(1)
+        gone = int(left_B.sum())
+        if gone == len(left_B):
+            return
+        stay_M = torch.arange(len(rows_N), device=scorer.device)
+        if gone * 8 >= len(left_B):  # leaving one by one would copy what is remembered more often than it saves
+            stay_B = (~left_B).nonzero().squeeze(1)
+            stay_M = (stay_B.unsqueeze(1) * count + torch.arange(count, device=scorer.device)).flatten()
+            states = select(states, stay_M, stay_B)
+            alive_B = alive_B[stay_B]
+            rows_N, tokens_N, done_N = (x[stay_M] for x in (rows_N, tokens_N, done_N))
+        for rule in rules:
+            rule.advance(stay_M, tokens_N)
+        tokens = tokens_N
+
+
+def follow(
+    scorer: Scorer, tasks: Sequence[Task], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
+) -> list[list[Found]]:
+    """The whole outputs, `count` per task in the order of their rows; what could not end by the rules is missing."""
+    total = len(tasks) * count
+    tokens = np.full((total, max(task.limit for task in tasks) + 1), -1, dtype=np.int64)
+    scores = np.zeros(tokens.shape)
+    for t, step in enumerate(steps(scorer, tasks, rules, choose, count)):
+        rows = step.rows_N.numpy(force=True)
+        tokens[rows, t] = step.tokens_N.numpy(force=True)
+        scores[rows, t] = step.scores_N.numpy(force=True)
+    lengths = (tokens == scorer.eos).argmax(1) + 1
+    found: list[list[Found]] = [[] for _ in tasks]
+    for row, length in enumerate(lengths.tolist()):
+        token_scores = tuple(scores[row, :length].tolist())
+        if token_scores[-1] > -math.inf:
+            ids = tuple(tokens[row, :length].tolist())
+            limited = length - 1 == tasks[row // count].limit
+            found[row // count].append(Found(ids, token_scores, sum(token_scores), limited))
+    return found

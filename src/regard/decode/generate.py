@@ -1,0 +1,119 @@
+"""Text in, outputs out: one list of hypotheses per line, in order, with bounded memory for any number of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from regard.decode.alignment import align, load_heads
+from regard.decode.batches import by_length, windows
+from regard.decode.constraint import banks
+from regard.decode.flags import collapsed, degenerate
+from regard.decode.hypothesis import Found, Hypothesis, normalize
+from regard.decode.mbr import expected, shares
+from regard.decode.options import Options
+from regard.decode.prepare import Input, Preparer, Request
+from regard.decode.scorer import Task
+from regard.decode.search import search
+from regard.run import Run
+
+__all__ = ["Decoder", "Input", "Request", "generate"]
+
+
+def generate(
+    runs: Run | Sequence[Run], inputs: Iterable[Input], options: Options | None = None
+) -> Iterator[list[Hypothesis]]:
+    """The best outputs for every input, in order; several runs make an ensemble.
+
+    Lines are read `window` ahead. An empty line gives an empty output without asking the model, and so does one that is
+    too long; both are flagged.
+    """
+    decoder = Decoder(runs, options)
+    for window in windows(inputs, decoder.options.window):
+        yield from decoder(window)
+
+
+class Decoder:
+    """Runs ready to answer: checked to fit together, with everything made that does not depend on the input."""
+
+    def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.runs = [runs] if isinstance(runs, Run) else list(runs)
+        self.prepare = Preparer(self.runs, self.options)
+        self.scorer, self.codec = self.prepare.scorer, self.prepare.codec
+
+    def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
+        """The outputs for some inputs."""
+        prepared = self.prepare(inputs)
+        results = [[] if isinstance(item, Task) else [nothing(item)] for item in prepared]
+        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, Task)}
+        places = list(tasks)
+        for batch in by_length([self._size(task) for task in tasks.values()], self.options.batch_tokens):
+            chosen = [places[j] for j in batch]
+            found = search(self.scorer, [tasks[i] for i in chosen], self.options)
+            for i, outputs in zip(chosen, found, strict=True):
+                results[i] = self._hypotheses(tasks[i], outputs)
+        if self.options.alignment:
+            self._align(tasks, results)
+        self._name_other_cuts(results)
+        return results
+
+    def _size(self, task: Task) -> int:
+        """What a task counts in a batch: its symbols, or if that is more its share of the table of all next symbols."""
+        share = self.scorer.vocab // (4096 if task.phrases is None else 1024)
+        return (self.options.rows + banks(task)) * max(share, *map(len, task.sources))
+
+    def _hypotheses(self, task: Task, outputs: Sequence[Found]) -> list[Hypothesis]:
+        if not outputs:
+            return [nothing({"unsatisfied": "no output was found that meets what was asked for"})]
+        hypotheses = [self._hypothesis(task, output) for output in outputs]
+        return self._least_risk(hypotheses) if self.options.mbr else hypotheses
+
+    def _hypothesis(self, task: Task, found: Found) -> Hypothesis:
+        flags = degenerate(found.ids, len(task.sources[0]) - 1, found.token_scores)
+        if found.limited:
+            flags["max_length"] = f"ended at the limit of {task.limit} symbols"
+        return Hypothesis(
+            self.codec.decode_target(found.ids),
+            found.score,
+            tuple(self.codec.target_pieces(found.ids)),
+            found.token_scores,
+            normalize(found.score, len(found.ids), self.options.length_penalty),
+            found.ids,
+            flags=flags,
+        )
+
+    def _least_risk(self, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+        """The different candidates by expected utility: samples count alike, the n-best of a beam by their share."""
+        count = len(hypotheses)
+        weights = [1 / count] * count if self.options.samples else shares([h.score for h in hypotheses])
+        spaced = self.codec.target.scheme == "space"
+        utilities = expected([h.text for h in hypotheses], weights, self.options.utility, spaced)
+        different = {h.text: replace(h, utility=u) for h, u in reversed(list(zip(hypotheses, utilities, strict=True)))}
+        ranked = sorted(different.values(), key=lambda h: (-(h.utility or 0.0), -h.score, h.text))
+        return ranked[: self.options.nbest]
+
+    def _align(self, tasks: dict[int, Task], results: list[list[Hypothesis]]) -> None:
+        places = [(i, rank) for i in tasks for rank, h in enumerate(results[i]) if h.ids]
+        sources = [tasks[i].sources[0] for i, _ in places]
+        outputs = [results[i][rank].ids for i, rank in places]
+        heads = self.options.alignment_heads or load_heads(self.runs[0].path)
+        alignments = align(self.runs[0], sources, outputs, heads, self.options.batch_tokens)
+        for (i, rank), alignment in zip(places, alignments, strict=True):
+            old = results[i][rank]
+            results[i][rank] = replace(old, alignment=alignment, flags={**old.flags, **collapsed(alignment)})
+
+    def _name_other_cuts(self, results: list[list[Hypothesis]]) -> None:
+        """Flag what `score` would cut into other symbols: the score here is of these symbols."""
+        places = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
+        cuts = self.codec.encode_target([results[i][rank].text for i, rank in places])
+        for (i, rank), ids in zip(places, cuts, strict=True):
+            old = results[i][rank]
+            if tuple(ids) != old.ids:
+                reason = "the text is usually cut into other symbols, so forced decoding scores it differently"
+                results[i][rank] = replace(old, flags={**old.flags, "segmentation": reason})
+
+
+def nothing(flags: dict[str, str]) -> Hypothesis:
+    """The output where there is none, with the reason."""
+    return Hypothesis("", 0.0, (), (), 0.0, flags=flags)

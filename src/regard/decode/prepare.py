@@ -1,0 +1,187 @@
+"""From what a user gives to what the search needs: ids, limits and automata, with everything wrong said clearly."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from regard.decode.options import Options
+from regard.decode.phrases import MOST, NEVER, Phrases, make_phrases
+from regard.decode.scorer import Scorer, Task
+from regard.decode.spelling import Speller
+from regard.errors import UserError
+from regard.model import Model
+from regard.run import Run
+from regard.text.example import Example
+
+SLACK, RATIO = 50, 3  # of the default limit: 3 times the source and 50 more
+KNOWN = 256  # automata kept for lines that ask for the same
+
+
+class Request(NamedTuple):
+    """A source with wishes of its own: its prefix replaces that of the options, its phrases come on top of theirs."""
+
+    source: str
+    features: str | None = None
+    prefix: str = ""
+    require: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+
+
+Input = str | Example | Request
+
+
+class Preparer:
+    """Makes tasks for some runs."""
+
+    def __init__(self, runs: Sequence[Run], options: Options) -> None:
+        self.runs, self.options = runs, options
+        check_vocabulary(runs)
+        self.codec = runs[0].codec
+        ids = runs[0].config.ids
+        blocked = [ids.pad, ids.sos, *range(self.codec.target.size, self.codec.target_vocab)]
+        if not options.unknown:
+            blocked.append(ids.unk)
+        self.scorer = Scorer([run.model for run in runs], options.weights, blocked)
+        self.longest_source, self.longest_target = position_limits(self.scorer.models)
+        self._blocked = blocked
+        self._speller: Speller | None = None
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
+
+    def __call__(self, inputs: Sequence[Input]) -> list[Task | dict[str, str]]:
+        """A task for every input, or flags that say why there is nothing to search."""
+        requests = [as_request(item) for item in inputs]
+        examples = [Example(request.source, features=request.features) for request in requests]
+        readable = [i for i, request in enumerate(requests) if self._readable(request)]
+        sources = zip(*(run.codec.encode_source([examples[i] for i in readable]) for run in self.runs), strict=True)
+        encoded = dict(zip(readable, sources, strict=True))
+        return [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
+
+    def _readable(self, request: Request) -> bool:
+        """No symbol has more than so many characters, so a line that is far too long need not be cut into symbols."""
+        return len(request.source) <= 1_000_000
+
+    def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> Task | dict[str, str]:
+        if not request.source.strip():
+            return {"empty": "the source is empty"}
+        most = min(self.options.max_source, self.longest_source)
+        if sources is None:
+            return {"too_long": f"the source has {len(request.source)} characters"}
+        length = max(map(len, sources)) - 1
+        if length > most:
+            return {"too_long": f"the source has {length} symbols, more than {most} (max_source)"}
+        return self._task(request, sources)
+
+    def _task(self, request: Request, sources: tuple[list[int], ...]) -> Task:
+        minimum, limit = self._lengths(len(sources[0]) - 1)
+        text = request.prefix or self.options.prefix
+        prefix = self.codec.target.encode([text])[0] if text else []
+        if unknown := self.codec.target.unknown_symbols(text) if text else []:
+            raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
+        if len(prefix) > limit:
+            raise UserError(
+                f"prefix {text!r}: its {len(prefix)} symbols are more than the output may have, {limit} (max_length)"
+            )
+        at = self.options.alternatives_at
+        if at is not None and at < len(prefix):
+            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {len(prefix)} symbols")
+        require = tuple(dict.fromkeys((*self.options.require, *request.require)))
+        forbid = tuple(dict.fromkeys((*self.options.forbid, *request.forbid)))
+        phrases = self._phrases(require, forbid) if require or forbid else None
+        if phrases is not None:
+            self._check(phrases, require, text, prefix, limit)
+        key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
+        return Task(sources, limit, minimum, tuple(prefix), phrases, key)
+
+    def _lengths(self, source: int) -> tuple[int, int]:
+        """Fewest and most output symbols for a source of so many."""
+        options = self.options
+        minimum = max(options.min_length, math.ceil(options.min_ratio * source))
+        limits = [self.longest_target]
+        if options.max_length is not None:
+            limits.append(options.max_length)
+        if options.max_ratio is not None:
+            limits.append(max(1, math.ceil(options.max_ratio * source)))
+        if len(limits) == 1:  # a default gives way to what was asked for
+            limits.append(max(RATIO * source + SLACK, minimum))
+        if minimum > min(limits):
+            raise UserError(
+                f"min_length, min_ratio: an output of at least {minimum} symbols is asked for where at most"
+                f" {min(limits)} are possible (max_length, max_ratio, or the model's learned positions)"
+            )
+        return minimum, min(limits)
+
+    def _phrases(self, require: tuple[str, ...], forbid: tuple[str, ...]) -> Phrases:
+        """The automaton of these phrases, made once."""
+        if (require, forbid) in self._known:
+            return self._known[require, forbid]
+        if len(require) > MOST:
+            raise UserError(f"require: at most {MOST} phrases at once, not {len(require)}")
+        if self._speller is None:
+            self._speller = Speller(self.codec.target, self.scorer.vocab, self._blocked, self.scorer.eos)
+        speller, target = self._speller, self.codec.target
+        for option, phrases in (("require", require), ("forbid", forbid)):
+            if empty := [phrase for phrase in phrases if not speller.spell(phrase)]:
+                raise UserError(f"{option} {empty[0]!r}: there is nothing in this phrase")
+        if speller.spaced:
+            for phrase in require:
+                if unknown := target.unknown_symbols(phrase):
+                    raise UserError(f"require {phrase!r}: {unknown[0]!r} is not in the target vocabulary")
+            forbid = tuple(phrase for phrase in forbid if not target.unknown_symbols(phrase))  # never produced
+        made = make_phrases([*map(speller.spell, require)], [*map(speller.spell, forbid)], speller.spelling)
+        if len(self._known) >= KNOWN:
+            self._known.clear()
+        self._known[require, forbid] = made
+        return made
+
+    def _check(self, phrases: Phrases, require: tuple[str, ...], text: str, prefix: Sequence[int], limit: int) -> None:
+        needed = phrases.walk(prefix)
+        if needed is None:
+            raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
+        if needed >= NEVER:
+            raise UserError(
+                f"require {', '.join(map(repr, require))}: no output contains this: some of it is not in the target"
+                " vocabulary, or forbid rules it out"
+            )
+        if len(prefix) + needed > limit:
+            raise UserError(
+                f"require {', '.join(map(repr, require))}: this needs at least {len(prefix) + needed} symbols"
+                f" where an output has at most {limit} (max_length)"
+            )
+
+
+def as_request(item: Input) -> Request:
+    """Any kind of input as the full one."""
+    if isinstance(item, Request):
+        return item
+    if isinstance(item, Example):
+        return Request(item.source, item.features)
+    return Request(item)
+
+
+def check_vocabulary(runs: Sequence[Run]) -> None:
+    """The runs of an ensemble must mean the same by a target symbol."""
+    if not runs:
+        raise UserError("no run to generate with")
+    for run in runs[1:]:
+        if run.codec.target.to_json() != runs[0].codec.target.to_json():
+            raise UserError(
+                f"ensemble: {run.path} has another target vocabulary than {runs[0].path};"
+                " train both with the same target tokens"
+            )
+
+
+def position_limits(models: Sequence[Model]) -> tuple[int, int]:
+    """Most source and target symbols, the end not counted, for which every model has positions."""
+    source = target = 10**9
+    for model in models:
+        encoder, decoder = model.config.encoder, model.config.decoder
+        if encoder is not None and encoder.position == "learned" and not encoder.recurrent:
+            source = min(source, encoder.max_length - 1)
+        if decoder is not None and decoder.position == "learned" and not decoder.recurrent:
+            target = min(target, decoder.max_length - 1)
+    return source, target

@@ -1,0 +1,133 @@
+"""One model or several, as one distribution over the next symbol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.batch import Ids, pad
+from regard.config import Config
+from regard.decode.phrases import Phrases
+from regard.errors import UserError
+from regard.model import Model
+from regard.nn.state import State
+
+States = tuple[State, ...]  # one per model
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sentence to search an output for, all in ids."""
+
+    sources: tuple[Ids, ...]  # per model, each ending in its end symbol
+    limit: int  # most output symbols, the end not counted
+    minimum: int = 0
+    prefix: tuple[int, ...] = ()
+    phrases: Phrases | None = None
+    key: int = 0  # what its random numbers depend on, beside the seed
+
+
+class Scorer:
+    """Next-symbol log-probabilities of an ensemble: the weighted mean of the models' own, made to sum to one again."""
+
+    def __init__(self, models: Sequence[Model], weights: Sequence[float] = (), blocked: Sequence[int] = ()) -> None:
+        self.models = list(models)
+        self.config = config = check(self.models)
+        if weights and len(weights) != len(models):
+            raise UserError(f"weights: {len(weights)} given for {len(models)} runs; give one for each")
+        total = math.fsum(weights)
+        self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
+        self.eos = config.ids.eos
+        self.vocab = config.target_vocab
+        self.device = next(self.models[0].parameters()).device
+        self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
+
+    def start(self, tasks: Sequence[Task]) -> States:
+        """The models' states before the first symbol, one row per task."""
+        states = []
+        for i, model in enumerate(self.models):
+            source_BS, keep_BS = pad([task.sources[i] for task in tasks], model.config.ids.pad)
+            states.append(model.encode(source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)))
+        return tuple(states)
+
+    def first(self, rows: int) -> list[Tensor]:
+        """What each model reads first."""
+        return [torch.full((rows,), m.config.start_id, dtype=torch.long, device=self.device) for m in self.models]
+
+    def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
+        """Feed one symbol to every row -> log-probabilities of the next, minus infinity where blocked."""
+        tokens = tokens_N if isinstance(tokens_N, list) else [tokens_N] * len(states)
+        pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]
+        logp_NV = self.join([logits_NV for logits_NV, _ in pairs])
+        if isinstance(tokens_N, list) and bool(logp_NV.isnan().any()):  # said at the first step, once per search
+            raise UserError(
+                "the model gives scores that are not numbers; its weights are broken (was training stable?)"
+            )
+        if len(self.blocked):
+            logp_NV.index_fill_(1, self.blocked, -math.inf)
+        return logp_NV, tuple(state for _, state in pairs)
+
+    def join(self, logits: Sequence[Tensor]) -> Tensor:
+        """The models' scores (..., V) as log-probabilities."""
+        if len(logits) == 1:
+            return logits[0].float().log_softmax(-1)
+        total = torch.zeros_like(logits[0], dtype=torch.float32)
+        for weight, x in zip(self.weights, logits, strict=True):
+            total.add_(x.float().log_softmax(-1), alpha=weight)
+        return total.log_softmax(-1)
+
+
+def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> States:
+    """Carry on these rows (and, if some left, these sentences) in every model."""
+    return tuple(state.select(rows, sentences) for state in states)
+
+
+def check(models: Sequence[Model]) -> Config:
+    """The config that models of one ensemble agree on as far as the output goes."""
+    first = models[0].config
+    for model in models:
+        config = model.config
+        if config.encoder is None or config.decoder is None:
+            raise UserError("only a run with an encoder and a decoder can generate from a source")
+        if config.target_vocab != first.target_vocab or config.ids != first.ids:
+            raise UserError(
+                "ensemble: the runs differ in their target vocabulary"
+                f" ({config.target_vocab} symbols against {first.target_vocab}); train them with the same target tokens"
+            )
+        if model.training:
+            raise ValueError("a model in training mode drops out at random; call eval() first")
+    return first
+
+
+def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+    """The `count` highest of each row, in order, and where they are.
+
+    A large vocabulary is looked at in two steps, chunk maxima first, which is several times faster than one `topk`: the
+    highest `count` lie within the `count` chunks of the highest maxima.
+    """
+    rows, vocab = value_NV.shape
+    whole = vocab // chunk
+    if vocab < 1024 or count > whole // 2:
+        return _top(value_NV, count)
+    chunks_NCW = value_NV[:, : whole * chunk].view(rows, whole, chunk)
+    _, which_NK = _top(chunks_NCW.amax(-1), count)
+    near_NKW = chunks_NCW.gather(1, which_NK.unsqueeze(-1).expand(-1, -1, chunk))
+    places_NKW = which_NK.unsqueeze(-1) * chunk + torch.arange(chunk, device=value_NV.device)
+    near, places = near_NKW.flatten(1), places_NKW.flatten(1)
+    if whole * chunk < vocab:
+        rest = torch.arange(whole * chunk, vocab, device=value_NV.device).expand(rows, -1)
+        near, places = torch.cat((near, value_NV[:, whole * chunk :]), 1), torch.cat((places, rest), 1)
+    value_NK, index_NK = _top(near, count)
+    return value_NK, places.gather(1, index_NK)
+
+
+def _top(value_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if count == 1:  # the first of equals, which topk does not promise
+        value_N, index_N = value_NV.max(-1)
+        return value_N.unsqueeze(1), index_N.unsqueeze(1)
+    value_NK, index_NK = value_NV.topk(count)
+    return value_NK, index_NK

@@ -1,0 +1,286 @@
+"""The budget before the bill: parameters by part, FLOPs per token and memory of a model that need not fit this machine.
+
+Everything is read off a model on the meta device, which has shapes but no numbers.
+
+Parameters    every tensor once, filed under what it does; a shared table is counted where it is first used.
+FLOPs         matrix products of one forward pass, a multiply and an add counted as two. A weight matrix of n numbers costs 2n
+              per symbol that passes through it; attention costs 4 * heads * head_width * keys per query and layer (scores, and
+              the mixing of values). Additions of biases, softmax and normalisation are left out. Training costs three times
+              the forward pass.
+Training      weights, gradients and two Adam moments (16 bytes per parameter), and what a forward pass over one batch keeps for
+              the backward pass, which is counted by tracing it.
+Decoding      weights, and keys and values for every symbol of the source and of each hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from regard.config import Config
+from regard.errors import UserError
+from regard.model import Model, on_meta, stacks
+from regard.nn.attention import Attention
+from regard.presets import preset
+from regard.settings import load_recipe
+
+BYTES = 4  # of a number in fp32
+ADAM_BYTES = 16  # a weight, its gradient and two moments
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work a budget is drawn up for."""
+
+    length: int = 32  # symbols of a source and of a target
+    batch_tokens: int = 4096  # symbols per training batch, on either side
+    sentences: int = 32  # decoded at once
+    beam: int = 5
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a model costs."""
+
+    parameters: dict[str, int]  # part -> count; they add up to `total`
+    total: int
+    source_flops: int  # forward pass, per source symbol
+    target_flops: int  # forward pass, per target symbol
+    weights: int  # bytes
+    optimizer: int
+    activations: int
+    cache: int
+    cache_per_symbol: int  # bytes per target symbol of one hypothesis
+    load: Load
+
+    @property
+    def flops_per_token(self) -> int:
+        """One source symbol and one target symbol, forward."""
+        return self.source_flops + self.target_flops
+
+    @property
+    def training(self) -> int:
+        return self.optimizer + self.activations
+
+    @property
+    def decoding(self) -> int:
+        return self.weights + self.cache
+
+    def subtotals(self) -> dict[str, int]:
+        """Sums over parts that belong together, by their common prefix; q, k and v of an attention as `.query_key_value`."""
+        sums: dict[str, int] = {}
+        for part, count in self.parameters.items():
+            *groups, leaf = part.split(".")
+            prefixes = [".".join(groups[: i + 1]) for i in range(len(groups))]
+            if leaf in ("query", "key", "value"):
+                prefixes.append(".".join((*groups, "query_key_value")))
+            for prefix in prefixes:
+                sums[prefix] = sums.get(prefix, 0) + count
+        return sums
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "parameters": {"total": self.total, **self.parameters},
+            "subtotals": self.subtotals(),
+            "flops_per_token": self.flops_per_token,
+            "flops": {
+                "per_source_token": self.source_flops,
+                "per_target_token": self.target_flops,
+                "training_per_token": 3 * self.flops_per_token,
+            },
+            "memory": {
+                "training": self.training,
+                "decoding": self.decoding,
+                "weights": self.weights,
+                "optimizer": self.optimizer,
+                "activations": self.activations,
+                "cache": self.cache,
+                "cache_per_token": self.cache_per_symbol,
+            },
+            "load": vars(self.load),
+        }
+
+
+def describe(config: Config, load: Load | None = None) -> Info:
+    """Draw up the budget of a model."""
+    load = load or Load()
+    model = on_meta(config)
+    parameters = count_parameters(model)
+    total = sum(parameters.values())
+    source_flops, target_flops = count_flops(model, load.length)
+    per_source, per_target = cache_bytes(model)
+    hypotheses = load.sentences * load.beam
+    return Info(
+        parameters=parameters,
+        total=total,
+        source_flops=source_flops,
+        target_flops=target_flops,
+        weights=BYTES * total,
+        optimizer=ADAM_BYTES * total,
+        activations=count_activations(config, load),
+        cache=load.length * (load.sentences * per_source + hypotheses * per_target),
+        cache_per_symbol=per_target,
+        load=load,
+    )
+
+
+def configure(tables: dict[str, Any], vocab: int | None, where: str) -> Config:
+    """The model of a recipe whose vocabulary is not known yet: `vocab`, or the size its tokens ask for."""
+    recipe = load_recipe(tables, where)
+    if recipe.preset == "auto":
+        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
+    source, target = (
+        vocab or (int(tokens.partition(":")[2]) if tokens.partition(":")[2].isdigit() else None)
+        for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
+    )
+    return preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
+
+
+def count_parameters(model: Model) -> dict[str, int]:
+    """Parameters by part, each tensor once. `prediction` is 0 when it is the target table transposed."""
+    parts = {"prediction": 0}
+
+    def add(part: str, count: int) -> None:
+        parts[part] = parts.get(part, 0) + count
+
+    for name, tensor in model.named_parameters(remove_duplicate=True):
+        part = part_of(name)
+        if part.endswith(".key_value"):  # one matrix: keys above, values below
+            attention = model.get_submodule(name.partition(".key_value")[0])
+            assert isinstance(attention, Attention)
+            keys = tensor[: attention.kv_heads * attention.head_width].numel()
+            add(part.replace("key_value", "key"), keys)
+            add(part.replace("key_value", "value"), tensor.numel() - keys)
+        elif model.config.share_embeddings and part == "source_embedding":
+            add("shared_embedding", tensor.numel())
+        else:
+            add(part, tensor.numel())
+    return {part: parts[part] for part in sorted(parts, key=_place)}
+
+
+_ORDER = ("shared_embedding", "source_embedding", "target_embedding", "encoder", "decoder", "prediction", "positions")
+_ORDER += ("self_attention", "cross_attention", "query", "key", "value", "out", "score", "feed_forward", "recurrent")
+_ORDER += ("bridge", "combine", "norms")
+
+
+def _place(part: str) -> list[int]:
+    return [_ORDER.index(step) for step in part.split(".")]
+
+
+_LEAVES = {
+    "feed_forward": "feed_forward",
+    "position": "positions",
+    "cell": "recurrent",
+    "bridges": "bridge",
+    "combine": "combine",
+}
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter belongs to, from its name."""
+    tower, *path = name.split(".")
+    if tower not in ("encoder", "decoder"):
+        return {"output": "prediction"}.get(tower, tower)
+    if any(step == "norm" for step in path):
+        return f"{tower}.norms"
+    for step, kind in (("attention", "self_attention"), ("cross", "cross_attention")):
+        if step in path:
+            owner = path[path.index(step) + 1]
+            return f"{tower}.{kind}.{owner if owner in ('query', 'key_value', 'out') else 'score'}"
+    return next((f"{tower}.{part}" for step, part in _LEAVES.items() if step in path), f"{tower}.recurrent")
+
+
+def count_flops(model: Model, length: int) -> tuple[int, int]:
+    """FLOPs of a forward pass per source symbol and per target symbol, when both sides have `length` symbols."""
+    config = model.config
+    per_source = per_target = 0
+    for name, tensor in model.named_parameters(remove_duplicate=True):
+        if _multiplies(name, tensor):
+            flops, share = 2 * tensor.numel(), _source_share(config, name)
+            per_source += int(flops * share)
+            per_target += int(flops * (1 - share))
+    for tower, attention in _attentions(model):
+        flops = 2 * length * attention.heads * (attention.head_width + _value_width(attention))
+        per_source += flops if tower == "encoder" else 0
+        per_target += flops if tower == "decoder" else 0
+    prediction = 2 * model.output.weight.numel()
+    return (per_source + prediction, 0) if config.decoder is None else (per_source, per_target + prediction)
+
+
+def _multiplies(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter is a matrix that every symbol is multiplied by. The vectors that finish a score are not."""
+    if tensor.dim() < 2 or name.endswith((".v", "score.bias", "log_temperature")):
+        return False
+    return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
+
+
+def _source_share(config: Config, name: str) -> float:
+    """How much of a matrix is used once per source symbol: all of the encoder, and the decoder's keys and values of it."""
+    if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
+        return 1.0
+    concat = config.decoder is not None and config.decoder.score == "concat"
+    return 0.5 if concat and name.endswith(".cross.score.weight") else 0.0
+
+
+def _attentions(model: Model) -> Iterator[tuple[str, Attention]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            yield name.partition(".")[0], module
+
+
+def _value_width(attention: Attention) -> int:
+    out = attention.out
+    return out.in_features // attention.heads if isinstance(out, nn.Linear) else attention.head_width
+
+
+def cache_bytes(model: Model) -> tuple[int, int]:
+    """Bytes that decoding keeps per source symbol of a sentence, and per target symbol of a hypothesis.
+
+    A recurrent decoder's own state does not grow with the output.
+    """
+    per_source = per_target = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and name.startswith("decoder"):
+            size = BYTES * module.kv_heads * (module.head_width + _value_width(module))
+            per_source += size if name.endswith("cross") else 0
+            per_target += 0 if name.endswith("cross") else size
+    return per_source, per_target
+
+
+def count_activations(config: Config, load: Load) -> int:
+    """Bytes that a forward pass over one training batch keeps for the backward pass."""
+    # A learned table asks how long its input is, which a tensor without numbers cannot say; what it keeps is the same.
+    changed = {
+        name: stack.model_copy(update={"position": "sinusoid"})
+        for name, stack in stacks(config).items()
+        if stack.position == "learned"
+    }
+    model = on_meta(config.model_copy(update=changed)).train()
+    own = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
+    kept: dict[StorageWeakRef, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in own:
+            kept.setdefault(storage, tensor)
+        return tensor
+
+    rows = max(1, load.batch_tokens // load.length)
+    ids = torch.zeros(rows, load.length, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        x_BTD = model.hidden(ids, None, ids)
+    prediction = x_BTD.numel() + model.output.weight.numel()  # the gradients that the loss makes on its way
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) + BYTES * prediction
+
+
+def si(number: float, unit: str = "") -> str:
+    """A number a person can read: 201.3M, 1.5 GB."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{' ' if unit else ''}{letter}{unit}"
+    return f"{number:.0f}{' ' + unit if unit else ''}"

@@ -1,0 +1,130 @@
+"""How much a model needs each of its heads: the gradient of the loss at a gate on it, and the loss without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from regard.batch import Batch, Ids, collate
+from regard.config import Config
+from regard.errors import UserError
+from regard.inspect.places import attentions
+from regard.inspect.record import Change, patch, without
+from regard.loss import predict_and_compare
+from regard.model import Model
+from regard.run import Run
+from regard.text.example import Example
+
+Spot = tuple[str, int]  # the name of an attention, and the place of a head among those it has
+Removed = Mapping[str, Sequence[int]]  # heads that are silenced, by the name of their attention
+
+BATCH_TOKENS = 4096
+
+
+def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[Ids, Ids]]:
+    """Sources and targets as ids; an example without a target is left out."""
+    whole = [example for example in examples if example.target]
+    if not whole:
+        raise UserError("heads are judged on pairs, and there is none with a source and a target")
+    sources = run.codec.encode_source(whole)
+    targets = run.codec.encode_target([example.target or "" for example in whole])
+    return list(zip(sources, targets, strict=True))
+
+
+def make_batches(pairs: Sequence[tuple[Ids, Ids]], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """Pairs in batches of about so many padded symbols, those of like length together."""
+    batches: list[Batch] = []
+    current: list[tuple[Ids, Ids]] = []
+    longest = 0
+    for pair in sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1]))):
+        length = max(len(pair[0]), len(pair[1]))
+        if current and max(longest, length) * (len(current) + 1) > tokens:
+            batches.append(_collate(current, config))
+            current, longest = [], 0
+        current.append(pair)
+        longest = max(longest, length)
+    return [*batches, _collate(current, config)] if current else batches
+
+
+def _collate(pairs: Sequence[tuple[Ids, Ids]], config: Config) -> Batch:
+    return collate([source for source, _ in pairs], [target for _, target in pairs], config)
+
+
+def gradient_importance(model: Model, batches: Sequence[Batch], removed: Removed | None = None) -> dict[Spot, float]:
+    """The expected |dL/dg| of a gate g = 1 on each head, per symbol, with one gate for every example of a batch.
+
+    Heads in `removed` are silenced, and not in the result.
+    """
+    removed = removed or {}
+    found = attentions(model)
+    device = next(model.parameters()).device
+    total = {name: torch.zeros(attention.heads, device=device) for name, attention in found.items()}
+    symbols = 0
+    frozen = [p for p in model.parameters() if p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        for batch in batches:
+            batch = batch.to(device)
+            gates = {}
+            for name, attention in found.items():
+                gate_BH11 = torch.ones(len(batch.label_BT), attention.heads, 1, 1, device=device)
+                gate_BH11[:, list(removed.get(name, ()))] = 0.0
+                gates[name] = gate_BH11.requires_grad_()
+            with torch.enable_grad(), patch(model, {f"{name}.mixed": _times(gate) for name, gate in gates.items()}):
+                grads = torch.autograd.grad(_nll(model, batch), list(gates.values()))
+            for name, grad_BH11 in zip(gates, grads, strict=True):
+                total[name] += grad_BH11.abs().sum((0, 2, 3))
+            symbols += batch.tokens
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    return {
+        (name, head): float(total[name][head] / max(1, symbols))
+        for name in found
+        for head in range(found[name].heads)
+        if head not in removed.get(name, ())
+    }
+
+
+def ablation_importance(
+    model: Model, batches: Sequence[Batch], tick: Callable[[int, int], None] | None = None
+) -> dict[Spot, float]:
+    """How much the loss per symbol rises when each head is silenced, one at a time."""
+    plain = loss(model, batches)
+    spots = [(name, head) for name, attention in attentions(model).items() for head in range(attention.heads)]
+    out = {}
+    for done, (name, head) in enumerate(spots):
+        out[name, head] = loss(model, batches, {name: [head]}) - plain
+        if tick is not None:
+            tick(done + 1, len(spots))
+    return out
+
+
+@torch.no_grad()
+def loss(model: Model, batches: Sequence[Batch], removed: Removed | None = None) -> float:
+    """The loss per symbol in nats, with some heads silenced."""
+    device = next(model.parameters()).device
+    total, symbols = 0.0, 0
+    with patch(model, silencing(removed or {})):
+        for batch in batches:
+            total += float(_nll(model, batch.to(device)))
+            symbols += batch.tokens
+    return total / max(1, symbols)
+
+
+def silencing(removed: Removed) -> dict[str, Change]:
+    """The patch under which heads say nothing."""
+    return {f"{name}.mixed": without(*heads) for name, heads in removed.items() if len(heads)}
+
+
+def _times(gate_BH11: Tensor) -> Change:
+    return lambda x_BHTE: x_BHTE * gate_BH11
+
+
+def _nll(model: Model, batch: Batch) -> Tensor:
+    x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+    keep_BT = torch.ones_like(batch.label_BT, dtype=torch.bool) if batch.keep_BT is None else batch.keep_BT
+    return predict_and_compare(x_BTD[keep_BT], model.output.weight, batch.label_BT[keep_BT], 0.0).smoothed

@@ -1,0 +1,179 @@
+// The views. Each is a function that fills a panel, and may return what to do once the panel is laid out.
+
+const tokensOf = (name) => data.tokens[name] || [];
+
+function choice(label, names, chosen, choose) {
+  const buttons = names.map((name, i) => h("button", { type: "button", "aria-pressed": String(i === chosen), click: () => choose(i) }, name));
+  return h("div", { class: "control", role: "group", "aria-label": label }, h("span", {}, label), h("div", { class: "choice" }, buttons));
+}
+function select(label, names, chosen, choose) {
+  const list = h("select", { "aria-label": label, change: () => choose(list.selectedIndex) }, names.map((name) => h("option", {}, name)));
+  list.selectedIndex = chosen;
+  return h("label", { class: "control" }, h("span", {}, label), list);
+}
+const pick = (label, names, chosen, choose) => (names.join("").length > 64 || names.length > 16 ? select : choice)(label, names, chosen, choose);
+const told = (from, weight, to) => [h("b", {}, word(from)), weight === null ? "" : "  looks at  ", weight === null ? "" : h("b", {}, word(to)), weight === null ? "" : "  with  " + weight.toFixed(weight < 0.1 ? 3 : 2)];
+
+const VIEWS = [];
+const view = (name, title, when, fill) => VIEWS.push({ name, title, when, fill });
+
+view("alignment", "Alignment", () => data.alignment.length > 0, (panel, room) => {
+  const entry = data.alignment[state.alignment], m = plane(entry.weights, 0);
+  const rows = tokensOf("output"), columns = tokensOf("source");
+  const strings = links({
+    rows, columns, at: m.at, max: m.max, chosen: state.pinned, label: "Lines between the source and the output",
+    rowsLabel: "output", columnsLabel: "source",
+    onHover: (t, s) => { if (t !== null) grid.mark(t, null); else if (s === null) grid.mark(null); },
+    onPick: (t) => { state.pinned = t === null ? undefined : t; if (t !== null) state.step = t; },
+  });
+  const grid = matrix({
+    rows, columns, at: m.at, max: m.max, room, label: "Attention of the output, down, over the source, across",
+    tell: (t, s) => (s === null ? told(rows[t], m.at(t, best(m, t)), columns[best(m, t)]) : told(rows[t], m.at(t, s), columns[s])),
+    onHover: (t) => strings.mark(t),
+    onPick: (t) => { state.step = t; go("output"); },
+  });
+  put(panel,
+    h("div", { class: "controls" },
+      data.alignment.length > 1 ? select("weights", data.alignment.map((a) => a.name), state.alignment, (i) => { state.alignment = i; refresh(); }) : null,
+      legend(m.max)),
+    h("section", { class: "card" }, h("h2", {}, "Each output symbol (below) and what it was made from (above)"), strings.node),
+    h("section", { class: "card" }, h("h2", {}, "The same as a matrix"), grid.node));
+  return strings.settle;
+});
+
+const best = (m, t) => { let at = 0; for (let s = 1; s < m.S; s++) if (m.at(t, s) > m.at(t, at)) at = s; return at; };
+
+function mapControls() {
+  const kinds = [...new Set(data.maps.map((m) => m.kind))];
+  const current = data.maps[state.map];
+  const layers = data.maps.map((m, i) => [m, i]).filter(([m]) => m.kind === current.kind);
+  const heads = ["mean", ...current.heads.map((n) => String(n + 1))];
+  return [
+    kinds.length > 1 ? choice("attention", kinds.map(kindName), kinds.indexOf(current.kind), (i) => {
+      const same = data.maps.findIndex((m) => m.kind === kinds[i] && m.layer === current.layer);
+      state.map = same >= 0 ? same : data.maps.findIndex((m) => m.kind === kinds[i]);
+      state.head = Math.min(state.head, data.maps[state.map].heads.length - 1); state.pinnedHead = undefined; refresh();
+    }) : null,
+    layers.length > 1 ? pick("layer", layers.map(([m]) => String(m.layer + 1)), layers.findIndex(([, i]) => i === state.map), (i) => {
+      state.map = layers[i][1]; state.head = Math.min(state.head, data.maps[state.map].heads.length - 1); refresh();
+    }) : null,
+    current.heads.length > 1 ? pick("head", heads, state.head + 1, (i) => { state.head = i - 1; refresh(); }) : null,
+  ];
+}
+
+view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
+  const map = data.maps[state.map], m = plane(map.weights, map.heads.length > 1 ? state.head : 0);
+  const rows = tokensOf(map.rows), columns = tokensOf(map.columns);
+  const strings = links({
+    rows, columns, at: m.at, max: m.max, upright: true, chosen: state.pinnedHead, label: "Who looks at whom",
+    rowsLabel: map.rows, columnsLabel: map.columns,
+    onHover: (t, s) => { if (t !== null) grid.mark(t, null); else if (s === null) grid.mark(null); },
+    onPick: (t) => { state.pinnedHead = t === null ? undefined : t; },
+  });
+  const grid = matrix({
+    rows, columns, at: m.at, max: m.max, room: room > 780 ? room - 470 : room, label: `${kindName(map.kind)} attention, layer ${map.layer + 1}`,
+    tell: (t, s) => (s === null ? told(rows[t], m.at(t, best(m, t)), columns[best(m, t)]) : told(rows[t], m.at(t, s), columns[s])),
+    onHover: (t) => strings.mark(t),
+    onPick: (t) => walkTo(map, t),
+  });
+  put(panel, h("div", { class: "controls" }, mapControls(), legend(m.max)),
+    h("section", { class: "card split" },
+      h("div", {}, h("h2", {}, "Who looks (left) at whom (right)"), strings.node),
+      h("div", {}, h("h2", {}, "As a matrix"), grid.node)));
+  return strings.settle;
+});
+
+view("model", "All heads", () => data.maps.some((m) => m.heads.length > 1) || data.maps.length > 1, (panel, room) => {
+  const kinds = [...new Set(data.maps.map((m) => m.kind))];
+  put(panel, h("p", { class: "dim" }, "Every head of every layer, each with its own scale: rows look at columns. Choose one to enlarge it."),
+    kinds.map((kind) => {
+      const maps = data.maps.filter((m) => m.kind === kind);
+      const most = Math.max(...maps.map((m) => Math.max(...m.heads) + 1));
+      const size = clamp(Math.floor((room - 110) / most) - 18, 28, 104);
+      const grid = h("div", { class: "grid", style: { gridTemplateColumns: `max-content repeat(${most}, max-content)` } }, h("span"));
+      for (let k = 0; k < most; k++) grid.append(h("span", { class: "side", style: { textAlign: "center" } }, String(k + 1)));
+      for (const map of maps) {
+        grid.append(h("span", { class: "side" }, `layer ${map.layer + 1}`));
+        for (let k = 0; k < most; k++) {
+          const index = map.heads.indexOf(k);
+          grid.append(index < 0 ? h("span", { class: "dim", title: "pruned", style: { textAlign: "center" } }, "·") : h("button", {
+            class: "thumb", type: "button", "aria-label": `${kindName(kind)} layer ${map.layer + 1} head ${k + 1}`,
+            click: () => { state.map = data.maps.indexOf(map); state.head = index; go("heads"); },
+          }, thumbnail(plane(map.weights, index), size)));
+        }
+      }
+      return h("section", { class: "card" }, h("h2", {}, kindName(kind)), h("div", { class: "scroll" }, grid));
+    }));
+});
+
+view("output", "Output", () => data.steps.length > 0, (panel) => {
+  const most = Math.max(...data.steps.map((s) => s.entropy), 1);
+  const body = h("tbody");
+  data.steps.forEach((step, t) => {
+    const choose = () => { state.step = t; refresh(); };
+    const line = h("tr", { tabindex: 0, class: t === state.step ? "on" : "", "aria-selected": String(t === state.step), click: choose,
+      keydown: (event) => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); }
+        const next = { ArrowDown: line.nextSibling, ArrowUp: line.previousSibling }[event.key];
+        if (next) { event.preventDefault(); next.focus(); }
+      } },
+      h("td", {}, String(t + 1)), h("td", {}, word(step.token)),
+      h("td", {}, h("span", { class: "bar", style: { width: 70 * step.p + "px" } }), percent(step.p)),
+      h("td", {}, h("span", { class: "bar other", style: { width: (46 * step.entropy) / most + "px" } }), step.entropy.toFixed(2)),
+      h("td", {}, step.candidates.slice(0, 4).map(([token, p]) => h("span", { class: "chip" + (token === step.token ? " chosen" : "") }, word(token), h("small", {}, percent(p))))));
+    body.append(line);
+  });
+  const step = data.steps[state.step];
+  put(panel, h("div", { class: "split" },
+    h("section", { class: "card scroll" }, h("table", { class: "steps" },
+      h("thead", {}, h("tr", {}, ["", "symbol", "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))), body)),
+    h("section", { class: "card" }, h("h2", {}, `Symbol ${state.step + 1}: `, word(step.token)), candidates(step),
+      h("button", { class: "quiet", type: "button", click: () => { const index = data.walks.findIndex((w) => w.rows === "input"); if (index >= 0) { state.walk = index; state.walkLayer = data.walks[index].layers.length - 1; state.walkRow = state.step; go("walk"); } } }, "Walk through this step"))));
+});
+
+function candidates(step) {
+  const top = Math.max(...step.candidates.map((c) => c[1]), 1e-9);
+  return h("table", {}, h("thead", {}, h("tr", {}, ["", "logit", "probability"].map((t) => h("th", { scope: "col" }, t)))),
+    h("tbody", {}, step.candidates.map(([token, p, logit]) => h("tr", { class: token === step.token ? "chosen" : null },
+      h("td", {}, word(token)), h("td", { class: "dim" }, show(logit)), h("td", {}, h("span", { class: "bar", style: { width: (150 * p) / top + "px" } }), percent(p))))));
+}
+
+view("lens", "Logit lens", () => data.lens.length > 0, (panel) => {
+  const read = h("p", { class: "read", "aria-live": "polite" }, "Point at a cell to see the runners-up.");
+  const tell = (lens, t) => put(read, `${lens.label}, symbol ${t + 1}:  `, ...lens.steps[t].map(([token, p]) => h("span", { class: "chip" }, h("b", {}, word(token)), h("small", {}, percent(p)))));
+  const line = (lens) => h("tr", {}, h("th", { scope: "row" }, lens.label), lens.steps.map((step, t) => {
+    const [token, p] = step[0], rgb = colour(0.75 * p);
+    return h("td", {}, h("span", { class: "cell" + (token === data.steps[t].token ? " chosen" : ""), tabindex: 0, style: { backgroundColor: css(rgb), color: inkOn(rgb) },
+      pointerenter: () => tell(lens, t), focus: () => tell(lens, t) }, h("bdi", {}, shorter(visible(token), 12)), h("small", {}, percent(p))));
+  }));
+  put(panel, h("p", { class: "dim" }, "What each layer would have said, had its vector gone straight to the prediction layer. The last row is what the model said; the stronger the colour the surer, bold agrees with the output."),
+    h("section", { class: "card" }, h("div", { class: "scroll" }, h("table", { class: "lens" },
+      h("thead", {}, h("tr", {}, h("th"), data.steps.map((step) => h("th", { scope: "col" }, word(step.token))))),
+      h("tbody", {}, data.lens.map(line)))), read));
+});
+
+view("position", "Position", () => data.positions.length > 0, (panel, room) => {
+  const found = data.positions[state.picture], [T, S] = found.values.shape, all = values(found.values);
+  const at = (t, s) => all[t * S + s] * found.values.scale;
+  let max = 0;
+  for (const v of all) max = Math.max(max, Math.abs(v) * found.values.scale);
+  const numbersFrom = (count, first) => Array.from({ length: count }, (_, i) => String(i + first));
+  const grid = matrix({
+    rows: numbersFrom(T, found.rows === "head" ? 1 : 0), columns: numbersFrom(S, found.first), at, max, signed: true, stretch: true, tall: found.rows === "head" ? 300 : 520, first: found.first, firstRow: found.rows === "head" ? 1 : 0, numbered: true,
+    room: room - 44, label: found.caption, tell: (t, s) => [`${found.rows} ${found.rows === "head" ? t + 1 : t}`, s === null ? "" : `, ${found.columns} ${s + found.first}: `, h("b", {}, s === null ? "" : show(at(t, s)))],
+  });
+  const cards = [h("section", { class: "card" }, h("p", {}, found.caption), h("p", { class: "dim" }, `${found.rows}s down, ${found.columns}s across`), grid.node)];
+  if (found.columns === "dimension") {
+    const N = Math.min(T, 64), like = new Float32Array(N * N);
+    for (let i = 0; i < N; i++) for (let j = 0; j < N; j++) {
+      let dot = 0, a = 0, b = 0;
+      for (let s = 0; s < S; s++) { const u = at(i, s), v = at(j, s); dot += u * v; a += u * u; b += v * v; }
+      like[i * N + j] = dot / (Math.sqrt(a * b) || 1);
+    }
+    const near = matrix({ rows: numbersFrom(N, 0), columns: numbersFrom(N, 0), at: (t, s) => like[t * N + s], max: 1, signed: true, numbered: true, first: 0, firstRow: 0, tall: 400, room: Math.min(room - 44, 480), label: "How alike two positions are",
+      tell: (t, s) => [`positions ${t} and ${s === null ? t : s}: `, h("b", {}, show(like[t * N + (s === null ? t : s)]))] });
+    cards.push(h("section", { class: "card" }, h("h2", {}, "How alike two positions are"), h("p", { class: "dim" }, "The cosine between their vectors: a model can tell near from far by it."), near.node));
+  }
+  put(panel, h("div", { class: "controls" },
+    data.positions.length > 1 ? choice("tower", data.positions.map((p) => p.name), state.picture, (i) => { state.picture = i; refresh(); }) : null, legend(max, true)), ...cards);
+});

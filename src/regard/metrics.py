@@ -1,0 +1,198 @@
+"""How good outputs are: pure functions of hypotheses and references. Everything but perplexity is in percent, 0 to 100.
+
+accuracy    sequences that are right in full
+wer         sequences that are wrong, 100 - accuracy: the word error rate of pronunciation and inflection tasks
+per, cer    edits needed, per symbol (separated by spaces) or character of the references
+bleu, chrf, ter    by sacrebleu, with its signature
+perplexity  exp of the mean negative log-probability of a symbol
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rapidfuzz.distance import Levenshtein
+
+Texts = Sequence[str]
+Sums = tuple[np.ndarray, np.ndarray]  # per example: an amount, and what it is a share of
+
+SAMPLES = 1000
+SEED = 12345  # also sacrebleu's own
+LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity"})
+
+
+class Measure(NamedTuple):
+    """A score, the bounds of its 95% bootstrap interval, and how it was computed."""
+
+    score: float
+    low: float | None = None
+    high: float | None = None
+    signature: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in self._asdict().items() if value is not None}
+
+
+def accuracy(hypotheses: Texts, references: Texts) -> float:
+    """Share of sequences that are right."""
+    return _percent(_right(hypotheses, references))
+
+
+def wer(hypotheses: Texts, references: Texts) -> float:
+    """Share of sequences that are wrong."""
+    return _percent(_wrong(hypotheses, references))
+
+
+def per(hypotheses: Texts, references: Texts) -> float:
+    """Edits per reference symbol; symbols are separated by spaces."""
+    return _percent(_symbol_edits(hypotheses, references))
+
+
+def cer(hypotheses: Texts, references: Texts) -> float:
+    """Edits per reference character (code point)."""
+    return _percent(edits(hypotheses, references))
+
+
+def bleu(hypotheses: Texts, references: Texts) -> float:
+    """Corpus BLEU, as sacrebleu computes it by default."""
+    return measure("bleu", hypotheses, references, samples=0).score
+
+
+def chrf(hypotheses: Texts, references: Texts) -> float:
+    """Corpus chrF, as sacrebleu computes it by default (chrF2, no word n-grams)."""
+    return measure("chrf", hypotheses, references, samples=0).score
+
+
+def ter(hypotheses: Texts, references: Texts) -> float:
+    """Translation edit rate, as sacrebleu computes it by default."""
+    return measure("ter", hypotheses, references, samples=0).score
+
+
+def perplexity(log_probabilities: Sequence[float], symbols: Sequence[int]) -> float:
+    """Perplexity per symbol, from the log-probability and the number of symbols (end included) of each sequence."""
+    return _perplexity(-np.asarray(log_probabilities, float).sum(), np.asarray(symbols, float).sum())
+
+
+def edits(hypotheses: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Hashable]]) -> Sums:
+    """Insertions, deletions and substitutions of each pair, and the length of each reference."""
+    pairs = list(zip(hypotheses, references, strict=True))
+    counts = [Levenshtein.distance(hypothesis, reference) for hypothesis, reference in pairs]
+    return np.asarray(counts, float), np.asarray([len(reference) for _, reference in pairs], float)
+
+
+def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMPLES) -> Measure:
+    """Compute a metric by name, with a bootstrap interval from so many samples (0: none)."""
+    if not references:
+        raise ValueError("a metric needs at least one example")
+    if name in RATIOS:
+        return _interval(RATIOS[name](hypotheses, references), _shares, samples)
+    metric, samples = _sacrebleu(name), _affordable(samples, len(references))
+    result = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=max(1, samples))
+    signature = str(metric.get_signature())
+    if samples < 2:
+        return Measure(result.score, signature=signature)
+    return Measure(result.score, result._mean - result._ci, result._mean + result._ci, signature)
+
+
+def measure_perplexity(log_probabilities: Sequence[float], symbols: Sequence[int], samples: int = SAMPLES) -> Measure:
+    """Perplexity with its interval; the resampled unit is the sequence."""
+    sums = -np.asarray(log_probabilities, float), np.asarray(symbols, float)
+    return _interval(sums, _perplexities, samples)
+
+
+def compare(name: str, hypotheses: Texts, others: Texts, references: Texts, samples: int = SAMPLES) -> float:
+    """p-value of the difference between two systems on the same examples, by paired bootstrap resampling."""
+    if name in RATIOS:
+        return compare_sums(RATIOS[name](hypotheses, references), RATIOS[name](others, references), samples)
+    if list(hypotheses) == list(others):
+        return 1.0  # sacrebleu's count of larger differences would find none and call that significant
+    from sacrebleu.significance import PairedTest
+
+    systems = [("base", list(others)), ("system", list(hypotheses))]
+    samples = _affordable(samples, len(references))
+    test = PairedTest(systems, {name: _sacrebleu(name)}, [list(references)], test_type="bs", n_samples=samples)
+    _, scores = test()
+    return float(next(results[1].p_value for key, results in scores.items() if key != "System"))
+
+
+def compare_sums(ours: Sums, theirs: Sums, samples: int = SAMPLES) -> float:
+    """The same for a ratio of sums: how often a difference this large arises when there is none."""
+    picks = _picks(len(ours[0]), samples)
+    differences = _shares(*_resample(ours, picks)) - _shares(*_resample(theirs, picks))
+    actual = _percent(ours) - _percent(theirs)
+    return float((np.sum(np.abs(differences - actual) >= abs(actual)) + 1) / (samples + 1))
+
+
+def _right(hypotheses: Texts, references: Texts) -> Sums:
+    right = np.asarray([h == r for h, r in zip(hypotheses, references, strict=True)], float)
+    return right, np.ones_like(right)
+
+
+def _wrong(hypotheses: Texts, references: Texts) -> Sums:
+    right, ones = _right(hypotheses, references)
+    return ones - right, ones
+
+
+def _symbol_edits(hypotheses: Texts, references: Texts) -> Sums:
+    return edits([text.split() for text in hypotheses], [text.split() for text in references])
+
+
+RATIOS: dict[str, Callable[[Texts, Texts], Sums]] = {
+    "accuracy": _right,
+    "wer": _wrong,
+    "per": _symbol_edits,
+    "cer": edits,
+}
+METRICS = (*RATIOS, "bleu", "chrf", "ter", "perplexity")
+
+
+def _percent(sums: Sums) -> float:
+    return float(_shares(sums[0].sum(), sums[1].sum()))
+
+
+def _shares(amounts: Any, totals: Any) -> np.ndarray:
+    return 100 * np.asarray(amounts) / np.maximum(totals, 1)  # no reference symbol at all: every edit counts in full
+
+
+def _perplexities(amounts: Any, totals: Any) -> np.ndarray:
+    return np.exp(np.minimum(np.asarray(amounts) / np.maximum(totals, 1), 700))  # beyond is beyond a float
+
+
+def _perplexity(amount: float, total: float) -> float:
+    return float(_perplexities(amount, total)) if not math.isnan(amount) else math.nan
+
+
+def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int) -> Measure:
+    value = float(score(sums[0].sum(), sums[1].sum()))
+    if samples < 2:
+        return Measure(value)
+    low, high = np.percentile(score(*_resample(sums, _picks(len(sums[0]), samples))), (2.5, 97.5))
+    return Measure(value, float(low), float(high))
+
+
+def _picks(count: int, samples: int) -> list[np.ndarray]:
+    """How often each example is drawn in each sample: small integers, whatever the number of examples."""
+    rng = np.random.default_rng(SEED)
+    return [np.bincount(rng.integers(count, size=count), minlength=count).astype(np.uint16) for _ in range(samples)]
+
+
+def _resample(sums: Sums, picks: list[np.ndarray]) -> Sums:
+    return np.asarray([pick @ sums[0] for pick in picks]), np.asarray([pick @ sums[1] for pick in picks])
+
+
+def _affordable(samples: int, count: int) -> int:
+    """sacrebleu draws all samples at once; this keeps it within about half a gigabyte."""
+    return min(samples, max(100, 5_000_000 // count))
+
+
+def _sacrebleu(name: str) -> Any:
+    from sacrebleu.metrics import BLEU, CHRF, TER
+
+    kinds: dict[str, type] = {"bleu": BLEU, "chrf": CHRF, "ter": TER}
+    if name not in kinds:
+        raise ValueError(f"no such metric: {name}")
+    # Symbols are compared as they are: a warning about text that looks tokenised would only puzzle.
+    return BLEU(force=True) if name == "bleu" else kinds[name]()

@@ -1,0 +1,114 @@
+"""The machine: its cores, its devices, its allocator, and what its processor can do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from regard.errors import UserError
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+
+
+def tune_allocator() -> bool:
+    """Let glibc keep freed memory instead of returning it to the system and fetching it again at every step.
+
+    Fresh pages must be zeroed by the kernel, which costs a small model up to a third of its training time.
+    Elsewhere than on glibc nothing is done.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such symbol
+    except (OSError, AttributeError):
+        return False
+    large = 1 << 30
+    settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, large), (_M_TOP_PAD, 64 << 20))
+    return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+def cores() -> int:
+    """Physical cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    siblings = set()
+    for cpu in cpus:
+        try:
+            shared = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+        except OSError:
+            shared = str(cpu)
+        siblings.add(shared.strip())
+    return max(1, min(len(siblings), _quota() or len(siblings)))
+
+
+def _quota() -> int | None:
+    """The processor time a container grants, in whole cores."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else max(1, round(int(quota) / int(period)))
+    except (OSError, ValueError):
+        return None
+
+
+def choose_device(request: str, local_rank: int = 0) -> torch.device:
+    """The device of a recipe; `auto` takes a GPU if there is one."""
+    kind, _, index = request.partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("train.device: cuda was asked for, but torch finds no CUDA GPU; use device=auto or cpu")
+        if index and (not index.isdigit() or int(index) >= torch.cuda.device_count()):
+            raise UserError(f"train.device: no GPU {request}; there are {torch.cuda.device_count()}, from cuda:0")
+        return torch.device("cuda", int(index) if index else local_rank % torch.cuda.device_count())
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("train.device: mps was asked for, but this machine has none; use device=auto or cpu")
+    return torch.device(kind)
+
+
+_PROBE = """
+import time, torch
+from torch.nn import functional as F
+torch.set_num_threads(1)
+layer = torch.nn.Linear(512, 512)
+def work(x):
+    h = layer(x).view(8, 32, 8, 64).transpose(1, 2)
+    F.scaled_dot_product_attention(h, h, h).float().square().sum().backward()
+def clock(bf16):
+    x = torch.randn(256, 512)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        work(x)
+        best = 9.0
+        for _ in range(5):
+            start = time.perf_counter()
+            work(x)
+            best = min(best, time.perf_counter() - start)
+    return best
+print(clock(True) / clock(False))
+"""
+
+
+def bf16_problem(device: torch.device, probe: str = _PROBE) -> str | None:
+    """Why bfloat16 should not be used on a device, or None; on a CPU it is tried out in a process that may crash."""
+    if device.type == "cuda":
+        return None if torch.cuda.is_bf16_supported() else "this GPU has no bfloat16"
+    if device.type != "cpu":
+        return f"not tried on {device.type}"
+    try:
+        result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return "a trial did not end"
+    if result.returncode < 0:
+        return f"a trial crashed with {signal.Signals(-result.returncode).name}"
+    if result.returncode:
+        return f"a trial failed: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
+    ratio = float(result.stdout)
+    return None if ratio < 1 else f"it takes {ratio:.1f} times as long as fp32 on this processor"

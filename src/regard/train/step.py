@@ -1,0 +1,101 @@
+"""One step: forward, backward, and the update if all went well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from regard.batch import Batch
+from regard.config import Config
+from regard.loss import Loss, Objective
+from regard.model import Model, stacks
+from regard.nn.dropout import MaskPool, use_pool
+from regard.settings import Train
+from regard.train.optim import make_optimizer, set_rate
+from regard.train.world import World
+
+_POOL = 1 << 22
+_RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
+
+
+class Stepper:
+    """A model with its objective and optimizer. `largest`: padded symbols of the largest batch."""
+
+    def __init__(self, model: Model, train: Train, world: World, largest: int) -> None:
+        self.model = model
+        self.train = train
+        self.world = world
+        self.optimizer = make_optimizer(model, train)
+        self._parameters = list(model.parameters())
+        objective = Objective(model, train.label_smoothing, train.scheduled_sampling)
+        self._module: nn.Module = objective
+        if world.size > 1:
+            self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        self._pool: MaskPool | None = None
+        if world.device.type == "cpu":
+            # A pool that never has to grow: how far it has grown must not depend on where a run was resumed.
+            self._pool = MaskPool(train.seed * _RANKS + world.rank, max(_POOL, 2 * _widest(model.config, largest)))
+        use_pool(model, self._pool)
+
+    def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
+        """Make the gradients of a step -> [sum of negative log-probabilities, of the objective, norm of the gradient].
+
+        The sums are this process's, the gradients everyone's. Random numbers depend on (seed, step, process) alone.
+        """
+        self._module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.world.rank)
+        if self._pool is not None:
+            self._pool.begin(step)
+        nll = torch.zeros((), device=self.world.device)
+        smoothed = torch.zeros((), device=self.world.device)
+        for index, (batch, weight) in enumerate(shares):
+            last = index == len(shares) - 1
+            with nullcontext() if last or self.world.size == 1 else self._module.no_sync():  # type: ignore[operator]
+                loss = self._loss(batch.to(self.world.device))
+                # Averaging over processes is undone. A loss that is not finite makes its gradients NaN, whatever they
+                # were: then everyone sees it in the norm.
+                scale = weight * self.world.size / batch.total + loss.smoothed.detach() * 0
+                (loss.smoothed * scale).backward()
+            nll += weight * loss.nll
+            smoothed += weight * loss.smoothed.detach()
+        norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=True)
+        sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one wait per step
+        return sums
+
+    def _loss(self, batch: Batch) -> Loss:
+        bf16 = self.train.precision == "bf16"
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16):
+            loss: Loss = self._module(batch)
+        return loss
+
+    def _gradients(self) -> list[Any]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def update(self, rate: float, norm: float) -> bool:
+        """Move the weights, with the gradient clipped; if it is not finite, nothing moves -> whether they moved."""
+        if not math.isfinite(norm):
+            return False
+        if self.train.clip and norm > self.train.clip:
+            torch._foreach_mul_(self._gradients(), self.train.clip / norm)
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        return True
+
+
+def _widest(config: Config, largest: int) -> int:
+    """The most numbers that one dropout of a model is given at once."""
+    widths = [1]
+    for stack in stacks(config).values():
+        widths.append(stack.width)
+        if stack.ff_dropout:
+            widths.append(stack.ff)
+        if stack.attention_dropout:
+            widths.append(stack.heads * largest)
+    return largest * max(widths)

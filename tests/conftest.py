@@ -1,0 +1,23 @@
+"""What the outer tests share: a small run, trained once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toykit import call, small, spell, toy_words
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with pairs.tsv, test.tsv and `run`, trained on the one and good at the other."""
+    path = tmp_path_factory.mktemp("toy")
+    words = toy_words(300)
+    for name, part in (("pairs", words[:260]), ("test", words[260:])):
+        (path / f"{name}.tsv").write_text("".join(f"{word}\t{spell(word)}\n" for word in part))
+    said = call(
+        "train", "--data", path / "pairs.tsv", "--valid", path / "test.tsv", "--out", path / "run",
+        "--steps", 200, "--workers", 1, *small("validate_every=200", "batch_examples=64"),
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    return path

@@ -1,0 +1,109 @@
+"""What is written to a corpus is read from it, row by row and batch by batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from regard.config import Config, Stack
+from regard.data import corpus as module
+from regard.data.account import Account
+from regard.data.corpus import Corpus, CorpusWriter, load
+from regard.data.source import Located, Source
+from regard.errors import UserError
+from regard.text.codec import Codec
+from regard.text.example import Example
+from regard.text.tokenizer import Tokenizer
+
+EXAMPLES = [Example("abc" * (n % 7 + 1) + "é" * (n % 3), " ".join("xyz"[: n % 3 + 1]), "N;V") for n in range(100)]
+CODEC = Codec(
+    Tokenizer.train("char", ["abc"]), Tokenizer.train("space", ["x y z"]), ("N", "V"), ("source", "features", "target")
+)
+
+
+def write(path: Path, codec: Codec = CODEC, limit: int = 512, account: Account | None = None) -> CorpusWriter:
+    account = account or Account()
+    with CorpusWriter(path, codec, Source(("pairs.tsv",)), account, limit, keep=True) as writer:
+        for number, example in enumerate(EXAMPLES, 1):
+            account.read += 1
+            writer.add(Located(number, example))
+    return writer
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])  # read by parts, or mapped
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "SMALL", small)
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    writer = write(tmp_path / "c")
+    corpus = Corpus.open(tmp_path / "c")
+    sources, targets = CODEC.encode_source(EXAMPLES), CODEC.encode_target([e.target or "" for e in EXAMPLES])
+    assert [corpus.source(i).tolist() for i in range(len(corpus))] == sources
+    assert [corpus.target(i).tolist() for i in range(len(corpus))] == targets
+    assert corpus.source_lengths.tolist() == list(map(len, sources))
+    assert corpus.target_lengths.tolist() == list(map(len, targets))
+    assert writer.examples == EXAMPLES
+    assert corpus.meta["unknown"] == {"source": sum(row.count(1) for row in sources), "target": 0}
+    assert corpus.source(0).dtype == np.uint16
+
+
+def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
+    codec = Codec(CODEC.source, CODEC.target, [f"f{n}" for n in range(70_000)] + ["N", "V"])
+    write(tmp_path / "c", codec)
+    corpus = Corpus.open(tmp_path / "c")
+    assert corpus.source(5).dtype == np.uint32
+    assert corpus.source(5).tolist() == codec.encode_source([EXAMPLES[5]])[0]
+    assert corpus.target(5).dtype == np.uint16
+
+
+def test_too_many_symbols_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    account = Account()
+    writer = write(tmp_path / "c", limit=12, account=account)
+    fits = [n for n, e in enumerate(EXAMPLES) if len(e.source) + 2 <= 12]  # two features
+    assert 0 < len(fits) < len(EXAMPLES)
+    assert writer.examples == [EXAMPLES[n] for n in fits]
+    assert account.kept == len(Corpus.open(tmp_path / "c")) == len(fits)
+    assert account.skipped == {"too long": len(EXAMPLES) - len(fits)}
+    first = next(n for n in range(100) if n not in fits)
+    assert account.places["too long"][0] == f"pairs.tsv:{first + 1}"
+    with pytest.raises(UserError, match=rf"pairs.tsv:{first + 1}: too long: .*max_length is 12"):
+        write(tmp_path / "d", limit=12, account=Account(strict=True))
+
+
+def test_a_batch_is_its_rows(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    corpus = Corpus.open(tmp_path / "c")
+    stack = Stack(layers=1, width=8, heads=1, ff=8)
+    config = Config(source_vocab=CODEC.source_vocab, target_vocab=CODEC.target_vocab, encoder=stack, decoder=stack)
+    rows = np.array([3, 50, 4])
+    batch = load(corpus, rows, config)
+    for at, row in enumerate(rows):
+        keep = slice(None) if batch.source_keep_BS is None else batch.source_keep_BS[at]
+        assert batch.source_BS[at][keep].tolist() == corpus.source(row).tolist()
+        keep = slice(None) if batch.keep_BT is None else batch.keep_BT[at]
+        assert batch.label_BT[at][keep].tolist() == corpus.target(row).tolist()
+    assert batch.source_BS.dtype == torch.int64
+    assert batch.tokens == corpus.target_lengths[rows].sum()
+
+
+def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a readable corpus"):
+        Corpus.open(tmp_path)
+    for number, damage in enumerate(
+        [
+            lambda path: (path / "source.bin").write_bytes(b"\0\0\0"),
+            lambda path: (path / "target.offsets").write_bytes(b""),
+            lambda path: (path / "target.offsets").unlink(),
+            lambda path: (path / "meta.json").write_text("{"),
+            lambda path: (path / "meta.json").write_text(json.dumps({"format": 99})),
+        ]
+    ):
+        path = tmp_path / str(number)
+        write(path)
+        damage(path)
+        with pytest.raises(UserError, match=str(path)):
+            Corpus.open(path)

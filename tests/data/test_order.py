@@ -1,0 +1,74 @@
+"""The order of examples: complete, within budget, a function of seed and epoch alone, and thrifty with padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.data import order as module
+from regard.data.order import batches
+
+
+def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    source = random.integers(2, 40, count).astype(np.int32)
+    return source, np.clip(source + random.integers(-3, 4, count), 2, None).astype(np.int32)
+
+
+pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=200)
+
+
+@given(
+    pairs,
+    st.integers(0, 2**40),
+    st.integers(0, 9),
+    st.integers(1, 300),
+    st.none() | st.integers(1, 20),
+    st.integers(1, 50),
+)
+@settings(deadline=None)
+def test_every_example_once_and_every_batch_within_budget(rows, seed, epoch, tokens, examples, window) -> None:
+    source = np.array([row[0] for row in rows], np.int32)
+    target = np.array([row[1] for row in rows], np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WINDOW", window)
+        found = batches(source, target, seed, epoch, tokens, examples)
+    assert sorted(int(index) for batch in found for index in batch) == list(range(len(rows)))
+    for batch in found:
+        assert len(batch) <= (examples or len(rows))
+        assert len(batch) == 1 or len(batch) * max(source[batch].max(), target[batch].max()) <= tokens
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    source, target = lengths(3000)
+
+    def made(seed: int, epoch: int) -> list[list[int]]:
+        return [batch.tolist() for batch in batches(source, target, seed, epoch, 512)]
+
+    late = made(1, 7)
+    assert made(1, 7) == late  # whatever came between
+    assert made(1, 8) != late
+    assert made(2, 7) != late
+    assert sorted(map(sorted, made(1, 8))) != sorted(map(sorted, late))  # other batches, not only another order
+
+
+def test_padding_is_little_and_batches_are_full() -> None:
+    source, target = lengths(20_000)
+    found = batches(source, target, 1, 0, 2048)
+    padded = sum(len(b) * (int(source[b].max()) + int(target[b].max())) for b in found)
+    assert 1 - (source.sum() + target.sum()) / padded < 0.05
+    assert len(found) < 1.1 * np.maximum(source, target).sum() / 2048
+
+
+def test_short_and_long_batches_are_mixed() -> None:
+    source, target = lengths(20_000)
+    means = np.array([source[batch].mean() for batch in batches(source, target, 1, 0, 1024)])
+    assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.2
+
+
+def test_what_fits_in_one_batch_is_one_batch() -> None:
+    source, target = lengths(30)
+    assert len(batches(source, target, 1, 0, 10**6)) == 1
+    assert batches(source[:0], target[:0], 1, 0, 10) == []

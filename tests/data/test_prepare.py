@@ -1,0 +1,238 @@
+"""From a recipe to corpora on disk: chosen, learned, split, written once, found again."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from regard.data import prepare as module
+from regard.data.prepare import Prepared, open_prepared, prepare
+from regard.errors import UserError
+from regard.settings import load_recipe
+from regard.text.example import Example
+
+CHANCE = random.Random(3)
+WORDS = sorted({"".join(CHANCE.choices("abcdefgh", k=CHANCE.randint(3, 9))) for _ in range(420)})
+PAIRS = [(word, " ".join(word.upper())) for word in WORDS]
+
+
+def table(path: Path, rows: list[tuple[str, ...]], packed: bool = False) -> str:
+    data = "".join("\t".join(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(data) if packed else data)
+    return str(path)
+
+
+def made(out: Path, data: dict, text: dict | None = None, seed: int = 1, **options) -> Prepared:
+    return prepare(load_recipe({"data": data, "text": text or {}, "train": {"seed": seed}}), out, **options)
+
+
+def rows(prepared: Prepared) -> list[tuple[str, str]]:
+    codec, train = prepared.codec, prepared.train
+    return [(codec.source.decode(train.source(i)), codec.decode_target(train.target(i))) for i in range(len(train))]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_a_table_becomes_two_corpora(tmp_path: Path) -> None:
+    prepared = made(tmp_path / "data", {"train": table(tmp_path / "t.tsv", PAIRS)})
+    assert (prepared.codec.source.scheme, prepared.codec.target.scheme) == ("char", "space")
+    held = [(example.source, example.target) for example in prepared.valid_examples]
+    assert sorted(rows(prepared) + held) == sorted(PAIRS)
+    assert len(held) == len(prepared.valid) == 50
+    for index, example in enumerate(prepared.valid_examples):
+        assert prepared.valid.source(index).tolist() == prepared.codec.encode_source([example])[0]
+        assert prepared.valid.target(index).tolist() == prepared.codec.encode_target([example.target or ""])[0]
+    told = "\n".join(prepared.notes)
+    for part in (
+        "source tokens: char: ",
+        "target tokens: space: ",
+        f"{len(PAIRS):,} of {len(PAIRS):,} lines",
+        "50 examples",
+    ):
+        assert part in told
+
+
+def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS)}
+    first = made(tmp_path / "data", data)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
+    for again in (
+        made(tmp_path / "data", data),
+        made(tmp_path / "data", data, resume=True),
+        open_prepared(tmp_path / "data"),
+    ):
+        assert (again.notes, again.valid_examples, rows(again)) == (first.notes, first.valid_examples, rows(first))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
+    made(tmp_path / "other", data)
+    assert contents(tmp_path / "other") == contents(tmp_path / "data")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "other", "t.tsv"]  # nothing left over
+
+
+def test_changed_data_is_made_anew_or_stops_a_resume(tmp_path: Path) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS)}
+    made(tmp_path / "data", data)
+    for changed, text, seed, told in (
+        (PAIRS[:-1], {}, 1, "training file 1"),
+        (PAIRS, {"min_count": 2}, 1, "text.min_count"),
+        (PAIRS, {}, 2, "train.seed"),
+    ):
+        table(tmp_path / "t.tsv", changed)
+        with pytest.raises(UserError, match=f"cannot resume: {told}"):
+            made(tmp_path / "data", data, text, seed, resume=True)
+    table(tmp_path / "t.tsv", PAIRS[:-1])
+    anew = made(tmp_path / "data", data)
+    assert len(anew.train) + len(anew.valid) == len(PAIRS) - 1
+    (tmp_path / "t.tsv").unlink()
+    assert rows(made(tmp_path / "data", data, resume=True)) == rows(anew)  # the corpus is all a resume needs
+    with pytest.raises(UserError, match="no such file"):
+        made(tmp_path / "data", data)
+
+
+def test_features_and_a_validation_file(tmp_path: Path) -> None:
+    columns = ["source", "features", "target"]
+    train = table(
+        tmp_path / "t", [(word, "N;SG" if index % 2 else "N;PL", word + "s") for index, word in enumerate(WORDS)]
+    )
+    valid = table(tmp_path / "v", [("abc", "N;DU", "abcß"), ("a" * 20, "N", "b")])
+    prepared = made(tmp_path / "data", {"train": train, "valid": valid, "columns": columns, "max_length": 15})
+    assert prepared.codec.features == ("N", "PL", "SG")
+    assert prepared.valid_examples == [Example("abc", "abcß", "N;DU")]
+    told = "\n".join(prepared.notes)
+    assert "1 of 2 lines; skipped 1 too long" in told
+    assert "validation, source: 1 unknown symbol in 1 line: 'DU' 1x" in told
+    assert "validation, target: 1 unknown symbol in 1 line: 'ß'" in told
+
+
+@pytest.mark.parametrize("scheme", ["bpe:300", "unigram:300", "word", "byte"])
+def test_parallel_files_with_a_shared_vocabulary(scheme: str, tmp_path: Path) -> None:
+    sides = [[(" ".join(CHANCE.choices(WORDS, k=8)),) for _ in range(60)] for _ in range(2)]
+    data = {"source": table(tmp_path / "a.gz", sides[0], True), "target": table(tmp_path / "b", sides[1])}
+    prepared = made(tmp_path / "data", data, {"source_tokens": scheme, "shared": True})
+    assert prepared.codec.shared
+    assert prepared.codec.source.scheme.split(":")[0] == scheme.split(":")[0]
+    held = [(e.source, e.target) for e in prepared.valid_examples]
+    pairs = [(a, b) for (a,), (b,) in zip(*sides, strict=True)]
+    if scheme == "word":  # words of the held-out lines may be unknown, but those of the training lines are not
+        assert set(rows(prepared)) < set(pairs)
+    else:
+        assert sorted(rows(prepared) + held) == sorted(pairs)
+
+
+def test_held_out_text_is_not_learned_from(tmp_path: Path) -> None:
+    pairs = [(word, word + chr(0x4E00 + index)) for index, word in enumerate(WORDS)]
+    prepared = made(tmp_path / "data", {"train": table(tmp_path / "t", pairs)}, {"target_tokens": "char"})
+    assert all(prepared.codec.target.unknown_symbols(example.target or "") for example in prepared.valid_examples)
+
+
+def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "LEARNED_LINES", 100)
+    seen: list[int] = []
+    train = module.Tokenizer.train
+    monkeypatch.setattr(
+        module.Tokenizer,
+        "train",
+        lambda scheme, texts, count: train(scheme, (t := list(texts), seen.append(len(t)))[0], count),
+    )
+    made(
+        tmp_path / "data",
+        {"train": table(tmp_path / "t", PAIRS)},
+        {"source_tokens": "bpe:270", "target_tokens": "char"},
+    )
+    assert 60 < seen[0] < 140  # about 100 of 370
+    assert seen[1] == len(PAIRS) - 50
+
+
+def test_scripts_without_spaces_are_learned_from_less_text() -> None:
+    spaced, unbroken = ["some words " * 5] * 10, ["文" * 55] * 10
+    assert module._share("char", spaced, 10**7) == 10**7
+    assert module._share("bpe:8000", spaced, 500) == 500
+    assert module._share("bpe:8000", spaced, 10**7) * 55 <= module.LEARNED_TEXT
+    assert module._share("bpe:8000", unbroken, 10**7) * 55 <= module.UNBROKEN_TEXT["bpe"]
+    assert module._share("unigram:8000", ["x" * 10**6], 10**7) == 1
+
+
+def test_stdin_and_pipes_are_read_once(tmp_path: Path, monkeypatch) -> None:
+    path = table(tmp_path / "t.tsv", [*PAIRS, ("bad",)])
+    expected = made(tmp_path / "file", {"train": path})
+    monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": io.BytesIO(Path(path).read_bytes())}))
+    piped = made(tmp_path / "stdin", {"train": "-"})
+    assert rows(piped) == rows(expected)
+    assert f"wrong column count (stdin:{len(PAIRS) + 1})" in "\n".join(piped.notes)
+    assert rows(made(tmp_path / "stdin", {"train": "-"}, resume=True)) == rows(expected)
+    assert not list((tmp_path / "stdin").glob("spool*"))
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(Path(path).read_bytes(),), daemon=True).start()
+        assert rows(made(tmp_path / "fifo", {"train": str(tmp_path / "pipe")})) == rows(expected)
+
+
+def test_one_source_alone_is_validated_on_itself(tmp_path: Path) -> None:
+    path = table(tmp_path / "t", [("a", "b"), ("a", "long" * 9)])
+    prepared = made(tmp_path / "data", {"train": path, "max_length": 9})
+    assert (len(prepared.train), len(prepared.valid)) == (1, 1)
+    told = "\n".join(prepared.notes)
+    assert "nothing can be split off" in told
+    assert "1 of 2 lines; skipped 1 too long" in told  # once, not once per side
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "told"),
+    [
+        ({}, {}, "no training data"),
+        ({"train": "missing.tsv"}, {}, "missing.tsv: no such file"),
+        ({"train": "good.tsv", "valid": "missing.tsv"}, {}, "missing.tsv: no such file"),
+        ({"train": "three.tsv"}, {}, "--columns source,features,target"),
+        ({"train": "good.tsv", "valid": "three.tsv"}, {}, "three.tsv: no usable example"),
+        ({"train": "good.tsv", "max_length": 1}, {}, "raise data.max_length"),
+        ({"train": "good.tsv", "valid": "good.tsv", "max_length": 1}, {}, "raise data.max_length"),
+        ({"train": "good.tsv"}, {"source_tokens": "cahr"}, "text.source_tokens: .*did you mean 'char'"),
+        ({"train": "good.tsv"}, {"target_tokens": "bpe"}, "text.target_tokens: "),
+        ({"train": "good.tsv"}, {"source_tokens": "char", "target_tokens": "word", "shared": True}, "char and word"),
+        ({"source": "good.tsv", "target": "good.tsv", "columns": ["source", "features", "target"]}, {}, "features are"),
+    ],
+)
+def test_mistakes_are_explained(data: dict, text: dict, told: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path / "good.tsv", PAIRS)
+    table(tmp_path / "three.tsv", [("a", "N", "b")] * 5)
+    with pytest.raises(UserError, match=told):
+        made(tmp_path / "data", data, text)
+    assert not (tmp_path / "data").exists() and not (tmp_path / "data.tmp").exists()
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
+    path = table(tmp_path / "t.tsv", PAIRS)
+    made(tmp_path / "data", {"train": path})
+    before = contents(tmp_path / "data")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "replace", full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left"):
+        made(tmp_path / "data", {"train": path}, seed=2)
+    assert contents(tmp_path / "data") == before
+    assert not (tmp_path / "data.tmp").exists()
+
+
+def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch) -> None:
+    path = table(tmp_path / "t.tsv", PAIRS)
+    make = module._make
+
+    def slowly(*arguments: object) -> dict:
+        with open(path, "a") as file:
+            file.write("late\tl a t e\n")
+        return make(*arguments)
+
+    monkeypatch.setattr(module, "_make", slowly)
+    with pytest.raises(UserError, match="changed while it was read"):
+        made(tmp_path / "data", {"train": path})

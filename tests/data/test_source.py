@@ -1,0 +1,165 @@
+"""Every line of the dirtiest file is kept exactly as it is, or skipped, counted and named."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from regard.data.account import Account
+from regard.data.source import Located, Source
+from regard.errors import UserError
+from regard.text.example import Example
+
+
+def good(source: str, target: str, end: bytes = b"") -> tuple[bytes, Example | str]:
+    return f"{source}\t{target}".encode() + end, Example(source, target)
+
+
+# (a line, the example in it or the reason to skip it); \r is added to some
+DIRT: list[tuple[bytes, Example | str]] = [
+    good("word", "w ɜː d"),
+    good('"quoted', "open"),
+    good('"a""b"', "'x'"),
+    good(" lead", "trail "),
+    good("u2028\u2028here", "and\u2029there"),
+    good("next\x85line", "vertical\x0bform\x0c"),
+    good("nul\0inside", "\0"),
+    good("carriage\rinside", "re\r\rturn"),
+    good("twice", "returned\r", b"\r"),
+    good("\ufeffmark", "inside\ufeff"),
+    good("file\x1cgroup\x1drecord\x1e", "unit\x1f"),
+    good("#no comment", "\\escaped\\t"),
+    good("<pad>", "< eos >"),
+    good("🙂" * 5, "e\u0301"),
+    (b"one column", "wrong column count"),
+    (b"a\tb\tc", "wrong column count"),
+    (b"a\tb\t", "wrong column count"),
+    (b"\t\t", "blank line"),
+    (b"", "blank line"),
+    (b"\r", "blank line"),
+    (b" \xc2\xa0 ", "blank line"),
+    (b"\t", "blank line"),
+    (b"\tonly target", "empty side"),
+    (b"only source\t", "empty side"),
+    (b"only source\t \xe2\x80\xa8 ", "empty side"),
+    (b"bad \xff\tutf", "invalid UTF-8"),
+    (b"cut \xe2\x82\tutf", "invalid UTF-8"),
+    (b"surrogate \xed\xa0\x80\tutf", "invalid UTF-8"),
+    (b"overlong \xc0\xaf\tutf", "invalid UTF-8"),
+    (b"latin\xe9\t\xe9", "invalid UTF-8"),
+]
+LONG = (b"x" * (1 << 20) + b"\ty", "too long")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_12000_dirty_lines(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    rows = chance.choices(DIRT, k=12_000)
+    rows[chance.randrange(12_000)] = LONG
+    if rows[-1][0] == b"":
+        rows[-1] = DIRT[0]  # an empty last line without a newline is no line
+    data = b"\n".join(line + b"\r" * (line[-1:] != b"\r" and chance.random() < 0.3) for line, _ in rows)
+    data = b"\xef\xbb\xbf" * (seed % 2) + data + b"\n" * (seed < 2)
+    path = tmp_path / "dirty.tsv"
+    path.write_bytes(gzip.compress(data, 1) if seed % 2 else data)
+
+    account = Account()
+    kept = list(Source((str(path),)).read(account))
+    assert kept == [Located(n, e) for n, (_, e) in enumerate(rows, 1) if isinstance(e, Example)]
+    assert account.skipped == Counter(e for _, e in rows if isinstance(e, str))
+    assert account.read == 12_000 == account.kept + account.skipped.total()
+    for reason, places in account.places.items():
+        first = [f"{path}:{n}" for n, (_, e) in enumerate(rows, 1) if e == reason]
+        assert places == first[:5]
+        assert f"{account.skipped[reason]:,} {reason} ({first[0]}" in account.summary()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    sides: list[tuple[bytes, str | None]] = [
+        (b"good \x0b\xe2\x80\xa8", None),
+        (b'"', None),
+        (b"tab\tinside", None),
+        (b"", "blank"),
+        (b" \r", "blank"),
+        (b"bad\xff", "invalid UTF-8"),
+    ]
+    pairs = [(chance.choice(sides), chance.choice(sides)) for _ in range(3000)]
+    pairs[7] = ((b"y" * (1 << 20), "too long"), sides[0])
+    names = [tmp_path / "a", tmp_path / "b.gz"]
+    for index, path in enumerate(names):
+        data = b"".join(pair[index][0] + b"\n" for pair in pairs)
+        path.write_bytes(gzip.compress(data, 1) if path.suffix else data)
+
+    account = Account()
+    kept = list(Source(tuple(map(str, names))).read(account))
+    expected: Counter[str] = Counter()
+    for left, right in (tuple(problem for _, problem in pair) for pair in pairs):
+        hard = [problem for problem in (left, right) if problem not in (None, "blank")]
+        if hard:
+            expected[str(hard[0])] += 1
+        elif left or right:
+            expected["blank line" if left and right else "empty side"] += 1
+    assert account.skipped == expected
+    good = [n for n, pair in enumerate(pairs, 1) if not pair[0][1] and not pair[1][1]]
+    assert [located.number for located in kept] == good
+    for number, example in kept:
+        assert (example.source.encode(), (example.target or "").encode()) == tuple(p[0] for p in pairs[number - 1])
+
+
+def test_parallel_files_of_unequal_length_are_named_with_their_counts(tmp_path: Path) -> None:
+    for name, count in (("a", 3), ("b", 1005)):
+        (tmp_path / name).write_text("x\n" * count)
+    for first, second, told in (
+        ("a", "b", "a has 3 lines but .*b has 1,005"),
+        ("b", "a", "b has 1,005 lines but .*a has 3"),
+    ):
+        with pytest.raises(UserError, match=told):
+            list(Source((str(tmp_path / first), str(tmp_path / second))).read(Account()))
+
+
+def test_columns_go_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "f.tsv"
+    path.write_text("Abmachung\tN;ACC(PL)\tAbmachungen\nLeer\t\tLeere\n")
+    kept = [e for _, e in Source((str(path),), ("source", "features", "target")).read(Account())]
+    assert kept == [Example("Abmachung", "Abmachungen", "N;ACC(PL)"), Example("Leer", "Leere", "")]
+    kept = [e for _, e in Source((str(path),), ("target", "features", "source")).read(Account())]
+    assert kept[0] == Example("Abmachungen", "Abmachung", "N;ACC(PL)")
+    path.write_text("alone\n")
+    assert [e for _, e in Source((str(path),), ("source",)).read(Account())] == [Example("alone")]
+
+
+@pytest.mark.parametrize(("line", "reason"), [(line, e) for line, e in [*DIRT, LONG] if isinstance(e, str)])
+def test_strict_stops_at_the_first_bad_line(line: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.tsv"
+    path.write_bytes(b"a\tb\n" + line + b"\nc\td\n")
+    with pytest.raises(UserError, match=reason) as error:
+        list(Source((str(path),)).read(Account(strict=True)))
+    assert str(error.value).startswith(f"{path}:2: ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "text", "told"),
+    [
+        (("source", "target"), "", "the file is empty"),
+        (("source", "target"), "a b\nc d\n", "is the separator a tab"),
+        (("source", "target"), "a\tN\tb\n" * 3, "--columns source,features,target"),
+        (("source", "features", "target"), "a\tb\n" * 3, "--columns source,target"),
+        (("source", "target"), "\t".join("x" * 15), "at least 10 columns"),
+        (("source", "target"), "\n\n", "2 blank line"),
+    ],
+)
+def test_a_file_without_examples_is_explained(columns, text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.tsv"
+    path.write_text(text)
+    source = Source((str(path),), columns)
+    account = Account()
+    assert not list(source.read(account))
+    with pytest.raises(UserError, match=told) as error:
+        source.require(account)
+    assert str(path) in str(error.value)

@@ -1,0 +1,104 @@
+"""Small models with sharp opinions, random and trained, and what the tests of decoding share."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+
+from regard.batch import collate
+from regard.decode.hypothesis import Hypothesis
+from regard.loss import Objective
+from regard.model import Model
+from regard.presets import preset
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.example import Example
+from regard.text.tokenizer import Tokenizer
+
+NAMES = ("transformer-tiny", "rnn-luong", "rnn-bahdanau")
+LETTERS = "abcdef"
+WIDTH = 16
+STEPS = 90  # of training: seconds, and right most of the time
+
+names = st.sampled_from(NAMES)
+seeds = st.integers(0, 5)  # few, so that models are made once
+words = st.text(LETTERS, min_size=1, max_size=12)
+
+
+@cache
+def tokenizer(scheme: str, letters: str = LETTERS) -> Tokenizer:
+    if scheme == "space":
+        return Tokenizer.train("space", [" ".join(letters)])
+    rng = random.Random(1)
+    spaced = letters if scheme == "char" else letters + " "
+    return Tokenizer.train(scheme, [*("".join(rng.choices(spaced, k=30)) for _ in range(200)), *letters])
+
+
+def blank(name: str, seed: int, codec: Codec, width: int = WIDTH) -> Model:
+    tower = {"layers": 2 if name == "transformer-tiny" else 1, "width": width, "ff": 2 * width, "heads": 2}
+    changes = {"encoder": tower, "decoder": tower, "tie_output": False}
+    vocabs = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
+    torch.manual_seed(seed)
+    return Model(preset(name, **vocabs, changes=changes)).eval()
+
+
+@cache
+def run_of(name: str, seed: int = 0, scheme: str = "char", letters: str = LETTERS) -> Run:
+    """A run of random weights: large ones, or all outputs would be near ties, and with an end that comes sometimes."""
+    codec = Codec(tokenizer("char"), tokenizer(scheme, letters))
+    model = blank(name, seed, codec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0 if name == "transformer-tiny" else 3.0)
+        weight_VD = model.output.weight.normal_(std=2.5 * WIDTH**-0.5)
+        if name == "transformer-tiny":
+            model.decoder.norm.bias += 3.5 * weight_VD[3] / weight_VD[3].square().sum()
+    return Run(model.config, codec, model, Path("random"))
+
+
+@cache
+def trained(name: str) -> Run:
+    """A run that has learned to read backwards, doubling every `a`: a few seconds of training."""
+    codec = Codec(tokenizer("char"), tokenizer("char"))
+    model = blank(name, 1, codec, 32).train()
+    objective = Objective(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=8e-3)
+    rng = random.Random(1)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 8e-3 * min(1.0, (step + 1) / 20, 2 * (STEPS - step) / STEPS)
+        sources = ["".join(rng.choices(LETTERS, k=rng.randint(1, 6))) for _ in range(64)]
+        batch = collate(
+            codec.encode_source([Example(source) for source in sources]),
+            codec.encode_target([lesson(source) for source in sources]),
+            model.config,
+        )
+        optimizer.zero_grad()
+        (objective(batch).smoothed / batch.total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return Run(model.config, codec, model.eval(), Path("trained"))
+
+
+def lesson(source: str) -> str:
+    return source[::-1].replace("a", "aa")
+
+
+def sources(seed: int, count: int, longest: int = 12) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=rng.randint(1, longest))) for _ in range(count)]
+
+
+def same(ours: list[Hypothesis], theirs: list[Hypothesis]) -> bool:
+    """Equal outputs with equal scores, but for ties: outputs whose ranks differ by less than 1e-5 may change places."""
+    if len(ours) != len(theirs):
+        return False
+    for a, b in zip(ours, theirs, strict=True):
+        if a.ids != b.ids and abs(a.normalized - b.normalized) > 1e-5:
+            return False
+        if a.ids == b.ids and abs(a.score - b.score) > 1e-4 * len(a.ids):
+            return False
+    return True

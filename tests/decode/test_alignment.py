@@ -1,0 +1,117 @@
+"""Alignment: where the attention says an output symbol comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decode_kit import NAMES, run_of, sources, trained
+
+from regard.decode.alignment import align, choose_heads, load_heads, save_heads, to_words
+from regard.decode.attention import cross_attentions
+from regard.decode.generate import generate
+from regard.decode.hypothesis import Alignment
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.text.example import Example
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_output_symbol_has_a_distribution_over_the_source(name: str) -> None:
+    run, texts = run_of(name, 2), sources(1, 9)
+    rows = list(generate(run, texts, Options(beam=3, nbest=2, alignment=True, max_length=10)))
+    plain = list(generate(run, texts, Options(beam=3, nbest=2, max_length=10)))
+    for text, row, without in zip(texts, rows, plain, strict=True):
+        assert [h.ids for h in row] == [h.ids for h in without]
+        for h in row:
+            assert h.alignment is not None and h.alignment.source == (*text, "<eos>")
+            assert h.alignment.soft.shape == (len(h.ids) - 1, len(text) + 1)
+            assert h.alignment.soft.sum(1) == pytest.approx(np.ones(len(h.ids) - 1), abs=1e-5)
+            assert [t for _, t in h.alignment.hard] == list(range(len(h.ids) - 1))
+            assert all(0 <= s < len(text) for s, _ in h.alignment.hard)
+    assert not any(cross.weights.watched for cross in cross_attentions(run.model).values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_does_not_depend_on_company(name: str) -> None:
+    run, texts = run_of(name, 2), sources(3, 5)
+    options = Options(alignment=True, max_length=10)
+    for text, (together,) in zip(texts, generate(run, texts, options), strict=True):
+        (alone,) = next(generate(run, [text], options))
+        assert alone.alignment.soft == pytest.approx(together.alignment.soft, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rnn-luong", "rnn-bahdanau"])
+def test_a_model_that_reads_backwards_is_seen_to(name: str) -> None:
+    run = trained(name)
+    hits = links = 0
+    for text in sources(5, 20, 6):
+        text = text.replace("a", "b")
+        (h,) = next(generate(run, [text], Options(alignment=True)))
+        for source, output in h.alignment.hard:
+            hits += abs(source - (len(text) - 1 - output)) <= 1  # the state may be read one step early or late
+            links += 1
+    assert hits / links > 0.8
+
+
+def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
+    run = run_of("transformer-tiny", 1)
+    pairs = list(zip(sources(1, 30), sources(2, 30), strict=True))
+    chosen = choose_heads(run, pairs)
+    assert 1 <= len(chosen) <= 4 and set(chosen) <= {(layer, head) for layer in (0, 1) for head in (0, 1)}
+
+    def merit(head: tuple[int, int]) -> float:
+        codec = run.codec
+        ids = codec.encode_source([Example(s) for s, _ in pairs]), codec.encode_target([t for _, t in pairs])
+        soft = [a.soft[:, :-1] for a in align(run, *ids, heads=[head])]
+        return float(np.mean([(w.max(1).mean()) * np.minimum(w.sum(0), 1).mean() for w in soft]))
+
+    merits = {(layer, head): merit((layer, head)) for layer in (0, 1) for head in (0, 1)}
+    assert max(merits, key=lambda head: merits[head]) in chosen
+    with pytest.raises(UserError, match="needs pairs"):
+        choose_heads(run, [("", "")])
+
+
+def test_heads_are_kept_with_the_run(tmp_path: Path) -> None:
+    run = replace(run_of("transformer-tiny", 1), path=tmp_path)
+    assert load_heads(tmp_path) == ()
+    save_heads(tmp_path, [(0, 1)])
+    assert load_heads(tmp_path) == ((0, 1),)
+    kept, given = (next(generate(run, ["abc"], Options(alignment=True, alignment_heads=h)))[0] for h in ((), ((0, 1),)))
+    assert kept.alignment.soft == pytest.approx(given.alignment.soft)
+    (tmp_path / "alignment.json").write_text('{"heads": [[0, -1]]}')
+    with pytest.raises(UserError, match=r"alignment\.json"):
+        list(generate(run, ["abc"], Options(alignment=True)))
+
+
+def test_words_take_over_the_weights_of_their_symbols() -> None:
+    soft = np.array([[0.5, 0.2, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.5, 0.1], [0.0, 0.1, 0.0, 0.7, 0.2]])
+    pieces = Alignment(soft, ("ab", "c", " ", "de", "<eos>"), (" x", "y", " z"))
+    words = to_words(run_of("rnn-luong", 1, "char"), pieces)
+    assert words.source == ("abc", "de", "<eos>") and words.output == ("xy", "z")
+    assert words.soft[1] == pytest.approx(np.array([0.1, 0.7, 0.2])) and words.soft.sum(1) == pytest.approx(1)
+    assert words.hard == [(0, 0), (1, 1)]
+    symbols = to_words(run_of("rnn-luong", 1, "space"), Alignment(soft[:2], (*"abcd", "<eos>"), ("AA", "B")))
+    assert symbols.output == ("AA", "B") and symbols.source == ("abcd", "<eos>")
+
+
+def test_heads_can_be_set() -> None:
+    run = run_of("transformer-tiny", 1)
+    ids = [run.codec.encode_source([Example("fade")])[0]], [run.codec.encode_target(["cab"])[0]]
+    (one,), (two,), (both,) = (align(run, *ids, heads=heads) for heads in ([(0, 0)], [(1, 1)], [(0, 0), (1, 1)]))
+    assert both.soft == pytest.approx((one.soft + two.soft) / 2, abs=1e-6)
+    with pytest.raises(UserError, match="alignment_heads: layer 7 head 0 does not exist"):
+        list(generate(run, ["a"], Options(alignment=True, alignment_heads=((7, 0),))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_coverage_penalty_prefers_outputs_that_look_everywhere(name: str) -> None:
+    run, texts = run_of(name, 3), sources(4, 12)
+    covered = []
+    for penalty in (0.0, 20.0):
+        options = Options(beam=6, coverage_penalty=penalty, alignment=True, max_length=10)
+        soft = [row[0].alignment.soft for row in generate(run, texts, options)]
+        covered.append(np.mean([np.minimum(w.sum(0)[:-1], 1).mean() if len(w) else 0.0 for w in soft]))
+    assert covered[1] > covered[0]

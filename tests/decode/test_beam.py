@@ -1,0 +1,126 @@
+"""Beam search against what it must equal: greedy search, exhaustive search, itself without early stopping."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from decode_kit import NAMES, names, run_of, seeds, sources, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.beam import beam_search
+from regard.decode.follow import follow
+from regard.decode.generate import generate
+from regard.decode.hypothesis import Found
+from regard.decode.options import Options
+from regard.decode.prepare import Preparer
+from regard.decode.score import force
+from regard.decode.scorer import Scorer, Task, best
+from regard.decode.search import make_rules, search
+from regard.run import Run
+
+
+def tasks_of(run: Run, texts: list[str], **settings: object) -> tuple[Scorer, list[Task]]:
+    prepare = Preparer([run], Options.of(**settings))
+    return prepare.scorer, [task for task in prepare(texts) if isinstance(task, Task)]
+
+
+def run_beam(scorer: Scorer, tasks: list[Task], **settings: object) -> list[list[Found]]:
+    with torch.inference_mode():
+        rules = make_rules(scorer, tasks, Options(), one_path=False)
+        return beam_search(scorer, tasks, rules, **settings)  # type: ignore[arg-type]
+
+
+def exhaustive(scorer: Scorer, task: Task, usable: list[int], penalty: float) -> list[tuple[float, tuple[int, ...]]]:
+    """Every output up to the limit with its value, best first."""
+    outputs = [(*ids, scorer.eos) for length in range(task.limit + 1) for ids in product(usable, repeat=length)]
+    scores = force(scorer, [task.sources] * len(outputs), outputs)
+    return sorted(((sum(s) / len(ids) ** penalty, ids) for s, ids in zip(scores, outputs, strict=True)), reverse=True)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(names, seeds, st.lists(words, min_size=1, max_size=6))
+def test_a_beam_of_one_is_greedy_search(name: str, seed: int, texts: list[str]) -> None:
+    scorer, tasks = tasks_of(run_of(name, seed), texts, max_length=15)
+    with torch.inference_mode():
+        greedy = follow(scorer, tasks, make_rules(scorer, tasks, Options(), one_path=True))
+    beam = run_beam(scorer, tasks, width=1)
+    assert [found[0].ids for found in beam] == [found[0].ids for found in greedy]
+    for ours, theirs in zip(beam, greedy, strict=True):
+        assert ours[0].token_scores == pytest.approx(theirs[0].token_scores, abs=1e-4)
+
+
+def test_equal_values_go_to_the_lowest_id_in_any_company() -> None:
+    run = run_of("transformer-tiny", 5)
+    weight = run.model.output.weight.detach().clone()
+    try:
+        run.model.output.weight.data.zero_()  # every symbol is equally likely
+        scorer, tasks = tasks_of(run, ["ab", "cde"], max_length=4, min_length=2)
+        assert [f[0].ids for f in search(scorer, tasks, Options(min_length=2))] == [(4, 4, 3), (4, 4, 3)]
+        assert [f[0].ids for f in run_beam(scorer, tasks, width=1)] == [(4, 4, 3), (4, 4, 3)]
+    finally:
+        run.model.output.weight.data.copy_(weight)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(names, seeds, words, st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans(), st.integers(1, 4))
+def test_a_wide_beam_is_exhaustive_search(
+    name: str, seed: int, text: str, penalty: float, exact: bool, keep: int
+) -> None:
+    scorer, (task,) = tasks_of(run_of(name, seed, "char", "ab"), [text], max_length=4)
+    truth = exhaustive(scorer, task, [4, 5], penalty)
+    (found,) = run_beam(scorer, [task], width=len(truth), keep=keep, penalty=penalty, exact=exact)
+    assert [f.value for f in found] == pytest.approx([value for value, _ in truth[:keep]], abs=1e-5)
+    assert found[0].ids == truth[0][1] or truth[0][0] - truth[1][0] < 1e-5
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(names, seeds, st.lists(words, min_size=1, max_size=4), st.sampled_from([0.0, 1.0, 1.5]), st.booleans())
+def test_stopping_early_changes_nothing(name: str, seed: int, texts: list[str], penalty: float, exact: bool) -> None:
+    """With more to keep than can be found, nothing is ever beaten, so the search goes on to its end."""
+    scorer, tasks = tasks_of(run_of(name, seed), texts, max_length=10)
+    early = run_beam(scorer, tasks, width=3, penalty=penalty, exact=exact)
+    late = run_beam(scorer, tasks, width=3, penalty=penalty, exact=exact, keep=1000)
+    for ours, theirs in zip(early, late, strict=True):
+        assert ours[0].value == pytest.approx(theirs[0].value, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nbest_is_in_order_and_all_different(name: str) -> None:
+    for exact in (False, True):
+        options = Options(beam=6, nbest=6, exact=exact, max_length=12)
+        for hypotheses in generate(run_of(name, 2), sources(1, 12), options):
+            assert len({h.ids for h in hypotheses}) == len(hypotheses) >= 4
+            values = [h.normalized for h in hypotheses]
+            assert all(a >= b - 1e-5 for a, b in pairwise(values))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_search_is_never_worse(name: str) -> None:
+    texts = sources(3, 12)
+    quick = list(generate(run_of(name, 3), texts, Options(beam=4, max_length=12)))
+    exact = list(generate(run_of(name, 3), texts, Options(beam=4, max_length=12, exact=True)))
+    assert all(b[0].normalized >= a[0].normalized - 1e-5 for a, b in zip(quick, exact, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_diverse_groups_begin_differently(name: str) -> None:
+    run, texts = run_of(name, 1), sources(2, 8)
+    alike = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=0.0, max_length=8)))
+    diverse = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=50.0, max_length=8, min_length=1)))
+    narrow = list(generate(run, texts, Options(beam=2, nbest=2, max_length=8)))
+    # Without a cost both groups find what a beam of their width finds; with a high one their first symbols differ.
+    assert [[h.ids for h in row] for row in alike] == [[h.ids for h in row] for row in narrow]
+    assert all(len({h.ids[0] for h in row}) > 1 for row in diverse)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5000), st.integers(1, 12), st.integers(0, 2**31))
+def test_best_is_topk(rows: int, vocab: int, count: int, seed: int) -> None:
+    value = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    count = min(count, vocab)
+    ours, places = best(value, count)
+    assert torch.equal(ours, value.topk(count).values)
+    assert torch.equal(value.gather(1, places), ours)

@@ -1,0 +1,75 @@
+"""Promise 1: a sentence decodes to the same output and score alone, in a batch, padded, in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from decode_kit import NAMES, names, run_of, same, seeds, sources, trained, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.generate import Request, generate
+from regard.decode.options import Options
+from regard.run import Run
+
+STRATEGIES: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "beam": {"beam": 4, "nbest": 3},
+    "exact": {"beam": 3, "exact": True, "length_penalty": 0.6},
+    "diverse": {"beam": 4, "groups": 2, "nbest": 4},
+    "sample": {"sample": True, "nbest": 3, "seed": 5},
+    "nucleus": {"sample": True, "top_p": 0.7, "temperature": 1.5},
+    "mbr": {"mbr": 5, "utility": "edit"},
+    "required": {"beam": 2, "require": ("cab", "ff")},
+    "sample-required": {"sample": True, "require": ("cab",)},
+    "steered": {"beam": 3, "forbid": ("dd",), "no_repeat_ngram": 3, "repetition_penalty": 1.3, "min_ratio": 0.5},
+    "coverage": {"beam": 3, "coverage_penalty": 0.4},
+    "alternatives": {"alternatives": 3, "alternatives_at": 1},
+}
+
+
+def decode(run: Run, texts: list[str], batch_tokens: int = 8192, **settings: object) -> list:
+    settings = {"max_length": 14, **settings}
+    return list(generate(run, texts, Options.of(batch_tokens=batch_tokens, **settings)))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(names, seeds, st.sampled_from(sorted(STRATEGIES)), st.lists(words, min_size=2, max_size=7), st.randoms())
+def test_same_alone_together_and_in_any_order(
+    name: str, seed: int, strategy: str, texts: list[str], rng: random.Random
+) -> None:
+    run, chosen = run_of(name, seed), STRATEGIES[strategy]
+    together = decode(run, texts, **chosen)
+    order = list(range(len(texts)))
+    rng.shuffle(order)
+    shuffled = decode(run, [texts[i] for i in order], **chosen)
+    for i, text in enumerate(texts):
+        (alone,) = decode(run, [text], **chosen)
+        assert same(alone, together[i])
+        assert same(alone, shuffled[order.index(i)])
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "beam", "sample"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_in_batches_of_1_7_and_64(name: str, strategy: str) -> None:
+    texts, chosen = sources(9, 64, 9), {**STRATEGIES[strategy], "max_length": 8}
+    for run in (run_of(name, 4), trained(name)):
+        by_one, by_seven, all_at_once = (
+            [row for i in range(0, 64, size) for row in decode(run, texts[i : i + size], 10**6, **chosen)]
+            for size in (1, 7, 64)
+        )
+        assert all(map(same, by_one, by_seven))
+        assert all(map(same, by_one, all_at_once))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wishes_of_one_line_do_not_reach_another(name: str) -> None:
+    run, texts = run_of(name, 2), sources(4, 6)
+    options = Options(beam=3, nbest=3, max_length=16)
+    wishes = [{}, {"prefix": "fa"}, {"require": ("bad",)}, {"forbid": ("a",)}, {"require": ("c", "ee")}, {}]
+    requests = [Request(text, **wish) for text, wish in zip(texts, wishes, strict=True)]
+    together = list(generate(run, requests, options))
+    for request, row in zip(requests, together, strict=True):
+        assert same(next(generate(run, [request], options)), row)
+    assert together[1][0].text.startswith("fa") and "bad" in together[2][0].text and "a" not in together[3][0].text

@@ -1,0 +1,63 @@
+"""Several runs as one: the same loop, a mean of log-probabilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decode_kit import NAMES, blank, run_of, same, sources, tokenizer
+
+from regard.decode.generate import generate
+from regard.decode.options import Options
+from regard.decode.score import score
+from regard.errors import UserError
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.example import Example
+
+
+@pytest.mark.parametrize("settings", [{}, {"beam": 3, "nbest": 3}, {"sample": True}])
+@pytest.mark.parametrize("name", NAMES)
+def test_of_the_same_run_twice_is_that_run(name: str, settings: dict[str, object]) -> None:
+    run, texts, options = run_of(name, 1), sources(1, 6), Options.of(max_length=9, **settings)
+    assert all(map(same, generate(run, texts, options), generate([run, run], texts, options)))
+
+
+def test_different_architectures_and_source_vocabularies_add_up() -> None:
+    transformer, recurrent = run_of("transformer-tiny", 1), run_of("rnn-bahdanau", 2)
+    byte = Codec(tokenizer("byte"), tokenizer("char"))
+    other = Run((model := blank("rnn-luong", 3, byte)).config, byte, model, Path("bytes"))
+    runs, texts = [transformer, recurrent, other], sources(2, 6)
+    for settings in ({}, {"beam": 3}, {"beam": 3, "require": ("cab",), "prefix": "f", "coverage_penalty": 0.2}):
+        options = Options.of(max_length=10, weights=(2.0, 1.0, 0.5), alignment=True, **settings)
+        for text, (h, *_) in zip(texts, generate(runs, texts, options), strict=True):
+            (scored,) = score(runs, [(text, h.text)], options)
+            assert scored.token_scores == pytest.approx(h.token_scores, abs=1e-4)
+            assert h.alignment is not None and len(h.alignment.soft) == len(h.ids) - 1
+
+
+def test_it_is_the_weighted_mean_of_log_probabilities() -> None:
+    runs = [run_of("transformer-tiny", 1), run_of("rnn-luong", 2)]
+    (scored,) = score(runs, [("fad", "be")], Options(weights=(3.0, 1.0)))
+    logits = []
+    for run in runs:
+        source = torch.tensor(run.codec.encode_source([Example("fad")]))
+        target = run.codec.encode_target(["be"])[0]
+        with torch.no_grad():
+            logits.append(run.model(source, None, torch.tensor([[2, *target[:-1]]]))[0].log_softmax(-1))
+    mean = (0.75 * logits[0] + 0.25 * logits[1]).log_softmax(-1)
+    assert scored.token_scores == pytest.approx(
+        mean.gather(1, torch.tensor(target)[:, None]).flatten().tolist(), abs=1e-5
+    )
+
+
+def test_runs_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(UserError, match="target vocabulary"):
+        list(generate([run_of("rnn-luong", 0), run_of("rnn-luong", 0, "char", "ab")], ["a"]))
+    with pytest.raises(UserError, match="target vocabulary"):
+        list(generate([run_of("rnn-luong", 0), run_of("rnn-luong", 0, "char", "abcdeg")], ["a"]))
+    with pytest.raises(UserError, match=r"weights: 1 given for 2 runs"):
+        list(generate([run_of("rnn-luong", 0)] * 2, ["a"], Options(weights=(1.0,))))
+    with pytest.raises(UserError, match="no run"):
+        list(generate([], ["a"]))

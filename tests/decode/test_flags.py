@@ -1,0 +1,61 @@
+"""What looks wrong is said, with the reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from decode_kit import run_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.decode.flags import collapsed, degenerate, longest_loop
+from regard.decode.generate import generate
+from regard.decode.hypothesis import Alignment
+from regard.decode.options import Options
+
+
+@given(st.lists(st.integers(4, 9), max_size=4), st.lists(st.integers(4, 9), min_size=1, max_size=3), st.integers(8, 12))
+def test_a_loop_is_found_wherever_it_is(before: list[int], unit: list[int], turns: int) -> None:
+    size, found = longest_loop([*before, *unit * turns, 10, 11]) or (0, 0)
+    assert size * found >= len(unit) * turns - len(unit)
+
+
+@given(st.permutations(range(4, 24)))
+def test_different_symbols_are_no_loop(ids: list[int]) -> None:
+    assert longest_loop(ids) is None and longest_loop([*ids, *ids]) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "source", "scores", "flag", "reason"),
+    [
+        ([5, 6] * 9, 18, -0.1, "repetition", "2 symbols repeated 9 times in a row"),
+        ([5] * 9, 9, -0.1, "repetition", "1 symbol repeated 9 times"),
+        (list(range(4, 40)), 4, -0.1, "length_ratio", "36 symbols for a source of 4"),
+        ([5], 40, -0.1, "length_ratio", "only 1 symbols for a source of 40"),
+        ([5, 6, 7], 3, -4.0, "low_score", "-4.00 per symbol"),
+    ],
+)
+def test_reasons(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
+    flags = degenerate([*ids, 3], source, [scores] * (len(ids) + 1))
+    assert list(flags) == [flag] and reason in flags[flag]
+
+
+def test_good_outputs_have_none() -> None:
+    assert degenerate([5, 6, 7, 8, 3], 4, [-0.1] * 5) == {}
+    assert degenerate([3], 1, [-0.1]) == {}
+
+
+def test_attention_that_is_parked_or_blurred() -> None:
+    source = tuple("abcdefg")
+    parked = np.full((8, 7), 0.01)
+    parked[:, 6] = 0.94
+    assert "on source symbol 6 ('g')" in collapsed(Alignment(parked, source, ()))["attention"]
+    assert "evenly" in collapsed(Alignment(np.full((8, 7), 1 / 7), source, ()))["attention"]
+    assert collapsed(Alignment(np.eye(7), source, ())) == {}
+    assert collapsed(Alignment(np.zeros((0, 7)), source, ())) == {}
+
+
+def test_an_output_that_had_to_end_says_so() -> None:
+    run = run_of("transformer-tiny", 0)
+    (short,) = next(generate(run, ["abc"], Options(max_length=3, min_length=3)))
+    assert "limit of 3" in short.flags["max_length"] and short.as_dict()["flags"] == short.flags

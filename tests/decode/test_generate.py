@@ -1,0 +1,150 @@
+"""Lines in, lists of hypotheses out: order, memory, and whatever a file may hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from decode_kit import NAMES, blank, lesson, run_of, sources, tokenizer, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.batches import by_length, windows
+from regard.decode.generate import Decoder, Request, generate
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.model import Model
+from regard.presets import preset
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.example import Example
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trained_model_is_right_and_in_order(name: str) -> None:
+    texts = sources(3, 40, 6)
+    for options in (Options(batch_tokens=50, window=7), Options(beam=4)):
+        rows = list(generate(trained(name), texts, options))
+        assert sum(row[0].text == lesson(text) for text, row in zip(texts, rows, strict=True)) > 15
+
+
+def test_only_a_window_is_read_ahead() -> None:
+    read = []
+
+    def lines() -> Iterator[str]:
+        for i in range(10**9):
+            read.append(i)
+            yield "abc"
+
+    answers = generate(run_of("rnn-luong", 1), lines(), Options(window=5, max_length=3))
+    for _ in range(7):
+        next(answers)
+    assert len(read) == 10
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 100))
+def test_batches_hold_everything_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = list(by_length(lengths, budget))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= budget for b in batches)
+
+
+@given(st.lists(st.integers()), st.integers(1, 9))
+def test_windows_are_the_list_in_parts(items: list[int], size: int) -> None:
+    parts = list(windows(iter(items), size))
+    assert [x for part in parts for x in part] == items and all(len(part) == size for part in parts[:-1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"beam": 3, "nbest": 3}, {"mbr": 4}, {"alternatives": 2}, {"alignment": True}]
+)
+def test_an_empty_line_is_an_empty_output_without_the_model(settings: dict[str, object]) -> None:
+    run = run_of("transformer-tiny", 1)
+    rows = list(generate(run, ["", "abc", "  ", "\t"], Options.of(max_length=9, **settings)))
+    for i in (0, 2, 3):
+        (h,) = rows[i]
+        assert (h.text, h.score, h.ids, h.token_scores) == ("", 0.0, (), ()) and "empty" in h.flags
+    assert "empty" not in rows[1][0].flags
+    calls = []
+    handle = run.model.register_forward_hook(lambda *_: calls.append(1))
+    list(generate(run, ["", ""], Options()))
+    handle.remove()
+    assert not calls and list(generate(run, [])) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hundred_thousand_characters_are_refused_not_read(name: str) -> None:
+    long = "abcdef" * 17_000
+    (h,), (other,) = generate(run_of(name, 1), [long, "abc"], Options(max_length=5))
+    assert h.text == "" and "102000 symbols, more than 2048 (max_source)" in h.flags["too_long"]
+    assert "too_long" not in other.flags
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.sampled_from([{}, {"beam": 2}, {"sample": True}]))
+def test_any_text_has_an_answer(texts: list[str], chosen: dict[str, object]) -> None:
+    """Unknown symbols, control characters, other scripts."""
+    rows = list(generate(run_of("rnn-bahdanau", 1), texts, Options.of(max_length=4, **chosen)))
+    assert len(rows) == len(texts)
+    for row in rows:
+        for h in row:
+            json.dumps(h.as_dict(), allow_nan=False)
+
+
+def test_learned_positions_bound_both_sides() -> None:
+    codec = Codec(tokenizer("char"), tokenizer("char"))
+    tower = {"layers": 1, "width": 16, "ff": 16, "heads": 2, "position": "learned", "max_length": 9}
+    vocabs = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
+    config = preset("transformer-tiny", **vocabs, changes={"encoder": tower, "decoder": tower})
+    torch.manual_seed(0)
+    run = Run(config, codec, Model(config).eval(), Path("here"))
+    (fits,), (too_long,) = generate(run, ["abcdabcd", "abcdabcda"], Options(min_length=8))
+    assert len(fits.ids) == 9 and "more than 8" in too_long.flags["too_long"]
+    with pytest.raises(UserError, match="learned positions"):
+        list(generate(run, ["abc"], Options(min_length=9)))
+
+
+def test_inputs_of_every_kind_and_features() -> None:
+    codec = Codec(tokenizer("char"), tokenizer("char"), features=("PL", "SG"))
+    model = blank("rnn-luong", 1, codec)
+    run = Run(model.config, codec, model, Path("here"))
+    decoder = Decoder(run, Options(max_length=5))
+    plain, example, featured, request = decoder(
+        ["abc", Example("abc", "ignored"), Example("abc", features="PL"), Request("abc", features="PL")]
+    )
+    assert plain == example and featured == request and plain[0].score != featured[0].score
+
+
+def test_symbols_that_are_no_text_are_never_produced() -> None:
+    codec = Codec(shared := tokenizer("char"), shared, features=("PL", "SG"))
+    model = blank("transformer-tiny", 1, codec)
+    with torch.no_grad():  # a model that likes nothing better
+        model.output.weight.normal_()
+        model.decoder.norm.bias += 20 * model.output.weight[[0, 1, 2, -1]].sum(0)
+    run = Run(model.config, codec, model, Path("here"))
+    for chosen in ({}, {"beam": 3}, {"sample": True}):
+        for h, *_ in generate(run, sources(1, 5), Options.of(max_length=6, **chosen)):
+            assert not {0, 1, 2, codec.target.size, codec.target.size + 1} & set(h.ids)
+    produced = {i for row in generate(run, sources(1, 5), Options(max_length=6, unknown=True)) for i in row[0].ids}
+    assert 1 in produced
+
+
+def test_broken_weights_are_said_to_be() -> None:
+    run = run_of("transformer-tiny", 1)
+    model = Model(run.config).eval()
+    model.output.weight.data[5, 0] = float("nan")
+    for chosen in ({}, {"beam": 2}, {"sample": True}):
+        with pytest.raises(UserError, match="not numbers"):
+            list(generate(Run(run.config, run.codec, model, run.path), ["abc"], Options.of(**chosen)))
+
+
+def test_a_model_of_one_tower_and_one_in_training_are_refused() -> None:
+    run = run_of("transformer-tiny", 1)
+    config = run.config.model_copy(update={"encoder": None})
+    with pytest.raises(UserError, match="encoder and a decoder"):
+        list(generate(Run(config, run.codec, Model(config).eval(), run.path), ["a"]))
+    with pytest.raises(ValueError, match="training mode"):
+        list(generate(Run(run.config, run.codec, Model(run.config).train(), run.path), ["a"]))

@@ -1,0 +1,66 @@
+"""Minimum Bayes risk: the most useful candidate on average."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from decode_kit import NAMES, run_of, sources
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.generate import generate
+from regard.decode.mbr import expected, shares
+from regard.decode.options import Options
+
+UTILITIES = ("chrf", "bleu", "edit", "exact")
+
+
+@pytest.mark.parametrize("utility", UTILITIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_of_one_sample_is_that_sample(name: str, utility: str) -> None:
+    run, texts = run_of(name, 2), sources(1, 4)
+    sampled = list(generate(run, texts, Options(sample=True, seed=3, max_length=9)))
+    chosen = list(generate(run, texts, Options.of(mbr=1, utility=utility, seed=3, max_length=9)))
+    for (sample,), (choice,) in zip(sampled, chosen, strict=True):
+        assert choice.ids == sample.ids and choice.score == pytest.approx(sample.score)
+        assert choice.utility == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("settings", [{"mbr": 8}, {"mbr": 8, "sample": True, "top_k": 3}, {"mbr": 5, "beam": 5}])
+def test_candidates_come_by_expected_utility(settings: dict[str, object]) -> None:
+    run = run_of("rnn-luong", 2)
+    for row in generate(run, sources(2, 4), Options.of(utility="edit", nbest=5, max_length=9, **settings)):
+        utilities = [h.utility for h in row]
+        assert utilities == sorted(utilities, reverse=True) and len({h.text for h in row}) == len(row)
+        assert all(0 <= u <= 1 for u in utilities)
+
+
+@pytest.mark.parametrize("utility", UTILITIES)
+def test_the_middle_of_a_crowd_wins(utility: str) -> None:
+    texts = ["the cat sat on a mat", "the cat sat on the mat", "the cat sat on the mat", "a dog ran away there"]
+    values = expected(texts, [0.25] * 4, utility)
+    assert max(values) == values[1] == values[2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text("ab ", max_size=6), min_size=1, max_size=6), st.randoms())
+def test_expectation_is_a_weighted_mean(texts: list[str], rng: object) -> None:
+    weights = [rng.random() + 0.1 for _ in texts]  # type: ignore[attr-defined]
+    weights = [w / sum(weights) for w in weights]
+    exact = expected(texts, weights, "exact")
+    for text, value in zip(texts, exact, strict=True):
+        assert value == pytest.approx(sum(w for t, w in zip(texts, weights, strict=True) if t == text))
+    for utility in ("edit", "chrf"):
+        assert all(e - 1e-9 <= u <= 1 + 1e-9 for e, u in zip(exact, expected(texts, weights, utility), strict=True))
+
+
+def test_edit_distance_counts_symbols_where_they_are_spaced() -> None:
+    spaced = expected(["AA B", "AX B"], [0.5, 0.5], "edit", spaced=True)
+    letters = expected(["AA B", "AX B"], [0.5, 0.5], "edit")
+    assert spaced == pytest.approx([0.75, 0.75]) and letters == pytest.approx([0.875, 0.875])
+
+
+def test_shares_sum_to_one_however_small() -> None:
+    values = shares([-1000.0, -1001.0, -2000.0])
+    assert math.fsum(values) == pytest.approx(1) and values[0] / values[1] == pytest.approx(math.e)

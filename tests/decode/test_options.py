@@ -1,0 +1,103 @@
+"""Every wrong wish is refused with the name of the option."""
+
+from __future__ import annotations
+
+import pytest
+from decode_kit import run_of
+
+from regard.decode.generate import Request, generate
+from regard.decode.options import Options
+from regard.errors import UserError
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam": 0}, "beam: input should be greater than or equal to 1, not 0"),
+        ({"beam": -3}, "beam"),
+        ({"beam": 10**9}, "beam: at most 10000"),
+        ({"beam": 2.5}, "beam"),
+        ({"nbest": 0}, "nbest"),
+        ({"nbest": 3}, "nbest 3 needs a beam at least as wide, not 1"),
+        ({"temperature": NAN}, "temperature"),
+        ({"temperature": 0}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": 1}, "min_p"),
+        ({"seed": -1}, "seed"),
+        ({"length_penalty": NAN}, "length_penalty"),
+        ({"length_penalty": -1}, "length_penalty"),
+        ({"coverage_penalty": -1}, "coverage_penalty"),
+        ({"repetition_penalty": 0.5}, "repetition_penalty"),
+        ({"no_repeat_ngram": -1}, "no_repeat_ngram"),
+        ({"beam": 4, "groups": 3}, "beam 4 is not a multiple of groups 3"),
+        ({"sample": True, "beam": 2}, "sample and beam 2 are two strategies"),
+        ({"mbr": 9, "beam": 4}, "mbr 9 needs a beam"),
+        ({"mbr": 2, "nbest": 3}, "nbest 3 is more than the 2 candidates of mbr"),
+        ({"mbr": -1}, "mbr"),
+        ({"utility": "rouge"}, "utility"),
+        ({"alternatives": 3, "mbr": 2}, "alternatives and mbr"),
+        ({"alternatives": 3, "nbest": 2, "beam": 2}, "alternatives"),
+        ({"alternatives_at": 3}, "alternatives_at needs alternatives"),
+        ({"min_length": 5, "max_length": 3}, "min_length 5 is more than max_length 3"),
+        ({"min_ratio": 2.0, "max_ratio": 1.0}, "min_ratio 2.0 is more than max_ratio 1.0"),
+        ({"max_length": 0}, "max_length"),
+        ({"require": ("",)}, "require"),
+        ({"require": ("abc",), "forbid": ("b",)}, "require 'abc' contains a phrase that forbid rules out"),
+        ({"weights": (1.0, 0.0)}, "weights"),
+        ({"batch_tokens": 0}, "batch_tokens"),
+        ({"beem": 3}, "beem: no such key; did you mean 'beam'"),
+    ],
+)
+def test_options_that_make_no_sense(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        Options.of(**settings)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "settings", "message"),
+    [
+        (Request("abc", prefix="aß"), {}, "prefix 'aß': 'ß' is not in the target vocabulary"),
+        (Request("abc", prefix="abcdef"), {"max_length": 4}, "prefix 'abcdef': its 6 symbols are more"),
+        (Request("abc", prefix="ab", forbid=("b",)), {}, "prefix 'ab' contains a phrase that forbid rules out"),
+        (Request("abc", require=("abcdef",)), {"max_length": 4}, "require 'abcdef': this needs at least 6 symbols"),
+        (Request("abc", prefix="ff", require=("abc",)), {"max_length": 4}, "needs at least 5 symbols"),
+        (Request("abc", require=("ß",)), {}, "require 'ß': no output contains this"),
+        (Request("abc", require=("ab", "cd")), {"forbid": ("b",)}, "require 'ab', 'cd': no output contains this"),
+        (
+            Request("abc", require=tuple("abcdef") + tuple("bcdefa")[:0] + ("ab", "bc", "cd", "de", "ef")),
+            {},
+            "at most 10",
+        ),
+        (Request("abc", prefix="abc"), {"alternatives": 2, "alternatives_at": 1}, "alternatives_at 1 lies within"),
+        (Request("abcdef"), {"min_ratio": 2.0, "max_length": 5}, "min_ratio"),
+    ],
+)
+def test_wishes_that_cannot_be_met(request_: Request, settings: dict[str, object], message: str) -> None:
+    for strategy in ({}, {"beam": 2}, {"sample": True}):
+        with pytest.raises(UserError) as error:
+            list(generate(run_of("rnn-luong", 1), [request_], Options.of(**settings, **strategy)))
+        assert message in str(error.value)
+
+
+def test_phrases_of_separated_symbols() -> None:
+    run = run_of("rnn-luong", 1, "space")
+    with pytest.raises(UserError, match="require 'a ß': 'ß' is not in the target vocabulary"):
+        list(generate(run, ["abc"], Options(require=("a ß",))))
+    with pytest.raises(UserError, match="require ' ': there is nothing in this phrase"):
+        list(generate(run, ["abc"], Options(require=(" ",))))
+    (h,) = next(generate(run, ["abc"], Options(forbid=("ß",), max_length=4)))  # never produced anyway
+    assert "unsatisfied" not in h.flags
+
+
+def test_rules_that_leave_nothing_give_a_flagged_empty_output() -> None:
+    options = Options(forbid=tuple("abcdef"), min_length=3, max_length=5)
+    for strategy in ({}, {"beam": 3}, {"sample": True}, {"mbr": 2}, {"alternatives": 2}):
+        (h,) = next(generate(run_of("rnn-luong", 1), ["abc"], options.model_copy(update=strategy)))
+        assert h.text == "" and "unsatisfied" in h.flags

@@ -1,0 +1,84 @@
+"""The automaton of required and forbidden phrases against plain string search."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.phrases import NEVER, Letters, Spelling, make_phrases
+
+letters = st.integers(0, 2)
+phrases = st.lists(st.lists(letters, min_size=1, max_size=4).map(tuple), max_size=3)
+vocabularies = st.lists(st.lists(letters, max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+def occurs(phrase: Letters, text: Letters) -> bool:
+    return any(text[i : i + len(phrase)] == phrase for i in range(len(text) - len(phrase) + 1))
+
+
+def spelled(symbols: list[Letters], ids: list[int]) -> Letters:
+    return tuple(letter for index in ids for letter in symbols[index])
+
+
+@settings(max_examples=300, deadline=None)
+@given(vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=8))
+def test_it_finds_what_string_search_finds(
+    symbols: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
+) -> None:
+    ids = [index % len(symbols) for index in ids]
+    made = make_phrases(require, forbid, Spelling.of(symbols, [True] * len(symbols)))
+    text = spelled(symbols, ids)
+    needed = made.walk(ids)
+    assert (needed is None) == any(occurs(phrase, text) for phrase in forbid)
+    if needed is not None:
+        assert (needed == 0) == all(occurs(phrase, text) for phrase in require)
+
+
+@settings(max_examples=150, deadline=None)
+@given(vocabularies, phrases, phrases, st.lists(st.booleans(), min_size=6, max_size=6))
+def test_it_knows_the_shortest_way(
+    symbols: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
+) -> None:
+    made = make_phrases(require, forbid, Spelling.of(symbols, usable[: len(symbols)]))
+    needed = made.walk([])
+    assert needed is not None
+    allowed = [index for index in range(len(symbols)) if usable[index]]
+    for length in range(5):
+        texts = (spelled(symbols, list(ids)) for ids in product(allowed, repeat=length))
+        possible = any(
+            all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
+            for text in texts
+        )
+        assert possible == (needed == length) or needed < length
+        if possible:
+            break
+
+
+def test_needs_fall_by_one_along_some_symbol() -> None:
+    """So a search that always leaves enough room can always go on."""
+    symbols: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
+    made = make_phrases([(0, 1, 2), (2, 0, 0), (1, 1)], [(1, 2, 2)], Spelling.of(symbols, [True] * 5))
+    seen, queue = {(0, 0)}, deque([(0, 0)])
+    while queue:
+        met, state = queue.popleft()
+        need = int(made.need_MQ[met, state])
+        after = []
+        for index in np.flatnonzero(~made.ban_QV[state]):
+            to = (met | int(made.met_QV[state, index]), int(made.next_QV[state, index]))
+            after.append(int(made.need_MQ[to]))
+            if to not in seen:
+                seen.add(to)
+                queue.append(to)
+        assert need == 0 or min(after) == need - 1
+    assert len(seen) > 20
+
+
+def test_what_cannot_be_spelled_is_never_met() -> None:
+    spelling = Spelling.of([(0,), (1,), (2,)], [True, True, False])
+    assert make_phrases([(0, 2)], [], spelling).walk([]) == NEVER
+    assert make_phrases([(0, 1)], [(1,)], spelling).walk([]) == NEVER
+    assert make_phrases([], [(1,)], spelling).walk([1]) is None

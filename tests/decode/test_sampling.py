@@ -1,0 +1,81 @@
+"""Sampling: the right distribution, cut off as asked, the same numbers for the same source and seed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from decode_kit import NAMES, run_of, sources
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.generate import generate
+from regard.decode.options import Options
+from regard.decode.sampling import Sampler, kept
+from regard.decode.score import score
+from regard.decode.scorer import Task
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_samples_come_as_often_as_their_probability(temperature: float) -> None:
+    run, count = run_of("rnn-luong", 1), 4000
+    options = Options(sample=True, nbest=count, temperature=temperature, max_length=1)
+    seen = Counter(h.text for h in next(generate(run, ["fade"], options)))
+    weights = {}
+    for text in seen:
+        (scored,) = score(run, [("fade", text)])
+        weights[text] = math.exp(scored.token_scores[0] / temperature)
+    total = sum(weights.values())
+    assert len(seen) > 3
+    for text, weight in weights.items():
+        share = weight / total
+        assert abs(seen[text] / count - share) < 5 * math.sqrt(share * (1 - share) / count) + 0.01
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(0.01, 1.0), min_size=2, max_size=9), st.integers(0, 9), st.floats(0.05, 1.0), st.floats(0, 0.9)
+)
+def test_what_is_cut_off(weights: list[float], top_k: int, top_p: float, min_p: float) -> None:
+    prob = torch.tensor([sorted(weights, reverse=True)], dtype=torch.float64)
+    prob /= prob.sum()
+    by_k = (kept(prob, Options(top_k=top_k)) > 0).sum()
+    assert by_k == min(top_k or len(weights), len(weights))
+    by_p = int((kept(prob, Options(top_p=top_p)) > 0).sum())
+    assert by_p >= 1 and prob[0, : by_p - 1].sum() < top_p <= prob[0, :by_p].sum() + 1e-6
+    by_min = kept(prob, Options(min_p=min_p))[0]
+    assert torch.equal(by_min > 0, prob[0] >= min_p * prob[0, 0])
+    every = kept(prob, Options(top_k=top_k, top_p=top_p, min_p=min_p))[0]
+    assert every[0] == prob[0, 0] and (every > 0).sum() <= min(int(by_k), by_p, int((by_min > 0).sum()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_top_k_of_one_is_greedy(name: str) -> None:
+    run, texts = run_of(name, 3), sources(2, 8)
+    greedy = [row[0].ids for row in generate(run, texts, Options(max_length=9))]
+    for chosen in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.9999}, {"temperature": 1e-4}):
+        rows = generate(run, texts, Options.of(sample=True, max_length=9, **chosen))
+        assert [row[0].ids for row in rows] == greedy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seeds(name: str) -> None:
+    run, texts = run_of(name, 3), sources(3, 6)
+
+    def draw(**chosen: object) -> list[list[tuple[int, ...]]]:
+        rows = generate(run, texts, Options.of(sample=True, max_length=9, **chosen))
+        return [[h.ids for h in row] for row in rows]
+
+    assert draw(seed=1, nbest=4) == draw(seed=1, nbest=4) != draw(seed=2, nbest=4)
+    assert [row[:2] for row in draw(nbest=4)] == draw(nbest=2)  # more samples do not change the first ones
+    assert any(len(set(row)) > 1 for row in draw(nbest=4))
+
+
+def test_random_numbers_belong_to_the_source_not_to_its_place() -> None:
+    first, second = Task(((4, 3),), 5, key=7), Task(((5, 3),), 8, key=9)
+    device = torch.device("cpu")
+    one, two = Sampler([first, second], 2, Options(), device), Sampler([second, first], 2, Options(), device)
+    assert torch.equal(one.noise_RT[:2, :6], two.noise_RT[2:, :6]) and torch.equal(one.noise_RT[2:], two.noise_RT[:2])
+    assert one.noise_RT.min() >= 0 and one.noise_RT.max() < 1

@@ -1,0 +1,164 @@
+"""Promise 6: prefix kept, required phrases present, forbidden ones absent, lengths kept, whatever is combined."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.decode.generate import Request, generate
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.decode.score import score
+from regard.errors import UserError
+
+STRATEGIES: list[dict[str, object]] = [
+    {},
+    {"beam": 3, "nbest": 2},
+    {"sample": True},
+    {"beam": 4, "groups": 2},
+    {"mbr": 3, "utility": "exact"},
+]
+
+
+def contains(phrase: str, text: str, scheme: str) -> bool:
+    return f" {phrase} " in f" {text} " if scheme == "space" else phrase in text
+
+
+def case(rng: random.Random, scheme: str) -> tuple[Request, dict[str, object]]:
+    def phrase(longest: int) -> str:
+        return (" " if scheme == "space" else "").join(rng.choices(LETTERS, k=rng.randint(1, longest)))
+
+    wishes = Request(
+        sources(rng.randrange(10**6), 1)[0],
+        prefix=phrase(3) if rng.random() < 0.5 else "",
+        require=tuple(phrase(3) for _ in range(rng.randint(0, 2))),
+        forbid=tuple(phrase(3) for _ in range(rng.randint(0, 2))),
+    )
+    chosen = {**rng.choice(STRATEGIES), "max_length": rng.choice([9, 12, 20])}
+    if rng.random() < 0.3:
+        chosen["min_length"] = rng.randint(1, 6)
+    if rng.random() < 0.3:
+        chosen["repetition_penalty"] = 1.5
+    return wishes, chosen
+
+
+def check(request: Request, chosen: dict[str, object], scheme: str, hypothesis: Hypothesis) -> None:
+    text = hypothesis.text
+    assert text.startswith(request.prefix)
+    assert all(contains(phrase, text, scheme) for phrase in request.require), (request, chosen, text)
+    assert not any(contains(phrase, text, scheme) for phrase in request.forbid), (request, chosen, text)
+    assert chosen.get("min_length", 0) <= len(hypothesis.ids) - 1 <= chosen["max_length"]
+
+
+@pytest.mark.parametrize("scheme", ["char", "space", "bpe:290"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_thousand_random_wishes(name: str, scheme: str) -> None:
+    """112 cases for each of three models and three vocabularies; what contradicts itself must be said, not searched."""
+    rng = random.Random(f"{name} {scheme}")
+    outcomes: Counter[str] = Counter()
+    for _ in range(112):
+        request, chosen = case(rng, scheme)
+        run = run_of(name, rng.randrange(4), scheme)
+        try:
+            (row,) = generate(run, [request], Options.of(**chosen))
+        except UserError as error:
+            assert any(word in str(error) for word in ("require", "prefix"))
+            outcomes["contradiction"] += 1
+            continue
+        if "unsatisfied" in row[0].flags:
+            assert request.forbid and chosen.get("min_length")  # nowhere left to go before the minimum
+            outcomes["unsatisfied"] += 1
+            continue
+        for hypothesis in row:
+            check(request, chosen, scheme, hypothesis)
+        outcomes["met"] += 1
+    assert outcomes["met"] >= 80 and outcomes["unsatisfied"] <= 2, outcomes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_required_phrase_that_comes_anyway_changes_nothing(name: str) -> None:
+    run = trained(name)
+    for source in sources(7, 8, 6):
+        (plain,) = next(generate(run, [source], Options(beam=4)))
+        if not plain.text:
+            continue
+        phrase = plain.text[len(plain.text) // 2 :][:2]
+        (steered,) = next(generate(run, [source], Options(beam=4, require=(phrase,))))
+        assert steered.normalized >= plain.normalized - 1e-5
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(names, seeds, words, st.sampled_from(["ab", "bb", "ba,aa", "aba"]), st.sampled_from(["", "bbb", "aab"]))
+def test_a_wide_beam_finds_the_best_output_that_meets_the_wishes(
+    name: str, seed: int, source: str, require: str, forbid: str
+) -> None:
+    wanted, unwanted = require.split(","), [forbid] if forbid else []
+    run = run_of(name, seed, "char", "ab")
+    texts = ["".join(letters) for length in range(6) for letters in product("ab", repeat=length)]
+    texts = [t for t in texts if all(w in t for w in wanted) and not any(w in t for w in unwanted)]
+    truth = max(s.score / len(s.tokens) for s in score(run, [(source, text) for text in texts]))
+    options = Options(beam=100, max_length=5, require=tuple(wanted), forbid=tuple(unwanted))
+    (found,) = next(generate(run, [source], options))
+    assert found.text in texts
+    assert found.normalized == pytest.approx(truth, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("chosen", STRATEGIES)
+def test_no_ngram_comes_twice(chosen: dict[str, object], size: int) -> None:
+    for name in NAMES:
+        for row in generate(run_of(name, 3), sources(5, 6), Options.of(no_repeat_ngram=size, max_length=18, **chosen)):
+            for h in row:
+                grams = [h.ids[i : i + size] for i in range(len(h.ids) - size)]
+                assert len(set(grams)) == len(grams)
+
+
+def test_a_repetition_penalty_makes_for_less_repetition() -> None:
+    for name in NAMES:
+        shares = []
+        for penalty in (1.0, 1.5, 1e9):
+            rows = generate(run_of(name, 2), sources(6, 20), Options(repetition_penalty=penalty, max_length=15))
+            ids = [row[0].ids[:-1] for row in rows]
+            shares.append(sum(len(set(row)) for row in ids) / max(1, sum(map(len, ids))))
+        assert shares[0] <= shares[1] + 0.05 and shares[1] <= shares[2] + 0.05 and shares[2] > 0.9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_length_in_units_of_the_source(name: str) -> None:
+    texts = sources(8, 10)
+    for text, (h, *_) in zip(
+        texts, generate(run_of(name, 1), texts, Options(beam=2, min_ratio=0.5, max_ratio=1.5)), strict=True
+    ):
+        assert len(text) / 2 <= len(h.ids) - 1 <= 1.5 * len(text) + 1
+
+
+@pytest.mark.parametrize("chosen", STRATEGIES[:3])
+@pytest.mark.parametrize("name", NAMES)
+def test_alternatives_are_the_best_symbols_at_a_place(name: str, chosen: dict[str, object]) -> None:
+    run, source = run_of(name, 1), "fadebc"
+    chosen = {**chosen, "nbest": 1}
+    (plain,) = next(generate(run, [source], Options.of(max_length=10, min_length=4, **chosen)))
+    row = next(
+        generate(run, [source], Options.of(alternatives=4, alternatives_at=2, max_length=10, min_length=4, **chosen))
+    )
+    assert len(row) == 4 and len({h.ids[2] for h in row}) == 4
+    assert {h.ids[:2] for h in row} == {plain.ids[:2]}
+    at = [h.token_scores[2] for h in row]
+    assert at == sorted(at, reverse=True)
+    if not chosen.get("sample"):
+        assert plain.ids in [h.ids for h in row]
+
+
+def test_alternatives_after_a_prefix_and_past_the_end() -> None:
+    run = trained("rnn-luong")
+    row = next(generate(run, ["cab"], Options(prefix="b", alternatives=3, beam=2)))
+    assert len({h.text[1:2] for h in row}) == 3 and all(h.text.startswith("b") for h in row)
+    row = next(generate(run, ["cab"], Options(alternatives=3, alternatives_at=50)))
+    assert row[0].text == "baac" and all(h.text.startswith("baac") for h in row)
+    assert [len(h.text) > 4 for h in row] == [False, True, True]

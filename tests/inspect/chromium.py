@@ -1,0 +1,181 @@
+"""A headless Chromium, driven through its debugging pipe: real pages, real clicks, no driver to install."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PATIENCE = 30.0
+
+
+def find() -> str | None:
+    """The browser of this machine, if it has one."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Chromium:
+    """One browser with one page at a time."""
+
+    def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
+        self._profile = tempfile.mkdtemp(prefix="regard-browser-")
+        to_read, self._out = _high_pipe()
+        self._in, to_write = _high_pipe()
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        options += ["--remote-debugging-pipe", f"--user-data-dir={self._profile}", "--hide-scrollbars"]
+
+        def connect() -> None:
+            os.dup2(to_read, 3)
+            os.dup2(to_write, 4)
+
+        self._process = subprocess.Popen(
+            [program, *options, f"--window-size={width},{height}", "about:blank"],
+            pass_fds=(3, 4),
+            preexec_fn=connect,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_read)
+        os.close(to_write)
+        self._buffer = b""
+        self._count = 0
+        self.events: list[dict[str, Any]] = []
+        self._session: str | None = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Ask for something and wait for the answer."""
+        self._count += 1
+        message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._count:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                result: dict[str, Any] = answer["result"]
+                return result
+            self.events.append(answer)
+
+    def _receive(self) -> dict[str, Any]:
+        end = time.monotonic() + PATIENCE
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
+            piece = os.read(self._in, 1 << 20) if ready else b""
+            if not piece:
+                raise RuntimeError("the browser does not answer")
+            self._buffer += piece
+        text, _, self._buffer = self._buffer.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+    def open(self, page: Path, dark: bool = False) -> float:
+        """Show a file -> seconds until it was ready."""
+        self.events.clear()
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        began = time.monotonic()
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=page.as_uri())
+        self.until("document.documentElement?.dataset.ready === 'yes'")
+        return time.monotonic() - began
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    @contextmanager
+    def inside(self, session: str) -> Iterator[None]:
+        """Talk to a frame that has a process of its own."""
+        outside, self._session = self._session, session
+        yield
+        self._session = outside
+
+    def until(self, condition: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while not self.run(condition):
+            if time.monotonic() > end:
+                raise RuntimeError(f"never true: {condition}")
+            time.sleep(0.02)
+
+    def wait_for(self, method: str) -> dict[str, Any]:
+        """The details of an event, which may already have come."""
+        while not (found := [event for event in self.events if event.get("method") == method]):
+            self.events.append(self._receive())
+        details: dict[str, Any] = found[-1]["params"]
+        return details
+
+    def spot(self, selector: str, index: int = 0) -> tuple[float, float]:
+        """The middle of an element, scrolled into view."""
+        box = self.run(
+            f"(() => {{ const n = document.querySelectorAll({json.dumps(selector)})[{index}]; if (!n) return null;"
+            " n.scrollIntoView({block: 'center', inline: 'center'}); const b = n.getBoundingClientRect();"
+            " return [b.left + b.width / 2, b.top + b.height / 2]; })()"
+        )
+        if box is None:
+            raise RuntimeError(f"no {selector} number {index} on the page")
+        return box[0], box[1]
+
+    def hover(self, selector: str, index: int = 0, dx: float = 0, dy: float = 0) -> None:
+        x, y = self.spot(selector, index)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + dx, y=y + dy)
+
+    def click(self, selector: str, index: int = 0) -> None:
+        """A real click: the mouse moves there, goes down and up."""
+        x, y = self.spot(selector, index)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def key(self, name: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            text = {"Enter": "\r", " ": " "}.get(name)
+            extra = {"text": text} if text and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, **extra)
+
+    def screenshot(self, path: Path, full: bool = True) -> None:
+        extra: dict[str, Any] = {"captureBeyondViewport": True} if full else {}
+        if full:
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            extra["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 6000), "scale": 1}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **extra)["data"]))
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+
+def _high_pipe() -> tuple[int, int]:
+    """A pipe whose ends are not 3 and 4, which the browser gets."""
+    ends = os.pipe()
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends)
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]

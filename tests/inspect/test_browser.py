@@ -1,0 +1,274 @@
+"""The page in a real browser, with real clicks. Skipped where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chromium
+import pytest
+
+from regard.inspect.trace import Trace, trace
+from regard.run import Run
+from regard.text.example import Example
+
+PROGRAM = chromium.find()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
+
+SHELLS = ["{}", '"{}', "'>{}", "</script>{}", "--><!-- {}", "<b>{}", "]]>{}", "\u202e{}", "</title>{}", "{}\u2028"]
+CORES = [
+    f"<{tag} {on}=window.hit=1>"
+    for tag, on in itertools.product(
+        ("img src=x", "svg", "body", "details open", "input autofocus", "video src=x", "iframe srcdoc=x", "a href=#"),
+        ("onerror", "onload", "onfocus", "ontoggle", "onclick"),
+    )
+] + [
+    "<script>window.hit=1</script>",
+    "<script src=data:,window.hit=1></script>",
+    "<iframe src=javascript:parent.hit=1></iframe>",
+    "<a href=javascript:window.hit=1>x</a>",
+    "<style>*{display:none}</style>",
+    "<meta http-equiv=refresh content=0;url=javascript:window.hit=1>",
+    "<base href=//evil.example>",
+    "<object data=javascript:window.hit=1>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=window.hit=1>",
+    "${window.hit=1}",
+]
+PAYLOADS = [shell.format(core) for shell, core in itertools.product(SHELLS, CORES)]
+VIEWS = ["alignment", "heads", "model", "output", "lens", "position", "walk"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Chromium]:
+    assert PROGRAM is not None
+    found = chromium.Chromium(PROGRAM)
+    yield found
+    found.close()
+
+
+def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -> Trace:
+    return trace(run, Example(source), run.codec.target.encode([output])[0], **options)
+
+
+def show(browser: chromium.Chromium, found: Trace, folder: Path, dark: bool = False) -> float:
+    path = folder / "page.html"
+    path.write_text(found.to_html(), encoding="utf-8")
+    return browser.open(path, dark)
+
+
+def complaints(browser: chromium.Chromium) -> list[str]:
+    """Exceptions, console errors, and anything the page asked the network for beside itself."""
+    out = []
+    for event in browser.events:
+        if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening"):
+            out.append(str(event["params"]))
+        if event.get("method") == "Network.requestWillBeSent":
+            url = event["params"]["request"]["url"]
+            if not url.endswith("/page.html") and url != "about:blank":
+                out.append(url)
+    return out
+
+
+def test_every_view_opens(browser: chromium.Chromium, run: Run, tmp_path: Path) -> None:
+    for dark in (False, True):
+        seconds = show(browser, made(run), tmp_path, dark)
+        assert browser.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+        assert seconds < 5
+        tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
+        expected = (
+            VIEWS if run.config.encoder and not run.config.encoder.recurrent else ["alignment", "heads", "output"]
+        )
+        assert set(expected) <= set(tabs)
+        for name in tabs:
+            browser.click(f"#tab-{name}")
+            assert browser.run(f"document.getElementById('tab-{name}').getAttribute('aria-selected')") == "true"
+            assert browser.run("document.getElementById('panel').textContent.trim().length") > 10
+            assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+        assert complaints(browser) == []
+
+
+def test_hovering_and_choosing(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    found = made(transformer_run)
+    show(browser, found, tmp_path)
+    browser.click("#tab-heads")
+    browser.hover(".columns > div:first-child .word", 1)
+    tinted = "document.querySelectorAll('.columns > div:nth-child(2) .word[style*=background]').length"
+    browser.until(f"{tinted} === {len(found.tokens['source'])}")
+    told = browser.run("document.querySelector('.read').textContent")
+    assert "looks at" in told and told.startswith(found.tokens["output"][1])
+    browser.click(".columns > div:first-child .word", 2)
+    assert browser.run("document.querySelectorAll('.word[aria-pressed=true]').length") == 1
+    browser.hover("h1")
+    browser.until(f"{tinted} > 0")
+
+    browser.click("#tab-model")
+    assert browser.run("document.querySelectorAll('.thumb').length") == 6 * 4
+    browser.click(".thumb", 5)  # encoder, layer 2, head 2
+    pressed = "Array.from(document.querySelectorAll('.choice button[aria-pressed=true]'), b => b.textContent)"
+    assert browser.run(pressed) == ["Encoder self", "2", "2"]
+    browser.click(".choice button", 1)  # decoder self-attention
+    assert browser.run(pressed) == ["Decoder self", "2", "2"]
+
+
+def test_the_matrix_tells_the_weight_under_the_pointer(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    found = made(transformer_run)
+    weights = next(iter(found.alignment.values()))
+    show(browser, found, tmp_path)
+    browser.run("document.querySelector('.figure').focus()")
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"):
+        browser.key(key)
+    told = browser.run("document.querySelector('.read').textContent")
+    assert told.endswith(f"{weights[1, 2]:.2f}") or told.endswith(f"{weights[1, 2]:.3f}")
+    browser.key("Enter")
+    assert browser.run("document.querySelector('#tab-output').getAttribute('aria-selected')") == "true"
+    assert browser.run("document.querySelector('.steps tr.on td').textContent") == "2"
+
+
+def test_output_leads_to_the_walk_and_its_numbers_are_the_models(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    found = made(transformer_run)
+    show(browser, found, tmp_path)
+    browser.click("#tab-output")
+    browser.click(".steps tbody tr", 2)
+    browser.click("#panel .quiet")
+    assert browser.run("document.querySelector('#tab-walk').getAttribute('aria-selected')") == "true"
+    titles = browser.run("Array.from(document.querySelectorAll('.walk > li > h2'), n => n.textContent)")
+    _, cards = next(walk for walk in found.walks if walk.name == "decoder").layers[-1]
+    assert titles == [card.title for card in cards]
+    shown = browser.run(
+        "Array.from(document.querySelectorAll('.walk > li:last-child .numbers tr:first-child .n'), n => n.textContent)"
+    )
+    numbers = cards[-1].vectors[0].first[2]
+    assert [float(text.replace("−", "-")) for text in shown] == pytest.approx(numbers.tolist(), abs=0.02)
+    browser.click(".controls .choice:first-of-type button", 0)  # the encoder
+    assert browser.run("document.querySelectorAll('.walk > li').length") == len(found.walks[0].layers[-1][1])
+    assert complaints(browser) == []
+
+
+def test_the_keyboard_reaches_everything(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    show(browser, made(transformer_run), tmp_path)
+    browser.run("document.getElementById('tab-alignment').focus()")
+    for name in [*VIEWS[1:], "alignment"]:
+        browser.key("ArrowRight")
+        assert browser.run("document.activeElement.id") == f"tab-{name}"
+    browser.key("End")
+    browser.key("Home")
+    assert browser.run("document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
+    unnamed = browser.run(
+        "Array.from(document.querySelectorAll('button, select, [role=application]')).filter("
+        "n => !(n.textContent.trim() || n.getAttribute('aria-label') || n.closest('label'))).length"
+    )
+    assert unnamed == 0
+    browser.key("ArrowRight")
+    browser.run("document.querySelectorAll('.choice')[1].querySelector('button').focus()")
+    browser.key("Enter")
+    assert browser.run("document.activeElement.closest('.choice') !== null"), "a redrawn control keeps the focus"
+
+
+def test_the_theme_can_be_changed(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    show(browser, made(transformer_run), tmp_path)
+    before = browser.run("getComputedStyle(document.body).backgroundColor")
+    browser.click("header .quiet")
+    assert browser.run("getComputedStyle(document.body).backgroundColor") != before
+
+
+def nasty(found: Trace, payloads: list[str]) -> Trace:
+    """The payloads as tokens on both sides, candidates, title, facts and notes."""
+    supply = itertools.cycle(payloads)
+    take = lambda: next(supply)  # noqa: E731
+    steps = tuple(
+        step._replace(token=take(), candidates=tuple(c._replace(token=take()) for c in step.candidates))
+        for step in found.steps
+    )
+    lens = tuple(
+        row._replace(steps=tuple(tuple(c._replace(token=take()) for c in step) for step in row.steps))
+        for row in found.lens
+    )
+    return dataclasses.replace(
+        found,
+        title=take(),
+        facts={take(): take(), take(): take()},
+        notes=(take(), take()),
+        tokens={name: tuple(take() for _ in tokens) for name, tokens in found.tokens.items()},
+        steps=steps,
+        lens=lens,
+    )
+
+
+def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    assert len(PAYLOADS) >= 500
+    found = made(transformer_run, "abcab" * 17, "bcdab" * 17)
+    for start in (0, 250):
+        payloads = PAYLOADS[start:] + PAYLOADS[:start]
+        show(browser, nasty(found, payloads), tmp_path)
+        seen = browser.run("Array.from(document.querySelectorAll('.links bdi'), n => n.textContent).length")
+        assert seen == 2 * 86
+        for name in VIEWS:
+            browser.click(f"#tab-{name}")
+            browser.hover("#panel", 0)
+            bad = browser.run(
+                "(() => { let on = 0; for (const n of document.querySelectorAll('*')) for (const a of n.attributes)"
+                " if (/^on/i.test(a.name) || /javascript:/i.test(a.name === 'title' ? '' : a.value)"
+                " && a.name !== 'aria-label') on++;"
+                " return [document.scripts.length, on, document.querySelectorAll("
+                "'img,iframe,object,embed,video,math,form,input,base,#panel style,#panel meta').length,"
+                " typeof window.hit]; })()"
+            )
+            assert bad == [2, 0, 0, "undefined"], name
+        assert complaints(browser) == []
+
+
+def test_three_hundred_tokens_a_side_do_not_freeze(
+    browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_letters(layers=2, heads=4, width=16)
+    found = made(run, "abcab" * 61, "bcdab" * 61)
+    show(browser, found, tmp_path)
+    assert browser.run("document.querySelectorAll('.note').length") == 2
+    for name in VIEWS:
+        spent = browser.run(
+            f"(() => {{ const t = performance.now(); document.getElementById('tab-{name}').click();"
+            " return performance.now() - t; })()"
+        )
+        assert spent < 3000, (name, spent)
+    browser.click("#tab-heads")
+    browser.hover(".columns > div:first-child .word", 3)
+    assert browser.run("document.querySelectorAll('.links path').length") > 0
+    assert complaints(browser) == []
+
+
+def test_right_to_left_words_run_from_the_right(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    found = made(transformer_run)
+    hebrew = ("שָׁ", "ל", "וֹ", "ם", "\u05b8", "<eos>")
+    found = dataclasses.replace(found, tokens={**found.tokens, "source": hebrew})
+    show(browser, found, tmp_path)
+    places = browser.run("Array.from(document.querySelector('.words').children, n => n.getBoundingClientRect().left)")
+    assert places == sorted(places, reverse=True)
+    texts = browser.run("Array.from(document.querySelectorAll('.words')[0].children, n => n.textContent)")
+    assert texts == [*hebrew[:4], "◌\u05b8", "<eos>"]
+
+
+def test_it_works_in_the_frame_of_a_notebook(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    ready = "<script>document.documentElement.dataset.ready = 'yes'</script>"
+    frame = made(transformer_run)._repr_html_()
+    path.write_text(f"<!doctype html><body>{frame}{ready}", encoding="utf-8")
+    browser.open(path)
+    browser.until("document.querySelector('iframe') !== null")
+    browser.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)
+    attached = browser.wait_for("Target.attachedToTarget")
+    script = (
+        "new Promise(r => { const f = () => document.documentElement?.dataset.ready"
+        " ? r(document.querySelectorAll('.word').length) : setTimeout(f, 20); f(); })"
+    )
+    with browser.inside(attached["sessionId"]):
+        assert browser.run(script) == 6 + 4
+    assert complaints(browser) == []

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.errors import UserError
+from regard.inspect.alignment import alignment_heads, save_alignment_heads
+from regard.inspect.heads import (
+    alignment_merits,
+    best_alignment_heads,
+    grids,
+    look,
+    measure_heads,
+    read_links,
+)
+from regard.inspect.importance import encode_pairs, make_batches
+from regard.inspect.record import patch
+from regard.model import Model
+from regard.run import Run
+from regard.text.example import Example
+
+EXAMPLES = [Example("abcab", "bcdab"), Example("bc", "abcd"), Example("dabcdab", "cab"), Example("a", "b")]
+
+
+def test_every_head_is_measured(run: Run) -> None:
+    heads = measure_heads(run, EXAMPLES)
+    recurrent = run.config.decoder is not None and run.config.decoder.recurrent
+    assert len(heads) == (1 if recurrent else 24)
+    for head in heads:
+        assert head.gradient >= 0 and head.ablation is not None
+        assert 0 < head.confidence <= 1 + 1e-5 and head.entropy >= -1e-5 and head.distance >= 0
+        assert 0 <= head.share <= 1 + 1e-5 and head.what
+        assert (head.alignment is None) == (head.kind != "cross")
+        json.dumps(head.to_json())
+    assert measure_heads(run, EXAMPLES, ablation=False)[0].ablation is None
+
+
+def steered(model: Model, name: str, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Weights that look at one place: so far from the query, or at the first or last symbol where there is none."""
+
+    def weights(x_BHTS: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x_BHTS)
+        for t in range(x_BHTS.shape[2]):
+            out[:, :, t, min(max(t + offset, 0), x_BHTS.shape[3] - 1)] = 1.0
+        return out
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "offset", "what"),
+    [
+        ("encoder", "encoder.blocks.0.attention", -1, "previous token"),
+        ("encoder", "encoder.blocks.0.attention", 1, "next token"),
+        ("encoder", "encoder.blocks.1.attention", 0, "own token"),
+        ("decoder", "decoder.blocks.1.attention", -1, "previous token"),
+        ("decoder", "decoder.blocks.1.attention", -2, "position, offset −2"),
+        ("encoder", "encoder.blocks.0.attention", -99, "first token"),
+        ("cross", "decoder.blocks.0.cross", 0, "position, offset +0"),
+    ],
+)
+def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, transformer: Model) -> None:
+    pairs = [([4, 5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 9, 5, 6, 3])] * 2
+    batches = make_batches(pairs, transformer.config)
+    with patch(transformer, {f"{name}.weights": steered(transformer, name, offset)}):
+        found = look(transformer, batches)[name]
+    assert found.describe(0)[0] == what
+    assert float(found.confidence_H[0] / found.queries) == pytest.approx(1)
+    assert float(found.entropy_H[0]) == pytest.approx(0, abs=1e-4)
+    if offset > -9:
+        edge = 1 / (8 if kind != "decoder" else 7)
+        assert float(found.distance_H[0] / found.queries) == pytest.approx(abs(offset), abs=2 * abs(offset) * edge)
+
+
+def test_even_heads_are_recognised(transformer: Model) -> None:
+    batches = make_batches([([4, 5, 6, 7, 8, 9, 4, 3], [5, 3])], transformer.config)
+    with patch(transformer, {"encoder.blocks.0.attention.weights": lambda x: torch.full_like(x, 1 / x.shape[-1])}):
+        found = look(transformer, batches)["encoder.blocks.0.attention"]
+    assert found.describe(1) == ("everything evenly", pytest.approx(1))
+    assert float(found.entropy_H[0] / found.queries) == pytest.approx(3)
+
+
+def test_padding_does_not_count(transformer: Model) -> None:
+    pairs = [([4, 5, 3], [5, 3]), ([4, 5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 3])]
+    together = look(transformer, make_batches(pairs, transformer.config, 1000))
+    alone = look(transformer, make_batches(pairs, transformer.config, 1))
+    for name, sums in together.items():
+        assert sums.queries == alone[name].queries
+        assert torch.allclose(sums.entropy_H, alone[name].entropy_H, atol=1e-4)
+        assert torch.allclose(sums.distance_H, alone[name].distance_H, atol=1e-4)
+        for what, (weight_H, count) in sums.places.items():
+            other_H, other = alone[name].places.get(what, (torch.zeros_like(weight_H), 0))
+            assert count == other and torch.allclose(weight_H, other_H, atol=1e-4), what
+
+
+def diagonal(model: Model) -> dict[str, Any]:
+    """The third head of the second layer aligns one to one; the others look at the end."""
+
+    def weights(x_BHTS: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x_BHTS)
+        out[..., -1] = 1.0
+        size = min(x_BHTS.shape[2:])
+        out[:, 2] = 0.0
+        out[:, 2, range(size), range(size)] = 1.0
+        out[:, 2, size:, -1] = 1.0
+        return out
+
+    return {"decoder.blocks.1.cross.weights": weights}
+
+
+def test_the_aligning_head_is_found_without_and_with_links(make_letters: Callable[..., Run]) -> None:
+    run = make_letters()
+    examples = [Example("abcd", "abcd"), Example("dcba", "abcd")]
+    with patch(run.model, diagonal(run.model)):
+        heads = measure_heads(run, examples, ablation=False)
+        links = [[(i, i) for i in range(4)], [(i, i) for i in range(2)] + [(3, 2)]]
+        agreeing = measure_heads(run, examples, ablation=False, links=links)
+    for found, merit in ((heads, 1.0), (agreeing, 6 / 7)):
+        (best,) = best_alignment_heads(found)
+        assert (best.name, best.index, best.what) == ("decoder.blocks.1.cross", 2, "alignment")
+        assert best.alignment == pytest.approx(merit)
+
+
+def test_agreement_is_the_share_of_linked_symbols(make_letters: Callable[..., Run]) -> None:
+    run = make_letters()
+    examples = [Example("abcd", "abcd"), Example("ab", "ab")]
+    pairs = encode_pairs(run, examples)
+    with patch(run.model, diagonal(run.model)):
+        merits = alignment_merits(run.model, pairs, [[(0, 0), (3, 1)], [(1, 1), (0, 9)]])
+    assert merits["decoder.blocks.1.cross", 2] == pytest.approx(2 / 3)
+
+
+def test_links_are_read_and_checked(tmp_path: Path, make_letters: Callable[..., Run]) -> None:
+    path = tmp_path / "links"
+    path.write_text("0-0 1-2\n\n3-1\n")
+    assert read_links(path) == [[(0, 0), (1, 2)], [], [(3, 1)]]
+    path.write_text("0-0 1:2\n")
+    with pytest.raises(UserError, match=r"links:1: '1:2' is not a link"):
+        read_links(path)
+    with pytest.raises(UserError, match="not readable"):
+        read_links(tmp_path / "none")
+    with pytest.raises(UserError, match="3 lines of links for 1 pairs"):
+        measure_heads(make_letters(), [Example("a", "b")], links=[[], [], []])
+    with pytest.raises(UserError, match="not one of the links"):
+        measure_heads(make_letters(), [Example("a", "b")], links=[[(0, 7)]])
+
+
+def test_grids_have_a_place_for_every_head(make_letters: Callable[..., Run]) -> None:
+    run = make_letters(kept_heads=((0, 2), (1,)))
+    heads = measure_heads(run, EXAMPLES, ablation=False)
+    found = grids(heads, lambda head: head.gradient)
+    assert list(found) == ["encoder", "decoder", "cross"] and found["encoder"].shape == (2, 3)
+    assert np.isnan(found["encoder"]).sum() == 3
+    assert found["encoder"][0, 2] == next(h.gradient for h in heads if h.kind == "encoder" and h.head == 2)
+
+
+def test_alignment_heads_are_kept_in_the_run(tmp_path: Path) -> None:
+    assert alignment_heads(tmp_path) == ()
+    save_alignment_heads(tmp_path, [(0, 2), (1, 3)], "sharpness")
+    assert alignment_heads(tmp_path) == ((0, 2), (1, 3))
+    for bad in ('{"heads": 3}', "[1]", '{"heads": [[0]]}', '{"heads": [[0, -1]]}', '{"heads": [[0, true]]}', "x"):
+        (tmp_path / "alignment.json").write_text(bad)
+        with pytest.raises(UserError, match=r"alignment\.json"):
+            alignment_heads(tmp_path)

@@ -1,0 +1,130 @@
+"""The verbs inspect, heads and prune, through their commands."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from little import letters
+
+from regard.cli import heads, inspect, prune
+from regard.errors import UserError
+from regard.inspect.alignment import alignment_heads
+from regard.run import Run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    letters().save(tmp_path / "run")
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> str:
+    path = tmp_path / "pairs.tsv"
+    path.write_text(
+        "abc\tcba\nbcd\tdcb\ncab\tbac\ndab\tbad\nab\tba\ncd\tdc\nabcd\tdcba\nbad\tdab\nac\tca\nda\tad\nbc\tcb\n"
+    )
+    return str(path)
+
+
+def test_a_page_is_written(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "page.html"
+    inspect.command(saved, "abc", output=str(out))
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    printed = capsys.readouterr()
+    assert printed.out == "" and "abc → " in printed.err and "page.html: written" in printed.err
+
+
+def test_the_page_has_a_name_of_its_own(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    inspect.command(saved, "abc", target="cab")
+    text = (tmp_path / "attention.html").read_text(encoding="utf-8")
+    assert '"output":["c","a","b","\\u003ceos\\u003e"]' in text
+
+
+def test_drawings(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
+    inspect.command(saved, "-", target="cab", terminal=True, png="a.png", svg="a.svg")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["a", "b", "c", "<eos>"] and [line[0] for line in lines[1:4]] == ["c", "a", "b"]
+    assert (tmp_path / "a.png").is_file() and (tmp_path / "a.svg").is_file()
+    assert not (tmp_path / "attention.html").exists()
+    inspect.command(saved, "abc", target="cab", attention="encoder", layer=2, head=4, terminal=True, png="b.png")
+    assert capsys.readouterr().out.splitlines()[1].startswith("a")
+    inspect.command(saved, "abc", target="cab", attention="decoder", terminal=True, png="c.png")
+    assert capsys.readouterr().out.splitlines()[0].split() == ["<sos>", "c", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "crss"}, "did you mean 'cross'"),
+        ({"head": 2}, "say which layer"),
+        ({"layer": 9, "terminal": True}, "no cross attention in layer 9"),
+        ({"layer": 1, "head": 9, "terminal": True}, "layer 1 has 1, 2, 3, 4"),
+    ],
+)
+def test_mistakes(options: dict[str, object], message: str, saved: str) -> None:
+    with pytest.raises(UserError, match=message):
+        inspect.command(saved, "abc", target="a", **options)  # type: ignore[arg-type]
+
+
+def test_nothing_to_look_at(saved: str) -> None:
+    with pytest.raises(UserError, match="TEXT is empty"):
+        inspect.command(saved, " ")
+
+
+def test_heads_are_listed_and_the_best_kept(saved: str, pairs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    heads.command(saved, pairs)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("\t") == list(heads.NAMES) and len(lines) == 25
+    assert alignment_heads(Path(saved))
+    heads.command(saved, pairs, no_ablation=True, json=True, no_store=True)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 24 and "ablation" not in rows[0]
+    assert {row["kind"] for row in rows} == {"encoder", "decoder", "cross"}
+
+
+def test_heads_with_links_and_a_picture(saved: str, pairs: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    links = tmp_path / "links"
+    links.write_text("0-1 1-0\n" * 11)
+    heads.command(saved, pairs, links=str(links), picture=str(tmp_path / "heads.svg"), examples=4)
+    assert (tmp_path / "heads.svg").is_file()
+    assert "agreement" in (Path(saved) / "alignment.json").read_text()
+
+
+def test_a_run_is_pruned(saved: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out, picture = str(tmp_path / "small"), str(tmp_path / "curve.svg")
+    prune.command(saved, out, data=pairs, heads="40%", tune=2, picture=picture)
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["", "before", "pruned", "tuned"] and lines[1] == ["heads", "24", "14", "14"]
+    assert Run.load(out).config.decoder is not None and Path(picture).is_file()
+    report = json.loads((tmp_path / "small" / "prune.json").read_text())
+    assert report["before"]["heads"] == 24 and len(report["curve"]) > 5
+    inspect.command(out, "abc", target="ab", terminal=True)
+    prune.command(out, str(tmp_path / "smaller"), data=pairs, valid=pairs, threshold=1e9, json=True)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["after"]["heads"] == 6
+
+
+def test_mistakes_of_pruning(saved: str, pairs: str, tmp_path: Path, make_letters: Callable[..., Run]) -> None:
+    with pytest.raises(UserError, match="exists already"):
+        prune.command(saved, str(tmp_path), data=pairs, heads="2")
+    with pytest.raises(UserError, match="did you mean 'gradient'"):
+        prune.command(saved, str(tmp_path / "new"), data=pairs, heads="2", by="gradent")
+    with pytest.raises(UserError, match="say how many heads go"):
+        prune.command(saved, str(tmp_path / "new"), data=pairs)
+    few = tmp_path / "few.tsv"
+    few.write_text("a\tb\n")
+    with pytest.raises(UserError, match="too few"):
+        prune.command(saved, str(tmp_path / "new"), data=str(few), heads="2")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from little import letters
+
+from regard.inspect.page import Packer, data, frame, page
+from regard.inspect.trace import Trace, trace
+from regard.run import Run
+from regard.text.example import Example
+
+NASTY = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "]]>",
+    "&lt;b&gt;",
+    "\u2028\u2029",
+    "'\"`${alert(1)}",
+    "[[script]][[data]][[style]]",
+    "\ud800",
+    "\x00\x1b[31m",
+]
+
+
+class Reader(HTMLParser):
+    """Collects the elements of a page with their attributes, and the text of script elements."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, text: str) -> None:
+        if self.elements and self.elements[-1][0] == "script":
+            self.scripts[-1] += text
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    return reader
+
+
+@pytest.fixture(scope="module")
+def found() -> Trace:
+    run = letters()
+    return trace(run, Example("abcab"), run.codec.target.encode(["bcd"])[0])
+
+
+def with_tokens(found: Trace, token: str) -> Trace:
+    """The same trace with one text everywhere that text from outside can stand."""
+    candidate = found.steps[0].candidates[0]._replace(token=token)
+    step = found.steps[0]._replace(token=token, candidates=(candidate,))
+    return replace(
+        found,
+        title=token,
+        facts={token: token},
+        tokens={name: (token,) * len(tokens) for name, tokens in found.tokens.items()},
+        steps=(step,) * len(found.steps),
+        notes=(token,),
+    )
+
+
+def structure(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    return read(text).elements
+
+
+def test_the_page_is_one_file_without_links(found: Trace) -> None:
+    text = page(found)
+    names = [name for name, _ in structure(text)]
+    assert names.count("script") == 2
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(names)
+    for name, attributes in structure(text):
+        assert not {"src", "href"} & set(attributes), name
+    outside = re.findall(r"https?://[^\s\"'<]+", text)
+    assert set(outside) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
+    text = page(found)
+    (policy,) = [a["content"] for _, a in structure(text) if a.get("http-equiv") == "Content-Security-Policy"]
+    script = re.findall(r"<script>(.*?)</script>", text, re.S)[0]
+    style = re.findall(r"<style>(.*?)</style>", text, re.S)[0]
+    for name, content in (("script-src", script), ("style-src", style)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy is not None and f"{name} 'sha256-{digest}'" in policy
+    assert policy is not None and "unsafe" not in policy and policy.startswith("default-src 'none'")
+
+
+def test_data_come_back(found: Trace) -> None:
+    block = json.loads(read(page(found)).scripts[0])
+    numbers = zlib.decompress(base64.b64decode(block["numbers"]))
+    assert block["tokens"] == {name: list(tokens) for name, tokens in found.tokens.items()}
+    for entry, m in zip(block["maps"], found.maps, strict=True):
+        weights = unpacked(entry["weights"], numbers)
+        assert np.allclose(weights, m.weights_HTS, atol=1e-4), m.name
+    picture = unpacked(block["positions"][0]["values"], numbers)
+    assert np.allclose(picture, found.positions[0].values_RC, atol=1e-4)
+
+
+def unpacked(entry: dict[str, Any], numbers: bytes) -> np.ndarray:
+    kind = {"u1": "u1", "u2": "<u2", "i2": "<i2"}[entry["type"]]
+    count = int(np.prod(entry["shape"]))
+    return np.frombuffer(numbers, kind, count, entry["at"]).reshape(entry["shape"]) * entry["scale"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=9))
+def test_packed_numbers_are_near(numbers: list[float]) -> None:
+    packer = Packer()
+    packer.weights(np.array([0.5], dtype=np.float32), fine=False)  # an odd number of bytes before it
+    x = np.array([*numbers, np.inf], dtype=np.float32)
+    entry = packer.signed(x)
+    back = unpacked(entry, zlib.decompress(base64.b64decode(packer.pack())))
+    assert np.allclose(back[:-1], x[:-1], atol=np.abs(x[:-1]).max() / 32767)
+    assert back[-1] == -32768 * entry["scale"]
+
+
+@pytest.mark.parametrize("token", NASTY)
+def test_text_from_outside_is_never_markup(found: Trace, token: str) -> None:
+    plain, nasty = page(found), page(with_tokens(found, token))
+    assert structure(nasty) == structure(plain)
+    assert read(nasty).scripts[1] == read(plain).scripts[1]
+    assert json.loads(read(nasty).scripts[0])["title"] == token
+    nasty.encode("utf-8")
+
+
+def test_a_notebook_gets_a_frame_that_can_do_nothing_else(found: Trace) -> None:
+    text = frame(found)
+    ((name, attributes),) = structure(text)
+    assert name == "iframe" and attributes["sandbox"] == "allow-scripts"
+    assert attributes["srcdoc"] == page(found)
+    assert html.unescape(text).count("<iframe") == 1
+    assert found._repr_html_() == text
+
+
+def test_a_large_model_stays_small(make_letters: Callable[..., Run]) -> None:
+    run = make_letters(layers=6, heads=8, width=64)
+    text = page(trace(run, Example("abcde" * 6), run.codec.target.encode(["bcdab" * 6])[0]))
+    assert len(text.encode()) < 3_000_000
+
+
+def test_kinds_that_are_not_there_leave_no_trace(make_letters: Callable[..., Run]) -> None:
+    run = make_letters("rnn-luong")
+    block = data(trace(run, Example("ab"), []))
+    assert block["positions"] == [] and [m["kind"] for m in block["maps"]] == ["cross"]
+    assert len(block["steps"]) == 1  # the end alone

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.errors import UserError
+from regard.inspect.record import record, taps
+from regard.inspect.trace import Trace, alignment_quality, trace
+from regard.run import Run
+from regard.text.example import Example
+
+TEXT, OUTPUT = "abcab", "bcd"
+
+
+def traced(run: Run, source: str = TEXT, output: str = OUTPUT, **options: Any) -> Trace:
+    return trace(run, Example(source), run.codec.target.encode([output])[0], **options)
+
+
+def logits(run: Run, source: str = TEXT, output: str = OUTPUT) -> torch.Tensor:
+    labels = run.codec.encode_target([output])[0]
+    inputs = torch.tensor([[run.config.start_id, *labels[:-1]]])
+    with torch.no_grad():
+        out: torch.Tensor = run.model(torch.tensor(run.codec.encode_source([Example(source)])), None, inputs)[0]
+    return out
+
+
+def test_steps_tell_the_models_own_probabilities(run: Run) -> None:
+    found = traced(run)
+    logp_TV = logits(run).log_softmax(-1)
+    labels = run.codec.encode_target([OUTPUT])[0]
+    assert found.tokens["output"] == ("b", "c", "d", "<eos>")
+    assert found.tokens["input"] == ("<sos>", "b", "c", "d")
+    for t, step in enumerate(found.steps):
+        assert step.probability == pytest.approx(float(logp_TV[t, labels[t]].exp()), abs=1e-5)
+        assert step.candidates[0].probability == pytest.approx(float(logp_TV[t].max().exp()), abs=1e-5)
+        assert 0 <= step.entropy <= np.log2(run.config.target_vocab) + 1e-5
+        for candidate in step.candidates:
+            assert candidate.probability == pytest.approx(np.exp(candidate.logit - step.normaliser), rel=1e-4)
+    assert found.score == pytest.approx(float(logp_TV[range(4), labels].sum()), abs=1e-4)
+
+
+def test_the_last_layer_of_the_lens_is_the_model(run: Run) -> None:
+    found = traced(run)
+    last = [[c.token for c in step[:3]] for step in found.lens[-1].steps]
+    assert last == [[c.token for c in step.candidates[:3]] for step in found.steps]
+    assert run.config.decoder is not None
+    assert len(found.lens) == run.config.decoder.layers + run.config.decoder.recurrent
+
+
+def test_maps_are_what_a_recording_sees(run: Run) -> None:
+    found = traced(run)
+    labels = run.codec.encode_target([OUTPUT])[0]
+    with record(run.model, "*.weights") as maps, torch.no_grad():
+        run.model(
+            torch.tensor(run.codec.encode_source([Example(TEXT)])),
+            None,
+            torch.tensor([[run.config.start_id, *labels[:-1]]]),
+        )
+    assert {f"{m.name}.weights" for m in found.maps} == set(maps)
+    for m in found.maps:
+        assert np.allclose(m.weights_HTS, maps[f"{m.name}.weights"][0].numpy(), atol=1e-6)
+        assert m.weights_HTS.shape[1:] == (len(found.tokens[m.rows]), len(found.tokens[m.columns]))
+    assert not any(tap.watched for tap in taps(run.model).values())
+    assert not any(module._forward_hooks for module in run.model.modules())
+
+
+def scores_of(found: Trace) -> Any:
+    for walk in found.walks:
+        for _, cards in walk.layers:
+            for card in cards:
+                if card.show == "scores":
+                    yield card.scores
+
+
+@pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
+@pytest.mark.parametrize("score", ["scaled_dot", "general", "additive", "cosine", "concat", "location"])
+def test_the_scores_of_the_walk_give_the_weights(position: str, score: str, make_letters: Callable[..., Run]) -> None:
+    """What the walk shows before the softmax leads to what is recorded after it."""
+    check_scores(traced(make_letters(position=position, score=score)))
+
+
+@pytest.mark.parametrize("name", ["rnn-bahdanau", "rnn-luong"])
+def test_the_scores_of_a_recurrent_step_give_the_weights(name: str, make_letters: Callable[..., Run]) -> None:
+    check_scores(traced(make_letters(name)))
+    check_scores(traced(make_letters(name, cross_window=2)))
+
+
+def test_the_scores_of_grouped_and_pruned_heads_give_the_weights(make_letters: Callable[..., Run]) -> None:
+    kept = ((0, 3), (1, 2, 3))
+    run = make_letters(kv_heads=2, kept_heads=kept, position="alibi", window=2)
+    found = traced(run)
+    check_scores(found)
+    assert [m.heads for m in found.maps if m.kind == "encoder"] == list(kept)
+
+
+def check_scores(found: Trace) -> None:
+    maps = {m.name: m.weights_HTS for m in found.maps}
+    seen = set()
+    for scores in scores_of(found):
+        logits_HTS = scores.raw_HTS * scores.scale
+        if scores.bias_HTS is not None:
+            logits_HTS = logits_HTS + scores.bias_HTS
+        if scores.seen_TS is not None:
+            logits_HTS = np.where(scores.seen_TS, logits_HTS, -np.inf)
+        shifted = np.exp(logits_HTS - logits_HTS.max(-1, keepdims=True))
+        assert np.allclose(shifted / shifted.sum(-1, keepdims=True), maps[scores.map], atol=1e-5)
+        seen.add(scores.map)
+    assert seen == set(maps)
+
+
+@pytest.mark.parametrize("norm_at", ["pre", "post"])
+def test_each_card_follows_from_the_one_before(norm_at: str, make_letters: Callable[..., Run]) -> None:
+    run = make_letters(norm_at=norm_at)
+    found = traced(run)
+    decoder = next(walk for walk in found.walks if walk.name == "decoder")
+    assert run.config.decoder is not None
+    previous = None
+    for _, cards in decoder.layers:
+        first = {v.label: v.first for card in cards[:1] for v in card.vectors}
+        if previous is not None:
+            assert np.allclose(first["x"], previous, atol=1e-5)
+        elif "position" in first:
+            assert np.allclose(first["embedding"] + first["position"], first["x"], atol=1e-5)
+        for card in cards:
+            named = {v.label: v.first for v in card.vectors}
+            if card.title.startswith("Add"):
+                assert np.allclose(named["x"] + named["o"], named["x + o"], atol=1e-5)
+                previous = named["norm" if norm_at == "post" else "x + o"]
+            if card.show == "sum":
+                weights = next(m.weights_HTS for m in found.maps if card.scores and m.name == card.scores.map)
+                assert card.scores is not None
+                assert np.allclose(weights @ card.scores.value_first.first, card.vectors[0].first, atol=1e-5)
+    assert decoder.layers[-1][1][-1].show == "prediction"
+
+
+def test_a_recurrent_step_adds_up(make_letters: Callable[..., Run]) -> None:
+    for name in ("rnn-bahdanau", "rnn-luong"):
+        run = make_letters(name)
+        found = traced(run)
+        ((_, cards),) = found.walks[0].layers
+        context = next(card for card in cards if card.show == "sum")
+        assert context.scores is not None
+        weights = found.maps[0].weights_HTS
+        assert np.allclose(weights @ context.scores.value_first.first, context.vectors[0].first, atol=1e-5)
+        last = next(card for card in cards if card.title == "Concatenation").vectors[-1].first
+        assert np.allclose(last, cards[-1].vectors[0].first, atol=1e-5)
+
+
+def test_long_texts_are_cut_and_it_is_said(transformer_run: Run) -> None:
+    found = traced(transformer_run, "ab" * 30, "c" * 40, most=20)
+    assert len(found.tokens["source"]) == len(found.tokens["output"]) == 20
+    assert "61 symbols" in found.notes[0] and "first 20" in found.notes[0]
+    assert "41 symbols" in found.notes[1]
+    assert not traced(transformer_run).notes
+
+
+def test_the_target_may_come_with_or_without_its_end(transformer_run: Run) -> None:
+    ids = transformer_run.codec.target.encode(["bc"])[0]
+    with_end = trace(transformer_run, Example(TEXT), [*ids, transformer_run.config.ids.eos])
+    assert with_end.tokens == trace(transformer_run, Example(TEXT), ids).tokens
+
+
+def test_chosen_heads_make_the_alignment(transformer_run: Run) -> None:
+    found = traced(transformer_run, heads=[(0, 1), (1, 3)])
+    name, weights = next(iter(found.alignment.items()))
+    assert name == "alignment heads 1.2, 2.4"
+    expected = (found.find("cross", 0).weights_HTS[1] + found.find("cross", 1).weights_HTS[3]) / 2
+    assert np.allclose(weights, expected)
+
+
+def test_a_sharp_diagonal_is_the_best_alignment() -> None:
+    diagonal, flat, stuck = np.eye(5), np.full((5, 5), 0.2), np.eye(5)[[0] * 5]
+    assert alignment_quality(diagonal, 5) == 1.0
+    assert alignment_quality(flat, 5) < 0.3 and alignment_quality(stuck, 5) < 0.3
+
+
+def test_a_layer_that_is_not_there(transformer_run: Run) -> None:
+    with pytest.raises(UserError, match="no cross attention in layer 8; this model has cross layer 1"):
+        traced(transformer_run).find("cross", 7)
+
+
+def test_a_model_in_training_is_looked_at_as_in_use(transformer_run: Run) -> None:
+    expected = traced(transformer_run).score
+    transformer_run.model.train()
+    assert traced(transformer_run).score == pytest.approx(expected)
+    assert transformer_run.model.training
+    transformer_run.model.eval()
+
+
+@pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
+def test_every_position_encoding_has_its_picture(position: str, make_letters: Callable[..., Run]) -> None:
+    found = traced(make_letters(position=position))
+    assert [picture.name for picture in found.positions] == ([] if position == "none" else ["encoder", "decoder"])
+    for picture in found.positions:
+        assert np.isfinite(picture.values_RC).all()
+        if picture.rows == "head":
+            assert picture.first_column + picture.values_RC.shape[1] - 1 == (
+                0 if picture.name == "decoder" else -picture.first_column
+            )

@@ -1,0 +1,80 @@
+"""The parts of a layer against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from regard.config import Stack
+from regard.nn.block import ACTIVATIONS, FeedForward, Residual, make_norm
+
+
+def small(**changes: object) -> Stack:
+    return Stack(**({"width": 6, "heads": 2, "ff": 9, "dropout": 0.0} | changes))
+
+
+BY_HAND = {
+    "relu": lambda x: max(x, 0.0),
+    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "tanh": math.tanh,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(name: str) -> None:
+    values = [-3.0, -0.5, 0.0, 0.1, 2.0]
+    assert ACTIVATIONS[name](torch.tensor(values)).tolist() == pytest.approx(
+        [BY_HAND[name](v) for v in values], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("bias", ["all", "ff", "none"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_feed_forward(gated: bool, bias: str) -> None:
+    layer, x = FeedForward(small(gated=gated, bias=bias, activation="silu")), torch.randn(2, 3, 6)
+    assert (layer.up.bias is not None) == (bias != "none")
+    zero = torch.zeros(())
+
+    def linear(part: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return x @ part.weight.T + (zero if part.bias is None else part.bias)
+
+    up = linear(layer.up, x)
+    gate = linear(layer.gate, x) if gated else up
+    hidden = gate * torch.sigmoid(gate) * (up if gated else 1)
+    torch.testing.assert_close(layer(x), linear(layer.down, hidden), atol=1e-5, rtol=1e-5)
+
+
+def test_neurons_can_be_switched_off() -> None:
+    layer, x = FeedForward(small()), torch.randn(1, 2, 6)
+    layer.neurons.register_forward_hook(lambda _m, _i, out: out * 0)
+    torch.testing.assert_close(layer(x), layer.down.bias.expand(1, 2, 6))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norm(kind: str) -> None:
+    norm, x = make_norm(small(norm=kind, norm_eps=0.01)), torch.randn(4, 6) * 3 + 1
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.01).sqrt()
+    torch.testing.assert_close(norm(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("at", ["pre", "post"])
+def test_residual(at: str) -> None:
+    residual, x = Residual(small(norm_at=at)), torch.randn(2, 3, 6)
+
+    def sublayer(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2
+
+    expected = x + sublayer(residual.norm(x)) if at == "pre" else residual.norm(x + sublayer(x))
+    assert torch.equal(residual(x, sublayer), expected)
+
+
+def test_dropout_falls_on_the_sublayer_only() -> None:
+    residual, x = Residual(small(norm_at="pre", dropout=0.5)), torch.randn(2, 3, 6)
+    out = residual(x, lambda y: torch.full_like(y, 7.0))
+    assert set((out - x).round(decimals=3).unique().tolist()) == {0.0, 14.0}

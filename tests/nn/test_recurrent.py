@@ -1,0 +1,162 @@
+"""Recurrent towers against torch's cells driven by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard.config import Stack
+from regard.nn.attention import Attention
+from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
+from regard.nn.state import Encoded
+
+MIXERS = ["gru", "lstm"]
+
+
+def small(mixer: str = "gru", **changes: object) -> Stack:
+    return Stack(**({"mixer": mixer, "width": 8, "layers": 2, "dropout": 0.0, "score": "dot"} | changes))
+
+
+def lengths(*counts: int) -> Tensor:
+    return torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_both_directions_keep_to_their_row(mixer: str) -> None:
+    """The backward direction of a padded row starts at the row's own end, wherever the longest row ends."""
+    torch.manual_seed(0)
+    encoder, x = RecurrentEncoder(small(mixer)), torch.randn(3, 5, 8)
+    keep = lengths(3, 5, 1)
+    together = encoder.encode(x, keep)
+    for row, length in enumerate((3, 5, 1)):
+        alone = encoder.encode(x[row : row + 1, :length], None)
+        torch.testing.assert_close(together.states_BSD[row, :length], alone.states_BSD[0], atol=1e-6, rtol=1e-5)
+        for a, b in zip(together.final, alone.final, strict=True):
+            torch.testing.assert_close(a[row], b[0], atol=1e-6, rtol=1e-5)
+    assert not together.states_BSD[~keep].any()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_states_of_both_directions_stand_side_by_side(mixer: str) -> None:
+    """One layer, each direction run alone: forwards as it is, backwards over the reversed input."""
+    encoder, x = RecurrentEncoder(small(mixer, layers=1)), torch.randn(2, 5, 8)
+    cell = encoder.blocks[0]
+    kind = nn.GRU if mixer == "gru" else nn.LSTM
+    forwards, backwards = kind(8, 4, batch_first=True), kind(8, 4, batch_first=True)
+    state = cell.state_dict()
+    forwards.load_state_dict({name: x for name, x in state.items() if not name.endswith("_reverse")})
+    backwards.load_state_dict({name[:-8]: x for name, x in state.items() if name.endswith("_reverse")})
+    ahead, back = forwards(x)[0], backwards(x.flip(1))[0].flip(1)
+    encoded = encoder.encode(x, None)
+    torch.testing.assert_close(encoded.states_BSD, torch.cat((ahead, back), -1))
+    torch.testing.assert_close(encoded.final[0], torch.cat((ahead[:, -1], back[:, 0]), -1))
+
+
+def weighted(query: Tensor, states: Tensor, keep: Tensor) -> Tensor:
+    """Dot attention of one query, written out."""
+    rows = []
+    for b in range(len(query)):
+        seen = states[b][keep[b]]
+        rows.append(torch.softmax(seen @ query[b], 0) @ seen)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("attend_first", [False, True])
+@pytest.mark.parametrize("input_feeding", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) -> None:
+    """Every variant, one symbol at a time, from torch's own cells and the formulas."""
+    torch.manual_seed(1)
+    decoder = RecurrentDecoder(small(mixer, input_feeding=input_feeding, attend_first=attend_first))
+    source, keep = torch.randn(2, 4, 8), lengths(4, 2)
+    final, x = (torch.randn(2, 8), torch.randn(2, 8)), torch.randn(2, 3, 8)
+    found, _ = decoder(x, decoder.start(Encoded(source, keep, final)))
+
+    states = [torch.tanh(bridge(last)) for bridge, last in zip(decoder.bridges, final, strict=True)]
+    cells = [torch.zeros(2, 8), torch.zeros(2, 8)]
+    fed = torch.zeros(2, 8)
+    for t in range(3):
+        step = [x[:, t]]
+        context = weighted(states[-1], source, keep)
+        if attend_first:
+            step.append(context)
+        if input_feeding:
+            step.append(fed)
+        value = torch.cat(step, -1)
+        for i, block in enumerate(decoder.blocks):
+            kind = nn.GRUCell if mixer == "gru" else nn.LSTMCell
+            cell = kind(value.shape[-1], 8)
+            cell.load_state_dict({name.removesuffix("_l0"): w for name, w in block.cell.state_dict().items()})
+            if mixer == "gru":
+                states[i] = cell(value, states[i])
+            else:
+                states[i], cells[i] = cell(value, (states[i], cells[i]))
+            value = states[i]
+        if not attend_first:
+            context = weighted(states[-1], source, keep)
+        fed = torch.tanh(decoder.combine(torch.cat((context, states[-1]), -1)))
+        torch.testing.assert_close(found[:, t], fed, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", ["additive", "general", "location"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_simplest_decoder_is_a_cell_and_one_attention(mixer: str, score: str) -> None:
+    """Without feeding, all symbols at once: torch's layer, then attention from its outputs."""
+    decoder = RecurrentDecoder(small(mixer, layers=1, score=score))
+    source, first, x = torch.randn(2, 4, 8), torch.randn(2, 8), torch.randn(2, 3, 8)
+    found, _ = decoder(x, decoder.start(Encoded(source, None, (first,))))
+    initial = torch.tanh(decoder.bridges[0](first)).unsqueeze(0)
+    states = decoder.blocks[0].cell(x, initial if mixer == "gru" else (initial, torch.zeros_like(initial)))[0]
+    compare = decoder.cross.score
+    q, k = compare.query(states.unsqueeze(1)), compare.key(source.unsqueeze(1))
+    weights = torch.softmax(compare.compare(q, k, torch.arange(4).unsqueeze(0)).squeeze(1), -1)
+    expected = torch.tanh(decoder.combine(torch.cat((weights @ source, states), -1)))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["input_feeding", "attend_first"])
+def test_what_joins_the_input(option: str) -> None:
+    """Fed back: the attentional vector of the step before. Attended first: the context, which the source decides."""
+    decoder = RecurrentDecoder(small(**{option: True}))
+    final, x = (torch.randn(1, 8), torch.randn(1, 8)), torch.randn(1, 3, 8)
+    seen: list[Tensor] = []
+    decoder.blocks[0].cell.register_forward_pre_hook(lambda _m, args: seen.append(args[0][:, 0, 8:]))
+    out, _ = decoder(x, decoder.start(Encoded(torch.randn(1, 4, 8), None, final)))
+    if option == "input_feeding":
+        assert not seen[0].any()
+        assert torch.equal(seen[1], out[:, 0])
+        assert torch.equal(seen[2], out[:, 1])
+    else:
+        decoder(x[:, :1], decoder.start(Encoded(torch.randn(1, 4, 8), None, final)))
+        assert (seen[0] - seen[3]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("center", ["step", "predicted"])
+def test_local_attention_of_a_decoder(center: str) -> None:
+    """A window of 1 around the step: its three neighbours; around a predicted place: no more than three."""
+    decoder = RecurrentDecoder(small(cross_window=1, cross_center=center, layers=1))
+    weights: list[Tensor] = []
+    decoder.cross.weights.register_forward_hook(lambda _m, _i, out: weights.append(out[0, 0]))
+    decoder(torch.randn(1, 5, 8), decoder.start(Encoded(torch.randn(1, 7, 8), None, (torch.randn(1, 8),))))
+    seen = weights[0] > 0
+    if center == "step":
+        assert seen.nonzero().tolist() == [[t, s] for t in range(5) for s in range(7) if abs(t - s) <= 1]
+    else:
+        assert (seen.sum(-1) <= 3).all()
+        assert (seen.sum(-1) >= 1).all()
+
+
+def test_a_decoder_can_start_from_states_alone() -> None:
+    """An attention encoder has no last state: its first vector serves every layer."""
+    decoder = RecurrentDecoder(small("lstm"))
+    states = torch.randn(2, 3, 8)
+    state = decoder.start(Encoded(states, None))
+    for bridge, (h, c) in zip(decoder.bridges, state.layers, strict=True):
+        assert torch.equal(h, torch.tanh(bridge(states[:, 0])))
+        assert not c.any()
+
+
+def test_one_attention_whatever_the_layers() -> None:
+    decoder = RecurrentDecoder(small(layers=3))
+    assert [name for name, m in decoder.named_modules() if isinstance(m, Attention)] == ["blocks.2.cross"]

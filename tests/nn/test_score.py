@@ -1,0 +1,148 @@
+"""Every score equals its formula, written out symbol by symbol."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.config import Score as ScoreName
+from regard.config import Stack
+from regard.nn.attention import Attention, Sight
+from regard.nn.position import Position
+from regard.nn.score import Score, make_score
+
+NAMES = get_args(ScoreName)
+Vector = list[float]
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def times(row: Vector, matrix: list[Vector]) -> Vector:
+    return [dot(row, list(column)) for column in zip(*matrix, strict=True)]
+
+
+def plus(a: Vector, b: Vector) -> Vector:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def by_hand(name: str, score: Score, head: int, group: int, q: Vector, k: Vector, s: int) -> float:
+    """The score of one query and one key at place `s`."""
+
+    def weight(part: str, index: int = head) -> list[Vector]:
+        return getattr(score, part)[index].tolist()
+
+    match name:
+        case "dot":
+            return dot(q, k)
+        case "scaled_dot":
+            return dot(q, k) / math.sqrt(len(k))
+        case "general":
+            return dot(times(q, weight("weight")), k)
+        case "cosine":
+            angle = dot(q, k) / (math.hypot(*q) * math.hypot(*k))
+            return math.exp(score.log_temperature[head].item()) * angle
+        case "additive":
+            joined = plus(
+                plus(times(q, weight("query_weight")), times(k, weight("key_weight", group))), weight("bias")[0]
+            )
+            return dot(weight("v")[0], [math.tanh(a) for a in joined])
+        case "concat":
+            return dot(weight("v")[0], [math.tanh(a) for a in times(q + k, weight("weight"))])
+        case "location":
+            return times(q, weight("weight"))[s] if s < len(weight("weight")[0]) else -math.inf
+    raise AssertionError(name)
+
+
+def softmax(scores: Vector) -> Vector:
+    powers = [math.exp(s - max(scores)) for s in scores]
+    return [p / sum(powers) for p in powers]
+
+
+def stir(module: torch.nn.Module) -> None:
+    """Move every parameter away from where it starts: a zero bias would prove nothing."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+SHAPES = [(name, *heads) for name in NAMES for heads in ((1, 1), (3, 3), (4, 2)) if (name, heads) != ("concat", (4, 2))]
+
+
+@pytest.mark.parametrize(("name", "heads", "kv_heads"), SHAPES)
+def test_projected(name: str, heads: int, kv_heads: int) -> None:
+    """Weights and result of the whole module, from its projections and the formula."""
+    torch.manual_seed(0)
+    stack = Stack(width=6, heads=heads, kv_heads=kv_heads, head_width=3, score=name, max_length=4, ff=8)
+    attention = Attention(stack, 5)
+    stir(attention)
+    x, context = torch.randn(2, 2, 6), torch.randn(2, 5, 5)
+    q = attention.query(x).view(2, 2, heads, 3).tolist()
+    keys, values = attention.key_value(context).view(2, 5, 2, kv_heads, 3).unbind(2)
+    check(name, attention, x, context, q, keys.tolist(), values.tolist(), heads // kv_heads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bare(name: str) -> None:
+    """Queries, keys and values are the states themselves, as recurrent decoders attend."""
+    torch.manual_seed(1)
+    stack = Stack(mixer="gru", width=4, heads=2, score=name, max_length=4)
+    attention = Attention(stack, 4, project=False)
+    stir(attention)
+    x, context = torch.randn(2, 2, 4), torch.randn(2, 5, 4)
+    states = context.unsqueeze(2).tolist()
+    check(name, attention, x, context, x.unsqueeze(2).tolist(), states, states, 1)
+
+
+def check(
+    name: str, attention: Attention, x: Tensor, context: Tensor, q: list, keys: list, values: list, group: int
+) -> None:
+    seen: list[Tensor] = []
+    hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
+    pos, key_pos = torch.arange(2).unsqueeze(0), torch.arange(5).unsqueeze(0)
+    kv, sight = attention.keys(context, key_pos, Position()), Sight.of(pos, key_pos, None)
+    found = attention(x, kv, sight, Position())
+    hook.remove()
+    torch.testing.assert_close(attention(x, kv, sight, Position()), found, atol=1e-5, rtol=1e-5)
+    expected = torch.zeros(2, 2, attention.heads, len(values[0][0][0]))
+    for b in range(2):
+        for t in range(2):
+            for h in range(attention.heads):
+                g = h // group
+                scores = [
+                    by_hand(name, attention.score, h, g, q[b][t][h], keys[b][s][g], s) for s in range(len(keys[b]))
+                ]
+                weights = softmax(scores)
+                assert seen[0][b, h, t].tolist() == pytest.approx(weights, abs=1e-5)
+                mixed = [0.0] * len(values[b][0][g])
+                for s, weight in enumerate(weights):
+                    mixed = plus(mixed, [weight * v for v in values[b][s][g]])
+                expected[b, t, h] = torch.tensor(mixed)
+    torch.testing.assert_close(found, attention.out(expected.flatten(2)), atol=1e-5, rtol=1e-5)
+
+
+def test_concat_refuses_grouped_heads() -> None:
+    with pytest.raises(ValueError, match="kv_heads"):
+        make_score("concat", 4, 2, 3, 3, 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_trained(name: str) -> None:
+    score = make_score(name, 2, 2, 3, 3, 8)
+    q, k = torch.randn(1, 2, 4, 3, requires_grad=True), torch.randn(1, 2, 5, 3)
+    out = score.compare(score.query(q), score.key(k), torch.arange(5).unsqueeze(0))
+    (out * torch.randn_like(out)).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in score.parameters())
+
+
+def test_cosine_looks_at_the_angle_alone() -> None:
+    score = make_score("cosine", 1, 1, 3, 3, 8)
+    q, k, pos = torch.randn(1, 1, 2, 3), torch.randn(1, 1, 4, 3), torch.arange(4).unsqueeze(0)
+    once = score.compare(score.query(q), score.key(k), pos)
+    again = score.compare(score.query(q * 7), score.key(k * torch.rand(4, 1)), pos)
+    torch.testing.assert_close(once, again, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,318 @@
+"""The command line as scripts see it: streams, shapes, exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from toykit import call, small
+
+import regard
+
+VERBS = ("demo", "train", "generate", "score", "evaluate", "info", "average")
+CHILD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def start(*args, **options):
+    """A process of its own, which does not outlive a test that waits for it in vain."""
+    with subprocess.Popen([sys.executable, "-m", "regard", *map(str, args)], env=CHILD, **options) as process:
+        watch = threading.Timer(30, process.kill)
+        watch.start()
+        try:
+            yield process
+        finally:
+            watch.cancel()
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def spelled(toy):
+    """What the run answers to a word, by way of the library."""
+    run = regard.load(toy / "run")
+    return lambda word: run.generate([word])[0][0].text
+
+
+# Help and mistakes
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb):
+    said = call(verb, "--help")
+    assert said.code == 0 and said.err == ""
+    assert f"regard {verb}" in said.out and "Example:" in said.out
+
+
+def test_bare_call_and_version():
+    assert call().out == call("--help").out
+    assert call("--version").out.startswith("regard ")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["trian"], "train"),
+        (["generate", "run", "--beem", 3], "--beam"),
+        (["generate"], "RUN"),
+        (["train"], "--out RUN is missing"),
+        (["train", "g2q", "--out", "x"], "did you mean 'g2p'?"),
+        (["train", "--out", "x", "--set", "dropuot=1"], "did you mean 'dropout'?"),
+        (["train", "--out", "x", "--set", "dropout"], "key=value"),
+        (["train", "--out", "x", "--data", "a", "--source", "b"], "not both"),
+        (["train", "--out", "x", "--columns", "source,taget"], "target"),
+        (["train", "--out", "x", "--data", "nowhere.tsv"], "nowhere.tsv: no such file"),
+        (["train", "--out", "x", "--data", "nowhere.tsv", "--minutes", 0], "greater than 0"),
+        (["generate", "nowhere"], "nowhere: no such run directory"),
+        (["evaluate", "nowhere", "x.tsv"], "no such run"),
+        (["info", "transformer-bse"], "did you mean 'transformer-base'?"),
+        (["info", "transformer-base", "--set", "heads=7"], "not divisible"),
+    ],
+)
+def test_mistakes_are_the_users_and_told_once(args, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = call(*args)
+    assert said.code == 2 and said.out == ""
+    assert told in said.err and said.err.startswith("error: ") and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--beam", 0], "beam"),
+        (["--nbest", 3], "beam at least as wide"),
+        (["--temperature", "nan"], "temperature"),
+        (["--metric", "blue"], "--metric"),
+        (["--weights", "1,x"], "weights"),
+        (["--alignment-heads", "1"], "alignment_heads"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_wrong_options_are_named(toy, options, told):
+    said = call("generate", toy / "run", *options, stdin="abc\n")
+    assert said.code == 2 and told in said.err and said.out == ""
+
+
+def test_our_own_faults_are_told_apart(monkeypatch, toy):
+    import regard.info
+
+    def fail(*_):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(regard.info, "describe", fail)
+    said = call("info", toy / "run")
+    assert said.code == 1 and "ZeroDivisionError: oh" in said.err and "REGARD_DEBUG=1" in said.err
+    assert "Traceback" in call("--debug", "info", toy / "run").err
+
+
+# Generate
+
+
+def test_a_line_in_is_a_line_out(toy, spelled):
+    lines = ["abc", "", "feed", "   ", "xyz", "a\u2028b", "abc"]
+    said = call("generate", toy / "run", stdin="\n".join(lines) + "\n")
+    assert said.code == 0 and len(said.lines) == len(lines)
+    assert said.lines[0] == said.lines[6] == spelled("abc") and said.lines[2] == spelled("feed")
+    assert said.lines[1] == said.lines[3] == ""
+    assert "unknown" in said.err
+
+
+def test_order_and_company_do_not_matter(toy):
+    words = [line.split("\t")[0] for line in (toy / "test.tsv").read_text().splitlines()]
+    together = call("generate", toy / "run", "--batch-tokens", 64, stdin="\n".join(words)).lines
+    backwards = call("generate", toy / "run", stdin="\n".join(words[::-1])).lines
+    assert together == backwards[::-1]
+    assert together[3] == call("generate", toy / "run", "-", stdin=words[3]).lines[0]
+
+
+def test_files_and_bad_lines(toy, spelled, tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_bytes(b"abc\r\n\xff\xfe\nfeed\tx\ty\nbad\tB AH D\n")
+    said = call("generate", toy / "run", file)
+    assert said.lines == [spelled("abc"), "", "", spelled("bad")]
+    assert f"{file}:2" in said.err and f"{file}:3" in said.err and "target column" in said.err
+
+
+def test_json_shape_and_scores_add_up(toy):
+    said = call("generate", toy / "run", "--beam", 4, "--nbest", 3, "--json", stdin="abc\nfed\n")
+    answers = [json.loads(line) for line in said.lines]
+    assert [answer["source"] for answer in answers] == ["abc", "fed"]
+    for answer in answers:
+        assert len(answer["hypotheses"]) == 3
+        for hypothesis in answer["hypotheses"]:
+            assert {"text", "score", "tokens", "token_scores"} <= hypothesis.keys()
+            assert sum(hypothesis["token_scores"]) == pytest.approx(hypothesis["score"])
+            assert len(hypothesis["tokens"]) == len(hypothesis["token_scores"])
+    best = answers[0]["hypotheses"][0]
+    again = json.loads(call("score", toy / "run", "--json", stdin=f"abc\t{best['text']}\n").out)
+    assert again["score"] == pytest.approx(best["score"], abs=1e-4)
+
+
+def test_nbest_lines(toy):
+    said = call("generate", toy / "run", "--beam", 4, "--nbest", 2, stdin="abc\nfed\n")
+    rows = [line.split("\t") for line in said.lines]
+    assert [row[0] for row in rows] == ["1", "1", "2", "2"]
+    assert len({row[2] for row in rows[:2]}) == 2 and float(rows[0][1]) <= 0
+
+
+def test_alignment_lines(toy, spelled):
+    text, links = call("generate", toy / "run", "--alignment", stdin="abc\n").lines[0].split("\t")
+    assert text == spelled("abc")
+    assert [link.split("-")[1] for link in links.split(" ")] == [str(i) for i in range(len(text.split()))]
+
+
+def test_prefix_column(toy):
+    said = call("generate", toy / "run", "--prefix-column", "--beam", 2, stdin="abc\tF\nabc\tK EH\n")
+    assert [line.startswith(start) for line, start in zip(said.lines, ("F ", "K EH"), strict=True)] == [True, True]
+
+
+def test_a_pipe_is_answered_line_by_line(toy, spelled):
+    with start("generate", toy / "run", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        for word in ("abc", "feed"):
+            process.stdin.write(f"{word}\n".encode())
+            process.stdin.flush()
+            assert process.stdout.readline().decode() == spelled(word) + "\n"  # while stdin is still open
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+def test_a_reader_that_has_enough(toy, spelled, tmp_path):
+    file = tmp_path / "many.txt"
+    file.write_text("abc\n" * 30_000)
+    with start(
+        "generate", toy / "run", file, "--window", 64, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline().decode() == spelled("abc") + "\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(20) == 0
+
+
+def test_interrupt(toy):
+    with start(
+        "generate", toy / "run", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdin.write(b"abc\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert b"Traceback" not in process.stderr.read()
+
+
+# Score, evaluate, average
+
+
+def test_scores_line_by_line(toy):
+    said = call("score", toy / "run", stdin="abc\tAH B K\nbroken\nabc\tF F F\n\n")
+    values = [float(line) for line in said.lines]
+    assert len(values) == 4 and values[0] > values[2] and math.isnan(values[1]) and math.isnan(values[3])
+    assert "stdin:2" in said.err
+    strict = call("score", toy / "run", "--strict", stdin="broken\n")
+    assert strict.code == 2 and "stdin:1" in strict.err
+
+
+def test_evaluate_shape(toy, tmp_path):
+    dirty = tmp_path / "dirty.tsv"
+    dirty.write_text((toy / "test.tsv").read_text() + "one column\n")
+    said = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 50)
+    result = json.loads(said.out)
+    assert result["examples"] == 40 and result["skipped"] == {"wrong column count": 1}
+    assert set(result["metrics"]) == {"wer", "per", "accuracy", "perplexity"}
+    wer = result["metrics"]["wer"]
+    assert 0 <= wer["low"] <= wer["score"] <= wer["high"] <= 100
+    plain = call("evaluate", toy / "run", toy / "test.tsv", "--metric", "bleu", "--bootstrap", 0)
+    assert plain.lines[1].startswith("bleu\t") and "tok:13a" in plain.out
+
+
+def test_evaluate_parallel_files(toy, tmp_path):
+    rows = [line.split("\t") for line in (toy / "test.tsv").read_text().splitlines()]
+    for name, column in (("test.en", 0), ("test.ph", 1)):
+        (tmp_path / name).write_text("".join(row[column] + "\n" for row in rows))
+    options = ["--metric", "wer", "--bootstrap", 0]
+    two = call("evaluate", toy / "run", tmp_path / "test.en", "--target", tmp_path / "test.ph", *options)
+    assert two.code == 0 and two.out == call("evaluate", toy / "run", toy / "test.tsv", *options).out
+
+
+def test_average_of_one_is_the_same(toy, tmp_path):
+    assert call("average", tmp_path / "mean", toy / "run", toy / "run").code == 0
+    words = "abc\nfeed\ndeaf\n"
+    assert call("generate", tmp_path / "mean", stdin=words).out == call("generate", toy / "run", stdin=words).out
+    again = call("average", tmp_path / "mean", toy / "run")
+    assert again.code == 2 and "exists already" in again.err
+
+
+# Train
+
+
+def test_recipe_options_and_set_in_that_order(toy, tmp_path):
+    recipe = tmp_path / "my.toml"
+    recipe.write_text('preset = "transformer-tiny"\n[train]\nepochs = 7\nseed = 3\nlr = 0.5\n')
+    said = call(
+        "train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--steps", 2, "--seed", 4,
+        "--workers", 1, *small("train.seed=5"),
+    )  # fmt: skip
+    assert said.code == 0 and said.out == ""
+    saved = (tmp_path / "run" / "recipe.toml").read_text()
+    assert "seed = 5" in saved and "steps = 2" in saved and "epochs" not in saved and "lr = 0.01" in saved
+    again = call("train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run")
+    assert again.code == 2
+
+
+def test_features(tmp_path):
+    table = tmp_path / "forms.tsv"
+    table.write_text(
+        "".join(
+            f"{w}{i}\tN;{n}\t{w}{i}{'s' if n == 'PL' else ''}\n" for i in range(9) for w in "ab" for n in ("SG", "PL")
+        )
+    )
+    said = call(
+        "train", "--data", table, "--columns", "source,features,target", "--steps", 3, "--workers", 1,
+        "--source-tokens", "char", "--target-tokens", "char", "--out", tmp_path / "run", *small(),
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    said = call("generate", tmp_path / "run", stdin="a1\tN;PL\na1\nb2\tN;DU\n")
+    assert said.code == 0 and len(said.lines) == 3
+    assert "stdin:2" in said.err and "DU" in said.err
+
+
+def test_sigterm_saves_and_resume_goes_on(toy, tmp_path):
+    args = ["train", "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--workers", 1, "--steps", 100_000]
+    with start(*args, *small(), stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "step 20 " in line:
+                break
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(20) == 143 and time.monotonic() - began < 10
+    args[-1] = 1
+    said = call(*args, "--resume", *small())
+    assert said.code == 0, said.err
+
+
+# Info
+
+
+def test_info_shape(toy):
+    result = json.loads(call("info", toy / "run", "--json").out)
+    parts = result["parameters"]
+    assert parts.pop("total") == sum(parts.values())
+    assert result["flops_per_token"] > 0 and result["memory"].keys() >= {"training", "decoding"}
+
+
+def test_info_of_a_wide_attention():
+    said = call("info", "transformer-base", *"--set width=8192 --set heads=64 --set bias=none --set layers=1".split())
+    assert said.code == 0, said.err
+    assert "query + key + value\t201,326,592\t201.3M" in said.out
+
+
+def test_info_lists_what_there_is():
+    assert {"preset\ttransformer-base", "recipe\tg2p"} <= set(call("info").lines)

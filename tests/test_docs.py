@@ -1,0 +1,134 @@
+"""The documentation is run: every console and Python block, in a directory with the files that they name.
+
+Lines that start with `$` are commands; what follows must be found in their output, in order, where `...` stands for anything. Commands
+run as written, except that training is cut to a few steps of a small model.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from toykit import Said, call, small
+
+from regard.config import Config, Stack
+from regard.settings import Data, Text, Train
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(kind, text, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, (kind, text) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
+]
+
+
+@pytest.fixture(scope="session")
+def place(toy, tmp_path_factory):
+    """The directory that the documentation speaks of."""
+    path = tmp_path_factory.mktemp("docs")
+    pairs = (toy / "pairs.tsv").read_text()
+    (path / "pairs.tsv").write_text(pairs)
+    (path / "test.tsv").write_text((toy / "test.tsv").read_text())
+    rows = [line.split("\t") for line in pairs.splitlines()]
+    (path / "train.src").write_text("".join(f"{source}\n" for source, _ in rows))
+    (path / "train.tgt").write_text("".join(f"{target}\n" for _, target in rows))
+    (path / "words.txt").write_text("".join(f"{source}\n" for source, _ in rows[:4]))
+    (path / "forms.tsv").write_text(
+        "".join(f"{s}\tN;{n}\t{s}{n.lower()}\n" for s, _ in rows[:40] for n in ("SG", "PL"))
+    )
+    for name in ("g2p", "other", "copy", "first"):
+        shutil.copytree(toy / "run", path / "runs" / name)
+    return path
+
+
+@pytest.mark.parametrize(("kind", "text"), BLOCKS)
+def test_block(kind, text, place, monkeypatch):
+    monkeypatch.chdir(place)
+    if kind == "python":
+        exec(compile(text, "docs", "exec"), {})
+        return
+    for command, shown in commands(text):
+        said = shell(command)
+        assert said.code == 0, f"{command}\n{said.err}"
+        pattern = ".*".join(re.escape(part) for line in shown for part in (*line.split("..."), ""))
+        assert re.search(pattern, said.out + said.err, re.DOTALL), f"{command}\n{said.out}{said.err}"
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def shell(line: str) -> Said:
+    """Run a pipeline: regard in this process, everything else by the shell."""
+    line, _, rescue = line.partition(" || ")
+    data, err, code = b"", "", 0
+    for stage in line.split(" | "):
+        words = shlex.split(stage)
+        if words[0] == "regard":
+            said = call(*words[1:], *(hurry(words) if words[1] == "train" else []), stdin=data)
+            data, err, code = said.out.encode(), err + said.err, code or said.code
+        else:
+            done = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
+            data, err, code = done.stdout, err + done.stderr.decode(), code or done.returncode
+    if rescue and code:
+        return Said(0, data.decode() + err + rescue.removeprefix("echo ").replace("$?", str(code)), "")
+    return Said(code, data.decode(), err)
+
+
+def hurry(words: list[str]) -> list[str]:
+    """Options that make the training of an example a matter of a second."""
+    if "--resume" in words:
+        return ["--steps", "3"]
+    shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+    return ["--steps", "2", "--workers", "1", *small()]
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"), [("models", Stack), ("models", Config), ("train", Text), ("train", Data), ("train", Train)]
+)
+def test_every_setting_is_documented(page, kind):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    assert [name for name in kind.model_fields if f"`{name}`" not in rows] == []
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+\.md|LICENSE)(?:#[a-z-]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "millions"),
+    [
+        (["head_width=16", "value_width=64"], 56.0),
+        (["head_width=32", "value_width=64"], 58.4),
+        (["layers=2"], 33.7),
+        (["width=1024"], 163.9),
+        (["ff=1024"], 50.5),
+        (["position=learned"], 64.1),
+    ],
+)
+def test_the_table_of_variations(settings, millions):
+    from regard.info import configure, count_parameters
+    from regard.model import on_meta
+    from regard.settings import assign
+
+    assert f"{millions:.1f}" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    tables = {"preset": "transformer-base"}
+    for setting in settings:
+        assign(tables, setting)
+    total = sum(count_parameters(on_meta(configure(tables, 37000, "docs"))).values())
+    assert total / 1e6 == pytest.approx(millions, abs=0.05)

@@ -1,0 +1,68 @@
+"""Cells line up by what a terminal shows, in any script."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from regard.draw import MARK, SHADES, colour, draw, draw_in_colour, shade, shown
+
+PIECES = st.lists(st.text(max_size=5), min_size=1, max_size=9)
+
+
+def eye(rows, columns):
+    return [[1.0 if r == c else 0.0 for c in range(columns)] for r in range(rows)]
+
+
+def test_a_diagonal():
+    assert draw(list("ab"), ["AH", "B"], eye(2, 2)) == ["   a  b", "AH ██", "B     ██"]
+
+
+@given(PIECES, PIECES, st.integers(10, 60))
+def test_every_cell_stands_under_its_letter(source, target, width):
+    lines = draw(source, target, [[1.0] * len(source)] * len(target), width)
+    assert all("\n" not in line and cell_len(line) <= max(width, 13 + 13 + 2) for line in lines)
+    bands = [band.split("\n") for band in "\n".join(lines).split("\n\n")]
+    assert all(len(band) == len(target) + 1 for band in bands)
+    blocks = sum(len(band[1].split("█ ")) if "█" in band[1] else 0 for band in bands)
+    assert blocks == len(source)
+    for band in bands:  # all rows of a band end in the same column, where its last cell does
+        assert len({cell_len(line) for line in band[1:]}) == 1
+        assert cell_len(band[0]) <= cell_len(band[1])
+
+
+def test_wide_marks_and_backwards():
+    lines = draw(["日", "e", "\u0301"], ["に"], [[0.0, 0.0, 1.0]])
+    assert lines == ["   日 e  ◌\u0301", "に       ██"]
+    assert draw(["ש"], ["s"], [[1.0]])[0] == f"  {MARK}ש{MARK}"
+
+
+@pytest.mark.parametrize(
+    ("piece", "text"), [(" ", "␣"), ("\t", "␉"), ("", "∅"), ("\u200b", "·"), ("\x1b[1m", "␛[1m"), ("\u2028", "�")]
+)
+def test_nothing_can_move_the_cursor(piece, text):
+    assert shown(piece) == text
+
+
+def test_long_pieces_are_cut():
+    assert cell_len(shown("漢" * 40)) <= 12 and shown("漢" * 40).endswith("…")
+
+
+def test_shades_rise():
+    shades = [SHADES.index(shade(i / 100)) for i in range(-10, 111)]
+    assert shades == sorted(shades) and set(shades) == {0, 1, 2, 3, 4}
+    assert colour(2.0) == colour(1.0) != colour(0.5) != colour(0.0)
+
+
+def test_colour_and_plain_have_the_same_letters():
+    source, target, weights = list("thought"), ["TH", "AO", "T"], eye(3, 7)
+    coloured = draw_in_colour(source, target, weights).plain.split("\n")
+    plain = draw(source, target, weights)
+    assert [line.split("  ")[0] for line in coloured] == [line.split("  ")[0].rstrip("█ ") for line in plain]
+
+
+def test_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match="rows and columns"):
+        draw(["a"], ["b"], [[1.0, 2.0]])

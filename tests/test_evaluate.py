@@ -1,0 +1,68 @@
+"""Evaluation puts together decoding, scoring and metrics; each is checked against the parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import regard
+from regard import metrics
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.evaluate import default_metrics, evaluate
+from regard.text.example import Example
+
+
+@pytest.fixture(scope="module")
+def run(toy):
+    return regard.load(toy / "run")
+
+
+@pytest.fixture(scope="module")
+def examples(toy):
+    return [Example(*line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
+
+
+def test_scores_are_those_of_the_parts(run, examples):
+    result = evaluate(run, examples, Options(beam=3), samples=0)
+    texts = [hypotheses[0].text for hypotheses in run.generate(examples, beam=3)]
+    references = [example.target for example in examples]
+    assert result.outputs.texts == texts and result.examples == len(examples)
+    assert result.metrics["per"].score == metrics.per(texts, references)
+    assert result.metrics["wer"].score == 100 - result.metrics["accuracy"].score
+    scored = run.score(examples)
+    mean = sum(item.score for item in scored) / sum(len(item.tokens) for item in scored)
+    assert result.metrics["perplexity"].score == pytest.approx(math.exp(-mean))
+
+
+def test_against_itself_nothing_is_significant(run, examples):
+    result = evaluate(run, examples, metrics=("wer", "perplexity", "chrf"), against=run, samples=50)
+    assert all(p == 1 for p in result.p_values.values())
+    shape = result.to_json({"empty side": 2})
+    assert shape["skipped"] == {"empty side": 2}
+    assert shape["against"]["wer"]["difference"] == 0 and shape["against"]["chrf"]["p"] == 1
+
+
+def test_only_what_a_metric_needs_is_done(run, examples):
+    assert evaluate(run, examples[:3], metrics=("perplexity",)).outputs.texts == []
+    assert evaluate(run, examples[:3], metrics=("wer",)).outputs.log_probabilities == []
+
+
+def test_default_metrics_follow_the_task(run):
+    assert default_metrics(run, ["AH B"])[:2] == ["wer", "per"]
+
+    class Sentences:
+        class codec:  # noqa: N801
+            class config:  # noqa: N801
+                target_tokens = "bpe:500"
+
+    assert default_metrics(Sentences, ["ein Satz mit Wörtern"])[0] == "bleu"
+    assert default_metrics(Sentences, ["Wort"])[:2] == ["wer", "cer"]
+
+
+def test_mistakes(run, examples):
+    with pytest.raises(UserError, match="did you mean 'bleu'"):
+        evaluate(run, examples, metrics=("blue",))
+    with pytest.raises(UserError, match="not one usable pair"):
+        evaluate(run, [])

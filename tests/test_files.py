@@ -1,0 +1,219 @@
+"""Writing that either happens or does not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from regard import files
+from regard.errors import UserError
+from regard.files import read_json, replace_directory, replace_file, write_json
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def half(path: Path) -> None:
+    path.write_text("half")
+    full()
+
+
+def whole(path: Path) -> None:
+    path.write_text("new")
+
+
+@contextmanager
+def broken(function: str) -> Iterator[None]:
+    """Let one function of the operating system fail at its every call."""
+    module = shutil if function == "rmtree" else os
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, function, full)
+        yield
+
+
+@pytest.mark.parametrize("old", [None, "old"])
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+def test_a_failed_file_leaves_the_old_one_and_nothing_else(tmp_path: Path, where: str, old: str | None) -> None:
+    path = tmp_path / "x.json"
+    if old is not None:
+        path.write_text(old)
+    with pytest.raises(UserError, match=r"x\.json: cannot write: No space left on device"):
+        if where == "write":
+            replace_file(path, half)
+        else:
+            with broken(where):
+                replace_file(path, whole)
+    assert names(tmp_path) == ([] if old is None else ["x.json"])
+    assert old is None or path.read_text() == old
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, UserError])
+def test_any_failure_cleans_up(tmp_path: Path, error: type[BaseException]) -> None:
+    """What the writer raises comes through as it is, and leaves no half of a file behind."""
+
+    def stop(path: Path) -> None:
+        target = path / "inner" if path.is_dir() else path
+        target.write_text("half")
+        raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        replace_file(tmp_path / "x", stop)
+    with pytest.raises(error, match="stop"):
+        replace_directory(tmp_path / "d", stop)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_failed_directory_leaves_the_old_one_and_nothing_else(tmp_path: Path, where: str, old: str | None) -> None:
+    path = tmp_path / "d"
+    if old is not None:
+        path.mkdir()
+        (path / "a").write_text(old)
+
+    def write(directory: Path) -> None:
+        (directory / "a").write_text("new")
+        (directory / "b").write_text("new")
+        if where == "write":
+            full()
+
+    with pytest.raises(UserError, match=r"d: cannot write: No space left on device"):
+        if where == "write":
+            replace_directory(path, write)
+        else:
+            with broken(where):
+                replace_directory(path, write)
+    assert names(tmp_path) == ([] if old is None else ["d"])
+    assert old is None or (names(path) == ["a"] and (path / "a").read_text() == old)
+
+
+def test_a_file_that_is_in_place_is_not_called_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems cannot flush a directory; by then the new file is there."""
+    path = tmp_path / "x"
+    path.write_text("old")
+    sync = files.sync
+    monkeypatch.setattr(files, "sync", lambda p: full() if p.is_dir() else sync(p))
+    try:
+        replace_file(path, whole)
+    except UserError as error:
+        assert "untouched" not in str(error)
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["x"]
+
+
+def test_new_files_and_directories_take_the_place_of_old_ones(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for text in ("one", "two"):
+        replace_file(path, lambda p, text=text: p.write_text(text) and None)
+        assert path.read_text() == text
+    directory = tmp_path / "d"
+    for name in ("a", "b"):
+        replace_directory(directory, lambda p, name=name: (p / name).write_text(name) and None)
+        assert names(directory) == [name]
+    assert names(tmp_path) == ["d", "x"]
+
+
+def test_what_is_replaced_reached_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note(what: str, function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (done.append(what), function(*args))[1]
+
+    monkeypatch.setattr(os, "fsync", note("sync", fsync))
+    monkeypatch.setattr(os, "replace", note("replace", replace))
+    replace_file(tmp_path / "x", whole)
+    assert done == ["sync", "replace", "sync"]
+
+
+def test_everything_in_a_directory_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what lies deeper."""
+    synced: list[str] = []
+    sync = files.sync
+    monkeypatch.setattr(files, "sync", lambda p: (synced.append(p.name), sync(p))[1])
+
+    def write(directory: Path) -> None:
+        (directory / "deep").mkdir()
+        (directory / "a").write_text("a")
+        (directory / "deep" / "b").write_text("b")
+
+    replace_directory(tmp_path / "d", write)
+    assert {"a", "b", "deep"} <= set(synced)
+
+
+def test_two_writers_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Threads of one process, each within its own temporary file when the other is."""
+    path, barrier, errors = tmp_path / "x", threading.Barrier(2, timeout=10), []
+
+    def writer(text: str) -> None:
+        def write(temporary: Path) -> None:
+            temporary.write_text(text)
+            barrier.wait()
+            barrier.wait()
+
+        try:
+            replace_file(path, write)
+        except UserError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=writer, args=(text * 1000,)) for text in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert path.read_text() in ("a" * 1000, "b" * 1000)
+    assert names(tmp_path) == ["x"]
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: what a full disk feels like."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with disk_of(100), pytest.raises(UserError, match=r"x\.json: cannot write"):
+        write_json(path, {"a": "b" * 10_000})
+    assert read_json(path) == {"a": 1}
+    assert names(tmp_path) == ["x.json"]
+
+
+def test_json_in_any_alphabet(tmp_path: Path) -> None:
+    value = {"ключ": ["ö", "\u2028", "\x00", 1.5, None, True]}
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+    assert "ключ" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_broken_json_is_the_users_to_mend(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.json: not readable as JSON"):
+        read_json(tmp_path / "x.json")
+
+
+def test_json_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.json: no such file"):
+        read_json(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot write"):
+        write_json(tmp_path / "none" / "x.json", {})

@@ -1,0 +1,207 @@
+"""From a recipe to a run directory."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.errors import UserError
+from regard.fit import fit
+from regard.run import Run
+from regard.settings import Recipe, load_recipe
+from regard.train.log import read_log
+from regard.train.talk import Silence
+
+TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, here and in processes started here; no pictures."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("regard.fit.draw_curve", lambda run, metric: None)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    draw = random.Random(3)
+    words = ["".join(draw.choices("abcdef", k=draw.randint(1, 4))) for _ in range(200)]
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{word}\t{' '.join(word.upper())}\n" for word in words) + "only one column\n")
+    return path
+
+
+def tables(pairs: Path, **settings: Any) -> dict[str, Any]:
+    train = {"steps": 4, "batch_examples": 20, "validate_every": 2, "log_every": 1, "workers": 1, **settings}
+    return {"model": {"encoder": TINY, "decoder": TINY}, "data": {"train": str(pairs)}, "train": train}
+
+
+class Heard(Silence):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.closed = False
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_choices_are_told_saved_and_used(pairs: Path, tmp_path: Path) -> None:
+    talk, run = Heard(), tmp_path / "run"
+    order = load_recipe(
+        {"data": {"train": str(pairs)}, "model": {"encoder": TINY, "decoder": TINY}, "train": {"epochs": 1}}
+    )
+    report = fit(order, run, talk=talk)
+    told = "\n".join(talk.lines)
+    for text in (
+        "source tokens: char",
+        "target tokens: space",
+        "wrong column count",
+        "preset: transformer-tiny",
+        "processes: 1",
+    ):
+        assert text in told
+    assert talk.closed
+    saved = load_recipe(tomllib.loads((run / "recipe.toml").read_text()))
+    assert (saved.preset, saved.text.source_tokens, saved.text.target_tokens) == ("transformer-tiny", "char", "space")
+    assert (saved.train.workers, saved.train.device) == (1, "cpu")
+    assert saved.data == order.data
+    assert {p.name for p in run.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "source.tokenizer.json",
+        "target.tokenizer.json",
+        "recipe.toml",
+        "log.jsonl",
+        "README.md",
+        "training",
+    }
+    loaded = Run.load(run)
+    assert sum(p.numel() for p in loaded.model.parameters()) == report.parameters
+    events = read_log(run / "log.jsonl")
+    assert events[0]["event"] == "start" and events[-1]["event"] == "end"
+    assert report.value == pytest.approx(min(event["loss"] for event in events if event["event"] == "valid"))
+
+
+def test_a_model_learns_and_its_score_is_true(pairs: Path, tmp_path: Path) -> None:
+    from regard.data.prepare import open_prepared
+    from regard.decode.generate import generate
+
+    stack = {**TINY, "width": 32}
+    order = tables(pairs, steps=120, validate_every=20, metric="accuracy", lr=0.004, warmup=20, schedule="cosine")
+    order["model"] = {"encoder": stack, "decoder": stack}
+    report = fit(load_recipe(order), tmp_path / "run", talk=Silence())
+    losses = [event["loss"] for event in read_log(tmp_path / "run/log.jsonl") if event["event"] == "valid"]
+    assert losses[-1] < 0.6 * losses[0]
+    assert report.value is not None and report.value > 10
+    examples = open_prepared(tmp_path / "run/training/data").valid_examples
+    run = Run.load(tmp_path / "run")
+    right = [best.text == e.target for e, (best, *_) in zip(examples, generate(run, examples), strict=True)]
+    assert report.value == pytest.approx(100 * sum(right) / len(right))
+
+
+def test_two_processes_compute_what_one_does(pairs: Path, tmp_path: Path) -> None:
+    settings = {"steps": 6, "accumulate": 3, "batch_examples": 3, "metric": "per", "label_smoothing": 0.1}
+    for workers in (1, 2):  # batches of an odd number of rows, and of one
+        fit(load_recipe(tables(pairs, workers=workers, **settings)), tmp_path / str(workers), talk=Silence())
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
+    for a, b in zip(one[1:], two[1:], strict=True):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"event", "reason", "seconds", "tokens_per_second", "examples_per_second"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+
+
+def test_an_existing_run_is_not_touched(pairs: Path, tmp_path: Path) -> None:
+    order, run = load_recipe(tables(pairs)), tmp_path / "run"
+    fit(order, run, talk=Silence())
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"--resume.*another --out"):
+        fit(order, run, talk=Silence())
+    with pytest.raises(UserError, match=r"train\.lr: now 0\.5, then 0\.001"):
+        fit(load_recipe(tables(pairs, lr=0.5)), run, resume=True, talk=Silence())
+    talk = Heard()
+    assert fit(order, run, resume=True, talk=talk).progress.step == 4
+    assert "finished" in talk.lines[0]
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_larger_budget_goes_on(pairs: Path, tmp_path: Path) -> None:
+    fit(load_recipe(tables(pairs)), tmp_path / "run", talk=Silence())
+    report = fit(load_recipe({"train": {"steps": 6}}), tmp_path / "run", resume=True, talk=Silence())
+    assert report.progress.step == 6
+    assert "steps = 6" in (tmp_path / "run/recipe.toml").read_text()
+    longer = fit(load_recipe(tables(pairs, steps=6)), tmp_path / "whole", talk=Silence())
+    assert longer.progress.best is not None and report.progress.best is not None
+    assert longer.progress.best.scores == report.progress.best.scores
+
+
+def test_mistakes_are_told_before_anything_is_written(pairs: Path, tmp_path: Path) -> None:
+    def refused(order: dict[str, Any], match: str) -> None:
+        with pytest.raises(UserError, match=match):
+            fit(load_recipe(order), tmp_path / "run", talk=Silence())
+        assert not (tmp_path / "run/config.json").exists()
+
+    refused(tables(tmp_path / "missing.tsv"), "missing.tsv: no such file")
+    refused({**tables(pairs), "preset": "transfomer-tiny"}, "did you mean 'transformer-tiny'")
+    refused({**tables(pairs), "model": {"encoder": {"layer": 2}}}, "did you mean 'layers'")
+    if not torch.cuda.is_available():
+        refused(tables(pairs, device="cuda"), "no CUDA GPU")
+    fit(load_recipe(tables(pairs)), tmp_path / "run", talk=Silence())  # and nothing of it is in the way
+
+
+def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file"):
+        fit(load_recipe(tables(pairs)), tmp_path / "file" / "run", talk=Silence())
+    with pytest.raises(UserError, match="is a file"):
+        fit(load_recipe(tables(pairs)), tmp_path / "file", talk=Silence())
+
+
+def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.fit.bf16_problem", lambda device: "a trial crashed with SIGILL")
+    talk = Heard()
+    fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", talk=talk)
+    assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in talk.lines
+    assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
+
+
+TOGETHER = """
+import json, sys
+from regard.fit import fit
+from regard.settings import load_recipe
+from regard.train.talk import Silence
+print(fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], talk=Silence()).progress.step)
+"""
+
+
+@pytest.mark.slow
+def test_processes_started_by_torchrun(pairs: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TOGETHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    order = json.dumps(tables(pairs, workers=0))
+    done = subprocess.run([*command, script, order, tmp_path / "run"], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["4", "4"], done.stderr
+    assert "workers = 2" in (tmp_path / "run/recipe.toml").read_text()
+
+
+def test_the_recipe_is_a_value(pairs: Path, tmp_path: Path) -> None:
+    order = load_recipe(tables(pairs))
+    before = order.model_dump()
+    fit(order, tmp_path / "run", talk=Silence())
+    assert order.model_dump() == before and isinstance(order, Recipe)

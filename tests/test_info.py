@@ -1,0 +1,134 @@
+"""Counts against published numbers, against torch's own counters, and against the model itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from regard.config import Config
+from regard.errors import UserError
+from regard.info import Load, cache_bytes, configure, count_activations, count_flops, count_parameters, describe, si
+from regard.model import Model, on_meta
+from regard.nn.attention import Attention
+from regard.presets import PRESETS, preset
+
+SCORES = ("scaled_dot", "dot", "general", "additive", "concat", "cosine", "location")
+
+
+def both(**changes):
+    return {"encoder": changes, "decoder": changes}
+
+
+@pytest.mark.parametrize(("name", "millions"), [("transformer-base", 63.1), ("transformer-big", 214.2)])
+def test_published_counts(name, millions):
+    total = describe(preset(name, 37000)).total
+    assert total / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_wide_attention_shows_its_projections():
+    info = describe(preset("transformer-base", changes=both(width=8192, heads=64, bias="none", layers=1)))
+    assert info.parameters["encoder.self_attention.query"] == 8192**2
+    assert info.subtotals()["encoder.self_attention.query_key_value"] == 3 * 8192**2 == 201_326_592
+
+
+def test_too_large_to_build():
+    config = preset("transformer-base", 128_000, changes=both(width=16384, heads=128, layers=12, ff=65536))
+    info = describe(config)
+    assert info.total > 70e9
+    assert info.training > 16 * info.total
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("score", SCORES)
+def test_parts_add_up_for_every_preset_and_score(name, score):
+    config = preset(name, 100, changes=both(score=score, position="bucket"))
+    model = on_meta(config)
+    parts = count_parameters(model)
+    assert sum(parts.values()) == sum(p.numel() for p in model.parameters())
+    assert (parts["prediction"] == 0) == config.tie_output
+
+
+def test_parts_are_where_they_belong():
+    parts = count_parameters(on_meta(preset("transformer-tiny", source_vocab=50, target_vocab=60)))
+    assert parts["source_embedding"] == 50 * 128 and parts["target_embedding"] == 60 * 128
+    assert parts["encoder.feed_forward"] == 2 * (128 * 512 + 512 + 512 * 128 + 128)
+    assert parts["encoder.norms"] == 2 * 2 * 256 + 256  # two per layer, and the last
+    assert parts["decoder.cross_attention.key"] == 2 * (128 * 128 + 128)
+    assert "encoder.cross_attention.key" not in parts
+
+
+def test_grouped_heads_have_smaller_keys():
+    parts = count_parameters(on_meta(preset("transformer-tiny", 50, changes=both(kv_heads=1, bias="none"))))
+    assert parts["encoder.self_attention.query"] == 4 * parts["encoder.self_attention.key"]
+
+
+def test_keys_and_values_of_different_width():
+    parts = count_parameters(
+        on_meta(preset("transformer-tiny", 50, changes=both(head_width=8, value_width=32, bias="none")))
+    )
+    assert 4 * parts["encoder.self_attention.key"] == parts["encoder.self_attention.value"]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_flops_are_what_torch_counts(score):
+    config = preset("transformer-tiny", 60, changes=both(score=score, max_length=8, kv_heads=None))
+    model, length = Model(config).eval(), 8
+    for module in model.modules():
+        if isinstance(module, Attention):  # watched attention runs as matrix products that torch counts
+            module.weights.register_forward_hook(lambda *_: None)
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, None, ids)
+    per_source, per_target = count_flops(model, length)
+    expected = length * (per_source + per_target)
+    uncounted = {"additive", "concat", "location"}  # their comparison is no matrix product
+    attention = 2 * config.decoder.width * length * length * 6 if score in uncounted else 0
+    assert counter.get_total_flops() == expected - attention
+
+
+@pytest.mark.parametrize("name", ["transformer-tiny", "rnn-bahdanau"])
+def test_activations_are_about_what_a_real_pass_keeps(name):
+    config, load = preset(name, 50, changes=both(position="learned")), Load(length=16, batch_tokens=64)
+    model, kept = Model(config).train(), {}
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(4, 16, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.hidden(ids, None, ids)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert count_activations(config, load) == pytest.approx(real, rel=0.2)
+
+
+def test_cache_is_what_decoding_holds():
+    model = Model(preset("transformer-tiny", 20, changes=both(kv_heads=2, value_width=24))).eval()
+    state = model.encode(torch.zeros(1, 5, dtype=torch.int64))
+    for _ in range(3):
+        _, state = model.step(torch.zeros(1, dtype=torch.int64), state)
+    held = sum(x.numel() * 4 for memory in state.layers for x in memory)
+    source = sum(x.numel() * 4 for kv in state.source.keys for x in kv)
+    per_source, per_target = cache_bytes(model)
+    assert (source, held) == (5 * per_source, 3 * per_target)
+
+
+def test_encoder_alone():
+    info = describe(Config(source_vocab=50, target_vocab=50, encoder={"layers": 1, "width": 32, "heads": 2, "ff": 64}))
+    assert info.cache == 0 and info.target_flops == 0 and info.total > 0
+
+
+def test_recipe_without_data():
+    assert (
+        configure({"preset": "transformer-tiny", "text": {"source_tokens": "bpe:500"}}, None, "r").source_vocab == 500
+    )
+    assert configure({"preset": "transformer-tiny"}, 77, "r").target_vocab == 77
+    with pytest.raises(UserError, match="chosen from the data"):
+        configure({}, None, "r")
+
+
+def test_numbers_for_people():
+    assert [si(0), si(999), si(201_326_592), si(1.5e9, "B")] == ["0", "999", "201.3M", "1.5 GB"]

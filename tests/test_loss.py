@@ -1,0 +1,213 @@
+"""The objective against torch's cross-entropy, and against itself on any split of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from regard import loss
+from regard.batch import Batch, collate
+from regard.config import Config
+from regard.loss import Loss, Objective, predict_and_compare
+from regard.model import Model
+from regard.presets import PRESETS, preset
+
+VOCAB = 13
+TINY = {"width": 12, "layers": 1, "heads": 2, "ff": 16, "dropout": 0.0}
+SOURCES = [[5, 6, 7, 3], [8, 3], [9, 10, 3]]
+TARGETS = [[7, 7, 3], [4, 5, 6, 8, 3], [3]]
+
+
+def config(name: str = "transformer-tiny") -> Config:
+    return preset(name, VOCAB, changes={"encoder": TINY, "decoder": TINY})
+
+
+def build(name: str = "transformer-tiny") -> Model:
+    torch.manual_seed(0)
+    return Model(config(name))
+
+
+def batch(rows: slice = slice(None)) -> Batch:
+    return collate(SOURCES[rows], TARGETS[rows], config())
+
+
+def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float) -> Loss:
+    scores = x @ weight.T
+    return Loss(
+        F.cross_entropy(scores, label, reduction="sum", label_smoothing=smoothing),
+        F.cross_entropy(scores, label, reduction="sum"),
+        (scores.argmax(-1) == label).sum().to(scores.dtype),
+    )
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(2, 40),
+    st.sampled_from([0.0, 0.1, 0.9]),
+    st.sampled_from([1, 300, 1 << 20]),
+    st.data(),
+)
+@settings(max_examples=50, deadline=None)
+def test_value_and_gradients_are_those_of_cross_entropy(
+    count: int, vocab: int, smoothing: float, chunk: int, data: st.DataObject
+) -> None:
+    """For any size of the pieces that the work is cut into, with scores far from zero, in front of more work."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    x = torch.randn(count, 5, generator=generator) * 3 + 1
+    weight = torch.randn(vocab, 5, generator=generator) * 2
+    label = torch.randint(vocab, (count,), generator=generator)
+    found_inputs, expected_inputs = ([a.clone().requires_grad_() for a in (x, weight)] for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "CHUNK_ELEMENTS", chunk)
+        found = predict_and_compare(*found_inputs, label, smoothing)
+    expected = expected_loss(*expected_inputs, label, smoothing)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-5)
+    (found.smoothed * 0.37).backward()
+    (expected.smoothed * 0.37).backward()
+    for a, b in zip(found_inputs, expected_inputs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
+    assert not found.nll.requires_grad
+    assert not found.correct.requires_grad
+
+
+def test_doubles() -> None:
+    x, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (20, 7))
+    label = torch.arange(20) % 7
+    found = torch.autograd.grad(predict_and_compare(x, weight, label, 0.1).smoothed, (x, weight))
+    expected = torch.autograd.grad(expected_loss(x, weight, label, 0.1).smoothed, (x, weight))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float64
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_scores_that_overflow_an_exponential() -> None:
+    x, weight = torch.tensor([[200.0], [-200.0]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
+    found = predict_and_compare(x, weight, torch.tensor([0, 0]), 0.1)
+    found.smoothed.backward()
+    assert found.smoothed.isfinite()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> None:
+    """Position by position from the full scores; what is padded counts nothing, in value and in gradient."""
+    model, whole = build(name), batch()
+    found = Objective(model, smoothing)(whole)
+    found.smoothed.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    scores = model(whole.source_BS, whole.source_keep_BS, whole.input_BT)
+    total, nll, correct = torch.zeros(()), 0.0, 0
+    for i, target in enumerate(TARGETS):
+        for t, label in enumerate(target):
+            total = total + F.cross_entropy(scores[i, t], torch.tensor(label), label_smoothing=smoothing)
+            nll -= scores[i, t].log_softmax(-1)[label].item()
+            correct += int(scores[i, t].argmax() == label)
+    total.backward()
+    assert found.smoothed.item() == pytest.approx(total.item(), rel=1e-5)
+    assert found.nll.item() == pytest.approx(nll, rel=1e-5)
+    assert found.correct.item() == correct
+    assert gradients.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(gradients[n], p.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parts_add_up_to_the_whole(name: str) -> None:
+    """Any split of a batch over steps or processes has the sum, and the gradient, of the whole."""
+    objective = Objective(build(name), 0.1)
+
+    def sums(*parts: slice) -> tuple[Tensor, list[Tensor]]:
+        objective.zero_grad()
+        values = []
+        for part in parts:
+            found = objective(batch(part))
+            found.smoothed.backward()
+            values.append(torch.stack([found.smoothed.detach(), found.nll, found.correct]))
+        return torch.stack(values).sum(0), [p.grad.clone() for p in objective.parameters() if p.grad is not None]
+
+    whole, parts = sums(slice(None)), sums(slice(0, 1), slice(1, 3))
+    torch.testing.assert_close(whole[0], parts[0], atol=1e-4, rtol=1e-5)
+    for a, b in zip(whole[1], parts[1], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_without_gradients_it_is_the_same(smoothing: float) -> None:
+    objective, whole = Objective(build(), smoothing), batch()
+    with torch.no_grad():
+        quiet = objective(whole)
+    for a, b in zip(quiet, objective(whole), strict=True):
+        torch.testing.assert_close(a, b.detach(), atol=1e-4, rtol=1e-5)
+    assert not quiet.smoothed.requires_grad
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_half_precision_runs_and_is_near(name: str) -> None:
+    objective, whole = Objective(build(name), 0.1), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = objective(whole)
+    half.smoothed.backward()
+    assert half.smoothed.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in objective.parameters() if p.grad is not None)
+    assert half.smoothed.item() == pytest.approx(objective(whole).smoothed.item(), rel=0.05)
+
+
+def greedy(model: Model, example: Batch, length: int) -> Tensor:
+    """What the model says when it hears only itself, (B, length)."""
+    state, tokens, said = model.encode(example.source_BS, example.source_keep_BS), example.input_BT[:, 0], []
+    for _ in range(length):
+        scores, state = model.step(tokens, state)
+        tokens = scores.argmax(-1)
+        said.append(tokens)
+    return torch.stack(said, 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sampling_always_is_hearing_only_itself(name: str) -> None:
+    """Teacher forcing on the model's own words; and plain teacher forcing when those are the target."""
+    model, whole = build(name), batch()
+    own = greedy(model, whole, whole.input_BT.shape[1])
+    heard = torch.cat((whole.input_BT[:, :1], own[:, :-1]), 1)
+    for labels in (whole.label_BT, own):
+        given = whole._replace(label_BT=labels, input_BT=torch.cat((whole.input_BT[:, :1], labels[:, :-1]), 1))
+        found = Objective(model, 0.1, scheduled_sampling=1.0).train()(given)
+        forced = Objective(model, 0.1).train()(given._replace(input_BT=heard))
+        torch.testing.assert_close(found.smoothed, forced.smoothed, atol=1e-4, rtol=1e-5)
+    assert found.correct == whole.tokens
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_sampling_is_for_training_only(rate: float) -> None:
+    model, whole = build(), batch()
+    found, forced = (Objective(model, 0.1, scheduled_sampling=r).eval()(whole) for r in (rate, 0.0))
+    assert torch.equal(found.smoothed, forced.smoothed)
+
+
+def test_sampling_half_the_time_lies_in_between_and_trains_everything() -> None:
+    model, whole = build("rnn-luong"), batch()
+    objective = Objective(model, 0.1, scheduled_sampling=0.5).train()
+    torch.manual_seed(0)
+    values = {round(objective(whole).smoothed.item(), 3) for _ in range(12)}
+    assert len(values) > 2  # another draw, another mixture
+    objective(whole).smoothed.backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_a_language_model_can_be_trained() -> None:
+    """Without an encoder the target is all there is: its own symbols predict the next ones."""
+    model = Model(Config(source_vocab=VOCAB, target_vocab=VOCAB, decoder=config().decoder))
+    example = collate([[], [], []], TARGETS, model.config)
+    found = Objective(model)(example)
+    scores = model(example.input_BT, example.keep_BT)
+    assert example.keep_BT is not None
+    expected = F.cross_entropy(scores[example.keep_BT], example.label_BT[example.keep_BT], reduction="sum")
+    assert found.smoothed.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -1,0 +1,363 @@
+"""The equalities that every model must keep: fused = eager, cached = full, padded = alone, batch = single."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from regard.config import Config, Stack
+from regard.model import Model, on_meta, stacks
+from regard.nn.attention import Attention
+from regard.nn.state import State
+from regard.presets import PRESETS, preset
+
+VOCAB = 11
+TINY = {"width": 12, "layers": 2, "heads": 2, "ff": 16, "dropout": 0.0, "max_length": 20}
+GRU, LSTM = {"mixer": "gru"}, {"mixer": "lstm"}
+LATE = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}
+VARIANTS: dict[str, dict[str, object]] = {
+    "rotary gated grouped": LATE | {"position": "rotary", "heads": 4, "kv_heads": 2, "head_width": 6},
+    "alibi one key head": {"position": "alibi", "kv_heads": 1, "norm": "rms", "bias": "ff"},
+    "alibi window": {"position": "alibi", "window": 2, "heads": 3},
+    "bucket": {"position": "bucket", "norm_at": "pre", "gated": True, "activation": "gelu_tanh"},
+    "bucket window": {"position": "bucket", "window": 1, "kv_heads": 1},
+    "learned": {"position": "learned", "activation": "gelu", "head_width": 5},
+    "no position": {"position": "none", "window": 3},
+    "dot": {"score": "dot", "head_width": 3},
+    "general": {"score": "general", "kv_heads": 1, "position": "rotary"},
+    "additive": {"score": "additive", "kv_heads": 1, "position": "alibi"},
+    "concat": {"score": "concat", "position": "rotary"},
+    "cosine": {"score": "cosine", "kv_heads": 1},
+    "location": {"score": "location", "window": 2},
+    "local step": {"cross_window": 1},
+    "local predicted": {"cross_window": 2, "cross_center": "predicted"},
+    "pruned": {"heads": 4, "kept_heads": ((0, 2), (1,)), "kept_cross_heads": ((3,), (0, 1, 3))},
+    "pruned groups": {"position": "alibi", "heads": 4, "kv_heads": 2, "kept_heads": ((0, 1, 2), (0, 3)), "window": 2},
+    "pruned rotary": {"position": "rotary", "heads": 6, "kv_heads": 3, "kept_heads": ((1, 2, 3), (0, 1))},
+    "gru": GRU,
+    "lstm fed": LSTM | {"input_feeding": True, "score": "concat"},
+    "gru first": GRU | {"attend_first": True, "score": "cosine"},
+    "lstm first fed": LSTM | {"attend_first": True, "input_feeding": True, "score": "location"},
+    "gru local step": GRU | {"cross_window": 1, "score": "general"},
+    "lstm local predicted": LSTM | {"cross_window": 2, "cross_center": "predicted", "input_feeding": True},
+}
+
+
+def config(name: str) -> Config:
+    """A preset made small, or a variant of both towers."""
+    if name in PRESETS:
+        return preset(name, VOCAB, changes={"encoder": TINY, "decoder": TINY})
+    if name == "attention to gru":
+        towers = {"encoder": Stack(**TINY), "decoder": Stack(**(TINY | GRU | {"input_feeding": True}))}
+    elif name == "lstm to wider attention":
+        towers = {"encoder": Stack(**(TINY | LSTM)), "decoder": Stack(**(TINY | {"width": 16, "layers": 1}))}
+    else:
+        towers = {tower: Stack(**(TINY | VARIANTS[name])) for tower in ("encoder", "decoder")}
+    return Config(source_vocab=VOCAB, target_vocab=VOCAB + 2, **towers)
+
+
+def build(config: Config, seed: int = 0) -> Model:
+    """A model whose every parameter counts: no zero bias, no norm of one."""
+    torch.manual_seed(seed)
+    model = Model(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.requires_grad_(False)
+
+
+EVERY = pytest.mark.parametrize("name", [*PRESETS, *VARIANTS, "attention to gru", "lstm to wider attention"])
+LENGTHS = (5, 3, 1)
+SOURCE = torch.tensor([[5, 6, 7, 8, 3], [9, 4, 3, 0, 0], [3, 0, 0, 0, 0]])
+KEEP = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+INPUT = torch.tensor([[2, 4, 5, 6, 7, 8], [2, 9, 9, 4, 10, 1], [2, 7, 3, 0, 0, 0]])
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def step_by_step(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    scores = []
+    for column in tokens.unbind(1):
+        logits, state = model.step(column, state)
+        scores.append(logits)
+    return torch.stack(scores, 1), state
+
+
+def watched(model: Model, *inputs: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """Scores with every attention looked at, which takes the slow path."""
+    seen: list[Tensor] = []
+    taps = [module.weights for module in model.modules() if isinstance(module, Attention)]
+    hooks = [tap.register_forward_hook(lambda _m, _i, out: seen.append(out)) for tap in taps]
+    scores = model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) >= len(taps)
+    return scores, seen
+
+
+@EVERY
+def test_fused_is_eager(name: str) -> None:
+    model = build(config(name))
+    scores, seen = watched(model, SOURCE, KEEP, INPUT)
+    close(model(SOURCE, KEEP, INPUT), scores)
+    for weights in seen:
+        assert ((weights >= 0) & (weights.sum(-1, keepdim=True) < 1 + 1e-5)).all()
+
+
+@EVERY
+def test_cached_is_full(name: str) -> None:
+    model = build(config(name))
+    full = model(SOURCE, KEEP, INPUT)
+    close(step_by_step(model, INPUT, model.encode(SOURCE, KEEP))[0], full)
+    state, pieces = model.encode(SOURCE, KEEP), []
+    for piece in INPUT.split((2, 3, 1), dim=1):
+        x, state = model.read(piece, state)
+        pieces.append(model.predict(x))
+    close(torch.cat(pieces, 1), full)
+    assert state.length == 6
+
+
+@EVERY
+def test_padded_is_alone(name: str) -> None:
+    """Also when the row is padded further than any row of the batch needs."""
+    model = build(config(name))
+    longer, further = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.bool)
+    longer[:, :5], further[:, :5] = SOURCE, KEEP
+    together, padded = model(SOURCE, KEEP, INPUT), model(longer, further, INPUT)
+    for row, length in enumerate(LENGTHS):
+        alone = model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0]
+        close(together[row], alone)
+        close(padded[row], alone)
+
+
+@EVERY
+def test_batch_is_single(name: str) -> None:
+    """Without any padding; and the end of a target never reaches its beginning."""
+    model = build(config(name))
+    source = SOURCE[:1].repeat(3, 1).add(torch.arange(3)[:, None] % 2)
+    together = model(source, None, INPUT)
+    for row in range(3):
+        close(together[row], model(source[row : row + 1], None, INPUT[row : row + 1])[0])
+        close(together[row, :4], model(source[row : row + 1], None, INPUT[row : row + 1, :4])[0])
+
+
+@EVERY
+def test_the_future_never_leaks(name: str) -> None:
+    """Change a later symbol: earlier scores stay as they were, bit for bit; its own change."""
+    model = build(config(name))
+    before = model(SOURCE, KEEP, INPUT)
+    for place in (2, 5):
+        changed = INPUT.clone()
+        changed[:, place] = (changed[:, place] + 1) % VOCAB
+        after = model(SOURCE, KEEP, changed)
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert ((after[:, place] - before[:, place]).abs().amax(-1) > 1e-4).all()
+
+
+@EVERY
+def test_reordering_then_stepping_is_stepping_then_reordering(name: str) -> None:
+    model = build(config(name))
+    _, state = step_by_step(model, INPUT[:, :3], model.encode(SOURCE, KEEP))
+    order, tokens = torch.tensor([2, 0, 1]), INPUT[:, 3]
+    scores, after = model.step(tokens, state)
+    reordered, after_reordered = model.step(tokens[order], state.select(order, order))
+    close(reordered, scores[order])
+    close(model.step(tokens[order], after_reordered)[0], model.step(tokens, after)[0][order])
+
+
+@EVERY
+def test_beams_share_their_source(name: str) -> None:
+    """Several hypotheses per sentence = as many sentences; also after they are shuffled and a sentence has left."""
+    model = build(config(name))
+    beam = torch.arange(3).repeat_interleave(2)
+    tokens = torch.arange(36).view(6, 6) * 7 % VOCAB
+    shared, repeated = model.encode(SOURCE, KEEP).select(beam), model.encode(SOURCE[beam], KEEP[beam])
+    a, shared = step_by_step(model, tokens[:, :2], shared)
+    b, repeated = step_by_step(model, tokens[:, :2], repeated)
+    close(a, b)
+    rows = torch.tensor([1, 1, 5, 4])  # sentence 0 keeps one hypothesis twice, 1 has left, 2 swaps its two
+    shared = shared.select(rows, torch.tensor([0, 2]))
+    repeated = repeated.select(rows, rows)
+    a, _ = step_by_step(model, tokens[:4, 2:], shared)
+    b, _ = step_by_step(model, tokens[:4, 2:], repeated)
+    close(a, b)
+
+
+@EVERY
+def test_beams_read_several_symbols_at_once(name: str) -> None:
+    """A common prefix is read in one piece by hypotheses that share a source."""
+    model = build(config(name))
+    beam, tokens = torch.arange(3).repeat_interleave(2), torch.arange(24).view(6, 4) % VOCAB
+    state = model.encode(SOURCE, KEEP).select(beam)
+    expected, _ = step_by_step(model, tokens, state)
+    x, _ = model.read(tokens, state)
+    close(model.predict(x), expected)
+
+
+def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows))
+    keep = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+    return torch.tensor([[0] * (width - len(row)) + row for row in rows]), keep
+
+
+@EVERY
+def test_left_padded_prefixes_are_alone(name: str) -> None:
+    """Prefixes of different lengths, padded at their beginning, then one more symbol each."""
+    model, rows = build(config(name)), [[2, 5, 6, 7], [2], [2, 9, 4]]
+    prefix, keep = left_padded(rows)
+    x, state = model.read(prefix, model.encode(SOURCE, KEEP), keep)
+    following, _ = model.step(torch.tensor([4, 5, 6]), state)
+    for i, row in enumerate(rows):
+        alone_x, alone = model.read(torch.tensor([row]), model.encode(SOURCE[i : i + 1], KEEP[i : i + 1]))
+        close(x[i, -len(row) :], alone_x[0])
+        close(following[i], model.step(torch.tensor([4 + i]), alone)[0][0])
+
+
+TRANSFORMERS = [name for name, changes in VARIANTS.items() if "mixer" not in changes]
+
+
+def decoder_only(name: str) -> Model:
+    stack = Stack(**(TINY | VARIANTS[name]))
+    return build(Config(source_vocab=VOCAB, target_vocab=VOCAB, decoder=stack))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_decoder_only(name: str) -> None:
+    """Left-padded = alone = right-padded, whole = piece by piece, fused = eager, without any source."""
+    model, rows = decoder_only(name), [[5, 6, 7, 8, 9], [4, 10], [3]]
+    tokens, keep = left_padded(rows)
+    x, state = model.read(tokens, State(()), keep)
+    close(model(tokens, keep), model.predict(x))
+    close(watched(model, tokens, keep)[0], model.predict(x))
+    right = model(tokens.flip(1).where(keep.flip(1), 0), keep.flip(1))
+    following, state = model.read(torch.tensor([[1, 2], [2, 3], [3, 4]]), state)
+    last, _ = model.step(torch.tensor([5, 6, 7]), state)
+    for i, row in enumerate(rows):
+        whole = model(torch.tensor([[*row, 1 + i, 2 + i, 5 + i]]), None)[0]
+        close(model.predict(x[i, -len(row) :]), whole[: len(row)])
+        close(model.predict(following[i]), whole[-3:-1])
+        close(last[i], whole[-1])
+        close(right[i, : len(row)], model(torch.tensor([row[::-1]]), None)[0])
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_decoder_only_never_looks_ahead(name: str) -> None:
+    model = decoder_only(name)
+    before = model(INPUT, None)
+    changed = INPUT.clone()
+    changed[:, 3] += 1
+    after = model(changed % VOCAB, None)
+    assert torch.equal(after[:, :3], before[:, :3])
+    assert not torch.equal(after[:, 3], before[:, 3])
+
+
+@pytest.mark.parametrize("changes", [{}, GRU, LATE | {"position": "bucket"}])
+def test_encoder_only(changes: dict[str, object]) -> None:
+    """A score for every symbol, padded = alone; there is no decoding."""
+    model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, encoder=Stack(**(TINY | changes))))
+    together = model(SOURCE, KEEP)
+    assert together.shape == (3, 5, VOCAB)
+    for row, length in enumerate(LENGTHS):
+        close(together[row, :length], model(SOURCE[row : row + 1, :length], None)[0])
+    with pytest.raises(ValueError, match="an encoder and a decoder"):
+        model.encode(SOURCE)
+
+
+@st.composite
+def stack_tables(draw: st.DrawFn) -> dict[str, object]:
+    heads = draw(st.sampled_from([1, 2, 4]))
+    score = draw(st.sampled_from(["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]))
+    kv = None if score == "concat" else draw(st.sampled_from([None, 1, heads]))
+    cross_window = draw(st.sampled_from([None, 1, 3]))
+    return {
+        "width": 8,
+        "layers": draw(st.integers(1, 2)),
+        "heads": heads,
+        "kv_heads": kv,
+        "head_width": draw(st.sampled_from([None, 2, 6])),
+        "score": score,
+        "window": draw(st.sampled_from([None, 1, 3])),
+        "cross_window": cross_window,
+        "cross_center": draw(st.sampled_from(["step", "predicted"])) if cross_window else "step",
+        "ff": 8,
+        "gated": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["relu", "gelu", "gelu_tanh", "silu", "tanh"])),
+        "norm": draw(st.sampled_from(["layer", "rms"])),
+        "norm_at": draw(st.sampled_from(["pre", "post"])),
+        "bias": draw(st.sampled_from(["all", "ff", "none"])),
+        "position": draw(st.sampled_from(["none", "sinusoid", "learned", "rotary", "alibi", "bucket"])),
+        "dropout": 0.0,
+    }
+
+
+@given(stack_tables(), stack_tables(), st.booleans())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_equalities_of_any_combination(encoder: dict[str, object], decoder: dict[str, object], tied: bool) -> None:
+    towers = {"encoder": Stack(**encoder), "decoder": Stack(**decoder)}
+    model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, tie_output=tied, **towers))
+    full = model(SOURCE, KEEP, INPUT)
+    assert full.isfinite().all()
+    close(watched(model, SOURCE, KEEP, INPUT)[0], full)
+    close(step_by_step(model, INPUT, model.encode(SOURCE, KEEP))[0], full)
+    for row, length in enumerate(LENGTHS):
+        close(model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0], full[row])
+
+
+@EVERY
+def test_every_parameter_is_trained_and_stays_finite(name: str) -> None:
+    """Nothing in a model is dead weight, and nothing in training turns into NaN."""
+    model = build(config(name)).requires_grad_().train()
+    scores = model(SOURCE, KEEP, INPUT)
+    (scores * torch.randn_like(scores)).sum().backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.isfinite().all(), parameter_name
+
+
+def test_embeddings_are_shared_tied_and_scaled_as_told() -> None:
+    model = build(config("transformer-base"))
+    assert model.source_embedding is model.target_embedding
+    assert model.output.weight is model.target_embedding.weight
+    assert len([name for name, _ in model.named_parameters() if "embedding" in name or "output" in name]) == 1
+    apart = build(config("rnn-bahdanau"))
+    assert apart.source_embedding is not apart.target_embedding
+    assert apart.output.weight is not apart.target_embedding.weight
+    scaled, plain = build(config("no position")), apart
+    seen: list[Tensor] = []
+    for each in (scaled, plain):
+        each.encoder.dropout.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+        each.encode(SOURCE)
+    close(seen[0], scaled.source_embedding(SOURCE) * 12**0.5)
+    close(seen[1], plain.source_embedding(SOURCE))
+
+
+@EVERY
+def test_on_meta_has_the_shapes_of_the_real_one(name: str) -> None:
+    real, shadow = Model(config(name)), on_meta(config(name))
+    assert all(p.is_meta for p in shadow.parameters())
+    assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in shadow.named_parameters()}
+
+
+def test_stacks_of_a_config() -> None:
+    both = config("transformer-tiny")
+    assert stacks(both) == {"encoder": both.encoder, "decoder": both.decoder}
+    assert list(stacks(both.model_copy(update={"encoder": None}))) == ["decoder"]
+
+
+def test_a_seed_makes_a_model() -> None:
+    def weights(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return list(Model(config("rnn-luong")).parameters())
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(1), weights(1), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights(1), weights(2), strict=True))
+
+
+def test_embeddings_start_with_unit_variance_once_scaled() -> None:
+    model = Model(preset("transformer-tiny", 2000))
+    assert model.source_embedding.weight.std().item() * 128**0.5 == pytest.approx(1, abs=0.02)

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent / "inspect"))
+from little import letters, tiny
+
+from regard.config import Config
+from regard.errors import UserError
+from regard.inspect.alignment import alignment_heads, save_alignment_heads
+from regard.inspect.cut import cut
+from regard.inspect.importance import make_batches, silencing
+from regard.inspect.places import attentions, head_numbers
+from regard.inspect.record import patch
+from regard.model import Model
+from regard.prune import (
+    Amount,
+    by_attention,
+    greedy_order,
+    how_many,
+    prune,
+    quality_curve,
+    ranking,
+    removable,
+    save,
+    split,
+    tune,
+)
+from regard.run import Run
+from regard.text.example import Example
+
+SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
+KEEP = SOURCE != 0
+INPUT = torch.tensor([[2, 4, 5, 6], [2, 7, 8, 9]])
+EXAMPLES = [Example(text, text[::-1]) for text in ("abc", "bcd", "cab", "dab", "abba", "cd", "ad", "bad", "dcba", "ca")]
+PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 3])]
+REMOVED = {"encoder.blocks.0.attention": [0, 3], "decoder.blocks.1.attention": [1], "decoder.blocks.0.cross": [0, 1, 2]}
+
+
+@torch.no_grad()
+def same(model: Model, removed: dict[str, list[int]]) -> Model:
+    """Cut, and check that the smaller model answers as the larger one with those heads silenced."""
+    with patch(model, silencing(removed)):
+        expected = model(SOURCE, KEEP, INPUT)
+    small = cut(model, removed)
+    assert torch.allclose(small(SOURCE, KEEP, INPUT), expected, atol=1e-5)
+    state = small.encode(SOURCE, KEEP)  # and in decoding, with its cache
+    for t, tokens_N in enumerate(INPUT.unbind(1)):
+        logits_NV, state = small.step(tokens_N, state)
+        assert torch.allclose(logits_NV, expected[:, t], atol=1e-5)
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+    return small
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"])
+def test_pruned_is_masked_for_every_score(score: str) -> None:
+    same(tiny(score=score), REMOVED)
+
+
+@pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
+def test_pruned_is_masked_for_every_position(position: str) -> None:
+    same(tiny(position=position), REMOVED)
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        {"kv_heads": 2},
+        {"kv_heads": 1},
+        {"kv_heads": 2, "score": "additive"},
+        {"bias": "none"},
+        {"head_width": 6},
+        {"cross_window": 2, "cross_center": "predicted"},
+        {"window": 1},
+        {"norm_at": "post", "gated": True, "norm": "rms"},
+    ],
+)
+def test_pruned_is_masked_for_every_design(stack: dict[str, Any]) -> None:
+    same(tiny(**stack), REMOVED)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.sampled_from([1, 2, 4]))
+def test_pruned_is_masked_for_any_heads_and_twice(data: st.DataObject, kv_heads: int) -> None:
+    model = tiny(kv_heads=kv_heads, position="alibi")
+    for _ in range(2):
+        removed = {}
+        for name, attention in attentions(model).items():
+            gone = data.draw(st.sets(st.integers(0, attention.heads - 1), max_size=attention.heads - 1))
+            if gone:
+                removed[name] = sorted(gone)
+        if removed:
+            model = same(model, removed)
+
+
+def test_the_config_says_which_heads_are_left(tmp_path: Path) -> None:
+    run = letters()
+    small = cut(run.model, REMOVED)
+    assert small.config.encoder is not None and small.config.decoder is not None
+    assert small.config.encoder.kept_heads == ((1, 2), (0, 1, 2, 3))
+    assert small.config.decoder.kept_heads == ((0, 1, 2, 3), (0, 2, 3))
+    assert small.config.decoder.kept_cross_heads == ((3,), (0, 1, 2, 3))
+    assert small.config.encoder.kept_cross_heads is None
+    again = cut(small, {"encoder.blocks.0.attention": [0]})
+    assert head_numbers(again, "encoder.blocks.0.attention") == (2,)
+    Run(small.config, run.codec, small, tmp_path).save(tmp_path / "small")
+    loaded = Run.load(tmp_path / "small")
+    assert isinstance(loaded.config, Config) and loaded.config == small.config
+    with torch.no_grad():
+        assert torch.equal(loaded.model(SOURCE % 9, KEEP, INPUT % 9), small(SOURCE % 9, KEEP, INPUT % 9))
+
+
+def test_the_last_head_stays() -> None:
+    model = tiny()
+    with pytest.raises(UserError, match="all of its heads would go"):
+        cut(model, {"encoder.blocks.0.attention": [0, 1, 2, 3]})
+    spots = [("encoder.blocks.0.attention", head) for head in (2, 0, 1, 3)] + [("decoder.blocks.0.cross", 1)]
+    assert removable(model, spots) == [*spots[:3], spots[4]]
+
+
+def test_amounts() -> None:
+    assert Amount.parse("0.4", None) == Amount(fraction=0.4) == Amount.parse("40%", None)
+    assert Amount.parse("12", None) == Amount(count=12)
+    assert Amount.parse(None, 0.1) == Amount(threshold=0.1)
+    for heads, threshold in (
+        (None, None),
+        ("2", 0.5),
+        ("x", None),
+        ("0", None),
+        ("1.5", None),
+        ("-1", None),
+        ("150%", None),
+    ):
+        with pytest.raises(UserError):
+            Amount.parse(heads, threshold)
+    order = {("a", 0): 0.1, ("a", 1): 0.2, ("b", 0): 0.3, ("b", 1): 0.4}
+    assert how_many(order, Amount(fraction=0.5)) == how_many(order, Amount(count=2)) == 2
+    assert how_many(order, Amount(threshold=0.15)) == 1
+    with pytest.raises(UserError, match="at most 2"):
+        how_many(order, Amount(count=3))
+    with pytest.raises(UserError, match="every head matters more"):
+        how_many(order, Amount(threshold=0.05))
+
+
+@pytest.mark.parametrize("by", ["gradient", "ablation"])
+def test_greedy_begins_as_one_shot_and_judges_again(by: Any) -> None:
+    model = tiny()
+    batches = make_batches(PAIRS, model.config)
+    order = ranking(model, batches, by)
+    assert list(order.values()) == sorted(order.values())
+    going = greedy_order(model, batches, 3, by, lambda message: None)
+    assert going[0] == next(iter(order))
+    assert going[1] == next(iter(ranking(model, batches, by, by_attention(going[:1]))))
+    assert len(set(going)) == 3
+
+
+def test_the_curve_begins_whole_and_ends_bare() -> None:
+    model = tiny()
+    batches = make_batches(PAIRS, model.config)
+    order = removable(model, list(ranking(model, batches, "gradient")))
+    curve = quality_curve(model, batches, order)
+    assert curve[0][0] == 0 and curve[-1][0] == len(order) == 24 - 6
+    small = cut(model, by_attention(order))
+    assert all(attention.heads == 1 for attention in attentions(small).values())
+    from regard.inspect.importance import loss
+
+    assert curve[-1][1] == pytest.approx(loss(small, batches), abs=1e-5)
+
+
+def test_tuning_lowers_the_loss_and_leaves_the_model_in_use() -> None:
+    model = tiny(dropout=0.0)
+    losses = tune(model, PAIRS, 30, lr=5e-3)
+    assert len(losses) == 30 and losses[-1] < losses[0] - 0.3
+    assert not model.training
+
+
+def test_pruning_a_run(tmp_path: Path) -> None:
+    run = letters()
+    run.path = tmp_path / "run"
+    run.save(run.path)
+    save_alignment_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)], "all of a layer")
+    told: list[str] = []
+    smaller, report = prune(
+        run, EXAMPLES, EXAMPLES[:4], Amount(fraction=0.4), greedy=True, tune_steps=3, talk=told.append
+    )
+    assert report.before.heads == 24 and report.after.heads == report.pruned.heads == 14
+    assert report.after.parameters < report.before.parameters
+    assert sum(map(len, report.removed.values())) == 10
+    assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
+    assert report.curve[-1][1] == pytest.approx(report.pruned.loss, abs=1e-4)
+    assert report.after.loss != report.pruned.loss and "tuning for 3 steps" in told
+    save(smaller, report, tmp_path / "small", run.path)
+    loaded = Run.load(tmp_path / "small")
+    assert loaded.config == smaller.config
+    kept = head_numbers(loaded.model, "decoder.blocks.0.cross")
+    assert alignment_heads(tmp_path / "small") == tuple((0, index) for index in range(len(kept)))
+
+
+def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
+    _, report = prune(letters(), EXAMPLES, EXAMPLES[:2], Amount(count=4))
+    assert report.after is report.pruned and report.after.heads == 20
+    assert report.curve[-1][0] == 18
+
+
+def test_a_single_head_cannot_go() -> None:
+    with pytest.raises(UserError, match="one head, which cannot go"):
+        prune(letters("rnn-luong"), EXAMPLES, EXAMPLES, Amount(count=1))
+
+
+def test_no_source_is_learned_and_measured() -> None:
+    doubled = [*EXAMPLES, *EXAMPLES]
+    learn, held_out = split(doubled, every=3)
+    assert len(learn) + len(held_out) == len(doubled)
+    assert not {e.source for e in learn} & {e.source for e in held_out}

@@ -1,0 +1,257 @@
+"""A run on disk: what is saved is what is loaded, and what is broken says so."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from regard.errors import UserError
+from regard.model import Model
+from regard.presets import PRESETS, preset
+from regard.run import Run, average, load_weights, read_config, save_weights, weights_of
+from regard.text.codec import Codec
+from regard.text.example import Example
+from regard.text.tokenizer import Tokenizer
+
+TINY = {"width": 8, "layers": 1, "heads": 2, "ff": 8}
+
+
+def codec(letters: str = "abc", shared: bool = False) -> Codec:
+    source = Tokenizer.train("char", [letters])
+    target = source if shared else Tokenizer.train("space", [" ".join(letters.upper())])
+    return Codec(source, target, () if shared else ("N", "PL"))
+
+
+def make(name: str = "transformer-tiny", seed: int = 0, text: Codec | None = None) -> Run:
+    text = text or codec(shared=name == "transformer-base")
+    torch.manual_seed(seed)
+    changes = {"encoder": TINY, "decoder": TINY}
+    config = preset(name, source_vocab=text.source_vocab, target_vocab=text.target_vocab, changes=changes)
+    return Run(config, text, Model(config).eval(), Path("nowhere"))
+
+
+def saved(path: Path, **options: Any) -> Run:
+    run = make(**options)
+    run.save(path)
+    return run
+
+
+def change(path: Path, **keys: Any) -> None:
+    data = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(data | keys), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
+    run = saved(tmp_path / "deep" / "run", name=name)
+    loaded = Run.load(tmp_path / "deep" / "run")
+    assert loaded.config == run.config
+    assert loaded.codec.config == run.codec.config
+    assert loaded.path == tmp_path / "deep" / "run"
+    assert not loaded.model.training
+    ours, theirs = weights_of(run.model), weights_of(loaded.model)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    examples = [Example("abca", features="N;PL"), Example("c")]
+    assert loaded.codec.encode_source(examples) == run.codec.encode_source(examples)
+    source, target = torch.tensor([[4, 5, 6, 3]]), torch.tensor([[2, 4, 5]])
+    assert torch.equal(loaded.model(source, None, target), run.model(source, None, target))
+    shared = run.config.share_embeddings
+    assert loaded.codec.shared == shared
+    assert (loaded.model.source_embedding is loaded.model.target_embedding) == shared
+    files = {path.name for path in (tmp_path / "deep" / "run").iterdir()}
+    tokenizers = {"tokenizer.json"} if shared else {"source.tokenizer.json", "target.tokenizer.json"}
+    assert files == {"config.json", "model.safetensors"} | tokenizers
+
+
+def test_saving_twice_is_saving_once(tmp_path: Path) -> None:
+    run = saved(tmp_path / "a")
+    Run.load(tmp_path / "a").save(tmp_path / "b")
+    run.save(tmp_path / "a")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_a_shared_table_is_one_tensor(tmp_path: Path) -> None:
+    run = saved(tmp_path, name="transformer-base")
+    tables = [
+        name for name, x in load_file(tmp_path / "model.safetensors").items() if len(x) == run.config.source_vocab
+    ]
+    assert tables == ["source_embedding.weight"]
+
+
+def edit(path: Path, drop: str | None = None, **tensors: torch.Tensor) -> None:
+    weights = load_file(path / "model.safetensors")
+    if drop:
+        del weights[drop]
+    save_file(weights | tensors, path / "model.safetensors")
+
+
+def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit(
+        tmp_path,
+        drop="encoder.norm.bias",
+        **{"encoder.extra": torch.zeros(2), "decoder.norm.weight": torch.zeros(9)},
+    )
+    with pytest.raises(UserError) as caught:
+        Run.load(tmp_path)
+    text = str(caught.value)
+    assert f"{tmp_path / 'model.safetensors'}: weights do not fit config.json" in text
+    assert "missing: encoder.norm.bias" in text
+    assert "not known: encoder.extra" in text
+    assert "decoder.norm.weight: shape [9] where the config says [8]" in text
+
+
+def test_a_failed_load_leaves_the_model_alone(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    edit(tmp_path, **{"decoder.norm.weight": torch.zeros(9), "decoder.norm.bias": torch.full((8,), 5.0)})
+    before = {name: x.clone() for name, x in weights_of(run.model).items()}
+    with pytest.raises(UserError):
+        load_weights(run.model, tmp_path / "model.safetensors")
+    assert all(torch.equal(x, before[name]) for name, x in weights_of(run.model).items())
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_corrupted_weights(tmp_path: Path, cut: int) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(UserError, match=r"model\.safetensors: not a readable safetensors file"):
+        Run.load(tmp_path)
+
+
+def test_garbage_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 1000)
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        Run.load(tmp_path)
+
+
+def test_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none: no such run directory"):
+        Run.load(tmp_path / "none")
+    with pytest.raises(UserError, match=r"not a run directory: it has no config\.json"):
+        Run.load(tmp_path)
+    saved(tmp_path)
+    (tmp_path / "target.tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"target\.tokenizer\.json"):
+        Run.load(tmp_path)
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors: no such file; the run has no weights yet"):
+        Run.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "not readable as JSON"), ("[1]", "format None"), ("{}", "format None")]
+)
+def test_a_broken_config(tmp_path: Path, content: str, said: str) -> None:
+    saved(tmp_path)
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        read_config(tmp_path)
+    assert said in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0, 2, "1", None])
+def test_only_our_format_number_is_read(tmp_path: Path, number: object) -> None:
+    saved(tmp_path)
+    change(tmp_path, format=number)
+    with pytest.raises(UserError, match="format"):
+        read_config(tmp_path)
+
+
+def test_config_mistakes_name_their_key(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    model = run.config.model_dump(mode="json")
+    change(tmp_path, model=model | {"encoder": model["encoder"] | {"layer": 2}}, colour="blue")
+    with pytest.raises(UserError) as caught:
+        read_config(tmp_path)
+    assert "model.encoder.layer: no such key; did you mean 'layers'?" in str(caught.value)
+    assert "colour: no such key" in str(caught.value)
+
+
+def test_text_that_does_not_fit_the_model(tmp_path: Path) -> None:
+    """Another tokenizer under the same name would give ids that the model does not have."""
+    saved(tmp_path)
+    Tokenizer.train("char", ["abcdefgh"]).save(tmp_path / "source.tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer|vocab"):
+        Run.load(tmp_path)
+
+
+def test_weights_survive_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_weights({"a": torch.ones(3)}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UserError, match=r"w\.safetensors: cannot write"):
+            save_weights({"a": torch.ones(30_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch.equal(load_file(path)["a"], torch.ones(3))
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="file"):
+        make().save(tmp_path / "file")
+    with pytest.raises(UserError, match="cannot make this directory"):
+        make().save(tmp_path / "file" / "run")
+    with pytest.raises(UserError, match="cannot write"):
+        save_weights({"a": torch.ones(1)}, tmp_path / "none" / "w.safetensors")
+    (tmp_path / "run" / "source.tokenizer.json").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"source\.tokenizer\.json"):
+        make().save(tmp_path / "run")
+
+
+def test_weights_may_be_read_by_whom_the_config_may(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
+def test_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    save_weights({"a": x.T, "b": x[0]}, tmp_path / "w")
+    loaded = load_file(tmp_path / "w")
+    assert torch.equal(loaded["a"], x.T)
+    assert torch.equal(loaded["b"], x[0])
+
+
+def test_average_is_the_mean(tmp_path: Path) -> None:
+    runs = [saved(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    merged = average([tmp_path / str(seed) for seed in range(3)], tmp_path / "mean")
+    loaded = weights_of(Run.load(tmp_path / "mean").model)
+    for name, x in loaded.items():
+        expected = torch.stack([weights_of(run.model)[name].double() for run in runs]).mean(0)
+        assert torch.equal(x, expected.float())
+        assert torch.equal(x, weights_of(merged.model)[name])
+
+
+def test_average_of_one_is_itself(tmp_path: Path) -> None:
+    run = saved(tmp_path / "a")
+    average([tmp_path / "a"], tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    assert run.config == read_config(tmp_path / "b").model
+
+
+def test_only_like_is_averaged_with_like(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    saved(tmp_path / "b", name="transformer-small")
+    saved(tmp_path / "c", text=codec("xyz"))  # the same sizes, other letters
+    with pytest.raises(UserError, match="at least one"):
+        average([], tmp_path / "out")
+    for other in "bc":
+        with pytest.raises(UserError, match="not the same model and vocabulary"):
+            average([tmp_path / "a", tmp_path / other], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

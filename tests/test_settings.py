@@ -1,0 +1,211 @@
+"""Recipes and `--set`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.config import Config, Stack
+from regard.errors import UserError
+from regard.presets import preset
+from regard.settings import Data, Recipe, Text, Train, assign, load_recipe, read_recipe
+
+
+def after(*settings: str) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for setting in settings:
+        assign(tables, setting)
+    return tables
+
+
+@pytest.mark.parametrize(
+    ("setting", "tables"),
+    [
+        ("train.lr=3e-4", {"train": {"lr": 3e-4}}),
+        ("lr=3e-4", {"train": {"lr": 3e-4}}),
+        (" lr = 0.5 ", {"train": {"lr": 0.5}}),
+        ("dropout=0.2", {"model": {"encoder": {"dropout": 0.2}, "decoder": {"dropout": 0.2}}}),
+        ("decoder.layers=3", {"model": {"decoder": {"layers": 3}}}),
+        ("model.decoder.score=additive", {"model": {"decoder": {"score": "additive"}}}),
+        ("model.tie_output=false", {"model": {"tie_output": False}}),
+        ("tie_output=true", {"model": {"tie_output": True}}),
+        ("ids.eos=7", {"model": {"ids": {"eos": 7}}}),
+        ("preset=rnn-luong", {"preset": "rnn-luong"}),
+        ("source_tokens=bpe:800", {"text": {"source_tokens": "bpe:800"}}),
+        ("strict=true", {"data": {"strict": True}}),
+        ("data.columns=['target', 'source']", {"data": {"columns": ["target", "source"]}}),
+        ("kv_heads=none", {"model": {"encoder": {"kv_heads": None}, "decoder": {"kv_heads": None}}}),
+        ("encoder=none", {"model": {"encoder": None}}),
+        ('train.device="cuda:1"', {"train": {"device": "cuda:1"}}),
+        ("device=cuda:1", {"train": {"device": "cuda:1"}}),
+        ("data.train=a=b.tsv", {"data": {"train": "a=b.tsv"}}),
+        ("train=my data.tsv", {"data": {"train": "my data.tsv"}}),
+        ("feature_separator=", {"text": {"feature_separator": ""}}),
+    ],
+)
+def test_where_a_setting_goes(setting: str, tables: dict[str, Any]) -> None:
+    assert after(setting) == tables
+
+
+def test_the_last_word_counts_and_neighbours_stay() -> None:
+    tables = after("dropout=0.2", "decoder.dropout=0.5", "layers=3", "layers=4")
+    assert tables == {"model": {"encoder": {"dropout": 0.2, "layers": 4}, "decoder": {"dropout": 0.5, "layers": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("dropout", "key=value"),
+        ("=3", "key=value"),
+        ("", "key=value"),
+        ("drpout=0.1", "no such key; did you mean 'dropout'?"),
+        ("label_smooting=0.1", "did you mean 'label_smoothing'?"),
+        ("trian.lr=1", "no such section; did you mean 'train'?"),
+        ("zzz=1", "no such key"),
+        ("train.=1", "train."),
+        (".lr=1", "no such section"),
+    ],
+)
+def test_settings_that_are_none(setting: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(after(setting))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.lrr=1", "train.lrr: no such key; did you mean 'lr'?"),
+        ("train.lr.x=1", "train.lr"),
+        ("lr=fast", "train.lr: input should be a valid number"),
+        ("lr=nan", "train.lr: "),
+        ("lr=inf", "train.lr: "),
+        ("metric=blue", "train.metric: "),
+        ("device=gpu", "device is auto, cpu, cuda, cuda:N or mps"),
+        ("columns=['source']", "columns must name source and target"),
+        ("columns=['source', 'target', 'target']", "columns must name source and target"),
+        ("min_count=0", "text.min_count: "),
+        ("steps=1.5", "train.steps: "),
+        ("train.steps=true", "train.steps: "),
+    ],
+)
+def test_settings_that_are_wrong(setting: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(after(setting))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["encoder.layer=3", "model.encodr.layers=3", "score=aditive"])
+def test_wrong_model_settings_are_found_when_the_model_is_made(setting: str) -> None:
+    with pytest.raises(UserError, match=r"did you mean|additive"):
+        preset("transformer-tiny", 50, changes=after(setting)["model"])
+
+
+def test_a_value_is_no_table() -> None:
+    with pytest.raises(UserError, match="encoder is a value, not a table"):
+        after("encoder=none", "encoder.layers=3")
+
+
+KEYS = sorted(
+    {*Stack.model_fields, *Config.model_fields, *Text.model_fields, *Data.model_fields, *Train.model_fields}
+    - {"max_length"}  # of a table of positions, or of an example?
+)
+
+
+def test_a_name_of_two_sections_is_a_question() -> None:
+    with pytest.raises(UserError, match=r"could mean data\.max_length or model\.max_length"):
+        after("max_length=7")
+    assert after("model.max_length=7") == {"model": {"encoder": {"max_length": 7}, "decoder": {"max_length": 7}}}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_bare_name_lands_on_a_field_of_that_name(key: str) -> None:
+    kinds: dict[str, Any] = {"text": Text, "data": Data, "train": Train, "encoder": Stack, "decoder": Stack}
+    sections = after(f"{key}=1")
+    model = sections.pop("model", {})
+    if key in Config.model_fields and key not in Stack.model_fields:
+        assert model == {key: 1}
+    else:
+        for name, table in {**sections, **model}.items():
+            assert table == {key: 1}
+            assert key in kinds[name].model_fields
+
+
+@given(st.one_of(st.integers(), st.booleans(), st.floats(allow_nan=False), st.lists(st.integers(), max_size=3)))
+def test_values_are_toml(value: object) -> None:
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    assert after(f"train.lr={text}")["train"]["lr"] == tomllib.loads(f"x = {text}")["x"] == value
+
+
+@given(st.text(st.characters(categories=["L"]), min_size=1))
+def test_words_are_words(word: str) -> None:
+    expected = {"none": None, "None": None, "true": True, "false": False, "inf": float("inf")}.get(word, word)
+    if word != "nan":
+        assert after(f"text.source_tokens={word}")["text"]["source_tokens"] == expected
+
+
+@given(st.text(max_size=20))
+def test_any_setting_is_applied_or_a_user_error(setting: str) -> None:
+    for text in (setting, f"{setting}=1", f"train.{setting}", f"lr={setting}"):
+        tables: dict[str, Any] = {}
+        try:
+            assign(tables, text)
+            load_recipe(tables)
+        except UserError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"train": "a", "source": "b", "target": "c"}, "either train"),
+        ({"source": "b"}, "belong together"),
+        ({"target": "b"}, "belong together"),
+        ({"valid": "a", "valid_source": "b", "valid_target": "c"}, "either valid"),
+        ({"train": "a", "valid_target": "c"}, "valid_source and valid_target belong together"),
+    ],
+)
+def test_data_that_contradicts_itself(data: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe({"data": data})
+    assert said in str(caught.value)
+    assert "data" in str(caught.value)
+
+
+def test_an_empty_recipe_is_complete() -> None:
+    recipe = load_recipe({})
+    assert recipe == Recipe()
+    assert load_recipe(recipe.model_dump(mode="json")) == recipe
+
+
+def test_recipes_do_not_share_their_tables() -> None:
+    assert Recipe().model is not Recipe().model
+
+
+def test_reading_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('preset = "rnn-luong"\n[model.decoder]\nscore = "dot"\n[train]\nlr = 1e-4\n', encoding="utf-8")
+    tables = read_recipe(path)
+    assert load_recipe(tables, str(path)).train.lr == 1e-4
+    assign(tables, "score=general")
+    assert load_recipe(tables).model == {"encoder": {"score": "general"}, "decoder": {"score": "general"}}
+
+
+@pytest.mark.parametrize("content", [b"lr = ", b"\xff\xfe", b"a = 1\na = 2\n", b"[train\n"])
+def test_unreadable_recipes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.toml: not a readable TOML file: "):
+        read_recipe(path)
+
+
+def test_recipes_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.toml: no such recipe"):
+        read_recipe(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="not a readable TOML file"):
+        read_recipe(tmp_path)

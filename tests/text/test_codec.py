@@ -1,0 +1,89 @@
+"""Examples to ids of both sides, and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.config import parse
+from regard.errors import UserError
+from regard.text.codec import Codec, TextConfig, split_features
+from regard.text.example import Example
+from regard.text.tokenizer import Tokenizer
+from regard.text.unknown import Unknown
+
+CHAR = Tokenizer.train("char", ["Abmachungen"])
+SPACE = Tokenizer.train("space", ["a b c"])
+FEATURES = ("ACC(PL)", "N")
+
+
+def make(shared: bool = False) -> Codec:
+    return Codec(CHAR, CHAR if shared else SPACE, FEATURES, ("source", "features", "target"), ";")
+
+
+def test_features_come_first_and_the_end_last() -> None:
+    codec = make()
+    [row] = codec.encode_source([Example("Ab", features="N; ACC(PL);;")])
+    assert row == [CHAR.size + 1, CHAR.size, *CHAR.encode(["Ab"])[0], 3]
+    assert codec.source_pieces(row) == ["N", "ACC(PL)", "A", "b", "<eos>"]
+    assert max(row) < codec.source_vocab
+    assert codec.encode_source([Example("Ab"), Example("Ab", features="")]) == [row[2:]] * 2
+
+
+def test_targets_end_and_come_back() -> None:
+    codec = make()
+    [row] = codec.encode_target(["c a"])
+    assert row[-1] == 3
+    assert codec.decode_target(row) == "c a"
+    assert codec.target_pieces(row) == ["c", "a", "<eos>"]
+    assert codec.target_vocab == SPACE.size
+
+
+def test_a_shared_vocabulary_is_one_size_and_features_are_no_text() -> None:
+    codec = make(shared=True)
+    assert codec.shared
+    assert codec.source_vocab == codec.target_vocab == CHAR.size + 2
+    [row] = codec.encode_target(["Ab"])
+    assert codec.decode_target([codec.target_vocab - 1, *row]) == "Ab"
+    assert codec.target_pieces([codec.target_vocab - 1]) == ["N"]
+
+
+def test_unknown_symbols_and_features_are_counted_and_named() -> None:
+    codec = make()
+    examples = [Example("Abx", features="N;V"), Example("xx"), Example("Ab", features="N")]
+    rows = codec.encode_source(examples)
+    assert [row.count(1) for row in rows] == [2, 2, 0]
+    unknown = Unknown()
+    codec.note_unknown(examples, rows, unknown)
+    assert (unknown.symbols, unknown.total, unknown.texts) == ({"x": 3, "V": 1}, 4, 2)
+    assert unknown.first["V"] == "Abx"
+    assert unknown.summary() == "4 unknown symbols in 2 lines: 'x' 3x, 'V' 1x"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_saved_is_loaded(shared: bool, tmp_path) -> None:
+    codec = make(shared)
+    codec.save(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == (["tokenizer.json"] if shared else ["source.tokenizer.json", "target.tokenizer.json"])
+    loaded = Codec.load(tmp_path, parse(TextConfig, codec.config.model_dump(mode="json"), "config.json"))
+    assert loaded.config == codec.config
+    assert loaded.shared == shared
+    example = Example("Abc", "a b", "N;X")
+    assert loaded.encode_source([example]) == codec.encode_source([example])
+    assert loaded.encode_target(["a b"]) == codec.encode_target(["a b"])
+
+
+def test_a_missing_tokenizer_is_named(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"target\.tokenizer\.json"):
+        make().save(tmp_path)
+        (tmp_path / "target.tokenizer.json").unlink()
+        Codec.load(tmp_path, make().config)
+
+
+@given(st.text(), st.sampled_from([";", " ", "|", "++"]))
+def test_features_are_never_empty_or_padded(text: str, separator: str) -> None:
+    names = split_features(text, separator)
+    assert all(name and name == name.strip() and separator not in name for name in names)
+    assert split_features(separator.join(names), separator) == names

@@ -1,0 +1,194 @@
+"""Text goes into ids and comes back; nothing that a user types is ever a special symbol."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+
+from regard.errors import UserError
+from regard.text.library import SPECIALS, byte_letters
+from regard.text.tokenizer import Tokenizer
+
+NASTY = [
+    "< pad >",
+    "<pad>",
+    " < unk > ",
+    "<s>",
+    "</s>",
+    "[UNK]",
+    "< eos >",
+    "<|endoftext|>",
+    "▁a",
+    "Ġa",
+    "⁇",
+    "\0",
+    "\ufeff",
+]
+CORPUS = ["the cat sat on the mat", "  two  spaces", "naïve café 日本語 🙂", "it's 1999, isn't it?", *NASTY] * 5
+SCHEMES = ["char", "space", "word", "byte", "bpe:300", "unigram:300"]
+TRAINED = {scheme: Tokenizer.train(scheme, CORPUS) for scheme in SCHEMES}
+texts = st.lists(
+    st.sampled_from([*NASTY, " ", "  ", "\n", "\r", "\u2028", "\x85", "\x0b", "a", "é", "e\u0301"]) | st.text()
+).map("".join)
+
+
+def back(tokenizer: Tokenizer, text: str) -> str:
+    return tokenizer.decode(tokenizer.encode([text])[0])
+
+
+@given(texts)
+@settings(deadline=None)
+def test_byte_level_schemes_restore_any_text_and_know_everything(text: str) -> None:
+    for scheme in ("byte", "bpe:300", "unigram:300"):
+        ids = TRAINED[scheme].encode([text])[0]
+        assert TRAINED[scheme].decode(ids) == text
+        assert TRAINED[scheme].unknown(ids) == 0
+
+
+@given(texts, st.sampled_from(["char", "word", "space"]))
+@settings(deadline=None)
+def test_other_schemes_restore_what_they_have_seen(text: str, scheme: str) -> None:
+    tokenizer = Tokenizer.train(scheme, [text])
+    expected = " ".join(part for part in text.split(" ") if part) if scheme == "space" else text
+    assert back(tokenizer, text) == expected
+    assert tokenizer.unknown_symbols(text) == []
+
+
+@given(texts, st.sampled_from(SCHEMES))
+@settings(deadline=None)
+def test_text_never_becomes_a_special_symbol(text: str, scheme: str) -> None:
+    tokenizer = TRAINED[scheme]
+    ids = tokenizer.encode([text])[0]
+    assert not {0, 2, 3} & set(ids)
+    symbols = tokenizer.unknown_symbols(text)
+    assert tokenizer.unknown(ids) == len(symbols)
+    assert not set(symbols) & set(SPECIALS)
+    assert len(tokenizer.pieces(ids)) == len(ids)
+
+
+@given(st.lists(texts), st.sampled_from(["char", "space"]))
+@settings(deadline=None)
+def test_the_fast_path_is_the_library(batch: list[str], scheme: str) -> None:
+    tokenizer = TRAINED[scheme]
+    slow = [encoding.ids for encoding in tokenizer._library.encode_batch(batch, add_special_tokens=False)]
+    assert tokenizer.encode(batch) == slow
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_saved_is_loaded(scheme: str, tmp_path) -> None:
+    tokenizer = TRAINED[scheme]
+    tokenizer.save(tmp_path / "t.json")
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert (loaded.scheme, loaded.size) == (tokenizer.scheme, tokenizer.size)
+    assert loaded.encode(CORPUS) == tokenizer.encode(CORPUS)
+    assert loaded.pieces(range(loaded.size)) == tokenizer.pieces(range(tokenizer.size))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_training_twice_gives_the_same(scheme: str) -> None:
+    assert Tokenizer.train(scheme, iter(CORPUS)).to_json() == TRAINED[scheme].to_json()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("size", [260, 261, 280, 5000])
+def test_the_number_counts_every_symbol(kind: str, size: int) -> None:
+    tokenizer = Tokenizer.train(f"{kind}:{size}", CORPUS)
+    assert tokenizer.size <= size
+    assert tokenizer.scheme == f"{kind}:{tokenizer.size}"
+    if kind == "bpe" and size < 300:
+        assert tokenizer.size == size
+    assert back(tokenizer, "any ☃ text") == "any ☃ text"
+
+
+def test_rare_symbols_are_unknown_and_named() -> None:
+    tokenizer = Tokenizer.train("char", ["aab", "abc"], min_count=2)
+    assert tokenizer.size == 4 + 2
+    ids = tokenizer.encode(["cab"])[0]
+    assert ids == [1, 4, 5]  # most frequent first
+    assert (tokenizer.unknown(ids), tokenizer.unknown_symbols("cab")) == (1, ["c"])
+    assert tokenizer.decode(ids) == "⁇ab"
+    assert tokenizer.pieces(ids) == ["⁇", "a", "b"]
+
+
+def test_words_carry_their_space() -> None:
+    text = "Don't  stop, ok"
+    tokenizer = Tokenizer.train("word", [text, "Don't stop"])
+    assert tokenizer.pieces(tokenizer.encode([text])[0]) == ["Don", "'", "t", " ", " stop", ",", " ok"]
+    assert back(tokenizer, "Don't go, ok") == "Don't ⁇, ok"
+
+
+def test_space_means_the_space_only() -> None:
+    tokenizer = Tokenizer.train("space", ["a\u00a0b c\td"])
+    assert tokenizer.pieces(tokenizer.encode(["c\td a\u00a0b"])[0]) == ["c\td", "a\u00a0b"]
+
+
+def test_incomplete_bytes_are_shown_and_decoded() -> None:
+    tokenizer = TRAINED["byte"]
+    ids = tokenizer.encode(["hä"])[0]
+    assert ids == [4 + byte for byte in "hä".encode()]
+    assert tokenizer.pieces([2, *ids, 3, 0]) == ["<sos>", "h", r"\xc3", r"\xa4", "<eos>", "<pad>"]
+    assert tokenizer.decode(ids[:2]) == "h\N{REPLACEMENT CHARACTER}"
+    assert tokenizer.decode([1, *ids]) == "⁇hä"
+
+
+def test_specials_are_skipped_wherever_they_stand() -> None:
+    tokenizer = TRAINED["space"]
+    cat, sat = tokenizer.encode(["cat sat"])[0]
+    assert tokenizer.decode([2, cat, 0, 3, sat, 3, 0]) == "cat sat"
+    assert tokenizer.decode([]) == ""
+
+
+def test_half_a_surrogate_pair_is_no_crash() -> None:
+    for tokenizer in TRAINED.values():
+        assert len(tokenizer.encode(["a\ud800", "b"])) == 2
+        tokenizer.unknown_symbols("a\ud800")
+
+
+def test_byte_letters_are_those_of_the_library() -> None:
+    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_what_is_not_a_tokenizer_of_ours_is_refused(tmp_path) -> None:
+    path = tmp_path / "t.json"
+    with pytest.raises(UserError, match="no such tokenizer"):
+        Tokenizer.load(path)
+    good = json.loads(TRAINED["char"].to_json())
+    foreign = Library(models.WordLevel({"a": 0}, unk_token="a"))
+    added = Library.from_str(TRAINED["char"].to_json())
+    added.add_special_tokens(["<x>"])
+    shifted = {
+        **good,
+        "model": {**good["model"], "vocab": {s: (i + 1) % 4 for s, i in list(good["model"]["vocab"].items())[:4]}},
+    }
+    for text in ("", "{}", "\0", "[1]", json.dumps(shifted), foreign.to_str(), added.to_str()):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"t\.json: not a"):
+            Tokenizer.load(path)
+
+
+FORKED = """
+import os, sys
+from regard.text.library import threads
+from regard.text.tokenizer import Tokenizer
+tokenizer = Tokenizer.train("bpe:300", ["hello world"] * 2000)
+with threads():
+    tokenizer.encode(["hello world"] * 2000)
+child = os.fork()
+if not child:
+    assert len(tokenizer.encode(["hello world"] * 2000)) == 2000
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
+def test_forking_after_threads_neither_hangs_nor_warns() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

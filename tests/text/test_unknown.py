@@ -1,0 +1,28 @@
+"""The report of unknown symbols counts all and names the most frequent."""
+
+from __future__ import annotations
+
+from regard.text import unknown as module
+from regard.text.tokenizer import Tokenizer
+from regard.text.unknown import Unknown
+
+
+def test_counts_add_up(monkeypatch) -> None:
+    monkeypatch.setattr(module, "DISTINCT", 2)
+    tokenizer = Tokenizer.train("char", ["ab"])
+    texts = ["axb", "ab", "yxz", "x"]
+    report = Unknown()
+    assert (bool(report), report.summary()) == (False, "")
+    report.add(tokenizer, texts, tokenizer.encode(texts))
+    assert (report.total, report.texts) == (5, 3)
+    assert report.symbols == {"x": 3, "y": 1}  # z is one too many to be kept, but counted
+    assert report.first == {"x": "axb", "y": "yxz"}
+
+
+def test_the_summary_is_short_and_tells_look_alikes_apart() -> None:
+    report = Unknown()
+    report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100], "text")
+    told = report.summary()
+    assert told.startswith("12 unknown symbols in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
+    assert told.endswith(" and 3 more")
+    assert len(told) < 200

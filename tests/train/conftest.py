@@ -1,0 +1,44 @@
+"""What the tests of training share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backwards import TINY, MakeRecipe, write_pairs
+
+from regard.settings import Recipe, load_recipe
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, here and in processes started here; no pictures."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("regard.fit.draw_curve", lambda run, metric: None)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> MakeRecipe:
+    """A function that makes a recipe on its own little data; keywords change its training settings."""
+    train, valid = write_pairs(tmp_path / "train.tsv", 120), write_pairs(tmp_path / "valid.tsv", 20, seed=2)
+
+    def make(model: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+        defaults = {"steps": 12, "batch_examples": 10, "validate_every": 4, "log_every": 3, "workers": 1, "warmup": 5}
+        return load_recipe(
+            {
+                "preset": "transformer-tiny",
+                "model": {"encoder": TINY, "decoder": TINY, **(model or {})},
+                "text": {"source_tokens": "char", "target_tokens": "space"},
+                "data": {"train": str(train), "valid": str(valid)},
+                "train": defaults | settings,
+            }
+        )
+
+    return make

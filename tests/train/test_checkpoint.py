@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import errno
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.errors import UserError
+from regard.train.checkpoint import Checkpoints, read_tensors, replace_tensors
+from regard.train.progress import Best, Progress, Window
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(0, 1e9))
+def test_progress_survives_json_to_the_last_bit(value: float, seconds: float) -> None:
+    progress = Progress(
+        step=3,
+        seconds=seconds,
+        window=Window(nll=value),
+        best=Best(step=1, value=value, scores={"loss": value}),
+        kept=[1, 3],
+    )
+    assert Progress.model_validate_json(progress.model_dump_json()) == progress
+
+
+def test_the_last_step_is_found_and_older_ones_go(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.progress() is None
+    for step in (5, 100_000_000, 20):
+        checkpoints.save(Progress(step=step), {"model": WEIGHTS})
+    assert checkpoints.steps() == [5, 20, 100_000_000]
+    assert checkpoints.progress() == Progress(step=100_000_000)
+    loaded = checkpoints.tensors(20, "model")
+    assert all(torch.equal(loaded[name], x) for name, x in WEIGHTS.items())
+    checkpoints.prune()
+    assert checkpoints.steps() == [100_000_000]
+
+
+def test_a_step_saved_again_changes_only_its_numbers(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Progress(step=5), {"model": WEIGHTS})
+    checkpoints.save(Progress(step=5, finished="steps"), {})
+    assert checkpoints.progress() == Progress(step=5, finished="steps")
+    assert set(checkpoints.tensors(5, "model")) == {"a", "b"}
+
+
+def test_half_written_things_are_swept_away(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / "training" / ".step-00000007.1.tmp").mkdir(parents=True)
+    (tmp_path / ".model.safetensors.1.tmp").touch()
+    assert checkpoints.progress() is None
+    checkpoints.sweep()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["training"]
+
+
+def test_weights_are_as_readable_as_other_files(tmp_path: Path) -> None:
+    replace_tensors(WEIGHTS, tmp_path / "x.safetensors")
+    (tmp_path / "other").touch()
+    assert stat.filemode((tmp_path / "x.safetensors").stat().st_mode) == stat.filemode(
+        (tmp_path / "other").stat().st_mode
+    )
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"x\.safetensors: cannot be read"):
+        read_tensors(tmp_path / "x.safetensors")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Progress(step=1), {})
+    (tmp_path / "training/step-00000001/progress.json").write_text('{"step": 1, "unknown": 2}')
+    with pytest.raises(UserError, match="unknown: no such key"):
+        checkpoints.progress()
+
+
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+from regard.errors import UserError
+from regard.train.checkpoint import Checkpoints
+from regard.train.progress import Progress
+
+checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints.save(Progress(step=1), {"model": {"a": torch.zeros(100)}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    checkpoints.save(Progress(step=2), {"model": {"a": torch.zeros(100_000)}})
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_full_disk_is_told_and_the_old_checkpoint_still_loads(tmp_path: Path) -> None:
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "step-00000002: cannot write: File too large" in done.stderr
+    assert "untouched" in done.stderr
+    assert sorted(p.name for p in (tmp_path / "training").iterdir()) == ["step-00000001"]
+    assert len(Checkpoints(tmp_path).tensors(1, "model")["a"]) == 100
+
+
+def test_no_space_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Progress(step=1), {"model": WEIGHTS})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("regard.train.checkpoint.save_file", full)
+    for write in (
+        lambda: checkpoints.save(Progress(step=2), {"model": WEIGHTS}),
+        lambda: checkpoints.keep(2, WEIGHTS),
+        lambda: replace_tensors(WEIGHTS, tmp_path / "model.safetensors"),
+    ):
+        with pytest.raises(UserError, match="No space left on device"):
+            write()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["training"]
+    assert checkpoints.progress() == Progress(step=1)

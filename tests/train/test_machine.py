@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from regard.errors import UserError
+from regard.train.machine import bf16_problem, choose_device, cores, tune_allocator
+
+CPU = torch.device("cpu")
+
+
+def test_the_allocator_is_tuned_or_left_alone() -> None:
+    glibc = sys.platform.startswith("linux") and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")  # type: ignore[operator]
+    assert tune_allocator() == glibc
+
+
+def test_cores_are_ours() -> None:
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no CUDA GPU"):
+            choose_device("cuda")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(UserError, match="mps"):
+            choose_device("mps")
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "crashed with SIGILL"),
+        ("raise ValueError('no kernel')", "ValueError: no kernel"),
+        ("print(1.5)", "1.5 times as long"),
+        ("print(0.5)", None),
+    ],
+)
+def test_bf16_is_tried_in_another_process(probe: str, said: str | None) -> None:
+    problem = bf16_problem(CPU, probe)
+    assert problem is None if said is None else said in str(problem)

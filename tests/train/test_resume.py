@@ -1,0 +1,202 @@
+"""Resume is continue: killed anywhere, a run ends bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backwards import MakeRecipe
+
+from regard.errors import UserError
+from regard.fit import fit
+from regard.run import Run
+from regard.settings import Recipe
+from regard.train.launch import WorkerDied, Workers
+from regard.train.log import CLOCK_FIELDS, read_log
+from regard.train.signals import Stopped
+from regard.train.talk import Silence
+
+DRIVER = """
+import json, os, signal, sys, threading
+from regard.fit import fit
+from regard.settings import load_recipe
+from regard.train.talk import Silence
+
+class Killer(Silence):
+    def tick(self, step, done, seconds):
+        if step == int(sys.argv[3]):
+            threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), int(sys.argv[5]))).start()
+
+fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], resume=True, talk=Killer())
+"""
+
+
+def run_and_kill(recipe: Recipe, run: Path, step: int, delay: float, number: int = signal.SIGKILL) -> int:
+    """Train in a process of its own that sends itself a signal a moment after a step -> its exit status."""
+    given = json.dumps(recipe.model_dump(mode="json", exclude_unset=True))
+    command = [sys.executable, "-c", DRIVER, given, str(run), str(step), str(delay), str(int(number))]
+    return subprocess.run(command, check=False, timeout=120).returncode
+
+
+def result(run: Path) -> dict[str, Any]:
+    """Everything that must not depend on interruptions."""
+    tensors = {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*.safetensors")}
+    log = [
+        {key: value for key, value in event.items() if key not in CLOCK_FIELDS} for event in read_log(run / "log.jsonl")
+    ]
+    names = sorted(str(p.relative_to(run)) for p in run.rglob("*"))
+    return {"tensors": tensors, "log": log, "names": names}
+
+
+def others(run: Path) -> list[int]:
+    """Processes that train in a directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"regard.fit" in words and str(run).encode() in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
+class At(Silence):
+    """Does something after a step."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self._step, self._act = step, act
+
+    def tick(self, step: int, done: float, seconds: float) -> None:
+        if step == self._step:
+            self._act()
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupted_runs_end_like_uninterrupted_ones(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Killed at a random moment, told to stop, bereft of a worker: with dropout on, the end is the same bit for bit."""
+    order = recipe(steps=40, validate_every=6, workers=workers, average=2, ema=0.9, metric="wer", accumulate=2)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    fit(order, whole, talk=Silence())
+
+    at, delay = random.randint(1, 20), random.random() / 50
+    assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while (left := others(run)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "a worker outlives the first process"
+
+    if workers == 1:
+        assert run_and_kill(order, run, 26, 0.0, signal.SIGTERM) == 143
+    else:
+        with pytest.raises(Stopped) as stopped:
+            fit(order, run, resume=True, talk=At(26, lambda: send(signal.SIGTERM)))
+        assert stopped.value.code == 143
+    saved = [p.name for p in (run / "training").glob("step-*")]
+    assert len(saved) == 1 and saved[0] >= "step-00000027"  # the step was finished
+    assert not others(run)
+
+    if workers > 1:
+        started: list[Workers] = []
+        enter = Workers.__enter__
+        monkeypatch.setattr(Workers, "__enter__", lambda self: started.append(self) or enter(self))
+        with pytest.raises(WorkerDied, match="process 1 of 2 was killed by signal 9"):
+            fit(order, run, resume=True, talk=At(32, lambda: started[0]._processes[0].kill()))
+
+    fit(order, run, resume=True, talk=Silence())
+    assert result(run) == result(whole), f"killed {delay} s after step {at}"
+
+
+class Crash(BaseException):
+    """The machine stops here: no clean-up code runs that would only run for errors."""
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # files left open by the crash
+def test_a_crash_at_any_write_loses_nothing(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop before each single file operation in turn, and go on."""
+    order = recipe(steps=2, validate_every=1, average=2, log_every=2, ema=0.5)
+    fit(order, tmp_path / "whole", talk=Silence())
+    whole = result(tmp_path / "whole")
+    run = tmp_path / "run"
+    left = 0
+
+    def counted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            path = str(args[0])
+            if path.startswith(str(run)) and "/data" not in path:  # preparing data has its own tests
+                left -= 1
+                if left == 0:
+                    raise Crash
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module, name in ((os, "replace"), (os, "rename"), (os, "unlink"), (os, "mkdir"), (shutil, "rmtree")):
+        counted(module, name)
+    for stop_at in range(1, 200):
+        for old in {*run.glob("*.*"), *run.glob(".*"), *run.glob("training/*-*")}:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        left = stop_at
+        try:
+            fit(order, run, talk=Silence())
+            break
+        except Crash:
+            left = 0
+        try:  # what is there can be used, or it is plainly not there yet
+            Run.load(run)
+        except UserError as error:
+            assert any(text in str(error) for text in ("no weights yet", "not a run directory", "no such run"))
+        fit(order, run, resume=True, talk=Silence())
+        assert result(run) == whole, f"crash at write {stop_at}"
+    assert stop_at > 15
+
+
+def test_ctrl_c_saves_too(recipe: MakeRecipe, tmp_path: Path) -> None:
+    with pytest.raises(Stopped) as stopped:
+        fit(recipe(steps=100_000), tmp_path / "run", talk=At(5, lambda: send(signal.SIGINT)))
+    assert stopped.value.code == 130
+    assert (tmp_path / "run/training/step-00000006").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_during_validation_does_not_wait_for_its_end(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import regard.fit
+
+    order = recipe(steps=8, validate_every=4, ema=0.5)
+    fit(order, tmp_path / "whole", talk=Silence())
+    original = regard.fit.Validation.__call__
+
+    def endless(self: Any, model: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(regard.fit.Validation, "__call__", endless)
+    with pytest.raises(Stopped):
+        fit(order, tmp_path / "run", talk=Silence())
+    monkeypatch.setattr(regard.fit.Validation, "__call__", original)
+    fit(order, tmp_path / "run", resume=True, talk=Silence())
+    assert result(tmp_path / "run") == result(tmp_path / "whole")

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from regard.batch import Batch, collate
+from regard.config import Config
+from regard.loss import Loss
+from regard.model import Model
+from regard.presets import PRESETS, preset
+from regard.settings import Train
+from regard.train.step import Stepper
+from regard.train.world import World
+
+TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
+ROWS = [([5, 6, 3], [7, 3]), ([4, 3], [4, 5, 6, 3]), ([9, 9, 9, 3], [3]), ([8, 3], [10, 3])]
+
+
+def config(name: str = "transformer-tiny", dropout: float = 0.0) -> Config:
+    stack = {**TINY, "dropout": dropout}
+    return preset(name, 12, changes={"encoder": stack, "decoder": stack})
+
+
+def batch(rows: list[Any], config: Config, total: int) -> tuple[Batch, float]:
+    return collate([source for source, _ in rows], [target for _, target in rows], config, total), 1.0
+
+
+def make(config: Config, **settings: Any) -> Stepper:
+    torch.manual_seed(1)
+    return Stepper(Model(config), Train(label_smoothing=0.1, **settings), World(), 100)
+
+
+def gradients(stepper: Stepper) -> list[torch.Tensor]:
+    return [p.grad for p in stepper.model.parameters() if p.grad is not None]
+
+
+def test_accumulated_batches_are_one_large_batch() -> None:
+    whole, parts = make(config()), make(config())
+    total = sum(len(target) for _, target in ROWS)
+    one = whole.backward(1, [batch(ROWS, config(), total)])
+    nothing = batch(ROWS[:1], config(), total)[0], 0.0
+    many = parts.backward(1, [batch(ROWS[:1], config(), total), nothing, batch(ROWS[1:], config(), total)])
+    assert one == pytest.approx(many, rel=1e-5)
+    for a, b in zip(gradients(whole), gradients(parts), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_mean_loss() -> None:
+    stepper = make(config())
+    total = sum(len(target) for _, target in ROWS)
+    nll, smoothed, norm = stepper.backward(1, [batch(ROWS, config(), total)])
+    reference = make(config()).model.train()
+    given, _ = batch(ROWS, config(), total)
+    logits = reference(given.source_BS, given.source_keep_BS, given.input_BT)
+    for value, smoothing in ((nll, 0.0), (smoothed, 0.1)):
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), given.label_BT.flatten(), ignore_index=0, label_smoothing=smoothing
+        )
+        assert value / total == pytest.approx(float(loss.detach()), rel=1e-5)
+    loss.backward()
+    expected = torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None])
+    )
+    assert norm == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_weight_of_every_preset_learns(name: str) -> None:
+    """Data-parallel training waits for the gradient of each parameter."""
+    shape = config(name)
+    if shape.encoder is None or shape.decoder is None:
+        pytest.skip("not a sequence-to-sequence model")
+    stepper = make(shape)
+    stepper.backward(1, [batch(ROWS, shape, 9)])
+    assert [n for n, p in stepper.model.named_parameters() if p.grad is None] == []
+
+
+def test_random_numbers_depend_on_the_step_alone() -> None:
+    shape = config(dropout=0.5)
+    first, second = make(shape), make(shape)
+    first.backward(1, [batch(ROWS, shape, 9)])
+    a = first.backward(7, [batch(ROWS, shape, 9)])
+    b = second.backward(7, [batch(ROWS, shape, 9)])
+    c = second.backward(8, [batch(ROWS, shape, 9)])
+    assert a == b != c
+    sampling = [make(shape, scheduled_sampling=0.5) for _ in range(2)]
+    sampling[0].backward(1, [batch(ROWS, shape, 9)])
+    assert len({tuple(stepper.backward(7, [batch(ROWS, shape, 9)])) for stepper in sampling}) == 1
+
+
+def test_clipping_bounds_the_norm_and_small_gradients_pass() -> None:
+    stepper = make(config(), clip=0.01)
+    norm = stepper.backward(1, [batch(ROWS, config(), 9)])[2]
+    before = [g.clone() for g in gradients(stepper)]
+    stepper.train = stepper.train.model_copy(update={"clip": 2 * norm})
+    assert stepper.update(1e-3, norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients(stepper), strict=True))
+    stepper.train = stepper.train.model_copy(update={"clip": norm / 8})
+    stepper.update(1e-3, norm)
+    clipped = torch.nn.utils.get_total_norm(gradients(stepper))
+    assert float(clipped) == pytest.approx(norm / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_moves_nothing(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = make(config())
+    stepper.backward(1, [batch(ROWS, config(), 9)])
+    before = [p.detach().clone() for p in stepper.model.parameters()]
+    original = stepper._loss
+
+    def broken(given: Batch) -> Loss:
+        loss = original(given)
+        return loss._replace(smoothed=loss.smoothed + bad)  # the gradients themselves would be finite
+
+    monkeypatch.setattr(stepper, "_loss", broken)
+    norm = stepper.backward(2, [batch(ROWS[:2], config(), 9), batch(ROWS[2:], config(), 9)])[2]
+    assert math.isnan(norm)
+    assert not stepper.update(1e-3, norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))
+    assert not stepper.optimizer.state
+
+
+def test_bf16_is_close_to_fp32() -> None:
+    a = make(config()).backward(1, [batch(ROWS, config(), 9)])
+    b = make(config(), precision="bf16").backward(1, [batch(ROWS, config(), 9)])
+    assert a != b
+    assert a == pytest.approx(b, rel=0.05)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backwards import MakeRecipe
+
+from regard.errors import UserError
+from regard.fit import fit
+from regard.run import Run
+from regard.settings import Recipe
+from regard.train.checkpoint import Checkpoints
+from regard.train.log import Event, read_log
+from regard.train.step import Stepper
+from regard.train.talk import Silence
+from regard.train.trainer import Trainer
+
+
+def events(run: Path, kind: str) -> list[Event]:
+    return [event for event in read_log(run / "log.jsonl") if event["event"] == kind]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss of some steps not a number."""
+    original = Stepper.backward
+
+    def backward(self: Stepper, step: int, shares: Any) -> list[float]:
+        if step in steps:
+            shares = [(batch, math.nan) for batch, _ in shares]
+        return original(self, step, shares)
+
+    monkeypatch.setattr(Stepper, "backward", backward)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {2, 5, 6, 8})
+    progress = fit(recipe(steps=9), tmp_path / "run", talk=Silence()).progress
+    assert (progress.skipped, progress.skipped_in_a_row) == (4, 0)
+    assert [event["step"] for event in events(tmp_path / "run", "skip")] == [2, 5, 6, 8]
+    model = Run.load(tmp_path / "run").model
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert all(math.isfinite(event["loss"]) for event in events(tmp_path / "run", "train"))
+
+
+def test_three_in_a_row_stop_the_run_with_advice(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {2, 6, 7, 8})
+    with pytest.raises(UserError, match=r"(?s)diverges.*step 8.*train\.lr.*warm-up"):
+        fit(recipe(steps=20), tmp_path / "run", talk=Silence())
+    assert Checkpoints(tmp_path / "run").steps() == [4]
+    assert all(torch.isfinite(x).all() for x in Checkpoints(tmp_path / "run").tensors(4, "model").values())
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> None:
+    """Let validations say what a test wants."""
+    left = iter(scores)
+    monkeypatch.setattr("regard.fit.Validation.__call__", lambda self, model: {"loss": 1.0, "wer": next(left)})
+
+
+def weights_at(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
+    """The output weights at each validation."""
+    seen: dict[int, torch.Tensor] = {}
+    original = Trainer._scores
+
+    def scores(self: Trainer, weights: Any) -> Any:
+        source = self.model.output.weight if weights is None else weights["target_embedding.weight"]
+        seen[self.progress.step if self.progress.validated != self.progress.step else -1] = source.detach().clone()
+        return original(self, weights)
+
+    monkeypatch.setattr(Trainer, "_scores", scores)
+    return seen
+
+
+def train(order: Recipe, run: Path) -> torch.Tensor:
+    fit(order, run, talk=Silence())
+    return Run.load(run).model.output.weight.detach()
+
+
+def test_the_best_step_is_the_model(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [50.0, 30.0, math.nan, 40.0])
+    seen = weights_at(monkeypatch)
+    kept = train(recipe(steps=8, validate_every=2, metric="wer"), tmp_path / "run")
+    assert torch.equal(kept, seen[4])
+    assert [event["best"] for event in events(tmp_path / "run", "valid")] == [True, True, False, False]
+    assert events(tmp_path / "run", "end")[0]["best_step"] == 4
+
+
+def test_patience_ends_the_run(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [50.0, 30.0, 31.0, 30.0, 20.0])
+    progress = fit(
+        recipe(steps=99, validate_every=2, metric="wer", patience=2), tmp_path / "run", talk=Silence()
+    ).progress
+    assert (progress.step, progress.finished) == (8, "patience")
+
+
+@pytest.mark.parametrize(("score", "used"), [(9.0, True), (10.0, True), (11.0, False)])
+def test_the_mean_of_checkpoints_is_used_if_it_is_no_worse(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, score: float, used: bool
+) -> None:
+    scripted(monkeypatch, [40.0, 30.0, 20.0, 10.0, score])
+    seen = weights_at(monkeypatch)
+    kept = train(recipe(steps=8, validate_every=2, metric="wer", average=3), tmp_path / "run")
+    mean = torch.stack([seen[4], seen[6], seen[8]]).double().mean(0).float()
+    torch.testing.assert_close(seen[-1], mean, rtol=0, atol=1e-7)
+    assert torch.equal(kept, seen[-1] if used else seen[8])
+    assert events(tmp_path / "run", "average")[0]["best"] is used
+    assert len(list((tmp_path / "run/training").glob("weights-*"))) == 3
+
+
+def test_the_moving_average_is_what_is_validated_and_kept(recipe: MakeRecipe, tmp_path: Path) -> None:
+    kept = train(recipe(steps=8, ema=0.5), tmp_path / "run")
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert torch.equal(kept, checkpoints.tensors(8, "ema")["target_embedding.weight"])
+    assert not torch.equal(kept, checkpoints.tensors(8, "model")["target_embedding.weight"])
+
+
+def test_budgets(recipe: MakeRecipe, tmp_path: Path) -> None:
+    def progress(name: str, **settings: Any) -> Any:
+        found = fit(
+            recipe(**{"steps": None, "validate_every": None, **settings}), tmp_path / name, talk=Silence()
+        ).progress
+        return found.finished, found.step, found.epoch
+
+    reason, steps, epochs = progress("epochs", epochs=2)
+    assert (reason, epochs) == ("epochs", 2) and steps >= 24
+    assert progress("both", epochs=2, steps=5)[:2] == ("steps", 5)
+    reason, steps, _ = progress("minutes", minutes=0.01)
+    assert reason == "minutes" and steps > 0
+
+
+def test_saving_changes_nothing(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = train(recipe(steps=8), tmp_path / "a")
+    monkeypatch.setattr("regard.train.trainer.CHECKPOINT_SECONDS", 0.0)  # after every step
+    b = train(recipe(steps=8), tmp_path / "b")
+    assert torch.equal(a, b)
