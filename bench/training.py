@@ -3,8 +3,8 @@
     python bench/training.py --source train.de.gz --target train.en.gz --size tiny
 
 One model size, one corpus, one token budget, dropout 0.1 and label smoothing 0.1 for all. Counted are real symbols of
-both sides per second; padding does not count. Contenders take turns, each in processes of its own, and the median of the
-rounds is compared. `plain` and `marian` run as their users run them: one process, all threads, shuffled examples cut at
+both sides per second; padding does not count. Contenders take turns, each in processes of its own, and medians are
+compared. `plain` and `marian` run as their users run them: one process, all threads, shuffled examples cut at
 the token budget. The `+buckets` lines give them this project's batches, to show what of the difference is batching.
 """
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from toykit import SMALL
 
 import regard
 from regard.settings import assign
+from toykit import SMALL
 
 
 def test_importing_is_light():
@@ -23,7 +23,7 @@ def test_everything_announced_is_there():
     for name in regard.__all__:
         assert getattr(regard, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
-        regard.nothing
+        _ = regard.nothing
 
 
 def test_generate_score_and_logits_agree(toy):

@@ -13,9 +13,9 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from toykit import call, small
 
 import regard
+from toykit import call, small
 
 VERBS = ("demo", "train", "generate", "score", "evaluate", "info", "average")
 CHILD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -309,7 +309,8 @@ def test_info_shape(toy):
 
 
 def test_info_of_a_wide_attention():
-    said = call("info", "transformer-base", *"--set width=8192 --set heads=64 --set bias=none --set layers=1".split())
+    sets = [part for setting in ("width=8192", "heads=64", "bias=none", "layers=1") for part in ("--set", setting)]
+    said = call("info", "transformer-base", *sets)
     assert said.code == 0, said.err
     assert "query + key + value\t201,326,592\t201.3M" in said.out
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from toykit import call
 
 from regard import demo
 from regard.errors import UserError
+from toykit import call
 
 ENTRIES = {
     f"{a}{b}{c}": [[a.upper() + "1", b.upper(), c.upper() + "0"]] for a in "abcdefgh" for b in "aeiou" for c in "klmn"

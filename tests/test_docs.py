@@ -1,7 +1,7 @@
 """The documentation is run: every console and Python block, in a directory with the files that they name.
 
-Lines that start with `$` are commands; what follows must be found in their output, in order, where `...` stands for anything. Commands
-run as written, except that training is cut to a few steps of a small model.
+Lines that start with `$` are commands; what follows must be found in their output, in order, where `...` stands for
+anything. Commands run as written, except that training is cut to a few steps of a small model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from toykit import Said, call, small
 
 from regard.config import Config, Stack
 from regard.settings import Data, Text, Train
+from toykit import Said, call, small
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

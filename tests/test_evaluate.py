@@ -53,8 +53,8 @@ def test_default_metrics_follow_the_task(run):
     assert default_metrics(run, ["AH B"])[:2] == ["wer", "per"]
 
     class Sentences:
-        class codec:  # noqa: N801
-            class config:  # noqa: N801
+        class codec:
+            class config:
                 target_tokens = "bpe:500"
 
     assert default_metrics(Sentences, ["ein Satz mit Wörtern"])[0] == "bleu"

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent / "inspect"))
 from little import letters, tiny
 
 from regard.config import Config
+from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
-from regard.inspect.alignment import alignment_heads, save_alignment_heads
 from regard.inspect.cut import cut
 from regard.inspect.importance import make_batches, silencing
 from regard.inspect.places import attentions, head_numbers
@@ -77,6 +77,7 @@ def test_pruned_is_masked_for_every_position(position: str) -> None:
         {"kv_heads": 2, "score": "additive"},
         {"bias": "none"},
         {"head_width": 6},
+        {"head_width": 6, "value_width": 3, "kv_heads": 2},
         {"cross_window": 2, "cross_center": "predicted"},
         {"window": 1},
         {"norm_at": "post", "gated": True, "norm": "rms"},
@@ -185,7 +186,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     run = letters()
     run.path = tmp_path / "run"
     run.save(run.path)
-    save_alignment_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)], "all of a layer")
+    save_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)])
     told: list[str] = []
     smaller, report = prune(
         run, EXAMPLES, EXAMPLES[:4], Amount(fraction=0.4), greedy=True, tune_steps=3, talk=told.append
@@ -200,7 +201,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config
     kept = head_numbers(loaded.model, "decoder.blocks.0.cross")
-    assert alignment_heads(tmp_path / "small") == tuple((0, index) for index in range(len(kept)))
+    assert load_heads(tmp_path / "small") == tuple((0, index) for index in range(len(kept)))
 
 
 def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:

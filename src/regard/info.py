@@ -3,12 +3,12 @@
 Everything is read off a model on the meta device, which has shapes but no numbers.
 
 Parameters    every tensor once, filed under what it does; a shared table is counted where it is first used.
-FLOPs         matrix products of one forward pass, a multiply and an add counted as two. A weight matrix of n numbers costs 2n
-              per symbol that passes through it; attention costs 4 * heads * head_width * keys per query and layer (scores, and
-              the mixing of values). Additions of biases, softmax and normalisation are left out. Training costs three times
-              the forward pass.
-Training      weights, gradients and two Adam moments (16 bytes per parameter), and what a forward pass over one batch keeps for
-              the backward pass, which is counted by tracing it.
+FLOPs         matrix products of one forward pass, a multiply and an add counted as two. A weight matrix of n numbers
+              costs 2n per symbol that passes through it; attention costs 2 * heads * (head width + value width) * keys
+              per query and layer: scores, and the mixing of values. Biases, softmax and normalisation are left out.
+              Training costs three times the forward pass.
+Training      weights, gradients and two Adam moments (16 bytes per parameter), and what a forward pass over one batch
+              keeps for the backward pass, which is counted by tracing it.
 Decoding      weights, and keys and values for every symbol of the source and of each hypothesis.
 """
 
@@ -72,7 +72,7 @@ class Info:
         return self.weights + self.cache
 
     def subtotals(self) -> dict[str, int]:
-        """Sums over parts that belong together, by their common prefix; q, k and v of an attention as `.query_key_value`."""
+        """Sums over parts with a common prefix; q, k and v of an attention are summed as `.query_key_value`."""
         sums: dict[str, int] = {}
         for part, count in self.parameters.items():
             *groups, leaf = part.split(".")
@@ -163,7 +163,15 @@ def count_parameters(model: Model) -> dict[str, int]:
     return {part: parts[part] for part in sorted(parts, key=_place)}
 
 
-_ORDER = ("shared_embedding", "source_embedding", "target_embedding", "encoder", "decoder", "prediction", "positions")
+_ORDER: tuple[str, ...] = (
+    "shared_embedding",
+    "source_embedding",
+    "target_embedding",
+    "encoder",
+    "decoder",
+    "prediction",
+    "positions",
+)
 _ORDER += ("self_attention", "cross_attention", "query", "key", "value", "out", "score", "feed_forward", "recurrent")
 _ORDER += ("bridge", "combine", "norms")
 
@@ -220,7 +228,7 @@ def _multiplies(name: str, tensor: Tensor) -> bool:
 
 
 def _source_share(config: Config, name: str) -> float:
-    """How much of a matrix is used once per source symbol: all of the encoder, and the decoder's keys and values of it."""
+    """How much of a matrix is used per source symbol: all of the encoder, and the decoder's keys and values."""
     if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
         return 1.0
     concat = config.decoder is not None and config.decoder.score == "concat"

@@ -1,4 +1,4 @@
-"""The training objective: a sum over symbols, to be divided once by the count of the whole step, however it is split."""
+"""The training objective: a sum over symbols, divided once by the count of the whole step, however that is split."""
 
 from __future__ import annotations
 

@@ -111,10 +111,10 @@ def compare(name: str, hypotheses: Texts, others: Texts, references: Texts, samp
         return 1.0  # sacrebleu's count of larger differences would find none and call that significant
     from sacrebleu.significance import PairedTest
 
-    systems = [("base", list(others)), ("system", list(hypotheses))]
+    systems: list[tuple[str, Texts]] = [("base", list(others)), ("system", list(hypotheses))]
     samples = _affordable(samples, len(references))
     test = PairedTest(systems, {name: _sacrebleu(name)}, [list(references)], test_type="bs", n_samples=samples)
-    _, scores = test()
+    scores: dict[str, Any] = test()[1]
     return float(next(results[1].p_value for key, results in scores.items() if key != "System"))
 
 
@@ -154,11 +154,12 @@ def _percent(sums: Sums) -> float:
 
 
 def _shares(amounts: Any, totals: Any) -> np.ndarray:
-    return 100 * np.asarray(amounts) / np.maximum(totals, 1)  # no reference symbol at all: every edit counts in full
+    # Without a single reference symbol every edit counts in full.
+    return np.asarray(100 * np.asarray(amounts) / np.maximum(totals, 1))
 
 
 def _perplexities(amounts: Any, totals: Any) -> np.ndarray:
-    return np.exp(np.minimum(np.asarray(amounts) / np.maximum(totals, 1), 700))  # beyond is beyond a float
+    return np.asarray(np.exp(np.minimum(np.asarray(amounts) / np.maximum(totals, 1), 700)))  # more than a float holds
 
 
 def _perplexity(amount: float, total: float) -> float:
@@ -189,7 +190,9 @@ def _affordable(samples: int, count: int) -> int:
 
 
 def _sacrebleu(name: str) -> Any:
-    from sacrebleu.metrics import BLEU, CHRF, TER
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+    from sacrebleu.metrics.ter import TER
 
     kinds: dict[str, type] = {"bleu": BLEU, "chrf": CHRF, "ter": TER}
     if name not in kinds:

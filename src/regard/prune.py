@@ -12,12 +12,12 @@ import numpy as np
 
 from regard.batch import Batch, Ids, collate
 from regard.data.order import batches as cut_batches
+from regard.decode.alignment import load_heads, save_heads
 from regard.decode.generate import Decoder
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import default_metrics, evaluate
 from regard.files import write_json
-from regard.inspect.alignment import alignment_heads, save_alignment_heads
 from regard.inspect.cut import cut
 from regard.inspect.importance import (
     Removed,
@@ -144,13 +144,13 @@ def save(smaller: Run, report: Report, path: str | Path, original: Path) -> None
     smaller.save(path)
     write_json(path / REPORT, report.to_json())
     kept = []
-    for layer, index in alignment_heads(original):
+    for layer, index in load_heads(original):
         name = f"decoder.blocks.{layer}.cross"
         old = head_numbers_before(smaller.model, report, name)
         if index < len(old) and old[index] in head_numbers(smaller.model, name):
             kept.append((layer, head_numbers(smaller.model, name).index(old[index])))
     if kept:
-        save_alignment_heads(path, kept, "those of the unpruned run that are left")
+        save_heads(path, kept)
 
 
 def head_numbers_before(model: Model, report: Report, name: str) -> list[int]:

@@ -19,7 +19,7 @@ LOWER_IS_BETTER = frozenset({"loss", "wer", "per"})
 class Text(Value):
     """How text becomes symbols."""
 
-    source_tokens: str = "auto"  # char | space | word | byte | bpe:N | unigram:N | auto
+    source_tokens: str = "auto"  # char | nfd | space | word | byte | bpe:N | unigram:N | auto
     target_tokens: str = "auto"
     shared: bool = False  # one vocabulary for both sides
     min_count: Count = 1  # rarer symbols are unknown (char, space, word)
@@ -130,8 +130,8 @@ def load_recipe(tables: dict[str, Any], where: str = "recipe") -> Recipe:
 def assign(tables: dict[str, Any], setting: str) -> None:
     """Apply one `--set key=value` to recipe tables, in place.
 
-    A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; the name of a field of
-    Stack means both towers. The value is TOML, or a plain word.
+    A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; a field of Stack
+    means both towers. The value is TOML, or a plain word.
     """
     key, equals, raw = setting.partition("=")
     key = key.strip()

@@ -38,6 +38,18 @@ def test_it_finds_what_string_search_finds(
         assert (needed == 0) == all(occurs(phrase, text) for phrase in require)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(letters, min_size=1, max_size=7).map(tuple), st.data())
+def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject) -> None:
+    places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, len(text))).map(lambda p: text[p[0] : p[0] + p[1]])
+    inside = data.draw(st.lists(places, min_size=1, max_size=4))
+    spelling = Spelling.of([(letter,) for letter in range(3)], [True] * 3)
+    assert make_phrases(inside, [], spelling).walk(text) == 0
+    for phrase in inside:
+        assert make_phrases([], [*inside[1:], phrase], spelling).walk(text) is None
+        assert make_phrases([(*text, 0)], [phrase], spelling).walk([]) == NEVER
+
+
 @settings(max_examples=150, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.booleans(), min_size=6, max_size=6))
 def test_it_knows_the_shortest_way(

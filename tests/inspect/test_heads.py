@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from regard.errors import UserError
-from regard.inspect.alignment import alignment_heads, save_alignment_heads
 from regard.inspect.heads import (
     alignment_merits,
     best_alignment_heads,
@@ -158,13 +157,3 @@ def test_grids_have_a_place_for_every_head(make_letters: Callable[..., Run]) -> 
     assert list(found) == ["encoder", "decoder", "cross"] and found["encoder"].shape == (2, 3)
     assert np.isnan(found["encoder"]).sum() == 3
     assert found["encoder"][0, 2] == next(h.gradient for h in heads if h.kind == "encoder" and h.head == 2)
-
-
-def test_alignment_heads_are_kept_in_the_run(tmp_path: Path) -> None:
-    assert alignment_heads(tmp_path) == ()
-    save_alignment_heads(tmp_path, [(0, 2), (1, 3)], "sharpness")
-    assert alignment_heads(tmp_path) == ((0, 2), (1, 3))
-    for bad in ('{"heads": 3}', "[1]", '{"heads": [[0]]}', '{"heads": [[0, -1]]}', '{"heads": [[0, true]]}', "x"):
-        (tmp_path / "alignment.json").write_text(bad)
-        with pytest.raises(UserError, match=r"alignment\.json"):
-            alignment_heads(tmp_path)

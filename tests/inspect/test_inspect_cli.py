@@ -11,8 +11,8 @@ import pytest
 from little import letters
 
 from regard.cli import heads, inspect, prune
+from regard.decode.alignment import load_heads
 from regard.errors import UserError
-from regard.inspect.alignment import alignment_heads
 from regard.run import Run
 
 
@@ -86,7 +86,7 @@ def test_heads_are_listed_and_the_best_kept(saved: str, pairs: str, capsys: pyte
     heads.command(saved, pairs)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("\t") == list(heads.NAMES) and len(lines) == 25
-    assert alignment_heads(Path(saved))
+    assert load_heads(Path(saved))
     heads.command(saved, pairs, no_ablation=True, json=True, no_store=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 24 and "ablation" not in rows[0]
@@ -99,7 +99,7 @@ def test_heads_with_links_and_a_picture(saved: str, pairs: str, tmp_path: Path) 
     links.write_text("0-1 1-0\n" * 11)
     heads.command(saved, pairs, links=str(links), picture=str(tmp_path / "heads.svg"), examples=4)
     assert (tmp_path / "heads.svg").is_file()
-    assert "agreement" in (Path(saved) / "alignment.json").read_text()
+    assert load_heads(Path(saved))
 
 
 def test_a_run_is_pruned(saved: str, pairs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 
 import pytest
 
@@ -62,3 +63,9 @@ def test_the_reason_names_what_was_counted() -> None:
 def test_odd_samples_do_not_crash() -> None:
     for sample in ([""], [" "], ["a"], ["\0"], []):
         assert choose(sample).reason
+
+
+def test_characters_made_of_few_parts_are_cut_into_them() -> None:
+    syllables = [chr(0xAC00 + 37 * i) for i in range(300)]
+    assert choose(["".join(syllables[i : i + 3]) for i in range(290)]).scheme == "nfd"
+    assert choose([unicodedata.normalize("NFD", "".join(syllables[i : i + 3])) for i in range(290)]).scheme == "char"

@@ -8,7 +8,9 @@ from regard.errors import UserError
 from regard.text.scheme import parse_scheme
 
 
-@pytest.mark.parametrize("request_", ["char", "space", "word", "byte", "auto", "bpe:260", "bpe:8000", "unigram:32000"])
+@pytest.mark.parametrize(
+    "request_", ["char", "nfd", "space", "word", "byte", "auto", "bpe:260", "bpe:8000", "unigram:32000"]
+)
 def test_a_scheme_is_written_as_it_is_read(request_: str) -> None:
     assert str(parse_scheme(request_)) == request_
 

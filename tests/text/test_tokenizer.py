@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
@@ -192,3 +193,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_forking_after_threads_neither_hangs_nor_warns() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_decomposed_letters_share_their_parts_and_come_back_composed() -> None:
+    tokenizer = Tokenizer.train("nfd", ["가곡 é", "e"])
+    text = unicodedata.normalize("NFC", "곡é가")
+    ids = tokenizer.encode([text])[0]
+    assert tokenizer.unknown(ids) == 0
+    assert len(ids) == len(unicodedata.normalize("NFD", text))
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode([unicodedata.normalize("NFD", text)])[0] == ids

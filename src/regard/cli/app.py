@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
+import typer.main
 
 from regard.cli import average, demo, evaluate, generate, info, score, train
 from regard.cli.common import ReaderGone
@@ -25,7 +27,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (demo, train, generate, score, evaluate, info, average):
-    app.command(verb.__name__.rpartition(".")[2], epilog=f"Example: {verb.EXAMPLE}")(verb.command)
+    _paragraphs = cleandoc(verb.command.__doc__ or "").split("\n\n")
+    app.command(
+        verb.__name__.rpartition(".")[2],
+        help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs),
+        epilog=f"Example: {verb.EXAMPLE}",
+    )(verb.command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,7 +63,10 @@ def run() -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
-        code = app(standalone_mode=False, prog_name="regard")
+        group = typer.main.get_command(app)
+        if hasattr(group, "rich_markup_mode"):
+            group.rich_markup_mode = None  # the list of verbs is plain and quick; the verbs' own help is set in panels
+        code = group(standalone_mode=False, prog_name="regard")
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
@@ -75,7 +85,9 @@ def run() -> int:
             traceback.print_exc()
             return 1
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return _complain(f"{what}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where it happened", 1)
+        return _complain(
+            f"{what}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where it happened", 1
+        )
 
 
 def _complain(message: str, code: int) -> int:

@@ -15,7 +15,10 @@ def command(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs of the same model and vocabulary.")],
 ) -> None:
-    """Average the weights of several runs of the same model over the same vocabulary."""
+    """Average the weights of several runs.
+
+    They must be the same model over the same vocabulary.
+    """
     from pathlib import Path
 
     from regard.errors import UserError

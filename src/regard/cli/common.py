@@ -18,7 +18,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Processor threads. Small mode
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
 Columns = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="What the columns are. [default: as the run was trained]")
+    str | None, typer.Option(metavar="NAMES", help="What the columns are. (default: as the run was trained)")
 ]
 Target = Annotated[str | None, typer.Option(help="Targets in a file of their own; PAIRS then holds the sources.")]
 Set = Annotated[

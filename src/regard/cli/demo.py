@@ -20,10 +20,14 @@ EXAMPLE = "regard demo --minutes 3"
 def command(
     minutes: Annotated[float, typer.Option(min=0.05, help="How long to train.")] = 3.0,
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where to leave data and run. [default: runs/demo, then runs/demo-2, ...]")
+        str | None,
+        typer.Option(metavar="DIR", help="Where to leave data and run. (default: runs/demo, then runs/demo-2, ...)"),
     ] = None,
 ) -> None:
-    """Train a pronunciation model on the CMU dictionary, score it on held-out words, and pronounce a few new ones."""
+    """Train a pronunciation model and show what it learned.
+
+    It learns from the CMU dictionary, is scored on words that were held out, and pronounces a few that are new.
+    """
     from rich.console import Console
 
     from regard import demo
@@ -69,7 +73,8 @@ def _show_scores(console: Console, result: Evaluation) -> None:
     console.rule(f"{result.examples:,} words it has never seen", align="left", characters="─")
     for measured, meaning in ((per, "of the phones need an edit"), (wer, "of the words have at least one wrong phone")):
         name = "PER" if measured is per else "WER"
-        console.print(f" {name} [bold]{measured.score:5.1f} %[/]  {meaning} [dim](95%: {measured.low:.1f} to {measured.high:.1f})[/]")
+        interval = f"(95%: {measured.low:.1f} to {measured.high:.1f})"
+        console.print(f" {name} [bold]{measured.score:5.1f} %[/]  {meaning} [dim]{interval}[/]")
 
 
 def _show_word(console: Console, pronounced: Pronounced) -> None:

@@ -18,36 +18,37 @@ EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    pairs: Annotated[str, typer.Argument(metavar="[PAIRS]", help="A TSV of sources and targets; - is stdin.")] = "-",
+    pairs: Annotated[str, typer.Argument(metavar="PAIRS", help="A TSV of sources and targets; - is stdin.")] = "-",
     target: Target = None,
     columns: Columns = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="accuracy, wer, per, cer, bleu, chrf, ter or perplexity. Repeatable. [default: by the task]"),
+        typer.Option(help="accuracy, wer, per, cer, bleu, chrf, ter or perplexity. Repeatable. (default: by the task)"),
     ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="RUN", help="Compare with another run, with paired significance.")
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Samples for the 95% intervals; 0 for none.")] = 1000,
-    beam: Annotated[int | None, typer.Option(help="Hypotheses kept at each step. [default: 1, greedy]")] = None,
+    beam: Annotated[int | None, typer.Option(help="Hypotheses kept at each step. (default: 1, greedy)")] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Rank by score / length ** PENALTY. [default: 1.0]")
+        float | None, typer.Option(help="Rank by score / length ** PENALTY. (default: 1.0)")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most output symbols. [default: 3 times the source and 50]")
+        int | None, typer.Option(help="Most output symbols. (default: 3 times the source and 50)")
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Source symbols times hypotheses at once. [default: 8192]")
+        int | None, typer.Option(help="Source symbols times hypotheses at once. (default: 8192)")
     ] = None,
     strict: Strict = False,
     json: Json = False,
     threads: Threads = 1,
     device: Device = "cpu",
 ) -> None:
-    """Decode the sources, compare with the targets, and print scores with 95% bootstrap intervals.
+    """Score a run on pairs that it has not seen.
 
-    wer is the share of sequences that are wrong, per and cer count edits per symbol and character. Everything but perplexity is
-    in percent.
+    The sources are decoded and compared with the targets; scores come with 95% bootstrap intervals. wer is the share
+    of sequences that are wrong, per and cer count edits per symbol and character. Everything but perplexity is in
+    percent.
     """
     from regard.data.account import Account
     from regard.decode.options import Options

@@ -21,107 +21,121 @@ Real = float | None
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Sources, one per line; - is stdin.")] = "-",
-    beam: Annotated[Whole, typer.Option(help="Hypotheses kept at each step. [default: 1, greedy]", rich_help_panel=SEARCH)] = None,
-    nbest: Annotated[Whole, typer.Option(help="Outputs per line. [default: 1]", rich_help_panel=SEARCH)] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Sources, one per line; - is stdin.")] = "-",
+    beam: Annotated[
+        Whole, typer.Option(help="Hypotheses kept at each step. (default: 1, greedy)", rich_help_panel=SEARCH)
+    ] = None,
+    nbest: Annotated[Whole, typer.Option(help="Outputs per line. (default: 1)", rich_help_panel=SEARCH)] = None,
     length_penalty: Annotated[
-        Real, typer.Option(help="Rank by score / length ** PENALTY. [default: 1.0]", rich_help_panel=SEARCH)
+        Real, typer.Option(help="Rank by score / length ** PENALTY. (default: 1.0)", rich_help_panel=SEARCH)
     ] = None,
     coverage_penalty: Annotated[
-        Real, typer.Option(help="Rank lower what leaves source symbols unread. [default: 0.0]", rich_help_panel=SEARCH)
+        Real, typer.Option(help="Rank lower what leaves source symbols unread. (default: 0.0)", rich_help_panel=SEARCH)
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Stop only when nothing can overtake any more.", rich_help_panel=SEARCH)
     ] = False,
     groups: Annotated[
-        Whole, typer.Option(help="Diverse beam: groups that avoid each other. [default: 1]", rich_help_panel=SEARCH)
+        Whole, typer.Option(help="Diverse beam: groups that avoid each other. (default: 1)", rich_help_panel=SEARCH)
     ] = None,
     diversity: Annotated[
-        Real, typer.Option(help="What a symbol of an earlier group costs. [default: 0.5]", rich_help_panel=SEARCH)
+        Real, typer.Option(help="What a symbol of an earlier group costs. (default: 0.5)", rich_help_panel=SEARCH)
     ] = None,
     mbr: Annotated[
         Whole, typer.Option(help="Choose from so many candidates by expected utility.", rich_help_panel=SEARCH)
     ] = None,
     utility: Annotated[
-        str | None, typer.Option(help="Of --mbr: chrf, bleu, edit or exact. [default: chrf]", rich_help_panel=SEARCH)
+        str | None, typer.Option(help="Of --mbr: chrf, bleu, edit or exact. (default: chrf)", rich_help_panel=SEARCH)
     ] = None,
     ensemble: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="A further run to decode with. Repeatable.", rich_help_panel=SEARCH)
+        list[str] | None,
+        typer.Option(metavar="RUN", help="A further run to decode with. Repeatable.", rich_help_panel=SEARCH),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="W,W,...", help="Of RUN and each --ensemble. [default: equal]", rich_help_panel=SEARCH)
+        str | None,
+        typer.Option(metavar="W,W,...", help="Of RUN and each --ensemble. (default: equal)", rich_help_panel=SEARCH),
     ] = None,
     sample: Annotated[
         bool, typer.Option("--sample", help="Draw symbols instead of searching for the best.", rich_help_panel=SAMPLING)
     ] = False,
     temperature: Annotated[
-        Real, typer.Option(help="Below 1 sharper, above 1 flatter. [default: 1.0]", rich_help_panel=SAMPLING)
+        Real, typer.Option(help="Below 1 sharper, above 1 flatter. (default: 1.0)", rich_help_panel=SAMPLING)
     ] = None,
-    top_k: Annotated[Whole, typer.Option(help="Draw from the K best. [default: all]", rich_help_panel=SAMPLING)] = None,
+    top_k: Annotated[Whole, typer.Option(help="Draw from the K best. (default: all)", rich_help_panel=SAMPLING)] = None,
     top_p: Annotated[
-        Real, typer.Option(help="Draw from the best that make up P. [default: 1.0]", rich_help_panel=SAMPLING)
+        Real, typer.Option(help="Draw from the best that make up P. (default: 1.0)", rich_help_panel=SAMPLING)
     ] = None,
     min_p: Annotated[
-        Real, typer.Option(help="Leave out what is below P times the best. [default: 0.0]", rich_help_panel=SAMPLING)
+        Real, typer.Option(help="Leave out what is below P times the best. (default: 0.0)", rich_help_panel=SAMPLING)
     ] = None,
-    seed: Annotated[Whole, typer.Option(help="Of the draws. [default: 1]", rich_help_panel=SAMPLING)] = None,
+    seed: Annotated[Whole, typer.Option(help="Of the draws. (default: 1)", rich_help_panel=SAMPLING)] = None,
     prefix: Annotated[str | None, typer.Option(help="Every output starts so.", rich_help_panel=STEERING)] = None,
     prefix_column: Annotated[
         bool,
-        typer.Option("--prefix-column", help="The last column of each line is its own prefix.", rich_help_panel=STEERING),
+        typer.Option(
+            "--prefix-column", help="The last column of each line is its own prefix.", rich_help_panel=STEERING
+        ),
     ] = False,
     require: Annotated[
-        list[str] | None, typer.Option(metavar="PHRASE", help="The output contains it. Repeatable.", rich_help_panel=STEERING)
+        list[str] | None,
+        typer.Option(metavar="PHRASE", help="The output contains it. Repeatable.", rich_help_panel=STEERING),
     ] = None,
     forbid: Annotated[
-        list[str] | None, typer.Option(metavar="PHRASE", help="The output lacks it. Repeatable.", rich_help_panel=STEERING)
+        list[str] | None,
+        typer.Option(metavar="PHRASE", help="The output lacks it. Repeatable.", rich_help_panel=STEERING),
     ] = None,
     alternatives: Annotated[
         Whole, typer.Option(help="The K best symbols at one place, each completed.", rich_help_panel=STEERING)
     ] = None,
     alternatives_at: Annotated[
-        Whole, typer.Option(help="That place, from 0. [default: after the prefix]", rich_help_panel=STEERING)
+        Whole, typer.Option(help="That place, from 0. (default: after the prefix)", rich_help_panel=STEERING)
     ] = None,
     no_repeat_ngram: Annotated[
         Whole, typer.Option(help="No N symbols in a row occur twice.", rich_help_panel=STEERING)
     ] = None,
     repetition_penalty: Annotated[
-        Real, typer.Option(help="Above 1: avoid symbols already there. [default: 1.0]", rich_help_panel=STEERING)
+        Real, typer.Option(help="Above 1: avoid symbols already there. (default: 1.0)", rich_help_panel=STEERING)
     ] = None,
     unknown: Annotated[
         bool, typer.Option("--unknown", help="Let the unknown symbol be produced.", rich_help_panel=STEERING)
     ] = False,
-    min_length: Annotated[Whole, typer.Option(help="Fewest output symbols. [default: 0]", rich_help_panel=OUTPUT)] = None,
+    min_length: Annotated[
+        Whole, typer.Option(help="Fewest output symbols. (default: 0)", rich_help_panel=OUTPUT)
+    ] = None,
     max_length: Annotated[
-        Whole, typer.Option(help="Most output symbols. [default: 3 times the source and 50]", rich_help_panel=OUTPUT)
+        Whole, typer.Option(help="Most output symbols. (default: 3 times the source and 50)", rich_help_panel=OUTPUT)
     ] = None,
     min_ratio: Annotated[
-        Real, typer.Option(help="Fewest, in units of the source's length. [default: 0.0]", rich_help_panel=OUTPUT)
+        Real, typer.Option(help="Fewest, in units of the source's length. (default: 0.0)", rich_help_panel=OUTPUT)
     ] = None,
-    max_ratio: Annotated[Real, typer.Option(help="Most, in units of the source's length.", rich_help_panel=OUTPUT)] = None,
+    max_ratio: Annotated[
+        Real, typer.Option(help="Most, in units of the source's length.", rich_help_panel=OUTPUT)
+    ] = None,
     max_source: Annotated[
-        Whole, typer.Option(help="A longer source gets an empty output. [default: 2048]", rich_help_panel=OUTPUT)
+        Whole, typer.Option(help="A longer source gets an empty output. (default: 2048)", rich_help_panel=OUTPUT)
     ] = None,
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Show which source symbols made each symbol.", rich_help_panel=OUTPUT)
     ] = False,
     alignment_heads: Annotated[
-        str | None, typer.Option(metavar="L.H,L.H,...", help="Layers and heads it is read from.", rich_help_panel=OUTPUT)
+        str | None,
+        typer.Option(metavar="L.H,L.H,...", help="Layers and heads it is read from.", rich_help_panel=OUTPUT),
     ] = None,
     batch_tokens: Annotated[
-        Whole, typer.Option(help="Source symbols times hypotheses at once. [default: 8192]", rich_help_panel=OUTPUT)
+        Whole, typer.Option(help="Source symbols times hypotheses at once. (default: 8192)", rich_help_panel=OUTPUT)
     ] = None,
     window: Annotated[
-        Whole, typer.Option(help="Lines read ahead, to be sorted by length. [default: 4096]", rich_help_panel=OUTPUT)
+        Whole, typer.Option(help="Lines read ahead, to be sorted by length. (default: 4096)", rich_help_panel=OUTPUT)
     ] = None,
     json: Json = False,
     threads: Threads = 1,
     device: Device = "cpu",
 ) -> None:
-    """Give the best output for every line of FILE or stdin, in order.
+    """Give the best output for every line of input.
 
-    A plain output is one line of text. With several outputs per line (--nbest, --alternatives) each becomes a line of its own:
-    number of the input line, score, text, separated by tabs. With --alignment the links follow, written source-target from 0.
+    Lines come from FILE or stdin, outputs in the same order. A plain output is one line of text. With several outputs
+    per line (--nbest, --alternatives) each becomes a line of its own: number of the input line, score, text,
+    separated by tabs. With --alignment the links follow, written source-target from 0.
     """
     from regard.cli.lines import Input
     from regard.decode.generate import Decoder

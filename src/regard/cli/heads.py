@@ -47,7 +47,7 @@ def command(
     from itertools import islice
 
     from regard.data.account import Account
-    from regard.inspect.alignment import FILE, save_alignment_heads
+    from regard.decode.alignment import HEADS, save_heads
     from regard.inspect.heads import best_alignment_heads, grids, measure_heads, read_links
 
     (opened,) = open_runs([run], device, threads)
@@ -68,8 +68,8 @@ def command(
         reason = f"agreement with {links}" if links else "sharpness and coverage"
         talk(f"best alignment heads, by {reason}: {told}")
         if not no_store:
-            save_alignment_heads(opened.path, [(head.layer, head.index) for head in best], reason)
-            talk(f"{opened.path / FILE}: written")
+            save_heads(opened.path, [(head.layer, head.index) for head in best])
+            talk(f"{opened.path / HEADS}: written")
     if picture:
         from regard.inspect.picture import draw_heads, save
 

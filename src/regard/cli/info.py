@@ -18,16 +18,20 @@ EXAMPLE = "regard info transformer-base --vocab 37000"
 
 
 def command(
-    what: Annotated[str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Left out: list presets and recipes.")] = None,
+    what: Annotated[
+        str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Left out: list presets and recipes.")
+    ] = None,
     settings: Set = None,
-    vocab: Annotated[int | None, typer.Option(min=4, help="Symbols of the vocabulary, for presets and recipes.")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=4, help="Symbols of the vocabulary, for presets and recipes.")
+    ] = None,
     length: Annotated[int, typer.Option(min=1, help="Symbols of a source and of a target.")] = 32,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Symbols of a training batch.")] = 4096,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
     json: Json = False,
 ) -> None:
-    """Show parameters by part, FLOPs per token, and memory for training and decoding.
+    """Show parameters, FLOPs and memory of a model.
 
     Nothing is built, so models that would not fit this machine can be described too.
     """
@@ -64,7 +68,9 @@ def find_config(what: str, vocab: int | None, settings: list[str]) -> Config:
         tables = recipe_tables(what)
     else:
         names = [*PRESETS, *recipe_names()]
-        raise UserError(f"{what}: no run directory, preset or recipe{closest(what, names)}\n  known: {', '.join(names)}")
+        raise UserError(
+            f"{what}: no run directory, preset or recipe{closest(what, names)}\n  known: {', '.join(names)}"
+        )
     for setting in settings:
         assign(tables, setting)
     return configure(tables, vocab, what)

@@ -49,10 +49,10 @@ def command(
     """
     import sys
 
+    from regard.decode.alignment import load_heads
     from regard.decode.generate import Decoder, Request
     from regard.decode.options import Options
     from regard.errors import UserError, one_of
-    from regard.inspect.alignment import alignment_heads
     from regard.inspect.trace import trace
     from regard.text.example import Example
 
@@ -73,7 +73,7 @@ def command(
             raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
         talk(f"{text} → {best.text}")
         ids = list(best.ids)
-    found = trace(opened, Example(text, None, features), ids, heads=alignment_heads(opened.path))
+    found = trace(opened, Example(text, None, features), ids, heads=load_heads(opened.path))
     for note in found.notes:
         talk(note)
     for path in filter(None, (png, svg)):

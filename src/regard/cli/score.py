@@ -13,22 +13,22 @@ EXAMPLE = "regard score runs/g2p pairs.tsv --json"
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    pairs: Annotated[str, typer.Argument(metavar="[PAIRS]", help="A TSV of sources and targets; - is stdin.")] = "-",
+    pairs: Annotated[str, typer.Argument(metavar="PAIRS", help="A TSV of sources and targets; - is stdin.")] = "-",
     target: Target = None,
     columns: Columns = None,
     ensemble: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="A further run to score with. Repeatable.")
     ] = None,
     strict: Strict = False,
-    batch_tokens: Annotated[int | None, typer.Option(help="Symbols at once. [default: 8192]")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Symbols at once. (default: 8192)")] = None,
     json: Json = False,
     threads: Threads = 1,
     device: Device = "cpu",
 ) -> None:
-    """Print the natural-log probability of each target given its source, the end symbol included.
+    """Print how probable each target is, given its source.
 
-    Plain output is one number per line of PAIRS, nan where the line could not be used. With --json the number of every symbol
-    is given too.
+    Scores are natural logarithms, the end symbol included. Plain output is one number per line of PAIRS, nan where
+    the line could not be used. With --json the number of every symbol is given too.
     """
     from itertools import tee
 

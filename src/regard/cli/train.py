@@ -13,7 +13,9 @@ DATA, MODEL, TRAINING = "Data", "Model and text", "Training"
 
 
 def command(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A TOML file, or the name of a shipped one.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A TOML file, or the name of a shipped one.")
+    ] = None,
     out: Annotated[str | None, typer.Option(metavar="RUN", help="The run directory to write.")] = None,
     data: Annotated[str | None, typer.Option(help="Training pairs: a TSV, or its .gz.", rich_help_panel=DATA)] = None,
     source: Annotated[
@@ -40,17 +42,11 @@ def command(
         typer.Option(help="char, space, word, byte, bpe:N, unigram:N or auto.", rich_help_panel=MODEL),
     ] = None,
     target_tokens: Annotated[str | None, typer.Option(help="The same for the targets.", rich_help_panel=MODEL)] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Stop after so many minutes.", rich_help_panel=TRAINING)
-    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes.", rich_help_panel=TRAINING)] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.", rich_help_panel=TRAINING)] = None,
     epochs: Annotated[int | None, typer.Option(help="Stop after so many epochs.", rich_help_panel=TRAINING)] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of weights, order and dropout.", rich_help_panel=TRAINING)
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; 0 is one per core.", rich_help_panel=TRAINING)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout.", rich_help_panel=TRAINING)] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; 0 is one per core.", rich_help_panel=TRAINING)] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=TRAINING)
     ] = None,
@@ -61,8 +57,8 @@ def command(
 ) -> None:
     """Train a model on pairs and write a run directory.
 
-    Without a recipe or options, tokens and model are chosen from the data; the choices are printed and saved. The order of
-    precedence is: recipe, options, --set. Paths, those in a recipe too, are relative to the current directory.
+    Without a recipe or options, tokens and model are chosen from the data; the choices are printed and saved. Options
+    change a recipe, --set changes both. Paths, those in a recipe too, are relative to the current directory.
     """
     from regard.errors import UserError
 

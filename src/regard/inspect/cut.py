@@ -56,18 +56,19 @@ def _cut_attention(attention: Attention, kept: list[int]) -> Iterator[tuple[str,
     """The parameters of an attention, by name, for some of its heads."""
     if len(kept) == attention.heads:
         return
-    width, each = attention.head_width, attention.heads // attention.kv_heads
+    each = attention.heads // attention.kv_heads
     groups = attention.groups or [head // each for head in range(attention.heads)]
     kept_groups = sorted({groups[head] for head in kept})
     for name, parameter in attention.named_parameters():
         x = parameter.detach()
         part, _, leaf = name.rpartition(".")
         if part == "query":
-            x = x.unflatten(0, (attention.heads, width))[kept].flatten(0, 1)
+            x = x.unflatten(0, (attention.heads, -1))[kept].flatten(0, 1)
         elif part == "key_value":
-            x = x.unflatten(0, (2, attention.kv_heads, width))[:, kept_groups].flatten(0, 2)
+            sides = x.tensor_split((attention.kv_heads * attention.head_width,))  # keys, then values
+            x = torch.cat([side.unflatten(0, (attention.kv_heads, -1))[kept_groups].flatten(0, 1) for side in sides])
         elif part == "out":
-            x = x if leaf == "bias" else x.unflatten(1, (attention.heads, width))[:, kept].flatten(1, 2)
+            x = x if leaf == "bias" else x.unflatten(1, (attention.heads, -1))[:, kept].flatten(1, 2)
         else:  # scores and centres have their numbers per head, keys theirs per key/value head
             x = x[kept_groups if leaf == "key_weight" else kept]
         yield name, x

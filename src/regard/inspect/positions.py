@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from regard.nn.position import Alibi, Bucket, Learned, Position, Rotary
 
@@ -40,11 +38,13 @@ def picture(tower: str, position: Position, length: int, causal: bool) -> Pictur
             caption = f"Added to the embeddings of the {tower}: {kind}{cut}."
             return Picture(tower, caption, "position", "dimension", shown.cpu().numpy())
         if isinstance(position, Rotary):
-            angle_TE = pos_1T[0].unsqueeze(-1) * cast(Tensor, position.rate)
+            right_11TE = torch.ones(1, 1, length, position.width, device=pos_1T.device)
+            right_11TE[..., position.width // 2 :] = 0.0  # the first number of every pair is its cosine once turned
+            cos_TE = position.rotate(right_11TE, pos_1T)[0, 0, :, : position.width // 2]
             caption = (
                 f"Queries and keys of the {tower} are turned: the cosine of the angle of every pair of dimensions."
             )
-            return Picture(tower, caption, "position", "pair of dimensions", angle_TE.cos().cpu().numpy())
+            return Picture(tower, caption, "position", "pair of dimensions", cos_TE.cpu().numpy())
         if isinstance(position, Alibi | Bucket):
             last = length if causal else 2 * length
             keys_1S = torch.arange(last + 1, device=pos_1T.device).unsqueeze(0)

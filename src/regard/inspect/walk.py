@@ -89,7 +89,7 @@ def _attention(
 ) -> list[Card]:
     looked = calls.looked(attention)
     cross = kind == "cross"
-    width, head = stack.width, attention.head_width
+    width, head, value = stack.width, attention.head_width, stack.value
     where = "Cross-attention: " if cross else ""
     scores = _scores(name, looked)
     head_count = attention.heads
@@ -101,7 +101,8 @@ def _attention(
     x = "x̂" if stack.norm_at == "pre" else "x"
     other = "e_s" if cross else f"{x}_s"
     width_in = attention.key_value.in_features if attention.key_value is not None else width
-    shape = f"W_Q of a head: {width} × {head}; W_K, W_V: {width_in} × {head}; all {head_count} heads are one matrix"
+    matrices = f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value}"
+    shape = f"{matrices}; all {head_count} heads are one matrix"
     return [
         Card(
             where + "query, key, value",
@@ -117,7 +118,7 @@ def _attention(
             where + "weighted sum",
             "z_t = Σ_s a_{ts} v_s",
             "What this head brings back: the values it looked at, each as much as its weight says.",
-            f"1 × {head}",
+            f"1 × {value}",
             (Vector.of("z", _mixed(calls, attention)),),
             scores,
             "sum",
@@ -126,7 +127,7 @@ def _attention(
             where + "heads side by side",
             f"o_t = [z^1_t ; … ; z^{head_count}_t] W_O",
             "Every head has its own z. Side by side they go through one matrix, which mixes them.",
-            f"1 × {head_count * head}  ·  {head_count * head} × {width}  =  1 × {width}",
+            f"1 × {head_count * value}  ·  {head_count * value} × {width}  =  1 × {width}",
             (Vector.of("z", _mixed(calls, attention)), Vector.of("o", calls.output(attention))),
             None,
             "heads",

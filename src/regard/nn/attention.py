@@ -136,7 +136,7 @@ class Attention(nn.Module):
         return KV(self.score.key(position.rotate(k_BGSE, pos_BS)), v_BGSE)
 
     def forward(self, x_BTD: Tensor, kv: KV, sight: Sight, position: Position) -> Tensor:
-        """What each query gets. If rows are several hypotheses per sentence of `kv`, they become queries of one pass."""
+        """What each query gets. Rows that are several hypotheses per sentence of `kv` become queries of one pass."""
         rows, length, _ = x_BTD.shape
         sentences = kv.k_BGSE.shape[0]
         if rows != sentences:

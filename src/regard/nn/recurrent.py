@@ -66,8 +66,8 @@ class RecurrentBlock(nn.Module):
 class RecurrentDecoder(nn.Module):
     """Recurrent layers and one attention over the source: tanh(W [context ; state]) goes to the prediction layer.
 
-    The query is the top layer's state after the step, or with `attend_first` the state before it; then the context joins
-    the input of the first layer too.
+    The query is the top layer's state after the step, or with `attend_first` the state before it; then the context
+    joins the input of the first layer too.
     """
 
     def __init__(self, stack: Stack) -> None:

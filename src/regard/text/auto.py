@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,10 +42,12 @@ def choose(sample: Sequence[str], lines: int | None = None) -> Choice:
     short = size <= 1.5 or (size <= 2.5 and len(symbols) <= 1_000 and again >= 3)
     if spaced and (closed or short):
         return Choice("space", f"{len(symbols):,} distinct symbols separated by spaces, {size:.1f} characters each")
-    if words < 1.5 and len(letters) <= 100:
-        return Choice("char", f"lines of one word (mean {length:.1f} characters, {len(letters)} distinct)")
-    ideographs = len(letters) > 500  # one of them says as much as several letters
-    if length <= (10 if ideographs else 30 if words < 3 else 12):
-        return Choice("char", f"short lines of {words:.1f} words (mean {length:.1f} characters)")
+    parts = set(unicodedata.normalize("NFD", "".join(letters)))
+    ideographs = len(parts) > 500  # one of them says as much as several letters
+    if words < 1.5 and len(parts) <= 100 or length <= (10 if ideographs else 30 if words < 3 else 12):
+        composed = all(unicodedata.is_normalized("NFC", text) for text in sample)
+        if composed and len(parts) <= 0.75 * len(letters):
+            return Choice("nfd", f"short lines of {len(letters):,} distinct characters, made of {len(parts)} parts")
+        return Choice("char", f"short lines (mean {words:.1f} words, {length:.1f} characters, {len(letters)} distinct)")
     number = next((number for most, number in SIZES if lines <= most), LARGE)
     return Choice(f"bpe:{number}", f"sentences (mean {words:.1f} words, {length:.0f} characters), {lines:,} lines")

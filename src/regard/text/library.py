@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from regard.config import Ids
 from regard.text.scheme import Scheme
@@ -32,6 +33,7 @@ EVERY = 2**40  # more symbols than any text has
 _INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits and the joiners that some scripts write in words
 PATTERNS = {
     "char": r"[\s\S]",
+    "nfd": r"[\s\S]",
     "word": rf" ?[{_INSIDE}]+| ?[^\s{_INSIDE}]|[\s\S]",
 }
 
@@ -78,6 +80,8 @@ def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1) -> Tokenizer
         model = models.WordLevel(_numbered(_symbols(scheme.kind, texts, min_count)), unk_token=SPECIALS[IDS.unk])
     library = Tokenizer(model)
     library.pre_tokenizer = cutter(scheme.kind)
+    if scheme.kind == "nfd":
+        library.normalizer = normalizers.NFD()
     return library
 
 
@@ -92,13 +96,15 @@ def _symbols(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
         return sorted(vocab, key=vocab.__getitem__)
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(text if kind == "char" else spaced(text))
+        counts.update(single(kind, text))
     return sorted((s for s, count in counts.items() if count >= min_count), key=lambda s: (-counts[s], s))
 
 
-def spaced(text: str) -> list[str]:
-    """The symbols between spaces."""
-    return [symbol for symbol in text.split(" ") if symbol]
+def single(kind: str, text: str) -> Sequence[str]:
+    """The symbols of the schemes that need no library: characters, decomposed characters, or what is between spaces."""
+    if kind == "space":
+        return [symbol for symbol in text.split(" ") if symbol]
+    return unicodedata.normalize("NFD", text) if kind == "nfd" else text
 
 
 def _numbered(symbols: Iterable[str]) -> dict[str, int]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from regard.errors import UserError, closest
 
-SIMPLE = ("char", "space", "word", "byte")  # the symbols follow from the text
+SIMPLE = ("char", "nfd", "space", "word", "byte")  # the symbols follow from the text
 LEARNED = ("bpe", "unigram")  # the symbols are learned, as many as asked for
-ALLOWED = "char, space, word, byte, bpe:N, unigram:N (N symbols, for example bpe:8000) or auto"
+ALLOWED = "char, nfd, space, word, byte, bpe:N, unigram:N (N symbols, for example bpe:8000) or auto"
 SMALLEST = 260  # four symbols that are not text and 256 bytes
 LARGEST = 1_000_000
 

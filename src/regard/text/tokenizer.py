@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.text.library import FIRST, IDS, PATTERNS, SPECIALS, byte_letters, learn, spaced, threads
+from regard.text.library import FIRST, IDS, PATTERNS, SPECIALS, byte_letters, learn, single, threads
 from regard.text.scheme import parse_scheme
 
 UNKNOWN = "⁇"  # how an unknown symbol is shown: U+2047
@@ -23,6 +24,7 @@ class Tokenizer:
     """Text <-> ids. Ids 0 to 3 are never text: padding, unknown, start and end.
 
     char    every code point; exact
+    nfd     every code point after canonical decomposition: letters and marks apart, Hangul as jamo; exact for NFC text
     space   what stands between spaces (U+0020 only); exact but for doubled, leading and trailing spaces
     word    words, digits and signs, each with the one space before it; exact
     byte    the 256 bytes of UTF-8; exact, nothing is unknown
@@ -63,9 +65,9 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn each text into ids, without start and end."""
         texts = list(texts)
-        if self._kind in ("char", "space"):  # the same, and many times faster, than asking the library
+        if self._kind in ("char", "nfd", "space"):  # the same, and many times faster, than asking the library
             ids = self._ids
-            return [[ids.get(s, IDS.unk) for s in (t if self._kind == "char" else spaced(t))] for t in texts]
+            return [[ids.get(symbol, IDS.unk) for symbol in single(self._kind, text)] for text in texts]
         try:
             encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
@@ -80,7 +82,8 @@ class Tokenizer:
         shown = [UNKNOWN if index == IDS.unk else self._symbols[index] for index in kept]
         if self._kind == "word":  # most words bring their space along; an unknown one has lost it
             shown = [f" {s}" if kept[i] == IDS.unk and i else s for i, s in enumerate(shown)]
-        return (" " if self._kind == "space" else "").join(shown)
+        text = (" " if self._kind == "space" else "").join(shown)
+        return unicodedata.normalize("NFC", text) if self._kind == "nfd" else text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """One string to show per id; bytes that are not a whole character are written as `\\xe4`."""
@@ -137,6 +140,8 @@ def _kind(library: Library) -> str:
     if cut.get("type") == "Split" and model == "WordLevel":
         if pattern == {"String": " "}:
             return "space"
+        if (state["normalizer"] or {}).get("type") == "NFD" and pattern == {"Regex": PATTERNS["nfd"]}:
+            return "nfd"
         for kind, regex in PATTERNS.items():
             if pattern == {"Regex": regex}:
                 return kind

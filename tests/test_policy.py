@@ -1,0 +1,184 @@
+"""Rules that hold the code together, read off the files themselves."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from regard.cli.app import app
+from regard.decode.options import Options
+from regard.info import configure
+from regard.model import on_meta
+from regard.settings import load_recipe
+from regard.shipped import recipe_names, recipe_tables
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "regard"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# A file imports from lower numbers, or from its own package. Fractions order files of one layer among themselves.
+LAYERS = {
+    "errors": 0, "config": 0.1, "files": 0.1, "settings": 0.2,
+    "nn": 1, "text": 1, "batch": 1, "metrics": 1, "draw": 1, "shipped": 1,
+    "model": 2, "presets": 2, "loss": 2.1, "data": 2.1,
+    "run": 3, "convert": 3.1,
+    "train": 4, "decode": 4, "inspect": 4,
+    "fit": 5, "evaluate": 5, "info": 5, "engine": 5, "api": 5.1, "demo": 5.1, "prune": 5.1,
+    "serve": 6,
+    "cli": 7,
+    "__init__": 8, "__main__": 8,
+}  # fmt: skip
+FAMILIES = r"\b(bert|roberta|bart|gpt\d?|llama|mistral|t5|marian|reformer|vit|transformer-?xl|vaswani|bahdanau|luong)\b"
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports_of(file: Path) -> list[str]:
+    """Every name of ours that a file imports, at its top or inside a function."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            deeper = node.module == "regard"  # from regard import demo
+            names += [f"regard.{alias.name}" for alias in node.names] if deeper else [node.module or ""]
+    return [name for name in names if name.split(".")[0] == "regard"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_only_from_lower_layers(file):
+    here = name_of(file)
+    assert here in LAYERS, f"{here} has no layer yet: give it one in this test"
+    for name in imports_of(file):
+        there = [*name.split("."), "__init__"][1]
+        there = there if there in LAYERS else "__init__"
+        if there == here or name == "regard.__version__":
+            continue
+        assert LAYERS[there] < LAYERS[here], f"{file.relative_to(ROOT)} imports {name}, which is not below it"
+
+
+def test_the_command_line_imports_only_what_it_needs_at_the_top():
+    for file in (SOURCE / "cli").glob("*.py"):
+        if file.stem == "lines":  # itself imported by a verb that has begun to work
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for node in top:
+            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            light = module.split(".")[0] in {*sys.stdlib_module_names, "typer"}
+            assert light or module in ("regard.cli", "regard.cli.common", "regard.errors"), f"{file.name}: {module}"
+
+
+def test_no_family_has_a_name_outside_presets_and_convert():
+    for file in FILES:
+        if name_of(file) in ("presets", "convert"):
+            continue
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            assert not re.search(FAMILIES, line, re.IGNORECASE), f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+def test_nothing_executes_what_it_reads():
+    banned = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = (
+                    [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                )
+                assert not banned & {name.split(".")[0] for name in names}, file
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "compile", "torch.load", "torch.save"), f"{file}: {called}"
+
+
+def test_no_print_in_the_library():
+    for file in FILES:
+        if name_of(file) == "cli":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.Call) and ast.unparse(node.func) == "print"), f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_loads(name):
+    tables = recipe_tables(name)
+    load_recipe(tables, name)
+    assert on_meta(configure(tables, None, name)) is not None
+
+
+# The command line and what is written about it
+
+
+def options_of(verb: str) -> set[str]:
+    command = typer.main.get_command(app).commands[verb]
+    return {option for parameter in command.params for option in parameter.opts if option.startswith("--")} - {"--help"}
+
+
+VERBS = sorted(typer.main.get_command(app).commands)
+
+
+def test_verbs_are_these():
+    assert VERBS == ["average", "demo", "evaluate", "generate", "info", "score", "train"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_documented_and_no_other(verb):
+    text = (ROOT / "docs" / f"{verb}.md").read_text(encoding="utf-8")
+    mentioned = set(re.findall(r"--[a-z][a-z-]*", text))
+    assert options_of(verb) - mentioned == set()
+    assert mentioned - set().union(*map(options_of, VERBS)) == set()
+    rows = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    assert set(re.findall(r"--[a-z][a-z-]*", rows)) == options_of(verb)
+
+
+def test_generate_offers_everything_the_search_can_do():
+    offered = {option.removeprefix("--").replace("-", "_") for option in options_of("generate")}
+    assert set(Options.model_fields) - offered == set()
+    assert offered - set(Options.model_fields) == {"prefix_column", "ensemble", "json", "threads", "device"}
+
+
+def test_defaults_in_the_help_are_the_defaults():
+    command = typer.main.get_command(app).commands["generate"]
+    for parameter in command.params:
+        told = re.search(r"\(default: (-?[0-9]+(?:\.[0-9]+)?)", parameter.help or "")
+        if told and parameter.name in Options.model_fields and parameter.name != "max_length":
+            assert Options.model_fields[parameter.name].default == float(told[1]), parameter.name
+
+
+def test_the_readme_has_two_commands_and_ci_runs_its_tests():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
+    assert len(commands) == 2
+    assert commands[0].endswith(".venv/bin/regard demo") and commands[1].endswith(".venv/bin/pytest")
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert commands[1] in ci
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_help_is_quick():
+    code = "import sys; sys.argv = ['regard', '--help']; from regard.cli.app import run; run(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "pydantic", "sacrebleu", "tokenizers"} & set(loaded)
+    best = 9.0
+    for _ in range(5):  # of wall-clock and processor time the shorter: a busy machine is no fault of ours
+        began, spent = time.perf_counter(), children()
+        subprocess.run([sys.executable, "-m", "regard", "--help"], capture_output=True, check=True)
+        best = min(best, time.perf_counter() - began, children() - spent)
+    assert best < 0.3
+
+
+def children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
