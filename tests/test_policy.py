@@ -130,7 +130,7 @@ VERBS = sorted(typer.main.get_command(app).commands)
 
 
 def test_verbs_are_these():
-    assert VERBS == ["average", "demo", "evaluate", "generate", "info", "score", "train"]
+    assert VERBS == ["average", "demo", "evaluate", "generate", "heads", "info", "inspect", "prune", "score", "train"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

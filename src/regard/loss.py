@@ -66,7 +66,7 @@ class _Prediction(torch.autograd.Function):
         return smoothed, nll, correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_grad_ND, weight_grad_VD = ctx.saved_tensors
         scale = grads[0]

@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 30.0
+PATIENCE = 120.0  # seconds, on a busy machine
+# The browser wants its pipe as files 3 and 4; a process of our own makes them so and becomes the browser.
+CONNECT = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 
 
 def find() -> str | None:
@@ -34,15 +37,10 @@ class Chromium:
         self._in, to_write = _high_pipe()
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         options += ["--remote-debugging-pipe", f"--user-data-dir={self._profile}", "--hide-scrollbars"]
-
-        def connect() -> None:
-            os.dup2(to_read, 3)
-            os.dup2(to_write, 4)
-
+        options += [f"--window-size={width},{height}"]
         self._process = subprocess.Popen(
-            [program, *options, f"--window-size={width},{height}", "about:blank"],
-            pass_fds=(3, 4),
-            preexec_fn=connect,
+            [sys.executable, "-c", CONNECT, str(to_read), str(to_write), program, *options, "about:blank"],
+            pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -173,7 +171,7 @@ class Chromium:
 
 
 def _high_pipe() -> tuple[int, int]:
-    """A pipe whose ends are not 3 and 4, which the browser gets."""
+    """A pipe whose ends are not 3 and 4, which are to become the browser's."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends)
     for end in ends:

@@ -195,6 +195,7 @@ def nasty(found: Trace, payloads: list[str]) -> Trace:
         title=take(),
         facts={take(): take(), take(): take()},
         notes=(take(), take()),
+        texts={"source": take(), "output": take()},
         tokens={name: tuple(take() for _ in tokens) for name, tokens in found.tokens.items()},
         steps=steps,
         lens=lens,

@@ -74,6 +74,7 @@ def with_tokens(found: Trace, token: str) -> Trace:
         found,
         title=token,
         facts={token: token},
+        texts={"source": token, "output": token},
         tokens={name: (token,) * len(tokens) for name, tokens in found.tokens.items()},
         steps=(step,) * len(found.steps),
         notes=(token,),

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from regard.settings import Column
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-Threads = Annotated[int, typer.Option(min=1, help="Processor threads. Small models are fastest with one.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Processor threads. (default: 1 for a small model, else one per core)")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
 Columns = Annotated[
@@ -25,6 +27,9 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. dropout=0.2 or train.lr=3e-4. Repeatable."),
 ]
+
+
+SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
 
 
 class ReaderGone(Exception):
@@ -58,7 +63,7 @@ def flush() -> None:
 
 
 def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
-    """Load runs onto a device, and use so many threads from here on."""
+    """Load runs onto a device, and use so many threads from here on; small models are fastest with one."""
     import torch
 
     from regard.config import parse
@@ -66,10 +71,13 @@ def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None)
     from regard.settings import Train
     from regard.train.machine import choose_device
 
+    where = choose_device(parse(Train, {"device": device}, "--device").device)
+    runs = [Run.load(path, where) for path in paths]
+    if threads is None and sum(p.numel() for run in runs for p in run.model.parameters()) < SMALL:
+        threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
-    where = choose_device(parse(Train, {"device": device}, "--device").device)
-    return [Run.load(path, where) for path in paths]
+    return runs
 
 
 def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[Column, ...]) -> Source:

@@ -41,7 +41,7 @@ def command(
     ] = None,
     strict: Strict = False,
     json: Json = False,
-    threads: Threads = 1,
+    threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
     """Score a run on pairs that it has not seen.

@@ -128,7 +128,7 @@ def command(
         Whole, typer.Option(help="Lines read ahead, to be sorted by length. (default: 4096)", rich_help_panel=OUTPUT)
     ] = None,
     json: Json = False,
-    threads: Threads = 1,
+    threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
     """Give the best output for every line of input.

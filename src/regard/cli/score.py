@@ -22,7 +22,7 @@ def command(
     strict: Strict = False,
     batch_tokens: Annotated[int | None, typer.Option(help="Symbols at once. (default: 8192)")] = None,
     json: Json = False,
-    threads: Threads = 1,
+    threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
     """Print how probable each target is, given its source.

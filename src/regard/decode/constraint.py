@@ -45,15 +45,15 @@ class Constraint(Rule):
         self.need_X = _tensor([p.need_MQ.flatten() for p in kinds], device)
         which = [next(i for i, p in enumerate(kinds) if p is phrases) for phrases in mine]
         table = [
-            (first[i], base[i] - first[i], len(kinds[i].next_QV), kinds[i].full, task.limit)
+            (first[i], base[i] - first[i], len(kinds[i].next_QV), task.limit)
             for i, task in zip(which, tasks, strict=True)
         ]
-        self.about_B5 = torch.tensor(np.array(table), dtype=torch.long, device=device)
-        self.requires = any(p.full for p in kinds)
+        self.about_B4 = torch.tensor(np.array(table), dtype=torch.long, device=device)
+        self.requires = any(p.need_MQ.any() for p in kinds)
         total_B = torch.tensor([banks(task) for task in tasks], device=device)
-        need_B = self._need(self.about_B5[:, 0], torch.zeros_like(total_B), self.about_B5)
+        need_B = self._need(self.about_B4[:, 0], torch.zeros_like(total_B), self.about_B4)
         self.bank_B = total_B / need_B.clamp(min=1)
-        self.state_N = self.about_B5[:, 0]
+        self.state_N = self.about_B4[:, 0]
         self.met_N = torch.zeros_like(self.state_N)
         self.bound_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # on the way to a phrase that must be completed
 
@@ -63,19 +63,19 @@ class Constraint(Rule):
         return self.need_X[place]
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        about_N5 = self.about_B5[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
+        about_N4 = self.about_B4[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
         ban_NV = self.ban_QV[self.state_N]
-        end_N = value_NV[:, self.eos].clone()
         if not self.requires:
             value_NV.masked_fill_(ban_NV, -math.inf)
-            value_NV[:, self.eos] = end_N
             return
-        about_N15 = about_N5.unsqueeze(1)
+        about_N14 = about_N4.unsqueeze(1)
         met_NV = self.met_N.unsqueeze(1) | self.met_QV[self.state_N]
-        self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N15)
-        self.now_N = self._need(self.state_N, self.met_N, about_N5)
-        room_N = about_N5[:, 4] - t
+        self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N14)
+        self.now_N = self._need(self.state_N, self.met_N, about_N4)
+        end_N = value_NV[:, self.eos].masked_fill(self.now_N > 0, -math.inf)
+        room_N = about_N4[:, 3] - t
         allowed_NV = ~ban_NV & (self.need_NV < room_N.unsqueeze(1))
+        allowed_NV[:, self.eos] = False  # which is seen to below
         self.nearer_NV = allowed_NV & (self.need_NV < self.now_N.unsqueeze(1))
         value_NV.masked_fill_(~allowed_NV, -math.inf)
         # With no room left, what is required wins over what other rules may have ruled out.
@@ -83,7 +83,7 @@ class Constraint(Rule):
         torch.where(must_N1 & self.nearer_NV, logp_NV, value_NV, out=value_NV)
         if self.yielding:
             self._yield(value_NV, logp_NV[:, self.eos])
-        value_NV[:, self.eos] = end_N.masked_fill(self.met_N != about_N5[:, 3], -math.inf)
+        value_NV[:, self.eos] = end_N
 
     def _yield(self, value_NV: Tensor, end_N: Tensor) -> None:
         """Give the probability of the end to what comes nearer, and stay with a phrase that was begun so."""

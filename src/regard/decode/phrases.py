@@ -20,18 +20,19 @@ NEVER = 30_000  # symbols: more than any output has
 
 @dataclass(frozen=True)
 class Spelling:
-    """The letters of every symbol of a vocabulary, and which symbols may be produced."""
+    """The letters of every symbol of a vocabulary, the end included, and which symbols may be produced before it."""
 
     letters_VL: np.ndarray  # padded with -1
-    usable_V: np.ndarray  # False: blocked symbols and the end
+    usable_V: np.ndarray
+    eos: int
 
     @classmethod
-    def of(cls, letters: Sequence[Sequence[int]], usable: Sequence[bool] | np.ndarray) -> Spelling:
+    def of(cls, letters: Sequence[Sequence[int]], usable: Sequence[bool] | np.ndarray, eos: int) -> Spelling:
         longest = max(map(len, letters), default=0)
         table = np.full((len(letters), longest), -1, dtype=np.int64)
         for row, word in zip(table, letters, strict=True):
             row[: len(word)] = list(word)
-        return cls(table, np.asarray(usable, dtype=bool))
+        return cls(table, np.asarray(usable, dtype=bool), eos)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +42,10 @@ class Phrases:
     next_QV: np.ndarray
     met_QV: np.ndarray  # bits of the required phrases that the symbol completes
     ban_QV: np.ndarray  # the symbol completes a forbidden phrase, or is not usable
-    need_MQ: np.ndarray  # fewest symbols until every required phrase is met
-
-    @property
-    def full(self) -> int:
-        return len(self.need_MQ) - 1
+    need_MQ: np.ndarray  # fewest symbols until it may end: with every required phrase met, the end's letters included
 
     def walk(self, ids: Sequence[int]) -> int | None:
-        """How many more symbols are needed at least after `ids`; None if they break a rule."""
+        """How many more symbols are needed at least between `ids` and the end; None if they break a rule."""
         state = met = 0
         for index in ids:
             if self.ban_QV[state, index]:
@@ -67,7 +64,7 @@ def make_phrases(require: Sequence[Letters], forbid: Sequence[Letters], spelling
     states, vocab = len(delta_QC), len(spelling.letters_VL)
     next_QV = np.repeat(np.arange(states)[:, None], vocab, axis=1)
     met_QV = np.zeros((states, vocab), dtype=np.int32)
-    ban_QV = np.repeat(~spelling.usable_V[None], states, axis=0)
+    ban_QV = np.zeros((states, vocab), dtype=bool)
     class_VL = np.zeros_like(spelling.letters_VL)
     for letter, i in classes.items():
         class_VL[spelling.letters_VL == letter] = i
@@ -77,7 +74,11 @@ def make_phrases(require: Sequence[Letters], forbid: Sequence[Letters], spelling
         next_QV[:, on] = moved
         met_QV[:, on] |= met_Q[moved]
         ban_QV[:, on] |= ban_Q[moved]
-    need_MQ = _needs(next_QV, met_QV, ban_QV, len(require))
+    end_Q = met_QV[:, spelling.eos].copy(), ban_QV[:, spelling.eos].copy()
+    ban_QV |= ~spelling.usable_V
+    ban_QV[:, spelling.eos] = True  # not on the way
+    need_MQ = _needs(next_QV, met_QV, ban_QV, end_Q, len(require))
+    ban_QV[:, spelling.eos] = end_Q[1]
     return Phrases(next_QV.astype(np.int32), met_QV.astype(np.int16), ban_QV, need_MQ)
 
 
@@ -116,12 +117,14 @@ def _trie(
     return delta_QC, np.asarray(met, dtype=np.int32), np.asarray(ban)
 
 
-def _needs(next_QV: np.ndarray, met_QV: np.ndarray, ban_QV: np.ndarray, count: int) -> np.ndarray:
-    """Shortest ways to the full set, from every state and every subset met."""
+def _needs(
+    next_QV: np.ndarray, met_QV: np.ndarray, ban_QV: np.ndarray, end: tuple[np.ndarray, np.ndarray], count: int
+) -> np.ndarray:
+    """Shortest ways to where the end completes the set and nothing forbidden, from every state and every subset met."""
     states, full = len(next_QV), (1 << count) - 1
-    need_MQ = np.full((full + 1, states), NEVER, dtype=np.int16)
-    need_MQ[full] = 0
-    if not count:
+    subset_M1 = np.arange(full + 1)[:, None]
+    need_MQ = np.where(((subset_M1 | end[0]) == full) & ~end[1], 0, NEVER).astype(np.int16)
+    if not need_MQ.any():
         return need_MQ
     edges = []  # from, to, phrases met; each once, however many symbols it has
     for state in range(states):
@@ -129,7 +132,7 @@ def _needs(next_QV: np.ndarray, met_QV: np.ndarray, ban_QV: np.ndarray, count: i
         pairs = np.unique(next_QV[state, usable].astype(np.int64) << 32 | met_QV[state, usable])
         edges.append(np.stack((np.full(len(pairs), state), pairs >> 32, pairs & 0xFFFFFFFF)))
     begin, to, met = np.concatenate(edges, axis=1)
-    for subset in range(full - 1, -1, -1):  # more bits are larger numbers: what is met only grows
+    for subset in range(full, -1, -1):  # more bits are larger numbers: what is met only grows
         after = subset | met
         need = need_MQ[subset]
         while True:

@@ -12,7 +12,7 @@ import numpy as np
 from regard.decode.options import Options
 from regard.decode.phrases import MOST, NEVER, Phrases, make_phrases
 from regard.decode.scorer import Scorer, Task
-from regard.decode.spelling import Speller
+from regard.decode.spelling import Speller, joining
 from regard.errors import UserError
 from regard.model import Model
 from regard.run import Run
@@ -49,6 +49,7 @@ class Preparer:
         self.scorer = Scorer([run.model for run in runs], options.weights, blocked)
         self.longest_source, self.longest_target = position_limits(self.scorer.models)
         self._blocked = blocked
+        self._joining = joining(self.codec.target)
         self._speller: Speller | None = None
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
 
@@ -95,7 +96,7 @@ class Preparer:
         if phrases is not None:
             self._check(phrases, require, text, prefix, limit)
         key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        return Task(sources, limit, minimum, tuple(prefix), phrases, key)
+        return Task(sources, limit, minimum, tuple(prefix), self._joining if prefix else (), phrases, key)
 
     def _lengths(self, source: int) -> tuple[int, int]:
         """Fewest and most output symbols for a source of so many."""

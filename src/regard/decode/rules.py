@@ -60,17 +60,26 @@ class Length(Rule):
 
 
 class Prefix(Rule):
-    """The first symbols are given, whatever other rules say; so this one comes last."""
+    """The first symbols are given, whatever other rules say (so this one comes last), and what follows is set apart."""
 
     def __init__(self, tasks: Sequence[Task], device: torch.device) -> None:
         longest = max(len(task.prefix) for task in tasks)
         table = [list(task.prefix) + [-1] * (longest - len(task.prefix)) for task in tasks]
         self.table_BP = torch.tensor(table, dtype=torch.long, device=device).view(len(tasks), longest)
+        self.length_B = torch.tensor([len(task.prefix) for task in tasks], device=device)
+        self.apart = torch.tensor(sorted({x for task in tasks for x in task.apart}), dtype=torch.long, device=device)
+        self.until = longest + bool(len(self.apart))
 
     def active(self, t: int) -> bool:
-        return t < self.table_BP.shape[1]
+        return t < self.until
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
+        if t > 0 and len(self.apart):
+            ended_B = self.length_B[alive_B] == t
+            rows = ended_B.repeat_interleave(len(value_NV) // len(alive_B)).nonzero()
+            value_NV[rows, self.apart] = -math.inf
+        if t >= self.table_BP.shape[1]:
+            return
         given_N = self.table_BP[alive_B, t].repeat_interleave(len(value_NV) // len(alive_B))
         rows = (given_N >= 0).nonzero().squeeze(1)
         value_NV[rows] = -math.inf

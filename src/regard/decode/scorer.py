@@ -27,6 +27,7 @@ class Task:
     limit: int  # most output symbols, the end not counted
     minimum: int = 0
     prefix: tuple[int, ...] = ()
+    apart: tuple[int, ...] = ()  # symbols that may not follow the prefix directly: they would change its last character
     phrases: Phrases | None = None
     key: int = 0  # what its random numbers depend on, beside the seed
 

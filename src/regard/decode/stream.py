@@ -48,9 +48,9 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
         if score == -torch.inf:
             raise UserError("stream: nothing is left that the options allow to come next")
         ids.append(index)
-        text = codec.decode_target(ids)
-        # The bytes of a character may come one by one, and stand for an unreadable one until it is whole.
-        sure = text if index == scorer.eos else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        sure = codec.decode_target(ids if index == scorer.eos else ids[: _whole(ids, task.apart)])
+        if index != scorer.eos:  # bytes may come one by one, and stand for an unreadable character until it is whole
+            sure = sure.rstrip("\N{REPLACEMENT CHARACTER}")
         yield Piece(sure[len(told) :], codec.target_pieces([index])[0], index, score)
         told = sure if len(sure) > len(told) else told
 

@@ -23,6 +23,7 @@ from regard.inspect.trace import Candidate, Map, Trace
 
 SCRIPTS = ("core.js", "figures.js", "views.js", "walk.js", "start.js")
 NONE = -32768  # in signed arrays: no number
+MOST_TEXT = 4000  # letters
 FINE = 1_500_000  # weights up to which two bytes are spent on each
 
 
@@ -97,6 +98,7 @@ def data(trace: Trace) -> dict[str, Any]:
     return {
         "title": trace.title,
         "facts": trace.facts,
+        "texts": {name: text[:MOST_TEXT] for name, text in trace.texts.items()},
         "tokens": {name: list(tokens) for name, tokens in trace.tokens.items()},
         "maps": [_map(found, packer, fine) for found in trace.maps],
         "alignment": [

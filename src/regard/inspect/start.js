@@ -32,12 +32,7 @@ const focusable = () => Array.from(panel.querySelectorAll("button, select, [tabi
 const address = (node) => ({ index: focusable().indexOf(node), tag: node.tagName });
 const restore = (holder) => { const node = focusable()[holder.index]; return node && node.tagName === holder.tag ? node : null; };
 
-function sentence(name) {
-  const tokens = tokensOf(name);
-  const spaced = tokens.some((t) => t.length > 1 && !SPECIAL.has(t) && !/^\s/.test(t)) && !tokens.some((t) => /^\s/.test(t));
-  return h("dd", { dir: rightToLeft(tokens) ? "rtl" : null, class: tokens.length > 60 ? "small" : null },
-    tokens.filter((t) => !SPECIAL.has(t)).map((t) => (spaced ? [h("bdi", { class: "token" }, visible(t)), " "] : t.replace(/[\u0000-\u001f]/g, " "))));
-}
+const sentence = (name) => h("dd", { dir: "auto", class: data.texts[name].length > 120 ? "small" : null }, data.texts[name]);
 
 function build() {
   document.title = data.title + " · regard";
@@ -59,7 +54,7 @@ function build() {
   wish.addEventListener("change", () => { setTheme(wish.matches ? "dark" : "light"); refresh(); });
   put(document.getElementById("app"),
     h("header", {}, h("h1", {}, h("bdi", {}, data.title)), h("span", { class: "grow" }), h("span", { class: "brand" }, "regard"), theme_),
-    h("dl", { class: "pair" }, h("dt", {}, "source"), sentence("source"), h("dt", {}, "output"), sentence("output")),
+    h("dl", { class: "pair" }, Object.keys(data.texts).map((name) => [h("dt", {}, name), sentence(name)])),
     ...data.notes.map((note) => h("p", { class: "note", role: "note" }, note)),
     h("details", {}, h("summary", {}, "The model"), h("dl", {}, Object.entries(data.facts).map(([name, fact]) => [h("dt", {}, name), h("dd", {}, fact)]),
       h("dt", {}, "log-probability"), h("dd", {}, data.score === null ? "−∞" : show(data.score)))),

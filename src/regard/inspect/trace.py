@@ -79,6 +79,7 @@ class Trace:
 
     title: str
     facts: dict[str, str]  # what the model is, in words
+    texts: dict[str, str]  # source and output as people read them
     tokens: dict[str, tuple[str, ...]]  # rows of tokens by name: source, input, output
     maps: tuple[Map, ...]
     alignment: dict[str, np.ndarray]  # (output, source) maps by what they are; the first is the best guess
@@ -153,6 +154,7 @@ def trace(
     return Trace(
         title=run.path.name or "model",
         facts=facts(model),
+        texts={"source": example.source, "output": codec.decode_target(labels)},
         tokens=tokens,
         maps=found,
         alignment=_alignments(found, heads, len(source)),

@@ -27,7 +27,7 @@ view("alignment", "Alignment", () => data.alignment.length > 0, (panel, room) =>
     onPick: (t) => { state.pinned = t === null ? undefined : t; if (t !== null) state.step = t; },
   });
   const grid = matrix({
-    rows, columns, at: m.at, max: m.max, room, label: "Attention of the output, down, over the source, across",
+    rows, columns, at: m.at, max: m.max, room: room - 44, label: "Attention of the output, down, over the source, across",
     tell: (t, s) => (s === null ? told(rows[t], m.at(t, best(m, t)), columns[best(m, t)]) : told(rows[t], m.at(t, s), columns[s])),
     onHover: (t) => strings.mark(t),
     onPick: (t) => { state.step = t; go("output"); },
@@ -36,8 +36,9 @@ view("alignment", "Alignment", () => data.alignment.length > 0, (panel, room) =>
     h("div", { class: "controls" },
       data.alignment.length > 1 ? select("weights", data.alignment.map((a) => a.name), state.alignment, (i) => { state.alignment = i; refresh(); }) : null,
       legend(m.max)),
-    h("section", { class: "card" }, h("h2", {}, "Each output symbol (below) and what it was made from (above)"), strings.node),
-    h("section", { class: "card" }, h("h2", {}, "The same as a matrix"), grid.node));
+    h("div", { class: "beside" },
+      h("section", { class: "card" }, h("h2", {}, "Each output symbol (below) and what it was made from (above)"), strings.node),
+      h("section", { class: "card" }, h("h2", {}, "The same as a matrix"), grid.node)));
   return strings.settle;
 });
 

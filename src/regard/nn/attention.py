@@ -61,9 +61,9 @@ class Sight:
         causal = causal and q_pos_BT.shape[1] > 1  # a single query comes after everything it is shown
         if causal or window is not None:
             offset_B1TS = (k_pos_BS.unsqueeze(-2) - q_pos_BT.unsqueeze(-1)).unsqueeze(1)
-            near = offset_B1TS >= -window if window is not None else offset_B1TS <= 0
-            ahead = 0 if causal else window
-            near = near & (offset_B1TS <= ahead)
+            near = offset_B1TS <= 0 if causal else offset_B1TS <= (window or 0)
+            if window is not None:
+                near = near & (offset_B1TS >= -window)
             mask = near if mask is None else mask & near
         return cls(q_pos_BT, k_pos_BS, mask, bias_BHTS)
 

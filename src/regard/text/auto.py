@@ -44,7 +44,7 @@ def choose(sample: Sequence[str], lines: int | None = None) -> Choice:
         return Choice("space", f"{len(symbols):,} distinct symbols separated by spaces, {size:.1f} characters each")
     parts = set(unicodedata.normalize("NFD", "".join(letters)))
     ideographs = len(parts) > 500  # one of them says as much as several letters
-    if words < 1.5 and len(parts) <= 100 or length <= (10 if ideographs else 30 if words < 3 else 12):
+    if (words < 1.5 and len(parts) <= 100) or length <= (10 if ideographs else 30 if words < 3 else 12):
         composed = all(unicodedata.is_normalized("NFC", text) for text in sample)
         if composed and len(parts) <= 0.75 * len(letters):
             return Choice("nfd", f"short lines of {len(letters):,} distinct characters, made of {len(parts)} parts")
