@@ -38,6 +38,16 @@ def test_generate_score_and_logits_agree(toy):
     assert [float(logp_TV[t, i]) for t, i in enumerate(best.ids)] == pytest.approx(best.token_scores, abs=1e-4)
 
 
+def test_attention_is_of_the_output(toy):
+    run = regard.load(toy / "run")
+    best = run.generate(["abc"], beam=5)[0][0]
+    found = run.attention("abc")
+    assert found.texts == {"source": "abc", "output": best.text}
+    assert found.score == pytest.approx(best.score, abs=1e-4)
+    assert run.attention("abc", "F F").tokens["output"] == ("F", "F", "<eos>")
+    assert "<iframe" in found._repr_html_()
+
+
 def test_options_are_checked(toy):
     run = regard.load(toy / "run")
     with pytest.raises(regard.UserError, match="did you mean 'beam'"):

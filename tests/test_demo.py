@@ -56,7 +56,8 @@ def test_it_runs_and_keeps_its_promises(monkeypatch, tmp_path):
     assert "PER" in said.out and "WER" in said.out and "not in the dictionary" in said.out
     assert "\x1b" not in said.out  # no colours where nobody sees them
     tries = [line.strip() for line in said.lines if " regard " in f" {line} " and "YOUR" not in line]
-    assert len(tries) == 3
+    assert len(tries) == 4
+    assert "<html" in (tmp_path / "runs" / "demo" / "attention.html").read_text(encoding="utf-8")
     for line in tries:
         *before, command = line.split(" | ")
         done = call(*command.split()[1:], stdin="abacus\n" if before else "")

@@ -15,24 +15,13 @@ from little import letters, tiny
 from regard.config import Config
 from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
+from regard.inspect.choose import Amount, by_attention, greedy_order, heads_of, how_many, ranking, removable
 from regard.inspect.cut import cut
 from regard.inspect.importance import make_batches, silencing
 from regard.inspect.places import attentions, head_numbers
 from regard.inspect.record import patch
 from regard.model import Model
-from regard.prune import (
-    Amount,
-    by_attention,
-    greedy_order,
-    how_many,
-    prune,
-    quality_curve,
-    ranking,
-    removable,
-    save,
-    split,
-    tune,
-)
+from regard.prune import prune, quality_curve, save, split, tune
 from regard.run import Run
 from regard.text.example import Example
 
@@ -208,6 +197,17 @@ def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
     _, report = prune(letters(), EXAMPLES, EXAMPLES[:2], Amount(count=4))
     assert report.after is report.pruned and report.after.heads == 20
     assert report.curve[-1][0] == 18
+
+
+def test_pruning_by_learned_gates() -> None:
+    run = letters()
+    weights = {name: p.clone() for name, p in run.model.named_parameters()}
+    smaller, report = prune(run, EXAMPLES, EXAMPLES[:2], Amount(count=6), by="gates", tune_steps=4)
+    assert report.after.heads == heads_of(smaller.model) == 18 and report.tuned_steps == 4
+    assert all(torch.equal(weights[name], p) for name, p in run.model.named_parameters()), "a copy has learned"
+    for wrong in ({"tune_steps": 0}, {"tune_steps": 4, "greedy": True}):
+        with pytest.raises(UserError, match="--by gates"):
+            prune(run, EXAMPLES, EXAMPLES[:2], Amount(count=6), by="gates", **wrong)  # type: ignore[arg-type]
 
 
 def test_a_single_head_cannot_go() -> None:

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 
 from regard.config import parse
+from regard.decode.alignment import load_heads
 from regard.decode.generate import Input, generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.score import Pair, Scored, score
 from regard.fit import fit
+from regard.inspect.trace import Trace, trace
 from regard.run import Run
 from regard.settings import Recipe, load_recipe
 from regard.shipped import recipe_tables
+from regard.text.example import Example
 from regard.train.talk import Silence, Talk
 
 
 class LoadedRun(Run):
-    """A run that answers: `generate`, `score` and `logits`."""
+    """A run that answers: `generate`, `score`, `attention` and `logits`."""
 
     def generate(
         self, inputs: Iterable[Input], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
@@ -35,6 +38,15 @@ class LoadedRun(Run):
     ) -> list[Scored]:
         """The log-probability of each target given its source, in total and per symbol."""
         return list(score([self, *ensemble], pairs, _options(options, settings)))
+
+    def attention(self, source: str | Example, target: str | None = None, *, beam: int = 5) -> Trace:
+        """Every attention map of one example, by name; the output is `target`, or what the model says."""
+        example = Example(source) if isinstance(source, str) else source
+        if target is not None:
+            ids = self.codec.encode_target([target])[0]
+        else:
+            ids = list(self.generate([example], beam=beam)[0][0].ids)
+        return trace(self, example, ids, heads=load_heads(self.path))
 
     @torch.inference_mode()
     def logits(

@@ -21,10 +21,13 @@ from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import Evaluation, evaluate
+from regard.files import replace_file
 from regard.fit import Report, fit
+from regard.inspect.trace import trace
 from regard.presets import merge
 from regard.run import Run
 from regard.settings import Recipe, load_recipe
+from regard.text.example import Example
 from regard.train.talk import Talk
 
 Pair = tuple[str, str]
@@ -119,6 +122,16 @@ def choose_words(words: Words) -> list[tuple[str, str | None]]:
     new = [(word, None) for word in NEW_WORDS if word not in words.known]
     held_out = sorted(words.test, key=lambda pair: (abs(len(pair[0]) - 8), pair[0]))
     return [*new[:SHOWN_NEW], *held_out[:SHOWN_KNOWN]]
+
+
+def write_page(run: Run, pronounced: Pronounced, path: Path) -> None:
+    """Write the attention page of a word."""
+    html = trace(run, Example(pronounced.word), pronounced.hypotheses[0].ids).to_html()
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(html, encoding="utf-8")
+
+    replace_file(path, write)
 
 
 def pronounce(run: Run, words: Iterable[tuple[str, str | None]]) -> list[Pronounced]:

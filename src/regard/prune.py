@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +19,19 @@ from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import default_metrics, evaluate
 from regard.files import write_json
-from regard.inspect.cut import cut
-from regard.inspect.importance import (
-    Removed,
-    Spot,
-    ablation_importance,
-    encode_pairs,
-    gradient_importance,
-    loss,
-    make_batches,
+from regard.inspect.choose import (
+    Amount,
+    Measure,
+    by_attention,
+    greedy_order,
+    heads_of,
+    how_many,
+    ranking,
+    removable,
 )
+from regard.inspect.cut import cut
+from regard.inspect.gates import learn_gates
+from regard.inspect.importance import Spot, encode_pairs, loss, make_batches
 from regard.inspect.places import attentions, head_numbers
 from regard.model import Model
 from regard.run import Run
@@ -37,37 +41,8 @@ from regard.train.optim import learning_rate
 from regard.train.step import Stepper
 from regard.train.world import World
 
-Measure = Literal["gradient", "ablation"]
 POINTS = 12  # of the curve
 REPORT = "prune.json"
-
-
-@dataclass(frozen=True)
-class Amount:
-    """How many heads go: a part of all, a number, or all that are needed less than a threshold."""
-
-    fraction: float | None = None
-    count: int | None = None
-    threshold: float | None = None
-
-    @classmethod
-    def parse(cls, heads: str | None, threshold: float | None) -> Amount:
-        """From `0.4`, `40%` or `12`, or from a threshold."""
-        if (heads is None) == (threshold is None):
-            raise UserError("say how many heads go: --heads 0.4, --heads 12, or --threshold X")
-        if heads is None:
-            return cls(threshold=threshold)
-        try:
-            if heads.endswith("%"):
-                return cls(fraction=float(heads[:-1]) / 100)._checked(heads)
-            return (cls(fraction=float(heads)) if "." in heads else cls(count=int(heads)))._checked(heads)
-        except ValueError:
-            raise UserError(f"--heads {heads}: not a part (0.4 or 40%) or a number of heads (12)") from None
-
-    def _checked(self, told: str) -> Amount:
-        if not 0 < (self.fraction or self.count or 0) < (1 if self.count is None else 1 << 30):
-            raise UserError(f"--heads {told}: a part is between 0 and 1 (or 0% and 100%), a number is 1 or more")
-        return self
 
 
 @dataclass(frozen=True)
@@ -112,21 +87,27 @@ def prune(
     """Remove heads from a run -> the smaller run (not saved yet), and the report.
 
     Heads are judged on `judge_on` of the examples; the tuning learns from all of them; what is reported is measured on
-    those held out.
+    those held out. With `by="gates"`, a copy of the model is first trained with gates for `tune_steps`.
     """
     check(run)
+    if greedy and by == "gates":
+        raise UserError("--greedy judges heads again and again, which --by gates cannot; choose one")
     pairs = encode_pairs(run, examples)
     step = max(1, len(pairs) // judge_on)
     batches = make_batches(pairs[::step][:judge_on], run.config)
     valid = make_batches(encode_pairs(run, held_out), run.config)
-    order = ranking(run.model, batches, by)
+    model = run.model
+    if by == "gates":
+        model, order = _gated(model, pairs, tune_steps, lr, talk)
+    else:
+        order = ranking(model, batches, by)
     count = how_many(order, amount)
-    going = greedy_order(run.model, batches, count, by, talk) if greedy else removable(run.model, list(order))
+    going = greedy_order(model, batches, count, by, talk) if greedy else removable(model, list(order))
     removed = by_attention(going[:count])
-    talk(f"{count} of {heads_of(run.model)} heads go")
-    curve = quality_curve(run.model, valid, going)
+    talk(f"{count} of {heads_of(model)} heads go")
+    curve = quality_curve(model, valid, going)
     before = measure(run, held_out, valid)
-    small = cut(run.model, removed)
+    small = cut(model, removed)
     smaller = Run(small.config, run.codec, small, run.path)
     pruned = measure(smaller, held_out, valid)
     after = pruned
@@ -136,6 +117,18 @@ def prune(
         after = measure(smaller, held_out, valid)
     numbers = {name: [head_numbers(run.model, name)[head] for head in heads] for name, heads in removed.items()}
     return smaller, Report(before, pruned, after, numbers, curve, tune_steps)
+
+
+def _gated(
+    model: Model, pairs: Sequence[tuple[Ids, Ids]], steps: int, lr: float, talk: Callable[[str], None]
+) -> tuple[Model, dict[Spot, float]]:
+    """A copy of the model that has learned to do without heads, and its heads, those most shut first."""
+    if not steps:
+        raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
+    talk(f"learning gates for {steps} steps")
+    learner = copy.deepcopy(model)
+    found = learn_gates(learner, pairs, steps, lr=lr).importance()
+    return learner, dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
 def save(smaller: Run, report: Report, path: str | Path, original: Path) -> None:
@@ -158,93 +151,12 @@ def head_numbers_before(model: Model, report: Report, name: str) -> list[int]:
     return sorted({*head_numbers(model, name), *report.removed.get(name, [])}) if name in attentions(model) else []
 
 
-# Which heads
-
-
 def check(run: Run) -> None:
     """Is there anything to remove?"""
     if all(attention.heads < 2 for attention in attentions(run.model).values()):
         raise UserError(
             f"{run.path}: its attention has one head, which cannot go; only models with several can be pruned"
         )
-
-
-def heads_of(model: Model) -> int:
-    """How many heads a model has."""
-    return sum(attention.heads for attention in attentions(model).values())
-
-
-def ranking(model: Model, batches: Sequence[Batch], by: Measure, removed: Removed | None = None) -> dict[Spot, float]:
-    """Every head with its importance, the least important first."""
-    if by == "gradient":
-        found = gradient_importance(model, batches, removed)
-    else:
-        found = _ablation(model, batches, removed or {})
-    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
-
-
-def _ablation(model: Model, batches: Sequence[Batch], removed: Removed) -> dict[Spot, float]:
-    if not removed:
-        return ablation_importance(model, batches)
-    out = {}
-    plain = loss(model, batches, removed)
-    for name, attention in attentions(model).items():
-        gone = list(removed.get(name, ()))
-        for head in range(attention.heads):
-            if head not in gone:
-                out[name, head] = loss(model, batches, {**removed, name: [*gone, head]}) - plain
-    return out
-
-
-def how_many(order: dict[Spot, float], amount: Amount) -> int:
-    """How many heads an amount means; every attention keeps at least one."""
-    most = len(order) - len({name for name, _ in order})
-    if amount.threshold is not None:
-        wanted = sum(value < amount.threshold for value in order.values())
-        if not wanted:
-            least = next(iter(order.values()))
-            raise UserError(f"--threshold {amount.threshold:g}: every head matters more; the least does by {least:.3g}")
-        return min(wanted, most)
-    wanted = amount.count if amount.count is not None else round((amount.fraction or 0) * len(order))
-    if wanted > most:
-        raise UserError(
-            f"--heads: {wanted} of {len(order)} heads cannot go: one stays in every attention, so at most {most}"
-        )
-    return max(1, wanted)
-
-
-def removable(model: Model, names: Sequence[Spot]) -> list[Spot]:
-    """Of heads in the order in which they would go, those that can: the last of an attention stays."""
-    left = {name: attention.heads for name, attention in attentions(model).items()}
-    out = []
-    for name, head in names:
-        if left[name] > 1:
-            left[name] -= 1
-            out.append((name, head))
-    return out
-
-
-def greedy_order(
-    model: Model, batches: Sequence[Batch], count: int, by: Measure, talk: Callable[[str], None]
-) -> list[Spot]:
-    """Heads in the order in which they go when the rest is judged again after each."""
-    gone: list[Spot] = []
-    while len(gone) < count:
-        removed = by_attention(gone)
-        left = {name: a.heads - len(removed.get(name, [])) for name, a in attentions(model).items()}
-        order = [spot for spot in ranking(model, batches, by, removed) if left[spot[0]] > 1]
-        gone.append(order[0])
-        if len(gone) % 10 == 0:
-            talk(f"{len(gone)} of {count} heads chosen")
-    return gone
-
-
-def by_attention(spots: Sequence[Spot]) -> dict[str, list[int]]:
-    """Heads by the name of their attention."""
-    out: dict[str, list[int]] = {}
-    for name, head in spots:
-        out.setdefault(name, []).append(head)
-    return {name: sorted(heads) for name, heads in out.items()}
 
 
 # What it does

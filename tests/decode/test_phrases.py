@@ -16,6 +16,11 @@ phrases = st.lists(st.lists(letters, min_size=1, max_size=4).map(tuple), max_siz
 vocabularies = st.lists(st.lists(letters, max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+def spelling(symbols: list[Letters], usable: list[bool] | None = None, end: Letters = ()) -> Spelling:
+    """A vocabulary whose last symbol is the end."""
+    return Spelling.of([*symbols, end], [*(usable or [True] * len(symbols))[: len(symbols)], False], len(symbols))
+
+
 def occurs(phrase: Letters, text: Letters) -> bool:
     return any(text[i : i + len(phrase)] == phrase for i in range(len(text) - len(phrase) + 1))
 
@@ -30,7 +35,7 @@ def test_it_finds_what_string_search_finds(
     symbols: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
     ids = [index % len(symbols) for index in ids]
-    made = make_phrases(require, forbid, Spelling.of(symbols, [True] * len(symbols)))
+    made = make_phrases(require, forbid, spelling(symbols))
     text = spelled(symbols, ids)
     needed = made.walk(ids)
     assert (needed is None) == any(occurs(phrase, text) for phrase in forbid)
@@ -43,11 +48,11 @@ def test_it_finds_what_string_search_finds(
 def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject) -> None:
     places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, len(text))).map(lambda p: text[p[0] : p[0] + p[1]])
     inside = data.draw(st.lists(places, min_size=1, max_size=4))
-    spelling = Spelling.of([(letter,) for letter in range(3)], [True] * 3)
-    assert make_phrases(inside, [], spelling).walk(text) == 0
+    three = spelling([(letter,) for letter in range(3)])
+    assert make_phrases(inside, [], three).walk(text) == 0
     for phrase in inside:
-        assert make_phrases([], [*inside[1:], phrase], spelling).walk(text) is None
-        assert make_phrases([(*text, 0)], [phrase], spelling).walk([]) == NEVER
+        assert make_phrases([], [*inside[1:], phrase], three).walk(text) is None
+        assert make_phrases([(*text, 0)], [phrase], three).walk([]) == NEVER
 
 
 @settings(max_examples=150, deadline=None)
@@ -55,7 +60,7 @@ def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject)
 def test_it_knows_the_shortest_way(
     symbols: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
 ) -> None:
-    made = make_phrases(require, forbid, Spelling.of(symbols, usable[: len(symbols)]))
+    made = make_phrases(require, forbid, spelling(symbols, usable))
     needed = made.walk([])
     assert needed is not None
     allowed = [index for index in range(len(symbols)) if usable[index]]
@@ -73,13 +78,13 @@ def test_it_knows_the_shortest_way(
 def test_needs_fall_by_one_along_some_symbol() -> None:
     """So a search that always leaves enough room can always go on."""
     symbols: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
-    made = make_phrases([(0, 1, 2), (2, 0, 0), (1, 1)], [(1, 2, 2)], Spelling.of(symbols, [True] * 5))
+    made = make_phrases([(0, 1, 2), (2, 0, 0), (1, 1)], [(1, 2, 2)], spelling(symbols))
     seen, queue = {(0, 0)}, deque([(0, 0)])
     while queue:
         met, state = queue.popleft()
         need = int(made.need_MQ[met, state])
         after = []
-        for index in np.flatnonzero(~made.ban_QV[state]):
+        for index in np.flatnonzero(~made.ban_QV[state, :-1]):
             to = (met | int(made.met_QV[state, index]), int(made.next_QV[state, index]))
             after.append(int(made.need_MQ[to]))
             if to not in seen:
@@ -90,7 +95,21 @@ def test_needs_fall_by_one_along_some_symbol() -> None:
 
 
 def test_what_cannot_be_spelled_is_never_met() -> None:
-    spelling = Spelling.of([(0,), (1,), (2,)], [True, True, False])
-    assert make_phrases([(0, 2)], [], spelling).walk([]) == NEVER
-    assert make_phrases([(0, 1)], [(1,)], spelling).walk([]) == NEVER
-    assert make_phrases([], [(1,)], spelling).walk([1]) is None
+    three = spelling([(0,), (1,), (2,)], [True, True, False])
+    assert make_phrases([(0, 2)], [], three).walk([]) == NEVER
+    assert make_phrases([(0, 1)], [(1,)], three).walk([]) == NEVER
+    assert make_phrases([], [(1,)], three).walk([1]) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=6), st.lists(letters, max_size=2).map(tuple)
+)
+def test_the_end_may_have_letters_too(
+    symbols: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int], end: Letters
+) -> None:
+    ids = [index % len(symbols) for index in ids]
+    made = make_phrases(require, forbid, spelling(symbols, end=end))
+    text = spelled(symbols, ids) + end
+    may_end = all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
+    assert (made.walk(ids) == 0) == may_end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_kit import NAMES, run_of, sources
+from decode_kit import LETTERS, NAMES, run_of, sources
 
 from regard.decode.generate import Request, generate
 from regard.decode.options import Options
@@ -12,10 +12,10 @@ from regard.decode.stream import stream
 from regard.errors import UserError
 
 
-@pytest.mark.parametrize("scheme", ["char", "space", "word", "byte", "bpe:290"])
+@pytest.mark.parametrize("scheme", ["char", "space", "word", "byte", "bpe:290", "nfd"])
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_join_to_the_output(name: str, scheme: str) -> None:
-    run = run_of(name, 1, scheme)
+    run = run_of(name, 1, scheme, "eéèaà가각나" if scheme == "nfd" else LETTERS)
     for settings in ({}, {"sample": True, "top_p": 0.9}, {"no_repeat_ngram": 2}):
         options = Options.of(max_length=12, **settings)
         for text in sources(1, 3):

@@ -48,9 +48,12 @@ def command(
     result = demo.judge(run, place)
     console = Console()
     _show_scores(console, result)
-    for pronounced in demo.pronounce(run, demo.choose_words(words)):
+    spoken = demo.pronounce(run, demo.choose_words(words))
+    for pronounced in spoken:
         _show_word(console, pronounced)
-    _show_next(console, place)
+    page = place / "attention.html"
+    demo.write_page(run, spoken[0], page)
+    _show_next(console, place, page)
 
 
 def _place(out: str | None) -> Path:
@@ -116,12 +119,15 @@ def _picture(console: Console, pronounced: Pronounced) -> RenderableType | None:
     return Text("\n".join("   " + line for line in draw(source, target, weights, width)))
 
 
-def _show_next(console: Console, place: Path) -> None:
+def _show_next(console: Console, place: Path, page: Path) -> None:
+    console.print()
+    console.print(f" Every layer and head of the first word: open {page} in a browser", highlight=False, soft_wrap=True)
     console.print()
     console.rule("Now try", align="left", characters="─")
     for line in (
         f"echo transformer | regard generate {place}/run --beam 5 --nbest 3",
         f"regard evaluate {place}/run {place}/test.tsv --beam 5",
+        f"regard inspect {place}/run transformer --terminal",
         f"regard info {place}/run",
         "regard train --data YOUR.tsv --out runs/yours",
     ):

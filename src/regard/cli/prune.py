@@ -35,7 +35,7 @@ def command(
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Judge the rest again after each head; slower and often better.")
     ] = False,
-    by: Annotated[str, typer.Option(help="Judge by gradient or by ablation.")] = "gradient",
+    by: Annotated[str, typer.Option(help="Judge by gradient, ablation, or gates (learned).")] = "gradient",
     tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Train for so many steps afterwards.")] = 0,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of the tuning.")] = 3e-4,
     examples: Annotated[int, typer.Option(min=1, help="Pairs to judge heads by.")] = 256,
@@ -52,13 +52,15 @@ def command(
     Every attention keeps at least one head. The report of quality, size and speed is also in OUT/prune.json.
     """
     from pathlib import Path
+    from typing import get_args
 
     from regard.data.account import Account
     from regard.errors import one_of
-    from regard.prune import Amount, prune, save, split
+    from regard.inspect.choose import Amount, Measure
+    from regard.prune import prune, save, split
 
-    if by not in ("gradient", "ablation"):
-        raise one_of("--by", by, ("gradient", "ablation"))
+    if by not in get_args(Measure):
+        raise one_of("--by", by, get_args(Measure))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
     amount = Amount.parse(heads, threshold)
@@ -74,14 +76,13 @@ def command(
         talk(account.summary())
     if not learn or not held_out:
         raise UserError(f"{data}: {len(pairs)} usable pairs are too few to judge heads and measure the result")
-    measure = "ablation" if by == "ablation" else "gradient"
     smaller, report = prune(
         opened,
         learn,
         held_out,
         amount,
         greedy=greedy,
-        by=measure,  # type: ignore[arg-type]
+        by=by,  # type: ignore[arg-type]
         tune_steps=tune,
         judge_on=examples,
         lr=lr,

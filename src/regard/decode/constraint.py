@@ -34,7 +34,7 @@ class Constraint(Rule):
     def __init__(self, tasks: Sequence[Task], eos: int, vocab: int, device: torch.device, yielding: bool) -> None:
         self.eos, self.yielding = eos, yielding
         nothing = [np.zeros((1, vocab), dtype=kind) for kind in (np.int32, np.int16, bool)]
-        free = Phrases(nothing[0], nothing[1], nothing[2], np.zeros((1, 1), dtype=np.int16))
+        free = Phrases(nothing[0], nothing[1], nothing[2], np.zeros((1, 1), dtype=np.int16), eos)
         mine = [task.phrases or free for task in tasks]
         kinds = list({id(phrases): phrases for phrases in mine}.values())
         first = np.cumsum([0, *(len(p.next_QV) for p in kinds)])  # of each automaton's states
@@ -87,8 +87,9 @@ class Constraint(Rule):
 
     def _yield(self, value_NV: Tensor, end_N: Tensor) -> None:
         """Give the probability of the end to what comes nearer, and stay with a phrase that was begun so."""
-        value_NV.masked_fill_(self.bound_N.unsqueeze(1) & ~self.nearer_NV, -math.inf)
         near_NV = value_NV.masked_fill(~self.nearer_NV, -math.inf)
+        bound_N1 = (self.bound_N & (near_NV > -math.inf).any(1)).unsqueeze(1)
+        value_NV.masked_fill_(bound_N1 & ~self.nearer_NV, -math.inf)
         near_N = near_NV.logsumexp(1)
         unmet_N = (self.now_N > 0) & (near_N > -math.inf)
         grown_NV = near_NV + (torch.logaddexp(near_N, end_N) - near_N).unsqueeze(1)

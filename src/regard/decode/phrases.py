@@ -43,16 +43,26 @@ class Phrases:
     met_QV: np.ndarray  # bits of the required phrases that the symbol completes
     ban_QV: np.ndarray  # the symbol completes a forbidden phrase, or is not usable
     need_MQ: np.ndarray  # fewest symbols until it may end: with every required phrase met, the end's letters included
+    eos: int
 
-    def walk(self, ids: Sequence[int]) -> int | None:
-        """How many more symbols are needed at least between `ids` and the end; None if they break a rule."""
+    def walk(self, ids: Sequence[int], apart: Sequence[int] = ()) -> int | None:
+        """How many more symbols are needed at least between `ids` and the end; None if they break a rule.
+
+        None of `apart` comes directly after `ids`.
+        """
         state = met = 0
         for index in ids:
             if self.ban_QV[state, index]:
                 return None
             met |= int(self.met_QV[state, index])
             state = int(self.next_QV[state, index])
-        return int(self.need_MQ[met, state])
+        need = int(self.need_MQ[met, state])
+        if need == 0 or not apart:
+            return need
+        after_V = self.need_MQ[met | self.met_QV[state], self.next_QV[state]].astype(int)
+        after_V[self.ban_QV[state]] = NEVER
+        after_V[[*apart, self.eos]] = NEVER
+        return min(NEVER, 1 + int(after_V.min()))
 
 
 def make_phrases(require: Sequence[Letters], forbid: Sequence[Letters], spelling: Spelling) -> Phrases:
@@ -79,7 +89,7 @@ def make_phrases(require: Sequence[Letters], forbid: Sequence[Letters], spelling
     ban_QV[:, spelling.eos] = True  # not on the way
     need_MQ = _needs(next_QV, met_QV, ban_QV, end_Q, len(require))
     ban_QV[:, spelling.eos] = end_Q[1]
-    return Phrases(next_QV.astype(np.int32), met_QV.astype(np.int16), ban_QV, need_MQ)
+    return Phrases(next_QV.astype(np.int32), met_QV.astype(np.int16), ban_QV, need_MQ, spelling.eos)
 
 
 def _trie(

@@ -12,7 +12,7 @@ import numpy as np
 from regard.decode.options import Options
 from regard.decode.phrases import MOST, NEVER, Phrases, make_phrases
 from regard.decode.scorer import Scorer, Task
-from regard.decode.spelling import Speller, joining
+from regard.decode.spelling import Speller, composed, joining
 from regard.errors import UserError
 from regard.model import Model
 from regard.run import Run
@@ -49,7 +49,7 @@ class Preparer:
         self.scorer = Scorer([run.model for run in runs], options.weights, blocked)
         self.longest_source, self.longest_target = position_limits(self.scorer.models)
         self._blocked = blocked
-        self._joining = joining(self.codec.target)
+        self.joining = joining(self.codec.target)
         self._speller: Speller | None = None
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
 
@@ -94,9 +94,9 @@ class Preparer:
         forbid = tuple(dict.fromkeys((*self.options.forbid, *request.forbid)))
         phrases = self._phrases(require, forbid) if require or forbid else None
         if phrases is not None:
-            self._check(phrases, require, text, prefix, limit)
+            self._check(phrases, require, forbid, text, prefix, limit)
         key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        return Task(sources, limit, minimum, tuple(prefix), self._joining if prefix else (), phrases, key)
+        return Task(sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key)
 
     def _lengths(self, source: int) -> tuple[int, int]:
         """Fewest and most output symbols for a source of so many."""
@@ -139,8 +139,18 @@ class Preparer:
         self._known[require, forbid] = made
         return made
 
-    def _check(self, phrases: Phrases, require: tuple[str, ...], text: str, prefix: Sequence[int], limit: int) -> None:
-        needed = phrases.walk(prefix)
+    def _check(
+        self,
+        phrases: Phrases,
+        require: tuple[str, ...],
+        forbid: tuple[str, ...],
+        text: str,
+        prefix: Sequence[int],
+        limit: int,
+    ) -> None:
+        needed = phrases.walk(prefix, self.joining if prefix else ())
+        if self.joining and any(composed(bad) in composed(text) for bad in forbid):
+            needed = None  # the automaton would only know at the next symbol that the prefix's last character is whole
         if needed is None:
             raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
         if needed >= NEVER:

@@ -73,11 +73,11 @@ def make_rules(scorer: Scorer, tasks: Sequence[Task], options: Options, one_path
     if options.no_repeat_ngram:
         rules.append(NoRepeat(tasks, options.no_repeat_ngram, device))
     rules.append(Length(tasks, scorer.eos, device))
+    prefix = [Prefix(tasks, device)] if any(task.prefix for task in tasks) else []
     if any(task.phrases is not None for task in tasks):
+        rules += prefix  # phrases should know what cannot follow it; but it has the last word
         rules.append(Constraint(tasks, scorer.eos, scorer.vocab, device, yielding=one_path))
-    if any(task.prefix for task in tasks):
-        rules.append(Prefix(tasks, device))
-    return rules
+    return rules + prefix
 
 
 def sampler(scorer: Scorer, tasks: Sequence[Task], options: Options, count: int) -> Choose:
@@ -95,7 +95,10 @@ def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> li
         bases[i] = found[0].ids[:at] if found else bases[i]
         if bases[i] and bases[i][-1] == scorer.eos:  # shorter than that: the place is its end
             bases[i] = bases[i][:-1]
-    based = [replace(task, prefix=base) for task, base in zip(tasks, bases, strict=True)]
+    based = [
+        task if base == task.prefix else replace(task, prefix=base, apart=())
+        for task, base in zip(tasks, bases, strict=True)
+    ]
     variants: list[Task] = []
     owners: list[int] = []
     for i, symbols in enumerate(_next_symbols(scorer, based, options)):
@@ -103,7 +106,7 @@ def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> li
             if symbol == scorer.eos:  # ends right there
                 variants.append(replace(based[i], limit=len(bases[i]), minimum=min(based[i].minimum, len(bases[i]))))
             else:
-                variants.append(replace(based[i], prefix=(*bases[i], symbol)))
+                variants.append(replace(based[i], prefix=(*bases[i], symbol), apart=()))
             owners.append(i)
     results: list[list[Found]] = [[] for _ in tasks]
     for start in range(0, len(variants), len(tasks)):  # no larger batches than were asked for

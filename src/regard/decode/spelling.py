@@ -16,8 +16,8 @@ APART = 0x110000  # a letter of its own, beyond all characters: here the charact
 class Speller:
     """Letters are the bytes of the text; in a vocabulary of symbols set apart by spaces, the symbols themselves.
 
-    Where symbols are parts of characters, which join when the text is put together, letters are those parts, and `APART`
-    before each part that begins a character and at the end: so `e` is not found in `é`.
+    Where symbols are parts of characters, which join when the text is put together, letters are those parts, with
+    `APART` before each that begins a character and at the end: so `e` is not found in `é`, nor in any marked `e`.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, blocked: Sequence[int], eos: int) -> None:
@@ -58,6 +58,11 @@ def joining(tokenizer: Tokenizer) -> tuple[int, ...]:
         return ()
     pieces = tokenizer.pieces(range(tokenizer.size))
     return tuple(index for index in range(FIRST, tokenizer.size) if joins(pieces[index]))
+
+
+def composed(text: str) -> str:
+    """Text with the parts of its characters joined."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _parts(text: str) -> list[int]:

@@ -48,11 +48,20 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
         if score == -torch.inf:
             raise UserError("stream: nothing is left that the options allow to come next")
         ids.append(index)
-        sure = codec.decode_target(ids if index == scorer.eos else ids[: _whole(ids, task.apart)])
-        if index != scorer.eos:  # bytes may come one by one, and stand for an unreadable character until it is whole
-            sure = sure.rstrip("\N{REPLACEMENT CHARACTER}")
+        if index == scorer.eos:
+            sure = codec.decode_target(ids)
+        else:  # bytes may come one by one, and stand for an unreadable character until it is whole
+            sure = codec.decode_target(_whole(ids, prepare.joining)).rstrip("\N{REPLACEMENT CHARACTER}")
         yield Piece(sure[len(told) :], codec.target_pieces([index])[0], index, score)
         told = sure if len(sure) > len(told) else told
+
+
+def _whole(ids: list[int], joining: Sequence[int]) -> list[int]:
+    """What no later symbol changes: where symbols may join the character before them, all before the last character."""
+    if not joining:
+        return ids
+    begun = [place for place, index in enumerate(ids) if index not in joining]
+    return ids[: begun[-1]] if begun else []
 
 
 @torch.inference_mode()

@@ -96,7 +96,9 @@ function shorter(text, most) {
 }
 
 const SPECIAL = new Set(["<sos>", "<eos>", "<pad>"]);
-const word = (token) => h("bdi", { class: SPECIAL.has(token) ? "special" : null }, visible(token));
+// A space before a word is part of many tokens: it is shown, but quietly.
+const leads = (token) => /^ [^ ]/.test(token);
+const word = (token) => h("bdi", { class: SPECIAL.has(token) ? "special" : null }, leads(token) ? [h("i", {}, "␣"), visible(token.slice(1))] : visible(token));
 const rightToLeft = (tokens) => {
   const strong = tokens.filter((t) => !SPECIAL.has(t)).join("").match(/\p{L}/u);
   return Boolean(strong && /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u.test(strong[0]));

@@ -20,7 +20,7 @@ function matrix(options) {
   const T = options.rows.length, S = options.columns.length;
   const measure = document.createElement("canvas").getContext("2d");
   measure.font = "14px " + FONT();
-  const text = (token) => shorter(visible(token), 14);
+  const text = (token) => shorter(visible(leads(token) ? token.slice(1) : token), 14);
   const rows = options.rows.map(text), columns = options.columns.map(text);
   const widths = (list) => list.map((t) => measure.measureText(t).width);
   const rowWidth = Math.min(130, Math.max(12, ...widths(rows))) + 12;
@@ -71,12 +71,13 @@ function matrix(options) {
   const size = (px) => Math.min(14, Math.max(10, px - 1)) + "px " + FONT();
   if (rowNamed) {
     pen.font = size(cell); pen.textAlign = "right";
-    rows.forEach((label, t) => { pen.fillStyle = special(options.rows[t]); pen.fillText(label, left - 8, top + t * cell + cell / 2 + 4.5, rowWidth - 8); });
+    rows.forEach((label, t) => { pen.fillStyle = special(options.rows[t]); pen.direction = rightToLeft([label]) ? "rtl" : "ltr"; pen.fillText(label, left - 8, top + t * cell + cell / 2 + 4.5, rowWidth - 8); });
   } else ticks(T, options.firstRow === undefined ? 1 : options.firstRow, (t, name) => { pen.textAlign = "right"; pen.fillText(name, left - 6, top + (t + 0.5) * cell + 4); });
   if (named) {
     pen.font = size(wide);
     columns.forEach((label, s) => {
       pen.fillStyle = special(options.columns[s]);
+      pen.direction = rightToLeft([label]) ? "rtl" : "ltr";
       const x = left + s * wide + (wide - gap) / 2;
       if (fits[s]) { pen.textAlign = "center"; pen.fillText(label, x, top - 8); return; }
       pen.save(); pen.translate(x + 4, top - 6); pen.rotate(-Math.PI / 3); pen.textAlign = "left"; pen.fillText(label, 0, 0, 126); pen.restore();

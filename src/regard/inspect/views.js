@@ -72,7 +72,7 @@ view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
     onPick: (t) => { state.pinnedHead = t === null ? undefined : t; },
   });
   const grid = matrix({
-    rows, columns, at: m.at, max: m.max, room: room > 780 ? room - 470 : room, label: `${kindName(map.kind)} attention, layer ${map.layer + 1}`,
+    rows, columns, at: m.at, max: m.max, room: room > 780 ? room - 470 : room - 44, label: `${kindName(map.kind)} attention, layer ${map.layer + 1}`,
     tell: (t, s) => (s === null ? told(rows[t], m.at(t, best(m, t)), columns[best(m, t)]) : told(rows[t], m.at(t, s), columns[s])),
     onHover: (t) => strings.mark(t),
     onPick: (t) => walkTo(map, t),

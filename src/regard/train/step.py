@@ -20,7 +20,7 @@ from regard.settings import Train
 from regard.train.optim import make_optimizer, set_rate
 from regard.train.world import World
 
-_POOL = 1 << 22
+_POOL, _MOST_POOL = 1 << 22, 1 << 24
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 
 
@@ -39,8 +39,9 @@ class Stepper:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self._pool: MaskPool | None = None
         if world.device.type == "cpu":
-            # A pool that never has to grow: how far it has grown must not depend on where a run was resumed.
-            self._pool = MaskPool(train.seed * _RANKS + world.rank, max(_POOL, 2 * _widest(model.config, largest)))
+            # Large enough that a mask is seldom put together from pieces, small enough to be drawn anew now and then.
+            size = min(_MOST_POOL, max(_POOL, 2 * _widest(model.config, largest)))
+            self._pool = MaskPool(train.seed * _RANKS + world.rank, size)
         use_pool(model, self._pool)
 
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:

@@ -1,0 +1,330 @@
+"""Pronunciation from spelling beside yoyodyne and Joey NMT: training examples and decoded words per second.
+
+    python bench/g2p.py --data dut_train.tsv --valid dut_dev.tsv --yoyodyne PYTHON --joeynmt PYTHON
+
+One model size for all (4+4 layers, width 256, feed-forward 1024, 4 heads, dropout 0.2) and 64 words per batch. Each
+toolkit is run by its own command line as its users run it, in an environment of its own: PYTHON is the interpreter of
+one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress, from
+its first report on. Decoding is the command with few words and with many, and the difference of the two, so that
+neither start-up nor loading counts; all may write as many symbols as the longest pronunciation in the data has.
+WER is that of the decoded words, to show that there was something to decode: so little training leaves much to wish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BATCH = 64
+LAYERS, WIDTH, FF, HEADS, DROPOUT = 4, 256, 1024, 4, 0.2
+Pair = tuple[str, str]
+
+
+@dataclass
+class Job:
+    """What every toolkit is given."""
+
+    data: Path
+    valid: Path
+    work: Path  # an empty directory
+    seconds: float
+    longest: int  # symbols of a pronunciation
+
+
+@dataclass
+class Toolkit:
+    """How to train, which gives examples per second, and how to decode a file of words, which gives its outputs."""
+
+    train: Callable[[Job], float]
+    decode: Callable[[Job, Path, int], list[str]]
+    words: tuple[int, int]  # few and many
+
+
+# regard
+
+
+def regard() -> Toolkit:
+    command = [sys.executable, "-m", "regard"]
+
+    def train(job: Job) -> float:
+        sizes = {"layers": LAYERS, "width": WIDTH, "ff": FF, "heads": HEADS, "dropout": DROPOUT}
+        settings = [f"{key}={value}" for key, value in sizes.items()]
+        settings += [f"batch_examples={BATCH}", "log_every=10", f"validate_every={10**9}"]  # the peers have no pauses
+        given = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
+        budget = ["--workers", 2, "--minutes", job.seconds / 60]
+        run([*command, "train", "g2p", *given, *budget, *(x for s in settings for x in ("--set", s))])
+        events = [json.loads(line) for line in (job.work / "run" / "log.jsonl").read_text().splitlines()]
+        rates = [event["examples_per_second"] for event in events if event["event"] == "train"]
+        return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
+
+    def decode(job: Job, words: Path, beam: int) -> list[str]:
+        options = ["--beam", beam, "--max-length", job.longest]
+        return run([*command, "generate", job.work / "run", words, *options]).splitlines()
+
+    return Toolkit(train, decode, (1000, 9000))
+
+
+# yoyodyne
+
+
+def yoyodyne(python: str) -> Toolkit:
+    command = [python, "-c", "from yoyodyne.cli.main import main; main()"]  # what its `yoyodyne` script does
+
+    def config(job: Job, beam: int = 1) -> Path:
+        encoder = {"attention_heads": HEADS, "embedding_size": WIDTH, "hidden_size": FF, "layers": LAYERS}
+        decoder = {"attention_heads": HEADS, "hidden_size": FF, "layers": LAYERS, "dropout": DROPOUT}
+        model = {
+            "class_path": "yoyodyne.models.TransformerModel",
+            "init_args": {
+                "embedding_size": WIDTH,
+                "beam_width": beam,
+                "source_encoder": {
+                    "class_path": "yoyodyne.models.modules.TransformerEncoder",
+                    "init_args": encoder | {"dropout": DROPOUT},
+                },
+                **{f"decoder_{key}": value for key, value in decoder.items()},
+                "optimizer": {"class_path": "yoyodyne.optimizers.Adam", "init_args": {"lr": 5e-4}},
+            },
+        }
+        path = job.work / f"beam{beam}.yaml"
+        data = {
+            "model_dir": str(job.work),
+            "target_sep": " ",
+            "batch_size": BATCH,
+            "max_source_length": 2 * job.longest,
+            "max_target_length": job.longest,
+        }
+        path.write_text(json.dumps({"model": model, "data": data, "seed_everything": 1}))  # JSON is YAML
+        return path
+
+    def train(job: Job) -> float:
+        bar = {
+            "class_path": "lightning.pytorch.callbacks.TQDMProgressBar",
+            "init_args": {"refresh_rate": 1},
+        }
+        rest = ["--data.train", job.data, "--trainer.callbacks+", json.dumps(bar)]
+        minutes, seconds = divmod(round(job.seconds), 60)
+        rest += ["--trainer.max_time", f"00:{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"]
+        rest += ["--trainer.limit_val_batches", 0, "--trainer.num_sanity_val_steps", 0]
+        rest += ["--checkpoint.dirpath", job.work, "--checkpoint.filename", "model"]
+        rest += ["--checkpoint.save_on_train_epoch_end", "true"]
+        reports = watch([*command, "fit", "--config", config(job), *rest], r"Epoch (\d+).*?\b(\d+)/(\d+) \[")
+        return rate((clock, int(epoch) * int(total) + int(done)) for clock, (epoch, done, total) in reports)
+
+    def decode(job: Job, words: Path, beam: int) -> list[str]:
+        given = ["--ckpt_path", max(job.work.glob("model*.ckpt"), key=lambda path: path.stat().st_mtime)]
+        given += ["--data.predict", words, "--data.target_col", 0, "--prediction.path", job.work / "out"]
+        run([*command, "predict", "--config", config(job, beam), *given])
+        lines = (job.work / "out").read_text(encoding="utf-8").splitlines()
+        return [line.split("\t")[0] for line in lines]  # with a beam, outputs and scores in turns
+
+    return Toolkit(train, decode, (2 * BATCH, 6 * BATCH))
+
+
+# Joey NMT
+
+
+def joeynmt(python: str) -> Toolkit:
+    command = [python, "-m", "joeynmt"]
+
+    def environment(job: Job) -> dict[str, str]:
+        """It imports a package that it does not ask for, and torch must read its checkpoints, which are pickles."""
+        stub = job.work / "stub" / "importlib_metadata.py"
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text("from importlib.metadata import *\n")
+        return {"PYTHONPATH": str(stub.parent), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+
+    def config(job: Job, beam: int = 1) -> Path:
+        for name, path in (("train", job.data), ("dev", job.valid)):
+            for side, lines in zip(("src", "trg"), zip(*pairs(path), strict=True), strict=True):
+                (job.work / f"{name}.{side}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        tower = {
+            "type": "transformer",
+            "num_layers": LAYERS,
+            "num_heads": HEADS,
+            "embeddings": {"embedding_dim": WIDTH, "scale": True, "dropout": DROPOUT},
+            "hidden_size": WIDTH,
+            "ff_size": FF,
+            "dropout": DROPOUT,
+        }
+        table: dict[str, Any] = {
+            "name": "g2p",
+            "joeynmt_version": "2.3.0",
+            "model_dir": str(job.work / "model"),
+            "use_cuda": False,
+            "random_seed": 1,
+            "data": {
+                "train": str(job.work / "train"),
+                "dev": str(job.work / "dev"),
+                "dataset_type": "plain",
+                "src": {"lang": "src", "level": "char"},
+                "trg": {"lang": "trg", "level": "word"},
+            },
+            "testing": {"beam_size": beam, "batch_size": BATCH, "max_output_length": job.longest},
+            "training": {
+                "optimizer": "adamw",
+                "adam_betas": [0.9, 0.98],
+                "learning_rate": 5e-4,
+                "scheduling": "warmupinversesquareroot",
+                "learning_rate_warmup": 400,
+                "label_smoothing": 0.1,
+                "batch_size": BATCH,
+                "batch_type": "sentence",
+                "epochs": 1000,
+                "logging_freq": 5,
+                "validation_freq": 10**9,
+                "overwrite": True,
+            },
+            "model": {"initializer": "xavier_uniform", "encoder": tower, "decoder": tower},
+        }
+        path = job.work / f"beam{beam}.yaml"
+        path.write_text(json.dumps(table))
+        return path
+
+    def train(job: Job) -> float:
+        order = [*command, "train", config(job), "--skip-test"]
+        reports = watch(order, r"Step:\s+(\d+),", job.seconds, environment(job))
+        return rate((clock, int(step)) for clock, (step,) in reports)
+
+    def decode(job: Job, words: Path, beam: int) -> list[str]:
+        return run([*command, "translate", config(job, beam)], words, environment(job)).splitlines()
+
+    return Toolkit(train, decode, (2 * BATCH, 6 * BATCH))
+
+
+# Running and timing
+
+
+def run(command: list[Any], stdin: Path | None = None, environment: dict[str, str] | None = None) -> str:
+    """What a command prints; what it says is shown only if it fails."""
+    with open(stdin or os.devnull, "rb") as given:
+        done = subprocess.run(
+            list(map(str, command)), stdin=given, capture_output=True, env={**os.environ, **(environment or {})}
+        )
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stderr.decode(errors='replace')[-3000:]}")
+    return done.stdout.decode()
+
+
+def watch(
+    command: list[Any], report: str, seconds: float | None = None, environment: dict[str, str] | None = None
+) -> list[tuple[float, tuple[str, ...]]]:
+    """Run a command and note when it says something that matches; interrupt it so many seconds after the first time."""
+    reports: list[tuple[float, tuple[str, ...]]] = []
+    said: list[str] = []
+    with subprocess.Popen(
+        list(map(str, command)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
+    ) as process:
+        for piece in pieces(process):
+            said.append(piece)
+            if found := re.search(report, piece):
+                reports.append((time.perf_counter(), found.groups()))
+                if seconds is not None and reports[-1][0] - reports[0][0] > seconds:
+                    process.send_signal(signal.SIGINT)
+                    seconds = None
+    if process.returncode or len(reports) < 2:
+        sys.exit(f"{' '.join(map(str, command))}\n" + "\n".join(said[-40:]))
+    return reports
+
+
+def pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """What a process says, as soon as it does: lines, and states of a progress bar."""
+    assert process.stdout is not None
+    rest = b""
+    while new := os.read(process.stdout.fileno(), 1 << 16):
+        *whole, rest = re.split(rb"[\r\n]+", rest + new)
+        yield from (piece.decode(errors="replace") for piece in whole)
+
+
+def rate(reports: Iterator[tuple[float, int]]) -> float:
+    """Examples per second from the first report to the last that says something new."""
+    moved: dict[int, float] = {}
+    for clock, batches in reports:
+        if batches:
+            moved.setdefault(batches, clock)
+    (first, began), (last, ended) = min(moved.items()), max(moved.items())
+    return BATCH * (last - first) / (ended - began)
+
+
+def pairs(path: Path) -> list[Pair]:
+    rows = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
+    return [(row[0], row[1]) for row in rows]
+
+
+def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[float, float]:
+    """Words per second beyond the first few, and the error rate among all."""
+    given = pairs(job.valid)
+    random.Random(1).shuffle(given)
+    times: dict[int, list[float]] = {count: [] for count in kit.words}
+    outputs: list[str] = []
+    for _ in range(rounds):
+        for count in kit.words:
+            path = job.work / "words"
+            chosen = (given * (count // len(given) + 1))[:count]
+            path.write_text("".join(f"{word}\n" for word, _ in chosen), encoding="utf-8")
+            began = time.perf_counter()
+            outputs = kit.decode(job, path, beam)
+            times[count].append(time.perf_counter() - began)
+            assert len(outputs) == count, f"{count} words gave {len(outputs)} outputs"
+    few, many = kit.words
+    wrong = sum(output != said for output, (_, said) in zip(outputs, chosen, strict=True))
+    return (many - few) / (statistics.median(times[many]) - statistics.median(times[few])), 100 * wrong / many
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="words and pronunciations, a TSV")
+    parser.add_argument("--valid", type=Path, required=True, help="the same, to decode")
+    parser.add_argument("--yoyodyne", metavar="PYTHON", help="of an environment with yoyodyne 0.5")
+    parser.add_argument("--joeynmt", metavar="PYTHON", help="of an environment with joeynmt 2.3")
+    parser.add_argument("--seconds", type=float, default=60, help="of training, each")
+    parser.add_argument("--rounds", type=int, default=1, help="of decoding")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("regard") is None:
+        sys.exit("install regard first")
+    kits = {"regard": regard()}
+    if arguments.yoyodyne:
+        kits["yoyodyne"] = yoyodyne(arguments.yoyodyne)
+    if arguments.joeynmt:
+        kits["joeynmt"] = joeynmt(arguments.joeynmt)
+    data, valid = arguments.data.resolve(), arguments.valid.resolve()
+    longest = max(len(said.split()) for path in (data, valid) for _, said in pairs(path))
+    print(f"{'':10}  {'examples/s':>14}  {'words/s greedy':>22}  {'words/s beam 5':>22}")
+    ours: list[float] = []
+    for name, kit in kits.items():
+        with tempfile.TemporaryDirectory() as work:
+            job = Job(data, valid, Path(work), arguments.seconds, longest)
+            speeds, errors = [kit.train(job)], [""]
+            for beam in (1, 5):
+                speed, wer = words_per_second(kit, job, beam, arguments.rounds)
+                speeds.append(speed)
+                errors.append(f"WER {wer:3.0f}")
+        ours = ours or speeds
+        cells = [
+            f"{speed:8,.0f} {f'{best / speed:4.1f}x':>5} {error}".rstrip()
+            for speed, best, error in zip(speeds, ours, errors, strict=True)
+        ]
+        print(f"{name:10}  {cells[0]:>14}  {cells[1]:>22}  {cells[2]:>22}", flush=True)
+    print("Nx: regard is N times as fast")
+
+
+if __name__ == "__main__":
+    main()
