@@ -7,7 +7,8 @@ toolkit is run by its own command line as its users run it, in an environment of
 one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress, from
 its first report on. Decoding is the command with few words and with many, and the difference of the two, so that
 neither start-up nor loading counts; all may write as many symbols as the longest pronunciation in the data has.
-WER is that of the decoded words, to show that there was something to decode: so little training leaves much to wish.
+What was decoded is described by its WER and its mean length: a model that has hardly been trained stops at once or
+never, and its speed says little. Raise --seconds until the lengths are alike.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ def regard() -> Toolkit:
     def train(job: Job) -> float:
         sizes = {"layers": LAYERS, "width": WIDTH, "ff": FF, "heads": HEADS, "dropout": DROPOUT}
         settings = [f"{key}={value}" for key, value in sizes.items()]
-        settings += [f"batch_examples={BATCH}", "log_every=10", f"validate_every={10**9}"]  # the peers have no pauses
+        settings += [f"batch_examples={BATCH}", "log_every=5", f"validate_every={10**9}"]  # the peers have no pauses
         given = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
         budget = ["--workers", 2, "--minutes", job.seconds / 60]
         run([*command, "train", "g2p", *given, *budget, *(x for s in settings for x in ("--set", s))])
         events = [json.loads(line) for line in (job.work / "run" / "log.jsonl").read_text().splitlines()]
         rates = [event["examples_per_second"] for event in events if event["event"] == "train"]
+        if len(rates) < 2:
+            sys.exit("regard: too little time for more than one report; raise --seconds")
         return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
@@ -269,8 +272,8 @@ def pairs(path: Path) -> list[Pair]:
     return [(row[0], row[1]) for row in rows]
 
 
-def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[float, float]:
-    """Words per second beyond the first few, and the error rate among all."""
+def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[float, str]:
+    """Words per second beyond the first few, and what the outputs are like."""
     given = pairs(job.valid)
     random.Random(1).shuffle(given)
     times: dict[int, list[float]] = {count: [] for count in kit.words}
@@ -286,7 +289,9 @@ def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[fl
             assert len(outputs) == count, f"{count} words gave {len(outputs)} outputs"
     few, many = kit.words
     wrong = sum(output != said for output, (_, said) in zip(outputs, chosen, strict=True))
-    return (many - few) / (statistics.median(times[many]) - statistics.median(times[few])), 100 * wrong / many
+    symbols = sum(len(output.split()) for output in outputs)
+    speed = (many - few) / (statistics.median(times[many]) - statistics.median(times[few]))
+    return speed, f"WER {100 * wrong / many:3.0f}, {symbols / many:4.1f} long"
 
 
 def main() -> None:
@@ -307,23 +312,26 @@ def main() -> None:
         kits["joeynmt"] = joeynmt(arguments.joeynmt)
     data, valid = arguments.data.resolve(), arguments.valid.resolve()
     longest = max(len(said.split()) for path in (data, valid) for _, said in pairs(path))
-    print(f"{'':10}  {'examples/s':>14}  {'words/s greedy':>22}  {'words/s beam 5':>22}")
+    mean = statistics.mean(len(said.split()) for _, said in pairs(valid))
+    print(
+        f"{arguments.seconds:.0f} s of training each; Nx: regard is N times as fast; pronunciations are {mean:.1f} long"
+    )
+    print(f"{'':10}  {'examples/s':>15}  {'words/s greedy':>36}  {'words/s beam 5':>36}")
     ours: list[float] = []
     for name, kit in kits.items():
         with tempfile.TemporaryDirectory() as work:
             job = Job(data, valid, Path(work), arguments.seconds, longest)
-            speeds, errors = [kit.train(job)], [""]
+            speeds, remarks = [kit.train(job)], [""]
             for beam in (1, 5):
-                speed, wer = words_per_second(kit, job, beam, arguments.rounds)
+                speed, remark = words_per_second(kit, job, beam, arguments.rounds)
                 speeds.append(speed)
-                errors.append(f"WER {wer:3.0f}")
+                remarks.append(f"  {remark}")
         ours = ours or speeds
         cells = [
-            f"{speed:8,.0f} {f'{best / speed:4.1f}x':>5} {error}".rstrip()
-            for speed, best, error in zip(speeds, ours, errors, strict=True)
+            f"{speed:8,.0f} {best / speed:5.1f}x{remark}"
+            for speed, best, remark in zip(speeds, ours, remarks, strict=True)
         ]
-        print(f"{name:10}  {cells[0]:>14}  {cells[1]:>22}  {cells[2]:>22}", flush=True)
-    print("Nx: regard is N times as fast")
+        print(f"{name:10}  {cells[0]:>15}  {cells[1]:>36}  {cells[2]:>36}", flush=True)
 
 
 if __name__ == "__main__":

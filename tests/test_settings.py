@@ -39,8 +39,8 @@ def after(*settings: str) -> dict[str, Any]:
         ("source_tokens=bpe:800", {"text": {"source_tokens": "bpe:800"}}),
         ("strict=true", {"data": {"strict": True}}),
         ("data.columns=['target', 'source']", {"data": {"columns": ["target", "source"]}}),
-        ("kv_heads=none", {"model": {"encoder": {"kv_heads": None}, "decoder": {"kv_heads": None}}}),
-        ("encoder=none", {"model": {"encoder": None}}),
+        ("kv_heads=none", {"model": {"encoder": {"kv_heads": "none"}, "decoder": {"kv_heads": "none"}}}),
+        ("encoder=none", {"model": {"encoder": "none"}}),
         ('train.device="cuda:1"', {"train": {"device": "cuda:1"}}),
         ("device=cuda:1", {"train": {"device": "cuda:1"}}),
         ("data.train=a=b.tsv", {"data": {"train": "a=b.tsv"}}),
@@ -209,3 +209,10 @@ def test_recipes_that_are_not_there(tmp_path: Path) -> None:
         read_recipe(tmp_path / "none.toml")
     with pytest.raises(UserError, match="not a readable TOML file"):
         read_recipe(tmp_path)
+
+
+def test_none_is_the_word_for_nothing_and_a_kind_of_position() -> None:
+    changes = after("kv_heads=none", "bias=none", "position=none")["model"]
+    stack = preset("transformer-tiny", 50, changes=changes).encoder
+    assert stack is not None
+    assert (stack.kv_heads, stack.bias, stack.position) == (None, "none", "none")

@@ -15,7 +15,7 @@ import chromium  # noqa: E402
 
 from regard.cli import heads, inspect  # noqa: E402
 
-CLIPS = {"alignment": 940, "walk": 900, "position": 620}  # pixels shown of each view
+CLIPS = {"alignment": 680, "walk": 900, "position": 620}  # pixels shown of each view
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ Its place makes a tower causal: `decoder` always is, `encoder` never. A decoder 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from regard.errors import UserError, closest
 
@@ -29,6 +30,20 @@ class Value(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, data: Any) -> Any:
+        """TOML has no null: the word none stands for it where a field may be left open."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        empty = {key for key, value in data.items() if value == "none" and key in fields and _optional(fields[key])}
+        return {key: None if key in empty else value for key, value in data.items()}
+
+
+def _optional(field: FieldInfo) -> bool:
+    return type(None) in get_args(field.annotation)
+
 
 class Stack(Value):
     """One tower of layers."""
@@ -42,7 +57,7 @@ class Stack(Value):
     value_width: Count | None = None  # of values; None: as wide as keys
     score: Score = "scaled_dot"
     window: Count | None = None  # self-attention sees at most this far to either side
-    cross_window: Count | None = None  # the same for cross-attention: Luong's D
+    cross_window: Count | None = None  # the same for cross-attention
     cross_center: Center = "step"  # around the output step (local-m) or a predicted place (local-p)
     ff: Count = 2048
     activation: Activation = "relu"

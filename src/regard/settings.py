@@ -178,4 +178,4 @@ def _value(raw: str) -> Any:
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        return {"none": None, "None": None}.get(raw, raw)
+        return raw

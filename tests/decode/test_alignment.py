@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from decode_kit import NAMES, run_of, sources, trained
 
 from regard.decode.alignment import align, choose_heads, load_heads, save_heads, to_words
-from regard.decode.attention import cross_attentions
+from regard.decode.attention import cross_attentions, watching
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Alignment
 from regard.decode.options import Options
+from regard.decode.prepare import Preparer
+from regard.decode.scorer import Task
+from regard.decode.search import search
 from regard.errors import UserError
 from regard.text.example import Example
 
@@ -54,6 +58,33 @@ def test_a_model_that_reads_backwards_is_seen_to(name: str) -> None:
             hits += abs(source - (len(text) - 1 - output)) <= 1  # the state may be read one step early or late
             links += 1
     assert hits / links > 0.8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_the_attention_of_the_step_that_made_the_symbol(name: str) -> None:
+    run = run_of(name, 2)
+    source, output = run.codec.encode_source([Example("fade")])[0], run.codec.encode_target(["cabb"])[0]
+    (alignment,) = align(run, [source], [output], heads=[(0, 0)])
+    with torch.no_grad(), watching(run.model, [0]) as seen:
+        state = run.model.encode(torch.tensor([source]))
+        for index in [run.config.start_id, *output[:-1]]:
+            _, state = run.model.step(torch.tensor([index]), state)
+    steps = torch.cat([weights[0, 0] for weights in seen[0]])
+    assert alignment.soft == pytest.approx(steps[:-1].numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
+    """The value of a finished output, worked out anew from a forced pass over it."""
+    run, options = run_of(name, 3), Options(beam=4, nbest=4, coverage_penalty=0.7, alignment_heads=((0, 0),))
+    prepare = Preparer([run], options.model_copy(update={"max_length": 9}))
+    tasks = [task for task in prepare(["fade", "cab", "d"]) if isinstance(task, Task)]
+    for task, found in zip(tasks, search(prepare.scorer, tasks, options), strict=True):
+        for output in found:
+            with torch.no_grad(), watching(run.model, [0]) as seen:
+                run.model(torch.tensor([task.sources[0]]), None, torch.tensor([[2, *output.ids[:-1]]]))
+            covered = torch.cat(seen[0], 2)[0, 0].sum(0)[:-1].clamp(1e-3, 1.0).log().sum()
+            assert output.value == pytest.approx(output.score / len(output.ids) + 0.7 * float(covered), abs=1e-4)
 
 
 def test_heads_are_chosen_by_sharpness_and_coverage() -> None:

@@ -7,14 +7,18 @@ from collections import Counter
 from itertools import product
 
 import pytest
+import torch
 from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from regard.decode.constraint import Constraint
 from regard.decode.generate import Request, generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
+from regard.decode.phrases import Spelling, make_phrases
 from regard.decode.score import score
+from regard.decode.scorer import Task
 from regard.decode.spelling import joins
 from regard.errors import UserError
 
@@ -125,6 +129,30 @@ def test_no_ngram_comes_twice(chosen: dict[str, object], size: int) -> None:
             for h in row:
                 grams = [h.ids[i : i + size] for i in range(len(h.ids) - size)]
                 assert len(set(grams)) == len(grams)
+
+
+@pytest.mark.parametrize("chosen", STRATEGIES)
+def test_what_is_required_wins_over_ngram_blocking(chosen: dict[str, object]) -> None:
+    for name in NAMES:
+        options = Options.of(no_repeat_ngram=1, require=("aba",), max_length=8, **chosen)
+        assert all("aba" in h.text for row in generate(run_of(name, 3), sources(5, 4), options) for h in row)
+
+
+def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
+    spelling = Spelling.of([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
+    task = Task(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
+    rule = Constraint([task], 3, 9, torch.device("cpu"), yielding=True)
+    here, alive = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    likes_end = torch.tensor([[1.0, 1, 1, 50, 1, 1, 1, 1, 9]]).log_softmax(-1)
+    value = likes_end.clone()
+    rule.apply(value, likes_end, 0, alive)
+    assert value[0, 3] == -torch.inf and value.argmax() == 4  # what was the end's is now the phrase's
+    assert value[0, 4].exp() == pytest.approx(float(likes_end[0, [3, 4]].exp().sum()), rel=1e-4)
+    rule.advance(here, torch.tensor([4]))
+    goes_on = torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 1, 50]]).log_softmax(-1)
+    value = goes_on.clone()
+    rule.apply(value, goes_on, 1, alive)
+    assert (value > -torch.inf).nonzero().tolist() == [[0, 5]]
 
 
 def test_a_repetition_penalty_makes_for_less_repetition() -> None:

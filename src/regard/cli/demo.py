@@ -109,7 +109,8 @@ def _picture(console: Console, pronounced: Pronounced) -> RenderableType | None:
     best = pronounced.hypotheses[0]
     if best.alignment is None or not best.alignment.soft.size:
         return None
-    source, target = best.alignment.source, best.tokens[: len(best.alignment.soft)]
+    source = ["∎" if piece == "<eos>" else piece for piece in best.alignment.source]
+    target = best.tokens[: len(best.alignment.soft)]
     weights = best.alignment.soft.tolist()
     width = console.width - 3
     if console.is_terminal:

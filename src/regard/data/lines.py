@@ -106,7 +106,8 @@ def read_lines(path: str) -> Iterator[Line]:
 def _split(stream: BinaryIO) -> Iterator[bytes]:
     """Split on newlines; of a line that is too long only so much is kept that it can be told to be."""
     rest = b""
-    while chunk := stream.read(CHUNK):
+    # read1 gives what a pipe has by now; read would wait for a full chunk while someone waits for an answer
+    while chunk := stream.read1(CHUNK):  # type: ignore[attr-defined]
         *whole, rest = (rest + chunk).split(b"\n")
         yield from whole
         if len(rest) > LONGEST + 4:  # a BOM and a \r may go

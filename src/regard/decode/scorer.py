@@ -78,7 +78,7 @@ class Scorer:
             return logits[0].float().log_softmax(-1)
         total = torch.zeros_like(logits[0], dtype=torch.float32)
         for weight, x in zip(self.weights, logits, strict=True):
-            total.add_(x.float().log_softmax(-1), alpha=weight)
+            total.add_(x.float(), alpha=weight)  # what makes each sum to one cancels out in the next line
         return total.log_softmax(-1)
 
 
