@@ -38,9 +38,8 @@ SHOWN_NEW, SHOWN_KNOWN = 3, 2
 
 RECIPE: dict[str, Any] = {
     "preset": "transformer-tiny",
-    "model": {side: {"position": "rotary"} for side in ("encoder", "decoder")},
     "text": {"source_tokens": "char", "target_tokens": "space"},
-    "train": {"batch_examples": 128, "lr": 2e-3, "schedule": "cosine", "warmup": 200, "ema": 0.998},
+    "train": {"batch_examples": 128, "lr": 2e-3, "warmup": 200, "ema": 0.998},
 }
 
 

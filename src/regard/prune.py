@@ -204,8 +204,7 @@ def tune(model: Model, pairs: Sequence[tuple[Ids, Ids]], steps: int, *, lr: floa
     warmup = max(1, steps // 10)
     train = Train(steps=steps, lr=lr, schedule="cosine", warmup=warmup, batch_tokens=2048, seed=seed)
     lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
-    longest = int(max(side.max() for side in lengths))
-    stepper = Stepper(model, train, World(device=device), train.batch_tokens + longest)
+    stepper = Stepper(model, train, World(device=device))
     losses: list[float] = []
     epoch = 0
     while len(losses) < steps:

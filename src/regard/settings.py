@@ -58,7 +58,7 @@ class Train(Value):
     accumulate: Count = 1
     optimizer: Literal["adam", "adamw"] = "adamw"
     lr: float = Field(default=1e-3, gt=0)  # the peak; a factor for noam
-    schedule: Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"] = "inverse_sqrt"
+    schedule: Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"] = "cosine"
     warmup: int = Field(default=400, ge=0)
     beta1: Rate = 0.9
     beta2: Rate = 0.98

@@ -57,16 +57,6 @@ def test_who_gets_nothing_still_takes_part(feeds) -> None:  # type: ignore[no-un
     assert all(share.source_BS.shape[0] == 1 for portion in portions for share, _ in portion.shares)
 
 
-def test_no_batch_is_larger_than_announced(feeds) -> None:  # type: ignore[no-untyped-def]
-    for feed in feeds(2, batch_tokens=64):
-        sizes = [
-            max(share.source_BS.numel(), share.label_BT.numel())
-            for batch in range(feed.batches_in(0))
-            for share, _ in feed.portion(0, batch).shares
-        ]
-        assert max(sizes) <= feed.largest()
-
-
 def test_steps_of_an_epoch(feeds) -> None:  # type: ignore[no-untyped-def]
     (feed,) = feeds(1, accumulate=5, batch_examples=10)
     count = feed.batches_in(0)

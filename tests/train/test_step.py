@@ -30,7 +30,7 @@ def batch(rows: list[Any], config: Config, total: int) -> tuple[Batch, float]:
 
 def make(config: Config, **settings: Any) -> Stepper:
     torch.manual_seed(1)
-    return Stepper(Model(config), Train(label_smoothing=0.1, **settings), World(), 100)
+    return Stepper(Model(config), Train(label_smoothing=0.1, **settings), World())
 
 
 def gradients(stepper: Stepper) -> list[torch.Tensor]:

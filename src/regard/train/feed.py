@@ -40,12 +40,6 @@ class Feed:
     def steps_in(self, epoch: int) -> int:
         return -(-self.batches_in(epoch) // self._train.accumulate)
 
-    def largest(self) -> int:
-        """Padded symbols on the longer side of this process's largest batch, at most."""
-        longest = int(max(self._corpus.source_lengths.max(), self._corpus.target_lengths.max()))
-        rows = self._train.batch_tokens // self._world.size + longest
-        return max(longest, rows)
-
     def _order(self, epoch: int) -> list[Indices]:
         if epoch != self._epoch:
             self._batches = batches(

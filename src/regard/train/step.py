@@ -12,22 +12,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from regard.batch import Batch
-from regard.config import Config
 from regard.loss import Loss, Objective
-from regard.model import Model, stacks
+from regard.model import Model
 from regard.nn.dropout import MaskPool, use_pool
 from regard.settings import Train
 from regard.train.optim import make_optimizer, set_rate
 from regard.train.world import World
 
-_POOL, _MOST_POOL = 1 << 22, 1 << 24
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 
 
 class Stepper:
-    """A model with its objective and optimizer. `largest`: padded symbols of the largest batch."""
+    """A model with its objective and optimizer."""
 
-    def __init__(self, model: Model, train: Train, world: World, largest: int) -> None:
+    def __init__(self, model: Model, train: Train, world: World) -> None:
         self.model = model
         self.train = train
         self.world = world
@@ -39,9 +37,7 @@ class Stepper:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self._pool: MaskPool | None = None
         if world.device.type == "cpu":
-            # Large enough that a mask is seldom put together from pieces, small enough to be drawn anew now and then.
-            size = min(_MOST_POOL, max(_POOL, 2 * _widest(model.config, largest)))
-            self._pool = MaskPool(train.seed * _RANKS + world.rank, size)
+            self._pool = MaskPool(train.seed * _RANKS + world.rank)
         use_pool(model, self._pool)
 
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
@@ -88,15 +84,3 @@ class Stepper:
         set_rate(self.optimizer, rate)
         self.optimizer.step()
         return True
-
-
-def _widest(config: Config, largest: int) -> int:
-    """The most numbers that one dropout of a model is given at once."""
-    widths = [1]
-    for stack in stacks(config).values():
-        widths.append(stack.width)
-        if stack.ff_dropout:
-            widths.append(stack.ff)
-        if stack.attention_dropout:
-            widths.append(stack.heads * largest)
-    return largest * max(widths)

@@ -54,7 +54,7 @@ class Trainer:
         self._conclude = conclude
         self.budget = Budget.of(train)
         self.progress = Progress()
-        self.stepper = Stepper(model, train, world, feed.largest())
+        self.stepper = Stepper(model, train, world)
         self.ema = Ema(model, train.ema) if train.ema else None
         self.keeper = Keeper(run, model, self.stepper.optimizer, self.ema)
         self.signals = Signals()
