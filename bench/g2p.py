@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -290,7 +291,8 @@ def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[fl
     few, many = kit.words
     wrong = sum(output != said for output, (_, said) in zip(outputs, chosen, strict=True))
     symbols = sum(len(output.split()) for output in outputs)
-    speed = (many - few) / (statistics.median(times[many]) - statistics.median(times[few]))
+    seconds = statistics.median(times[many]) - statistics.median(times[few])
+    speed = (many - few) / seconds if seconds > 0 else math.nan  # start-up varied by more than the words took
     return speed, f"WER {100 * wrong / many:3.0f}, {symbols / many:4.1f} long"
 
 

@@ -305,6 +305,7 @@ def test_info_shape(toy):
     result = json.loads(call("info", toy / "run", "--json").out)
     parts = result["parameters"]
     assert parts.pop("total") == sum(parts.values())
+    assert result["time"]["training_per_million_tokens"] > 0
     assert result["flops_per_token"] > 0 and result["memory"].keys() >= {"training", "decoding"}
 
 

@@ -130,5 +130,5 @@ def test_the_table_of_variations(settings, millions):
     tables = {"preset": "transformer-base"}
     for setting in settings:
         assign(tables, setting)
-    total = sum(count_parameters(on_meta(configure(tables, 37000, "docs"))).values())
+    total = sum(count_parameters(on_meta(configure(tables, 37000, "docs")[0])).values())
     assert total / 1e6 == pytest.approx(millions, abs=0.05)

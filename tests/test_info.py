@@ -8,7 +8,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.config import Config
 from regard.errors import UserError
-from regard.info import Load, cache_bytes, configure, count_activations, count_flops, count_parameters, describe, si
+from regard.info import (
+    Load,
+    cache_bytes,
+    configure,
+    count_activations,
+    count_flops,
+    count_parameters,
+    describe,
+    duration,
+    measure_rate,
+    si,
+)
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.presets import PRESETS, preset
@@ -123,11 +134,20 @@ def test_encoder_alone():
 
 def test_recipe_without_data():
     assert (
-        configure({"preset": "transformer-tiny", "text": {"source_tokens": "bpe:500"}}, None, "r").source_vocab == 500
+        configure({"preset": "transformer-tiny", "text": {"source_tokens": "bpe:500"}}, None, "r")[0].source_vocab
+        == 500
     )
-    assert configure({"preset": "transformer-tiny"}, 77, "r").target_vocab == 77
+    assert configure({"preset": "transformer-tiny"}, 77, "r")[0].target_vocab == 77
     with pytest.raises(UserError, match="chosen from the data"):
         configure({}, None, "r")
+
+
+def test_time_is_work_by_rate():
+    info = describe(preset("transformer-tiny", 50))
+    rate = measure_rate(64, seconds=0.01)
+    assert 1e8 < rate < 1e14
+    assert info.training_seconds(2e6, rate) == 3 * info.flops_per_token * 2e6 / rate
+    assert [duration(5), duration(600), duration(1e6)] == ["5.0 s", "10.0 minutes", "11.6 days"]
 
 
 def test_numbers_for_people():

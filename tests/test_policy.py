@@ -115,7 +115,7 @@ def test_no_print_in_the_library():
 def test_every_shipped_recipe_loads(name):
     tables = recipe_tables(name)
     load_recipe(tables, name)
-    assert on_meta(configure(tables, None, name)) is not None
+    assert on_meta(configure(tables, None, name)[0]) is not None
 
 
 # The command line and what is written about it

@@ -10,10 +10,12 @@ FLOPs         matrix products of one forward pass, a multiply and an add counted
 Training      weights, gradients and two Adam moments (16 bytes per parameter), and what a forward pass over one batch
               keeps for the backward pass, which is counted by tracing it.
 Decoding      weights, and keys and values for every symbol of the source and of each hypothesis.
+Time          the FLOPs of training at the rate that this machine reaches in a matrix product of the model's width.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ from regard.errors import UserError
 from regard.model import Model, on_meta, stacks
 from regard.nn.attention import Attention
 from regard.presets import preset
-from regard.settings import load_recipe
+from regard.settings import Train, load_recipe
 
 BYTES = 4  # of a number in fp32
 ADAM_BYTES = 16  # a weight, its gradient and two moments
@@ -70,6 +72,10 @@ class Info:
     @property
     def decoding(self) -> int:
         return self.weights + self.cache
+
+    def training_seconds(self, symbols: float, rate: float) -> float:
+        """How long training on so many target symbols takes if all work goes at `rate` FLOPs per second."""
+        return 3 * self.flops_per_token * symbols / rate
 
     def subtotals(self) -> dict[str, int]:
         """Sums over parts with a common prefix; q, k and v of an attention are summed as `.query_key_value`."""
@@ -129,8 +135,8 @@ def describe(config: Config, load: Load | None = None) -> Info:
     )
 
 
-def configure(tables: dict[str, Any], vocab: int | None, where: str) -> Config:
-    """The model of a recipe whose vocabulary is not known yet: `vocab`, or the size its tokens ask for."""
+def configure(tables: dict[str, Any], vocab: int | None, where: str) -> tuple[Config, Train]:
+    """The model and training of a recipe whose vocabulary is not known yet: `vocab`, or the size its tokens ask for."""
     recipe = load_recipe(tables, where)
     if recipe.preset == "auto":
         raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
@@ -138,7 +144,7 @@ def configure(tables: dict[str, Any], vocab: int | None, where: str) -> Config:
         vocab or (int(tokens.partition(":")[2]) if tokens.partition(":")[2].isdigit() else None)
         for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
     )
-    return preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
+    return preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model), recipe.train
 
 
 def count_parameters(model: Model) -> dict[str, int]:
@@ -284,6 +290,26 @@ def count_activations(config: Config, load: Load) -> int:
         x_BTD = model.hidden(ids, None, ids)
     prediction = x_BTD.numel() + model.output.weight.numel()  # the gradients that the loss makes on its way
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) + BYTES * prediction
+
+
+def measure_rate(width: int, seconds: float = 0.2) -> float:
+    """FLOPs per second of this machine's processor in matrix products of a model of that width."""
+    width = min(width, 2048)
+    x, weight = torch.ones(512, width), torch.ones(width, 4 * width)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
+        began = time.perf_counter()
+        torch.mm(x, weight)
+        best = min(best, time.perf_counter() - began)
+    return 2 * 512 * width * 4 * width / best
+
+
+def duration(seconds: float) -> str:
+    """A time a person can read, in one unit."""
+    for size, unit in ((86400 * 2, "days"), (3600 * 2, "hours"), (60 * 2, "minutes")):
+        if seconds >= size:
+            return f"{seconds / (size / 2):.1f} {unit}"
+    return f"{seconds:.1f} s"
 
 
 def si(number: float, unit: str = "") -> str:

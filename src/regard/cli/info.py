@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from regard.config import Config
     from regard.info import Info
+    from regard.settings import Train
 
 EXAMPLE = "regard info transformer-base --vocab 37000"
 
@@ -26,7 +27,9 @@ def command(
         int | None, typer.Option(min=4, help="Symbols of the vocabulary, for presets and recipes.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Symbols of a source and of a target.")] = 32,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Symbols of a training batch.")] = 4096,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Symbols of a training batch. (default: the recipe's, or 4096)")
+    ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
     json: Json = False,
@@ -38,30 +41,39 @@ def command(
     if what is None:
         _list()
         return
-    from regard.info import Load, describe
+    from regard.info import Load, describe, measure_rate
 
-    info = describe(find_config(what, vocab, settings or []), Load(length, batch_tokens, sentences, beam))
+    config, train = find_config(what, vocab, settings or [])
+    load = Load(length, batch_tokens or train.batch_tokens, sentences, beam)
+    info = describe(config, load)
+    stack = config.decoder or config.encoder
+    assert stack is not None
+    rate = measure_rate(stack.width)
+    symbols = train.steps * train.accumulate * load.batch_tokens if train.steps else None
     if json:
-        out_json(info.to_json())
+        time = {"flops_per_second": rate, "training_per_million_tokens": info.training_seconds(1e6, rate)}
+        out_json(
+            {**info.to_json(), "time": time | ({"recipe": info.training_seconds(symbols, rate)} if symbols else {})}
+        )
     else:
-        _show(what, info)
+        _show(what, info, rate, symbols)
 
 
-def find_config(what: str, vocab: int | None, settings: list[str]) -> Config:
-    """The model that a run directory, a preset or a recipe means, with changed settings."""
+def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Config, Train]:
+    """The model that a run directory, a preset or a recipe means, with changed settings, and how it is trained."""
     from pathlib import Path
 
     from regard.errors import UserError, closest
     from regard.info import configure
     from regard.presets import PRESETS
     from regard.run import read_config
-    from regard.settings import assign
+    from regard.settings import Train, assign
     from regard.shipped import recipe_names, recipe_tables
 
     if Path(what).is_dir():
         if settings or vocab:
             raise UserError("--set and --vocab change presets and recipes; a run is what it is")
-        return read_config(Path(what)).model
+        return read_config(Path(what)).model, Train()
     if what in PRESETS:
         tables = {"preset": what}
     elif what in recipe_names() or Path(what).suffix == ".toml":
@@ -86,10 +98,10 @@ def _list() -> None:
         out(f"recipe\t{name}")
 
 
-def _show(what: str, info: Info) -> None:
+def _show(what: str, info: Info, rate: float, symbols: int | None) -> None:
     from rich.console import Console
 
-    from regard.info import si
+    from regard.info import duration, si
 
     rows, load = _rows(info), info.load
     costs = [
@@ -109,7 +121,15 @@ def _show(what: str, info: Info) -> None:
             si(info.decoding, "B"),
             f"weights {si(info.weights, 'B')}; {load.sentences} sentences with beam {load.beam} {si(info.cache, 'B')}",
         ),
+        (
+            "time, training",
+            duration(info.training_seconds(1e6, rate)),
+            f"per million target symbols, at the {si(rate)}FLOP/s of this processor's matrix products: at best",
+        ),
     ]
+    if symbols:
+        whole = f"for the recipe's {si(symbols)} target symbols"
+        costs.append(("", duration(info.training_seconds(symbols, rate)), whole))
     console = Console()
     if console.is_terminal:
         _show_tables(console, what, rows, costs, info.total)

@@ -112,7 +112,7 @@ def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]
     """
     rows, vocab = value_NV.shape
     whole = vocab // chunk
-    if vocab < 1024 or count > whole // 2:
+    if rows * vocab < 1 << 15 or vocab < 1024 or count > whole // 2:
         return _top(value_NV, count)
     chunks_NCW = value_NV[:, : whole * chunk].view(rows, whole, chunk)
     _, which_NK = _top(chunks_NCW.amax(-1), count)
