@@ -72,7 +72,7 @@ def regard() -> Toolkit:
         events = [json.loads(line) for line in (job.work / "run" / "log.jsonl").read_text().splitlines()]
         rates = [event["examples_per_second"] for event in events if event["event"] == "train"]
         if len(rates) < 2:
-            sys.exit("regard: too little time for more than one report; raise --seconds")
+            sys.exit("too little time for two reports of progress; raise --seconds")
         return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
@@ -264,6 +264,8 @@ def rate(reports: Iterator[tuple[float, int]]) -> float:
     for clock, batches in reports:
         if batches:
             moved.setdefault(batches, clock)
+    if len(moved) < 2:
+        sys.exit("too little time for two reports of progress; raise --seconds")
     (first, began), (last, ended) = min(moved.items()), max(moved.items())
     return BATCH * (last - first) / (ended - began)
 

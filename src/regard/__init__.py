@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from regard.config import Config as Config
     from regard.config import Stack as Stack
     from regard.errors import UserError as UserError
+    from regard.inspect.record import patch as patch
+    from regard.inspect.record import record as record
     from regard.model import Model as Model
     from regard.presets import preset as preset
     from regard.settings import Recipe as Recipe
@@ -33,7 +35,9 @@ _HOMES = {
     "Stack": "regard.config",
     "UserError": "regard.errors",
     "load": "regard.api",
+    "patch": "regard.inspect.record",
     "preset": "regard.presets",
+    "record": "regard.inspect.record",
     "train": "regard.api",
 }
 __all__ = ["__version__", *_HOMES]
