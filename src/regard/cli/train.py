@@ -39,7 +39,7 @@ def command(
     ] = None,
     source_tokens: Annotated[
         str | None,
-        typer.Option(help="char, space, word, byte, bpe:N, unigram:N or auto.", rich_help_panel=MODEL),
+        typer.Option(help="char, nfd, space, word, byte, bpe:N, unigram:N or auto.", rich_help_panel=MODEL),
     ] = None,
     target_tokens: Annotated[str | None, typer.Option(help="The same for the targets.", rich_help_panel=MODEL)] = None,
     minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes.", rich_help_panel=TRAINING)] = None,
