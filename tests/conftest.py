@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from toykit import call, small, spell, toy_words
+
+torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
 
 
 @pytest.fixture(scope="session")
