@@ -51,9 +51,13 @@ def run_of(name: str, seed: int = 0, scheme: str = "char", letters: str = LETTER
     """A run of random weights: large ones, or all outputs would be near ties, and with an end that comes sometimes."""
     codec = Codec(tokenizer("char"), tokenizer(scheme, letters))
     model = blank(name, seed, codec)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2.0 if name == "transformer-tiny" else 3.0)
+            if parameter.dim() > 1:
+                parameter.normal_(
+                    std=(2.0 if name == "transformer-tiny" else 3.0) * (2 / sum(parameter.shape[-2:])) ** 0.5
+                )
         weight_VD = model.output.weight.normal_(std=2.5 * WIDTH**-0.5)
         if name == "transformer-tiny":
             model.decoder.norm.bias += 3.5 * weight_VD[3] / weight_VD[3].square().sum()

@@ -32,7 +32,7 @@ def test_every_output_symbol_has_a_distribution_over_the_source(name: str) -> No
         for h in row:
             assert h.alignment is not None and h.alignment.source == (*text, "<eos>")
             assert h.alignment.soft.shape == (len(h.ids) - 1, len(text) + 1)
-            assert h.alignment.soft.sum(1) == pytest.approx(np.ones(len(h.ids) - 1), abs=1e-5)
+            assert h.alignment.soft.sum(1) == pytest.approx(np.ones(len(h.ids) - 1), abs=1e-4)
             assert [t for _, t in h.alignment.hard] == list(range(len(h.ids) - 1))
             assert all(0 <= s < len(text) for s, _ in h.alignment.hard)
     assert not any(cross.weights.watched for cross in cross_attentions(run.model).values())
@@ -44,7 +44,7 @@ def test_it_does_not_depend_on_company(name: str) -> None:
     options = Options(alignment=True, max_length=10)
     for text, (together,) in zip(texts, generate(run, texts, options), strict=True):
         (alone,) = next(generate(run, [text], options))
-        assert alone.alignment.soft == pytest.approx(together.alignment.soft, abs=1e-5)
+        assert alone.alignment.soft == pytest.approx(together.alignment.soft, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["rnn-luong", "rnn-bahdanau"])
@@ -70,7 +70,7 @@ def test_a_row_is_the_attention_of_the_step_that_made_the_symbol(name: str) -> N
         for index in [run.config.start_id, *output[:-1]]:
             _, state = run.model.step(torch.tensor([index]), state)
     steps = torch.cat([weights[0, 0] for weights in seen[0]])
-    assert alignment.soft == pytest.approx(steps[:-1].numpy(), abs=1e-5)
+    assert alignment.soft == pytest.approx(steps[:-1].numpy(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

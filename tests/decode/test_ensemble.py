@@ -48,7 +48,7 @@ def test_it_is_the_weighted_mean_of_log_probabilities() -> None:
             logits.append(run.model(source, None, torch.tensor([[2, *target[:-1]]]))[0].log_softmax(-1))
     mean = (0.75 * logits[0] + 0.25 * logits[1]).log_softmax(-1)
     assert scored.token_scores == pytest.approx(
-        mean.gather(1, torch.tensor(target)[:, None]).flatten().tolist(), abs=1e-5
+        mean.gather(1, torch.tensor(target)[:, None]).flatten().tolist(), abs=1e-4
     )
 
 

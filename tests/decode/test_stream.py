@@ -18,13 +18,13 @@ def test_pieces_join_to_the_output(name: str, scheme: str) -> None:
     run = run_of(name, 1, scheme, "eéèaà가각나" if scheme == "nfd" else LETTERS)
     for settings in ({}, {"sample": True, "top_p": 0.9}, {"no_repeat_ngram": 2}):
         options = Options.of(max_length=12, **settings)
-        for text in sources(1, 3):
+        for text in sources(1, 2):
             (whole,) = next(generate(run, [text], options))
             pieces = list(stream(run, text, options))
             assert "".join(piece.text for piece in pieces) == whole.text
             assert tuple(piece.id for piece in pieces) == whole.ids
             assert tuple(piece.token for piece in pieces) == whole.tokens
-            assert [piece.score for piece in pieces] == pytest.approx(whole.token_scores, abs=1e-5)
+            assert [piece.score for piece in pieces] == pytest.approx(whole.token_scores, abs=1e-4)
 
 
 def test_it_comes_as_it_is_decided() -> None:

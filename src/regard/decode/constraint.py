@@ -78,8 +78,9 @@ class Constraint(Rule):
         allowed_NV[:, self.eos] = False  # which is seen to below
         self.nearer_NV = allowed_NV & (self.need_NV < self.now_N.unsqueeze(1))
         value_NV.masked_fill_(~allowed_NV, -math.inf)
-        # With no room left, what is required wins over what other rules may have ruled out.
-        must_N1 = ((self.now_N >= room_N) & (self.now_N > 0)).unsqueeze(1)
+        # With no room or nothing else left, what is required wins over what other rules have ruled out.
+        stuck_N = (self.now_N >= room_N) | (value_NV.amax(1) == -math.inf)
+        must_N1 = (stuck_N & (self.now_N > 0)).unsqueeze(1)
         torch.where(must_N1 & self.nearer_NV, logp_NV, value_NV, out=value_NV)
         if self.yielding:
             self._yield(value_NV, logp_NV[:, self.eos])
