@@ -82,6 +82,7 @@ def test_choices_are_told_saved_and_used(pairs: Path, tmp_path: Path) -> None:
     assert (saved.train.workers, saved.train.device) == (1, "cpu")
     assert saved.data == order.data
     assert {p.name for p in run.iterdir()} == {
+        "alignment.json",
         "config.json",
         "model.safetensors",
         "source.tokenizer.json",

@@ -13,6 +13,7 @@ import torch
 
 from regard.data.order import batches
 from regard.data.prepare import Prepared, open_prepared, prepare
+from regard.decode.alignment import choose_heads, save_heads
 from regard.decode.generate import generate
 from regard.decode.options import Options
 from regard.errors import UserError
@@ -231,6 +232,8 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
             signatures=validation.signatures,
         )
         best = progress.best
+        if best is not None:  # alignments are asked of the heads that align best on examples not trained on
+            save_heads(path, choose_heads(Run.load(path), prepared.valid_examples))
         kept = "" if best is None else f": {score(train.metric, best.value)} on the validation examples"
         talk.say(f"the model is in {path}{kept}")
 

@@ -69,8 +69,9 @@ def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None)
     from regard.config import parse
     from regard.run import Run
     from regard.settings import Train
-    from regard.train.machine import choose_device
+    from regard.train.machine import choose_device, tune_allocator
 
+    tune_allocator()
     where = choose_device(parse(Train, {"device": device}, "--device").device)
     runs = [Run.load(path, where) for path in paths]
     if threads is None and sum(p.numel() for run in runs for p in run.model.parameters()) < SMALL:

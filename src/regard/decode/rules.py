@@ -55,7 +55,8 @@ class Length(Rule):
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         value_BKV = value_NV.view(len(alive_B), -1, value_NV.shape[1])
         end_BK = value_BKV[:, :, self.eos].clone()
-        value_BKV.masked_fill_((self.limit_B[alive_B] <= t)[:, None, None], -math.inf)
+        if t >= self.since:
+            value_BKV.masked_fill_((self.limit_B[alive_B] <= t)[:, None, None], -math.inf)
         value_BKV[:, :, self.eos] = end_BK.masked_fill((self.minimum_B[alive_B] > t)[:, None], -math.inf)
 
 
