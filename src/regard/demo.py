@@ -136,5 +136,7 @@ def write_page(run: Run, pronounced: Pronounced, path: Path) -> None:
 def pronounce(run: Run, words: Iterable[tuple[str, str | None]]) -> list[Pronounced]:
     """The best pronunciations of each word, with their alignments."""
     words = list(words)
-    found = generate(run, [word for word, _ in words], Options(beam=5, nbest=3, alignment=True))
+    # Probabilities are shown, so they rank: no reward for length.
+    options = Options(beam=5, nbest=3, alignment=True, length_penalty=0.0)
+    found = generate(run, [word for word, _ in words], options)
     return [Pronounced(word, best, reference) for (word, reference), best in zip(words, found, strict=True)]
