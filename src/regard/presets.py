@@ -23,7 +23,7 @@ PRESETS: dict[str, Table] = {
     "transformer-base": _towers(_BASE, share_embeddings=True),
     "transformer-big": _towers(_BASE | {"width": 1024, "heads": 16, "ff": 4096, "dropout": 0.3}, share_embeddings=True),
     # The same design for little data: normalised before each sub-layer, which trains without a long warm-up, and with
-    # rotary positions, which learn to align in a fraction of the steps (BENCHMARKS.md).
+    # rotary positions, which got further than sinusoids in the same number of steps (BENCHMARKS.md).
     "transformer-small": _towers(
         _LITTLE | {"layers": 4, "width": 256, "heads": 4, "ff": 1024, "dropout": 0.2},
     ),

@@ -50,7 +50,7 @@ def test_same_alone_together_and_in_any_order(
         assert same(alone, shuffled[order.index(i)])
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "beam"])
+@pytest.mark.parametrize("strategy", ["greedy", "beam", "sample"])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_in_batches_of_1_7_and_64(name: str, strategy: str) -> None:
     texts, chosen = sources(9, 64, 9), {**STRATEGIES[strategy], "max_length": 8}

@@ -1,6 +1,6 @@
 """Dropout whose random numbers can come from a pool drawn ahead of time.
 
-Fresh random numbers for every layer cost about a third of a small model's training step on a CPU. A pool of ready
+Fresh random numbers for every layer cost a small model much of its training step on a CPU. A pool of ready
 masks, each use cutting its slice at a random place, costs almost nothing. The pool is a pure function of (seed, step):
 a resumed run drops what the uninterrupted one would have dropped.
 """
