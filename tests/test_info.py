@@ -22,19 +22,15 @@ from regard.info import (
 )
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
+from regard.nn.state import State
 from regard.presets import PRESETS, preset
+from toykit import call
 
 SCORES = ("scaled_dot", "dot", "general", "additive", "concat", "cosine", "location")
 
 
 def both(**changes):
     return {"encoder": changes, "decoder": changes}
-
-
-@pytest.mark.parametrize(("name", "millions"), [("transformer-base", 63.1), ("transformer-big", 214.2)])
-def test_published_counts(name, millions):
-    total = describe(preset(name, 37000)).total
-    assert total / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_wide_attention_shows_its_projections():
@@ -51,13 +47,34 @@ def test_too_large_to_build():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("score", SCORES)
-def test_parts_add_up_for_every_preset_and_score(name, score):
-    config = preset(name, 100, changes=both(score=score, position="bucket"))
+def test_parts_add_up_for_every_preset(name):
+    config = preset(name)
     model = on_meta(config)
     parts = count_parameters(model)
     assert sum(parts.values()) == sum(p.numel() for p in model.parameters())
-    assert (parts["prediction"] == 0) == config.tie_output
+    tied = config.tie_output and config.output in ("symbols", "transformed")
+    bias = (config.classes or config.target_vocab) if config.output_bias else 0
+    assert (parts["prediction"] == bias) == tied
+    towers = [name for name in ("encoder", "decoder") if getattr(config, name)]
+    assert {part.partition(".")[0] for part in parts if "." in part} == set(towers)
+    assert ("embedding" in parts) == (len(towers) == 1 and config.patches is None)
+
+
+@pytest.mark.parametrize("name", ["transformer-base", "rnn-bahdanau", "rnn-luong", "t5-small"])
+@pytest.mark.parametrize("score", SCORES)
+def test_parts_add_up_for_every_score(name, score):
+    model = on_meta(preset(name, 100, changes=both(score=score, position="bucket")))
+    assert sum(count_parameters(model).values()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_budget(name):
+    """Of all that can be described here, nothing is built: 70 billion parameters too."""
+    config = preset(name)
+    info = describe(config)
+    assert info.total * 16 < info.training
+    assert (info.source_flops > 0) == (config.encoder is not None)
+    assert (info.target_flops > 0) == (config.decoder is not None) == (info.cache > 0)
 
 
 def test_parts_are_where_they_belong():
@@ -98,6 +115,30 @@ def test_flops_are_what_torch_counts(score):
     assert counter.get_total_flops() == expected - attention
 
 
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "llama-tiny", "xl-tiny", "reformer-tiny", "vit-tiny"])
+def test_flops_of_one_tower_are_what_torch_counts(name):
+    """What is said once about the whole is shared by all symbols."""
+    config = preset(name, 60)
+    model, length = Model(config).eval(), 17 if config.patches else 8
+    for path, module in model.named_modules():
+        if path.endswith("attention.weights"):
+            module.register_forward_hook(lambda *_: None)
+    ids = torch.zeros(1, 1, 8, 8) if config.patches else torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        if config.reads_on:
+            model.read_segment(ids, (torch.zeros(1, 128, 128),) * 4)
+            model.predict(torch.zeros(1, length, 128))
+        else:
+            model(ids, None)
+    assert sum(count_flops(model, length)) * length == pytest.approx(counter.get_total_flops(), rel=1e-5)
+
+
+def test_hashing_saves_comparisons():
+    model = on_meta(preset("reformer-tiny"))
+    short, long, longer = (sum(count_flops(model, length)) for length in (64, 2048, 4096))
+    assert short < long == longer
+
+
 @pytest.mark.parametrize("name", ["transformer-tiny", "rnn-bahdanau"])
 def test_activations_are_about_what_a_real_pass_keeps(name):
     config, load = preset(name, 50, changes=both(position="learned")), Load(length=16, batch_tokens=64)
@@ -125,6 +166,39 @@ def test_cache_is_what_decoding_holds():
     source = sum(x.numel() * 4 for kv in state.source.keys for x in kv)
     per_source, per_target = cache_bytes(model)
     assert (source, held) == (5 * per_source, 3 * per_target)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "xl-tiny", "reformer-tiny"])
+def test_cache_of_a_decoder_alone(name):
+    model = Model(preset(name, 20)).eval()
+    _, state = model.read(torch.zeros(1, 3, dtype=torch.int64), State(()))
+    held = sum(x.numel() * 4 for memory in state.layers for x in memory)
+    assert cache_bytes(model) == (0, held / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "unsaid"),
+    [
+        ("bert-tiny", ["a symbol at length 32", "memory, use", "per million symbols"], ["decoding", "target", "beam"]),
+        ("gpt-tiny", ["a symbol at length 32", "32 texts with beam 5", "\nembedding"], ["source", "target", "a side"]),
+        ("xl-tiny", ["after 128 remembered"], ["source", "target"]),
+        ("vit-tiny", ["one of the 17 squares", "per million squares"], ["symbol", "decoding", "source", "target"]),
+        ("reformer-tiny", ["query = key + value"], ["source", "target"]),
+        ("t5-tiny", ["a source and a target symbol", "shared embedding", "symbols a side"], ["squares"]),
+    ],
+)
+def test_the_command_line_speaks_of_what_there_is(name, said, unsaid):
+    """Only of sides, decoding and symbols that a model has."""
+    told = call("info", name)
+    assert told.code == 0, told.err
+    assert all(words in "\n" + told.out for words in said)
+    assert not any(words in told.out for words in unsaid)
+
+
+def test_vectors_alone_have_no_prediction():
+    model = on_meta(preset("bert-tiny", changes={"output": "none", "output_bias": False, "pooler": True}))
+    parts = count_parameters(model)
+    assert "prediction" not in parts and parts["pooler"] == 128 * 129
 
 
 def test_encoder_alone():

@@ -9,34 +9,52 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from familykit import BOTH, DECODERS, ENCODERS, pixels, shrunk
 from regard import loss
 from regard.batch import Batch, collate
-from regard.config import Config
 from regard.loss import Loss, Objective, predict_and_compare
 from regard.model import Model
-from regard.presets import PRESETS, preset
 
 VOCAB = 13
-TINY = {"width": 12, "layers": 1, "heads": 2, "ff": 16, "dropout": 0.0}
+EVERY = [*BOTH, *DECODERS, *ENCODERS]
 SOURCES = [[5, 6, 7, 3], [8, 3], [9, 10, 3]]
 TARGETS = [[7, 7, 3], [4, 5, 6, 8, 3], [3]]
 
 
-def config(name: str = "transformer-tiny") -> Config:
-    return preset(name, VOCAB, changes={"encoder": TINY, "decoder": TINY})
-
-
 def build(name: str = "transformer-tiny") -> Model:
     torch.manual_seed(0)
-    return Model(config(name))
+    return Model(shrunk(name, VOCAB))
 
 
-def batch(rows: slice = slice(None)) -> Batch:
-    return collate(SOURCES[rows], TARGETS[rows], config())
+def batch(rows: slice = slice(None), name: str = "transformer-tiny") -> Batch:
+    """What a family is trained on: pairs, texts, texts with some symbols to guess, or images with a class."""
+    config = shrunk(name, VOCAB)
+    if name in DECODERS:
+        whole = collate([[]] * 3, TARGETS, config)
+    elif config.patches is not None:
+        image = torch.zeros(3, 0, dtype=torch.int64)
+        whole = Batch(pixels(), None, image, torch.tensor([[2], [0], [5]]), None, 3, 3)
+    elif name in ENCODERS:
+        seen = collate(SOURCES, SOURCES, config)
+        asked = torch.tensor([[False, True, True, False], [True, False, False, False], [False, False, True, False]])
+        whole = seen._replace(keep_BT=asked, tokens=4, total=4)
+    else:
+        whole = collate(SOURCES, TARGETS, config)
+    parts = [x[rows] if isinstance(x, Tensor) else x for x in whole[:5]]
+    return Batch(*parts, whole.tokens, whole.total)
 
 
-def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float) -> Loss:
-    scores = x @ weight.T
+def scores_of(model: Model, given: Batch) -> Tensor:
+    """All scores at once, a row of them for every label."""
+    if model.config.decoder is None:
+        return model(given.source_BS, given.source_keep_BS)
+    if model.config.encoder is None:
+        return model(given.input_BT, None)
+    return model(given.source_BS, given.source_keep_BS, given.input_BT)
+
+
+def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float, bias: Tensor | None = None) -> Loss:
+    scores = F.linear(x, weight, bias)
     return Loss(
         F.cross_entropy(scores, label, reduction="sum", label_smoothing=smoothing),
         F.cross_entropy(scores, label, reduction="sum"),
@@ -60,11 +78,13 @@ def test_value_and_gradients_are_those_of_cross_entropy(
     x = torch.randn(count, 5, generator=generator) * 3 + 1
     weight = torch.randn(vocab, 5, generator=generator) * 2
     label = torch.randint(vocab, (count,), generator=generator)
-    found_inputs, expected_inputs = ([a.clone().requires_grad_() for a in (x, weight)] for _ in range(2))
+    bias = torch.randn(vocab, generator=generator) * 4
+    inputs = (x, weight, bias) if data.draw(st.booleans()) else (x, weight)
+    found_inputs, expected_inputs = ([a.clone().requires_grad_() for a in inputs] for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "CHUNK_ELEMENTS", chunk)
-        found = predict_and_compare(*found_inputs, label, smoothing)
-    expected = expected_loss(*expected_inputs, label, smoothing)
+        found = predict_and_compare(*found_inputs[:2], label, smoothing, *found_inputs[2:])
+    expected = expected_loss(*expected_inputs[:2], label, smoothing, *expected_inputs[2:])
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-5)
     (found.smoothed * 0.37).backward()
@@ -94,19 +114,21 @@ def test_scores_that_overflow_an_exponential() -> None:
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> None:
     """Position by position from the full scores; what is padded counts nothing, in value and in gradient."""
-    model, whole = build(name), batch()
+    model, whole = build(name), batch(name=name)
     found = Objective(model, smoothing)(whole)
     found.smoothed.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    scores = model(whole.source_BS, whole.source_keep_BS, whole.input_BT)
+    scores, keep = scores_of(model, whole), whole.keep_BT
     total, nll, correct = torch.zeros(()), 0.0, 0
-    for i, target in enumerate(TARGETS):
+    for i, target in enumerate(whole.label_BT.tolist()):
         for t, label in enumerate(target):
+            if keep is not None and not keep[i, t]:
+                continue
             total = total + F.cross_entropy(scores[i, t], torch.tensor(label), label_smoothing=smoothing)
             nll -= scores[i, t].log_softmax(-1)[label].item()
             correct += int(scores[i, t].argmax() == label)
@@ -120,7 +142,7 @@ def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> N
             torch.testing.assert_close(gradients[n], p.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", EVERY)
 def test_parts_add_up_to_the_whole(name: str) -> None:
     """Any split of a batch over steps or processes has the sum, and the gradient, of the whole."""
     objective = Objective(build(name), 0.1)
@@ -129,7 +151,8 @@ def test_parts_add_up_to_the_whole(name: str) -> None:
         objective.zero_grad()
         values = []
         for part in parts:
-            found = objective(batch(part))
+            objective.carried = None
+            found = objective(batch(part, name))
             found.smoothed.backward()
             values.append(torch.stack([found.smoothed.detach(), found.nll, found.correct]))
         return torch.stack(values).sum(0), [p.grad.clone() for p in objective.parameters() if p.grad is not None]
@@ -150,14 +173,15 @@ def test_without_gradients_it_is_the_same(smoothing: float) -> None:
     assert not quiet.smoothed.requires_grad
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", EVERY)
 def test_half_precision_runs_and_is_near(name: str) -> None:
-    objective, whole = Objective(build(name), 0.1), batch()
+    objective, whole = Objective(build(name), 0.1), batch(name=name)
     with torch.autocast("cpu", torch.bfloat16):
         half = objective(whole)
     half.smoothed.backward()
     assert half.smoothed.dtype == torch.float32
     assert all(p.grad.isfinite().all() for p in objective.parameters() if p.grad is not None)
+    objective.carried = None
     assert half.smoothed.item() == pytest.approx(objective(whole).smoothed.item(), rel=0.05)
 
 
@@ -171,7 +195,7 @@ def greedy(model: Model, example: Batch, length: int) -> Tensor:
     return torch.stack(said, 1)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", BOTH)
 def test_sampling_always_is_hearing_only_itself(name: str) -> None:
     """Teacher forcing on the model's own words; and plain teacher forcing when those are the target."""
     model, whole = build(name), batch()
@@ -202,12 +226,26 @@ def test_sampling_half_the_time_lies_in_between_and_trains_everything() -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_a_language_model_can_be_trained() -> None:
-    """Without an encoder the target is all there is: its own symbols predict the next ones."""
-    model = Model(Config(source_vocab=VOCAB, target_vocab=VOCAB, decoder=config().decoder))
-    example = collate([[], [], []], TARGETS, model.config)
-    found = Objective(model)(example)
-    scores = model(example.input_BT, example.keep_BT)
-    assert example.keep_BT is not None
-    expected = F.cross_entropy(scores[example.keep_BT], example.label_BT[example.keep_BT], reduction="sum")
-    assert found.smoothed.item() == pytest.approx(expected.item(), rel=1e-5)
+def test_a_language_model_reads_on() -> None:
+    """Segment by segment, what is carried makes the sum that of the whole text; without it, that of separate texts."""
+    model = build("transformer-xl").eval()
+    text = torch.randint(4, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
+    nothing = torch.zeros(2, 0, dtype=torch.int64)
+
+    def losses(objective: Objective, *lengths: int) -> Tensor:
+        pairs = zip(text[:, :-1].split(lengths, 1), text[:, 1:].split(lengths, 1), strict=True)
+        return torch.stack([objective(Batch(nothing, None, a, b, None, 0, 0)).nll for a, b in pairs])
+
+    whole, objective = losses(Objective(model), 12).sum(), Objective(model)
+    torch.testing.assert_close(losses(objective, 4, 4, 4).sum(), whole, atol=1e-4, rtol=1e-5)
+    assert objective.carried is not None and objective.carried[0].shape[1] == 12
+    first = losses(Objective(model), 4, 4, 4)[0]
+    assert losses(objective, 4, 4, 4)[0] != first  # still remembers
+    objective.carried = None
+    torch.testing.assert_close(losses(objective, 4, 4, 4)[0], first)
+
+
+def test_vectors_alone_are_nothing_to_train_for() -> None:
+    model = Model(shrunk("bert-base", VOCAB, {"output": "none", "output_bias": False}))
+    with pytest.raises(ValueError, match="without a prediction layer"):
+        Objective(model)(batch(name="bert-base"))

@@ -1,4 +1,7 @@
-"""The equalities that every model must keep: fused = eager, cached = full, padded = alone, batch = single."""
+"""The equalities that every model must keep: fused = eager, cached = full, padded = alone, batch = single.
+
+Here those of two towers; test_alone.py has the models that are an encoder or a decoder alone.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from familykit import BOTH, TINY, VOCAB, build, close, left_padded, shrunk, watched
 from regard.config import Config, Stack
 from regard.model import Model, on_meta, stacks
-from regard.nn.attention import Attention
 from regard.nn.state import State
 from regard.presets import PRESETS, preset
 
-VOCAB = 11
-TINY = {"width": 12, "layers": 2, "heads": 2, "ff": 16, "dropout": 0.0, "max_length": 20}
 GRU, LSTM = {"mixer": "gru"}, {"mixer": "lstm"}
 LATE = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}
 VARIANTS: dict[str, dict[str, object]] = {
@@ -49,7 +50,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 def config(name: str) -> Config:
     """A preset made small, or a variant of both towers."""
     if name in PRESETS:
-        return preset(name, VOCAB, changes={"encoder": TINY, "decoder": TINY})
+        return shrunk(name)
     if name == "attention to gru":
         towers = {"encoder": Stack(**TINY), "decoder": Stack(**(TINY | GRU | {"input_feeding": True}))}
     elif name == "lstm to wider attention":
@@ -59,25 +60,11 @@ def config(name: str) -> Config:
     return Config(source_vocab=VOCAB, target_vocab=VOCAB + 2, **towers)
 
 
-def build(config: Config, seed: int = 0) -> Model:
-    """A model whose every parameter counts: no zero bias, no norm of one."""
-    torch.manual_seed(seed)
-    model = Model(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.requires_grad_(False)
-
-
-EVERY = pytest.mark.parametrize("name", [*PRESETS, *VARIANTS, "attention to gru", "lstm to wider attention"])
+EVERY = pytest.mark.parametrize("name", [*BOTH, *VARIANTS, "attention to gru", "lstm to wider attention"])
 LENGTHS = (5, 3, 1)
 SOURCE = torch.tensor([[5, 6, 7, 8, 3], [9, 4, 3, 0, 0], [3, 0, 0, 0, 0]])
 KEEP = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
 INPUT = torch.tensor([[2, 4, 5, 6, 7, 8], [2, 9, 9, 4, 10, 1], [2, 7, 3, 0, 0, 0]])
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def step_by_step(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
@@ -86,18 +73,6 @@ def step_by_step(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, St
         logits, state = model.step(column, state)
         scores.append(logits)
     return torch.stack(scores, 1), state
-
-
-def watched(model: Model, *inputs: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """Scores with every attention looked at, which takes the slow path."""
-    seen: list[Tensor] = []
-    taps = [module.weights for module in model.modules() if isinstance(module, Attention)]
-    hooks = [tap.register_forward_hook(lambda _m, _i, out: seen.append(out)) for tap in taps]
-    scores = model(*inputs)
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) >= len(taps)
-    return scores, seen
 
 
 @EVERY
@@ -199,12 +174,6 @@ def test_beams_read_several_symbols_at_once(name: str) -> None:
     close(model.predict(x), expected)
 
 
-def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    width = max(map(len, rows))
-    keep = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-    return torch.tensor([[0] * (width - len(row)) + row for row in rows]), keep
-
-
 @EVERY
 def test_left_padded_prefixes_are_alone(name: str) -> None:
     """Prefixes of different lengths, padded at their beginning, then one more symbol each."""
@@ -216,56 +185,6 @@ def test_left_padded_prefixes_are_alone(name: str) -> None:
         alone_x, alone = model.read(torch.tensor([row]), model.encode(SOURCE[i : i + 1], KEEP[i : i + 1]))
         close(x[i, -len(row) :], alone_x[0])
         close(following[i], model.step(torch.tensor([4 + i]), alone)[0][0])
-
-
-TRANSFORMERS = [name for name, changes in VARIANTS.items() if "mixer" not in changes]
-
-
-def decoder_only(name: str) -> Model:
-    stack = Stack(**(TINY | VARIANTS[name]))
-    return build(Config(source_vocab=VOCAB, target_vocab=VOCAB, decoder=stack))
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_decoder_only(name: str) -> None:
-    """Left-padded = alone = right-padded, whole = piece by piece, fused = eager, without any source."""
-    model, rows = decoder_only(name), [[5, 6, 7, 8, 9], [4, 10], [3]]
-    tokens, keep = left_padded(rows)
-    x, state = model.read(tokens, State(()), keep)
-    close(model(tokens, keep), model.predict(x))
-    close(watched(model, tokens, keep)[0], model.predict(x))
-    right = model(tokens.flip(1).where(keep.flip(1), 0), keep.flip(1))
-    following, state = model.read(torch.tensor([[1, 2], [2, 3], [3, 4]]), state)
-    last, _ = model.step(torch.tensor([5, 6, 7]), state)
-    for i, row in enumerate(rows):
-        whole = model(torch.tensor([[*row, 1 + i, 2 + i, 5 + i]]), None)[0]
-        close(model.predict(x[i, -len(row) :]), whole[: len(row)])
-        close(model.predict(following[i]), whole[-3:-1])
-        close(last[i], whole[-1])
-        close(right[i, : len(row)], model(torch.tensor([row[::-1]]), None)[0])
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_decoder_only_never_looks_ahead(name: str) -> None:
-    model = decoder_only(name)
-    before = model(INPUT, None)
-    changed = INPUT.clone()
-    changed[:, 3] += 1
-    after = model(changed % VOCAB, None)
-    assert torch.equal(after[:, :3], before[:, :3])
-    assert not torch.equal(after[:, 3], before[:, 3])
-
-
-@pytest.mark.parametrize("changes", [{}, GRU, LATE | {"position": "bucket"}])
-def test_encoder_only(changes: dict[str, object]) -> None:
-    """A score for every symbol, padded = alone; there is no decoding."""
-    model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, encoder=Stack(**(TINY | changes))))
-    together = model(SOURCE, KEEP)
-    assert together.shape == (3, 5, VOCAB)
-    for row, length in enumerate(LENGTHS):
-        close(together[row, :length], model(SOURCE[row : row + 1, :length], None)[0])
-    with pytest.raises(ValueError, match="an encoder and a decoder"):
-        model.encode(SOURCE)
 
 
 @st.composite

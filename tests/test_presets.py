@@ -17,27 +17,52 @@ def count(config: Config) -> int:
     return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
-def attention(stack: Stack, context: int) -> int:
-    """Query, key, value and output matrices with their biases."""
-    inner, shared = stack.heads * stack.head, stack.kv * stack.head
-    return (stack.width + 1) * inner + 2 * (context + 1) * shared + (inner + 1) * stack.width
+def attention(stack: Stack, context: int, *, own: bool) -> int:
+    """Query, key, value and output matrices with their biases; and what stands beside them in self-attention."""
+    bias, inner, shared = int(stack.bias == "all"), stack.heads * stack.head, stack.kv * stack.head
+    total = (stack.width + bias) * inner + 2 * (context + bias) * shared + (inner + bias) * stack.width
+    if own and stack.mixer == "lsh":
+        total -= (stack.width + bias) * inner  # queries are their own keys
+    if own and stack.position == "relative":
+        total += 2 * inner + stack.width * inner  # u, v and the matrix over distances
+    return total
+
+
+def tower(stack: Stack, source: int | None) -> int:
+    """The layers, positions and norms of a Transformer, written out."""
+    bias, norm = int(stack.bias != "none"), (2 if stack.norm == "layer" else 1) * stack.width
+    layer = attention(stack, stack.width, own=True) + norm
+    layer += 0 if source is None else attention(stack, source, own=False) + norm
+    layer += (2 if stack.gated else 1) * (stack.width + bias) * stack.ff + (stack.ff + bias) * stack.width + norm
+    total = stack.layers * layer
+    total += norm * (2 if stack.residual == "reversible" else 1) if stack.norm_at == "pre" else 0
+    total += norm if stack.embed_norm else 0
+    if stack.axial is not None:
+        total += stack.axial.rows * stack.axial.row_width + stack.axial.columns * (stack.width - stack.axial.row_width)
+    return total + {"learned": stack.max_length * stack.width, "bucket": 32 * stack.heads}.get(stack.position, 0)
 
 
 def transformer(config: Config) -> int:
-    """Tables, attention, feed-forward and norms of a Transformer with layer norms and biases, written out."""
+    """Embeddings, towers and what stands on top of them, written out."""
     encoder, decoder = config.encoder, config.decoder
-    assert encoder is not None and decoder is not None
-    tables = config.source_vocab * encoder.width
-    if not config.share_embeddings:
-        tables += config.target_vocab * decoder.width
-    total = tables
-    for stack, attentions in ((encoder, [encoder.width]), (decoder, [decoder.width, encoder.width])):
-        layer = sum(attention(stack, context) for context in attentions)
-        layer += (stack.width + 1) * stack.ff + (stack.ff + 1) * stack.width
-        layer += 2 * stack.width * (len(attentions) + 1)  # a norm per sub-layer
-        total += stack.layers * layer
-        total += 2 * stack.width if stack.norm_at == "pre" else 0
-        total += stack.max_length * stack.width if stack.position == "learned" else 0
+    total = 0
+    if encoder is not None:
+        total += tower(encoder, None) + config.token_types * encoder.width
+        if config.patches is not None:
+            total += (config.patches.channels * config.patches.size**2 + 1) * encoder.width + encoder.width
+        else:
+            total += config.source_vocab * encoder.width
+    if decoder is not None:
+        total += tower(decoder, None if encoder is None else encoder.width)
+        total += 0 if config.share_embeddings else config.target_vocab * decoder.width
+    top = decoder or encoder
+    assert top is not None
+    total += (top.width + 1) * top.width if config.pooler else 0
+    total += (top.width + 1) * top.width + 2 * top.width if config.output == "transformed" else 0
+    if config.output != "none":
+        outputs = config.classes or config.target_vocab
+        tied = config.tie_output and config.classes is None
+        total += (0 if tied else outputs * top.out_width) + (outputs if config.output_bias else 0)
     return total
 
 
@@ -60,16 +85,67 @@ def recurrent(config: Config) -> int:
     return total
 
 
+@pytest.mark.parametrize("vocab", [None, 3700])
 @pytest.mark.parametrize("name", PRESETS)
-def test_counts_by_hand(name: str) -> None:
-    config = preset(name, 3700)
+def test_counts_by_hand(name: str, vocab: int | None) -> None:
+    config = preset(name, vocab)
     assert count(config) == (recurrent if "rnn" in name else transformer)(config)
 
 
-@pytest.mark.parametrize(("name", "published"), [("transformer-base", 65e6), ("transformer-big", 213e6)])
-def test_published_counts(name: str, published: float) -> None:
-    """A shared vocabulary of 37k, counted once."""
-    assert count(preset(name, 37_000)) == pytest.approx(published, rel=0.03)
+VECTORS = {"output": "none", "output_bias": False, "pooler": True}
+
+# What the papers say, to the digits they say it.
+PAPERS = [
+    ("transformer-base", 37_000, 65e6, 0.03),  # Vaswani et al. 2017, table 3, base; a shared vocabulary of about 37k
+    ("transformer-big", 37_000, 213e6, 0.03),  # the same, big
+    ("bert-base", None, 110e6, 0.01),  # Devlin et al. 2019, section 3, BERT-base: total parameters = 110M
+    ("bert-large", None, 340e6, 0.02),  # the same, BERT-large: 340M
+    ("gpt2", None, 117e6, 0.07),  # Radford et al. 2019, table 2: 117M, which the release's notes corrected to 124M
+    ("t5-small", None, 60e6, 0.01),  # Raffel et al. 2020, section 3.7, Small: about 60 million
+    ("t5-base", None, 220e6, 0.02),  # the same, Base: about 220 million
+    ("llama-2-7b", None, 7e9, 0.04),  # Touvron et al. 2023 (Llama 2), table 1
+    ("llama-2-70b", None, 70e9, 0.02),  # the same
+    ("llama-3-8b", None, 8e9, 0.01),  # Dubey et al. 2024, table 3
+    ("vit-base", None, 86e6, 0.01),  # Dosovitskiy et al. 2021, table 1, ViT-Base
+    ("transformer-xl", None, 41e6, 0.003),  # Dai et al. 2019, table 2 (enwik8): 12L Transformer-XL
+]
+
+
+@pytest.mark.parametrize(("name", "vocab", "published", "digits"), PAPERS, ids=[row[0] for row in PAPERS])
+def test_published_counts(name: str, vocab: int | None, published: float, digits: float) -> None:
+    assert count(preset(name, vocab)) == pytest.approx(published, rel=digits)
+
+
+# The tensors of the released weights, as the class of transformers that reads them counts its parameters.
+RELEASES: list[tuple[str, dict[str, Any], int]] = [
+    ("bert-base", {}, 109_514_298),  # bert-base-uncased, BertForMaskedLM
+    ("bert-base", VECTORS, 109_482_240),  # bert-base-uncased, BertModel
+    ("bert-large", VECTORS, 335_141_888),  # bert-large-uncased, BertModel
+    ("gpt2", {}, 124_439_808),  # gpt2, GPT2LMHeadModel
+    ("t5-small", {}, 60_506_624),  # t5-small, T5ForConditionalGeneration
+    ("t5-base", {}, 222_903_552),  # t5-base, T5ForConditionalGeneration
+    ("t5-v1.1-small", {}, 76_961_152),  # google/t5-v1_1-small, T5ForConditionalGeneration
+    ("llama-2-7b", {}, 6_738_415_616),  # meta-llama/Llama-2-7b-hf, LlamaForCausalLM
+    ("llama-2-70b", {}, 68_976_648_192),  # meta-llama/Llama-2-70b-hf, LlamaForCausalLM
+    ("llama-3-8b", {}, 8_030_261_248),  # meta-llama/Meta-Llama-3-8B, LlamaForCausalLM
+    ("vit-base", {}, 86_567_656),  # google/vit-base-patch16-224, ViTForImageClassification
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "released"), RELEASES)
+def test_released_counts(name: str, changes: dict[str, Any], released: int) -> None:
+    assert count(preset(name, changes=changes)) == released
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_tables_of_positions_are_as_long_as_they_can_be_used(name: str) -> None:
+    """A place per square and one before them; as many rows and columns as there are places."""
+    config = preset(name)
+    for stack in (config.encoder, config.decoder):
+        if stack is not None and config.patches is not None:
+            assert stack.max_length == 1 + config.patches.count
+        if stack is not None and stack.axial is not None:
+            assert stack.max_length == stack.axial.rows * stack.axial.columns
 
 
 def varied(*settings: str) -> Config:
@@ -141,6 +217,8 @@ def test_vocabularies() -> None:
     both = preset("transformer-base", source_vocab=50, target_vocab=60)
     assert (both.source_vocab, both.target_vocab, both.share_embeddings) == (50, 60, False)
     assert preset("transformer-base", 70).share_embeddings
+    assert preset("gpt2").target_vocab == 50257  # as published, until told otherwise
+    assert preset("gpt2", 70).target_vocab == 70
     with pytest.raises(UserError, match="one vocabulary"):
         preset("transformer-base", source_vocab=50, target_vocab=60, changes={"share_embeddings": True})
 

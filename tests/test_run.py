@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from familykit import BOTH
 from regard.errors import UserError
 from regard.model import Model
-from regard.presets import PRESETS, preset
+from regard.presets import preset
 from regard.run import Run, average, load_weights, read_config, save_weights, weights_of
 from regard.text.codec import Codec
 from regard.text.example import Example
@@ -47,7 +48,7 @@ def change(path: Path, **keys: Any) -> None:
     (path / "config.json").write_text(json.dumps(data | keys), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", BOTH)  # those with one tower are in test_alone
 def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
     run = saved(tmp_path / "deep" / "run", name=name)
     loaded = Run.load(tmp_path / "deep" / "run")

@@ -14,11 +14,15 @@ from pydantic.fields import FieldInfo
 
 from regard.errors import UserError, closest
 
-Mixer = Literal["attention", "gru", "lstm"]
+Mixer = Literal["attention", "lsh", "gru", "lstm"]
 Score = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
 Center = Literal["step", "predicted"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
-PositionKind = Literal["none", "sinusoid", "learned", "rotary", "alibi", "bucket"]
+PositionKind = Literal[
+    "none", "sinusoid", "sinusoid_halves", "learned", "axial", "rotary", "alibi", "bucket", "relative"
+]
+Output = Literal["symbols", "transformed", "classes", "none"]
+Frame = Literal["end", "both", "start", "none"]
 
 Count = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
 Id = Annotated[int, Field(ge=0, strict=True)]
@@ -45,6 +49,60 @@ def _optional(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
+class Rotary(Value):
+    """How fast rotary positions turn; `factor` above 1 stretches the slow ones to texts longer than `original`."""
+
+    base: float = Field(default=10000.0, gt=1)
+    factor: float = Field(default=1.0, ge=1)
+    low: float = Field(default=1.0, gt=0)  # turns within `original` below which a pair is stretched in full
+    high: float = Field(default=4.0, gt=0)  # and above which not at all
+    original: Count = 8192
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Rotary:
+        if self.high <= self.low:
+            raise ValueError(f"high must be above low, not {self.high:g} against {self.low:g}")
+        return self
+
+
+class Lsh(Value):
+    """Attention among symbols that hash alike, in chunks of the sorted sequence."""
+
+    hashes: Count = 2  # rounds
+    buckets: Annotated[int, Field(ge=2, multiple_of=2)] | None = None  # None: about twice as many as chunks
+    chunk: Count = 64
+    before: int = Field(default=1, ge=0)  # chunks seen beside one's own
+    after: int = Field(default=0, ge=0)
+    once: bool = False  # a key that was met in several rounds counts once; else each time
+
+
+class Axial(Value):
+    """A table of positions as two short ones, side by side in the vector: position = row * columns + column."""
+
+    rows: Count
+    columns: Count
+    row_width: Count  # of the vector; the rest tells the column
+
+
+class Patches(Value):
+    """Images cut into squares, each read like a symbol."""
+
+    height: Count
+    width: Count
+    channels: Count = 1
+    size: Count  # of a square's side
+
+    @property
+    def count(self) -> int:
+        return (self.height // self.size) * (self.width // self.size)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Patches:
+        if self.height % self.size or self.width % self.size:
+            raise ValueError(f"an image of {self.height} x {self.width} is not cut evenly into squares of {self.size}")
+        return self
+
+
 class Stack(Value):
     """One tower of layers."""
 
@@ -66,7 +124,13 @@ class Stack(Value):
     norm_at: Literal["pre", "post"] = "post"
     norm_eps: float = Field(default=1e-5, gt=0)
     bias: Literal["all", "ff", "none"] = "all"
+    residual: Literal["add", "reversible"] = "add"
+    embed_norm: bool = False  # normalise the embedded input
     position: PositionKind = "sinusoid"
+    rotary: Rotary = Rotary()
+    axial: Axial | None = None
+    lsh: Lsh = Lsh()
+    memory: int = Field(default=0, ge=0)  # symbols of earlier segments that are remembered while reading on
     max_length: Count = 1024  # rows of a learned position table or of the location score; nothing else is bounded
     dropout: Rate = 0.1
     attention_dropout: Rate = 0.0
@@ -78,7 +142,12 @@ class Stack(Value):
 
     @property
     def recurrent(self) -> bool:
-        return self.mixer != "attention"
+        return self.mixer in ("gru", "lstm")
+
+    @property
+    def out_width(self) -> int:
+        """Of the vectors that come out: reversible layers carry two streams side by side."""
+        return 2 * self.width if self.residual == "reversible" else self.width
 
     @property
     def kv(self) -> int:
@@ -97,6 +166,8 @@ class Stack(Value):
         if self.cross_center == "predicted" and self.cross_window is None:
             raise ValueError("cross_center predicted needs a cross_window around that place")
         if self.recurrent:
+            if self.residual == "reversible":
+                raise ValueError(f"residual reversible belongs to layers of attention, not to a {self.mixer}")
             if self.width % 2:
                 raise ValueError(f"width must be even for a two-directional {self.mixer}, not {self.width}")
             return self
@@ -110,6 +181,20 @@ class Stack(Value):
             )
         if self.position == "rotary" and self.head % 2:
             raise ValueError(f"rotary positions need an even head width, not {self.head}")
+        if (self.position == "axial") != (self.axial is not None):
+            raise ValueError("position axial and the table axial (rows, columns, row_width) belong together")
+        if self.axial is not None and self.axial.row_width >= self.width:
+            raise ValueError(f"axial.row_width must leave room for columns in width {self.width}")
+        if self.mixer == "lsh" and (self.kv != self.heads or self.score != "scaled_dot" or self.window):
+            raise ValueError("mixer lsh shares queries and keys: it has no kv_heads, score or window of its own")
+        if self.mixer == "lsh" and (self.position in ("alibi", "bucket", "relative") or self.memory or self.kept_heads):
+            raise ValueError("mixer lsh takes no positions that are added to scores, no memory and no kept_heads")
+        if self.residual == "reversible" and self.norm_at != "pre":
+            raise ValueError("residual reversible needs norm_at pre")
+        if self.residual == "reversible" and (self.position == "bucket" or self.memory):
+            raise ValueError("residual reversible has no memory, nor bucket positions, which layers share")
+        if self.memory and self.position not in ("none", "relative", "rotary", "alibi", "bucket"):
+            raise ValueError(f"memory needs positions that count distances (relative, rotary ...), not {self.position}")
         for name in ("kept_heads", "kept_cross_heads"):
             kept = getattr(self, name)
             if kept is not None and (len(kept) != self.layers or any(not self._is_choice(heads) for heads in kept)):
@@ -131,6 +216,7 @@ class Ids(Value):
     unk: Id = 1
     sos: Id = 2
     eos: Id = 3
+    mask: Id | None = None  # what stands for a hidden symbol, in models that guess those
 
 
 class Config(Value):
@@ -143,20 +229,33 @@ class Config(Value):
     share_embeddings: bool = False  # source and target read the same table
     tie_output: bool = True  # the prediction layer is the target table transposed
     scale_embeddings: bool = True  # multiply embeddings by sqrt(width)
-    start: Literal["sos", "eos"] = "sos"
+    token_types: int = Field(default=0, ge=0)  # kinds of segments that the encoder tells apart
+    patches: Patches | None = None  # the encoder reads images
+    output: Output = "symbols"
+    output_bias: bool = False
+    pooler: bool = False  # the vector of the first symbol passes a layer of its own before it stands for the whole
+    classes: Count | None = None
+    start: Literal["sos", "eos", "pad"] = "sos"
+    frame: Frame = "end"  # the marks around a text: x eos, sos x eos, sos x, or none
     ids: Ids = Ids()
 
     @property
     def start_id(self) -> int:
-        return self.ids.sos if self.start == "sos" else self.ids.eos
+        return {"sos": self.ids.sos, "eos": self.ids.eos, "pad": self.ids.pad}[self.start]
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether a text is read in segments, each remembering the ones before."""
+        return self.decoder is not None and self.decoder.memory > 0
 
     @model_validator(mode="after")
     def _joined(self) -> Config:
         if self.encoder is None and self.decoder is None:
             raise ValueError("a model needs an encoder, a decoder or both")
-        ids = self.ids.model_dump()
-        if len(set(ids.values())) < len(ids) or max(ids.values()) >= min(self.source_vocab, self.target_vocab):
-            raise ValueError(f"ids must differ and lie below both vocabularies, not {ids}")
+        ids = self.ids.model_dump(exclude_none=True)
+        if self.patches is None and max(ids.values()) >= min(self.source_vocab, self.target_vocab):
+            raise ValueError(f"ids must lie below both vocabularies, not {ids}")
+        self._heads_fit()
         if self.encoder is None and self.decoder is not None and self.decoder.recurrent:
             raise ValueError("a recurrent decoder needs an encoder to attend to")
         if self.share_embeddings:
@@ -173,6 +272,36 @@ class Config(Value):
                 f"a recurrent decoder needs the encoder's width, not {self.decoder.width} against {self.encoder.width}"
             )
         return self
+
+    def _heads_fit(self) -> None:
+        """What stands on top, and what only an encoder without a decoder can do."""
+        if (self.output == "classes") != (self.classes is not None):
+            raise ValueError("output classes and the number of classes belong together")
+        alone = self.encoder is not None and self.decoder is None and not self.encoder.recurrent
+        for name, used in (
+            ("patches", self.patches is not None),
+            ("token_types", self.token_types > 0),
+            ("pooler", self.pooler),
+            (f"output {self.output}", self.output != "symbols"),
+        ):
+            if used and not alone:
+                raise ValueError(f"{name} belongs to a Transformer encoder without a decoder")
+        if self.patches is not None and self.output in ("symbols", "transformed"):
+            raise ValueError("a model that reads images predicts classes (output=classes), or nothing (output=none)")
+        tied = self.tie_output and self.output in ("symbols", "transformed")
+        top = self.decoder or self.encoder
+        assert top is not None
+        if tied and top.out_width != top.width:
+            raise ValueError("tie_output needs the vectors that come out to be as wide as the embeddings")
+        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+            if stack is None:
+                continue
+            if stack.position == "relative" and name == "encoder":
+                raise ValueError("encoder.position: relative counts distances to what came before, use bucket")
+            if stack.memory and not (name == "decoder" and self.encoder is None):
+                raise ValueError(f"{name}.memory: only a decoder without an encoder reads on across segments")
+            if stack.residual == "reversible" and self.encoder is not None and self.decoder is not None:
+                raise ValueError(f"{name}.residual: reversible layers do not attend to another tower")
 
 
 V = TypeVar("V", bound=BaseModel)

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from regard.batch import Batch
 from regard.model import Model
+from regard.nn.gates import expected_open
+from regard.nn.transformer import Carried
 
 # Logits worked on at once: few enough to stay in the cache. Writing all logits of a step to memory, reading them back
 # for the softmax and again for its gradient, is what a small model with a large vocabulary spends its time on.
@@ -33,16 +35,17 @@ class _Prediction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, label_N: Tensor, smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, vocab = len(x_ND), len(weight_VD)
         rows = _rows_at_once(weight_VD)
         x_grad_ND = torch.empty_like(x_ND)
         weight_grad_VD = torch.zeros_like(weight_VD)
+        bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
         smoothed, nll, correct = (x_ND.new_zeros((), dtype=torch.float32) for _ in range(3))
         for start in range(0, count, rows):
             x, label = x_ND[start : start + rows], label_N[start : start + rows].unsqueeze(1)
-            logits = (x @ weight_VD.T).float()
+            logits = F.linear(x, weight_VD, bias_V).float()
             top = logits.amax(-1, keepdim=True)
             label_logit = logits.gather(1, label)
             correct += (label_logit == top).sum()
@@ -61,26 +64,29 @@ class _Prediction(torch.autograd.Function):
             grad = grad.to(x_ND.dtype)
             torch.mm(grad, weight_VD, out=x_grad_ND[start : start + rows])
             weight_grad_VD.addmm_(grad.T, x)
-        ctx.save_for_backward(x_grad_ND, weight_grad_VD)
+            if bias_grad_V is not None:
+                bias_grad_V += grad.sum(0)
+        ctx.save_for_backward(x_grad_ND, weight_grad_VD, bias_grad_V)
         ctx.mark_non_differentiable(nll, correct)
         return smoothed, nll, correct
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x_grad_ND, weight_grad_VD = ctx.saved_tensors
-        scale = grads[0]
-        return x_grad_ND * scale.to(x_grad_ND.dtype), weight_grad_VD * scale.to(weight_grad_VD.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if made is None else made * grads[0].to(made.dtype) for made in ctx.saved_tensors]
+        return *scaled, None, None
 
 
-def predict_and_compare(x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float) -> Loss:
+def predict_and_compare(
+    x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float, bias_V: Tensor | None = None
+) -> Loss:
     """Loss of predicting `label_N` from `x_ND`: the smoothed target puts `smoothing` evenly on all symbols."""
     if torch.is_grad_enabled() and not torch.is_autocast_enabled(x_ND.device.type):
-        return Loss(*_Prediction.apply(x_ND, weight_VD, label_N, smoothing))
+        return Loss(*_Prediction.apply(x_ND, weight_VD, bias_V, label_N, smoothing))
     total = Loss(*(x_ND.new_zeros((), dtype=torch.float32) for _ in Loss._fields))
     rows = _rows_at_once(weight_VD)
     for x, label in zip(x_ND.split(rows), label_N.split(rows), strict=True):
-        logits = F.linear(x, weight_VD).float()
+        logits = F.linear(x, weight_VD, bias_V).float()
         nll = F.cross_entropy(logits, label, reduction="sum")
         smoothed = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing) if smoothing else nll
         correct = (logits.gather(1, label.unsqueeze(1)).squeeze(1) == logits.amax(-1)).sum()
@@ -95,22 +101,36 @@ def _rows_at_once(weight_VD: Tensor) -> int:
 class Objective(nn.Module):
     """A model together with what it is trained for; wrapping both lets data-parallel training see one module."""
 
-    def __init__(self, model: Model, label_smoothing: float = 0.0, scheduled_sampling: float = 0.0) -> None:
+    def __init__(
+        self, model: Model, label_smoothing: float = 0.0, scheduled_sampling: float = 0.0, l0: float = 0.0
+    ) -> None:
         super().__init__()
         self.model = model
         self.label_smoothing = label_smoothing
         self.scheduled_sampling = scheduled_sampling
+        self.l0 = l0  # what open gates cost, in models that have them
+        self.carried: Carried | None = None  # from the segment before, in models that read on; the caller resets it
 
     def forward(self, batch: Batch) -> Loss:
         if self.training and self.scheduled_sampling:
             x_BTD = self._partly_own(batch)
+        elif self.model.config.reads_on:
+            x_BTD, self.carried = self.model.read_segment(batch.input_BT, self.carried)
         else:
             x_BTD = self.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         if batch.keep_BT is None:
             x_ND, label_N = x_BTD.flatten(0, 1), batch.label_BT.flatten()
         else:  # nothing is predicted where there is nothing to compare with
             x_ND, label_N = x_BTD[batch.keep_BT], batch.label_BT[batch.keep_BT]
-        return predict_and_compare(x_ND, self.model.output.weight, label_N, self.label_smoothing)
+        output = self.model.output
+        if output is None:
+            raise ValueError("a model without a prediction layer has nothing to be trained for")
+        if self.model.transform is not None:
+            x_ND = self.model.transform(x_ND)
+        loss = predict_and_compare(x_ND, output.weight, label_N, self.label_smoothing, output.bias)
+        if not self.l0:
+            return loss
+        return loss._replace(smoothed=loss.smoothed + self.l0 * batch.tokens * expected_open(self.model))
 
     def _partly_own(self, batch: Batch) -> Tensor:
         """Teacher forcing in which some inputs are what the model itself would have said."""

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Config, Stack
+from regard.nn.attention import Attention
+from regard.nn.ends import ImageEmbedding, Transform
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
+from regard.nn.score import Score
 from regard.nn.state import State
-from regard.nn.transformer import Transformer
+from regard.nn.transformer import Carried, Transformer
 
 
 class Model(nn.Module):
@@ -24,8 +27,15 @@ class Model(nn.Module):
         self.decoder: Transformer | RecurrentDecoder | None = None
         self.source_embedding: nn.Embedding | None = None
         self.target_embedding: nn.Embedding | None = None
+        self.image: ImageEmbedding | None = None
+        self.token_type_embedding: nn.Embedding | None = None
         if encoder is not None:
-            self.source_embedding = nn.Embedding(config.source_vocab, encoder.width)
+            if config.patches is not None:
+                self.image = ImageEmbedding(config.patches, encoder.width)
+            else:
+                self.source_embedding = nn.Embedding(config.source_vocab, encoder.width)
+            if config.token_types:
+                self.token_type_embedding = nn.Embedding(config.token_types, encoder.width)
             self.encoder = RecurrentEncoder(encoder) if encoder.recurrent else Transformer(encoder, causal=False)
         if decoder is not None:
             shared = self.source_embedding if config.share_embeddings else None
@@ -37,10 +47,15 @@ class Model(nn.Module):
                 self.decoder = Transformer(decoder, causal=True, source_width=source_width)
         top = decoder or encoder
         assert top is not None
-        table = self.target_embedding or self.source_embedding
-        assert table is not None
-        place = "meta" if config.tie_output else None  # a matrix that is only a name for the table is never made
-        self.output = nn.Linear(top.width, table.num_embeddings, bias=False, device=place)
+        self.pooler = nn.Linear(top.out_width, top.out_width) if config.pooler else None
+        self.transform = Transform(top) if config.output == "transformed" else None
+        self.output: nn.Linear | None = None
+        if config.output != "none":
+            place = "meta" if self._tied() is not None else None  # a matrix that is only a name for a table
+            vocab = config.source_vocab if decoder is None else config.target_vocab
+            self.output = nn.Linear(top.out_width, config.classes or vocab, bias=config.output_bias, device=place)
+            if place and config.output_bias:
+                self.output.bias = nn.Parameter(torch.zeros(vocab))
         self._initialise()
         self._tie()
 
@@ -48,7 +63,7 @@ class Model(nn.Module):
         """Read the source; what comes back is the state before the first output symbol."""
         if self.encoder is None or self.decoder is None:
             raise ValueError("only a model with an encoder and a decoder encodes a source for decoding")
-        encoded = self.encoder.encode(self._embed(self.source_embedding, source_BS), keep_BS)
+        encoded = self.encoder.encode(self._embed_source(source_BS, None), keep_BS)
         return self.decoder.start(encoded)
 
     def step(self, tokens_N: Tensor, state: State) -> tuple[Tensor, State]:
@@ -62,38 +77,79 @@ class Model(nn.Module):
         out: tuple[Tensor, State] = self.decoder(self._embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
-    def hidden(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
-        """The vectors that the prediction layer reads, for given output symbols (teacher forcing)."""
+    def read_segment(self, tokens_BT: Tensor, carried: Carried | None = None) -> tuple[Tensor, Carried]:
+        """Read the next segment of a long text -> a vector for each symbol, and what to carry to the segment after."""
+        if not isinstance(self.decoder, Transformer):
+            raise ValueError("only a Transformer decoder reads on across segments")
+        return self.decoder.read_segment(self._embed(self.target_embedding, tokens_BT), carried)
+
+    def hidden(
+        self,
+        source_BS: Tensor,
+        keep_BS: Tensor | None,
+        input_BT: Tensor | None = None,
+        types_BS: Tensor | None = None,
+    ) -> Tensor:
+        """The vectors that the prediction layer reads, for given output symbols (teacher forcing).
+
+        A model of classes has one per row, (B, 1, D). `types_BS` tells segments apart; None: all are of the first kind.
+        """
         if self.decoder is None:
             assert self.encoder is not None
-            return self.encoder.encode(self._embed(self.source_embedding, source_BS), keep_BS).states_BSD
+            x_BSD = self.encoder.encode(self._embed_source(source_BS, types_BS), keep_BS).states_BSD
+            return self.pool(x_BSD).unsqueeze(1) if self.config.output == "classes" else x_BSD
         if self.encoder is None:
             tokens_BT, keep_BT = (source_BS, keep_BS) if input_BT is None else (input_BT, None)
             return self.read(tokens_BT, State(()), keep_BT)[0]
         assert input_BT is not None
         return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
 
+    def pool(self, x_BSD: Tensor) -> Tensor:
+        """The vector of the first symbol, which stands for the whole input."""
+        x_BD = x_BSD[:, 0]
+        return x_BD if self.pooler is None else self.pooler(x_BD).tanh()
+
     def predict(self, x_D: Tensor) -> Tensor:
-        """The prediction layer: scores over the vocabulary."""
-        out: Tensor = self.output(x_D)
+        """The prediction layer: scores over the vocabulary or the classes; without one, the vectors themselves."""
+        if self.output is None:
+            return x_D
+        out: Tensor = self.output(x_D if self.transform is None else self.transform(x_D))
         return out
 
     def forward(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
         """Scores over the symbol after each given one. Padding at the end of a row never reaches what is before it."""
         return self.predict(self.hidden(source_BS, keep_BS, input_BT))
 
+    def _embed_source(self, source_BS: Tensor, types_BS: Tensor | None) -> Tensor:
+        if self.image is not None:
+            x_BSD: Tensor = self.image(source_BS)
+            return x_BSD
+        x_BSD = self._embed(self.source_embedding, source_BS)
+        if self.token_type_embedding is not None:
+            types_BS = torch.zeros_like(source_BS) if types_BS is None else types_BS
+            x_BSD = x_BSD + self.token_type_embedding(types_BS)
+        return x_BSD
+
     def _embed(self, table: nn.Embedding | None, ids_BT: Tensor) -> Tensor:
         assert table is not None
         x_BTD: Tensor = table(ids_BT)
         return x_BTD * math.sqrt(table.embedding_dim) if self.config.scale_embeddings else x_BTD
 
+    def _tied(self) -> nn.Embedding | None:
+        """The table that the prediction layer is the transpose of, if it is."""
+        symbols = self.config.output in ("symbols", "transformed")
+        return self.target_embedding or self.source_embedding if self.config.tie_output and symbols else None
+
     def _tie(self) -> None:
-        table = self.target_embedding or self.source_embedding
-        if self.config.tie_output and table is not None:
+        table = self._tied()
+        if table is not None and self.output is not None:
             self.output.weight = table.weight
 
     def _initialise(self) -> None:
-        """Glorot for matrices, zero for biases, and embeddings that have unit variance once scaled."""
+        """Glorot for matrices, zero for biases, and embeddings that have unit variance once scaled.
+
+        Where scores are not scaled by the root of the head width, the queries start so much smaller.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -110,6 +166,10 @@ class Model(nn.Module):
                         nn.init.xavier_uniform_(weight)
                     else:
                         nn.init.zeros_(weight)
+        for module in self.modules():
+            if isinstance(module, Attention) and type(module.score) is Score and isinstance(module.query, nn.Linear):
+                with torch.no_grad():
+                    module.query.weight.mul_(module.head_width**-0.5)
 
 
 def on_meta(config: Config) -> Model:

@@ -10,9 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard.config import Axial as AxialShape
+from regard.config import Rotary as Turning
 from regard.config import Stack
 from regard.errors import UserError
-from regard.nn.position import Bucket, Learned, Position, Rotary, alibi_slopes, make_position, sinusoid
+from regard.nn.position import Axial, Bucket, Learned, Position, Rotary, alibi_slopes, make_position, sinusoid
+
+WHERE = dict.fromkeys(("sinusoid", "sinusoid_halves", "learned", "axial"), "embed")
+WHERE |= {"rotary": "rotate", "alibi": "bias", "bucket": "bias"}
 
 
 @pytest.mark.parametrize("width", [2, 5, 16])
@@ -24,6 +29,14 @@ def test_sinusoid_is_the_formula(width: int) -> None:
             angle = position / 10000 ** ((i - i % 2) / width)
             expected = math.cos(angle) if i % 2 else math.sin(angle)
             assert found[t, i].item() == pytest.approx(expected, abs=1e-6 * max(1, position))
+
+
+@pytest.mark.parametrize("width", [2, 5, 16])
+def test_halves_are_the_same_numbers_in_another_order(width: int) -> None:
+    """All sines, then all cosines."""
+    positions = torch.tensor([[0, 1, 7, 300]])
+    order = [*range(0, width, 2), *range(1, width, 2)]
+    assert torch.equal(sinusoid(positions, width, halves=True), sinusoid(positions, width)[..., order])
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
@@ -121,6 +134,41 @@ def test_rotary_turns_pairs_by_the_formula() -> None:
                 assert found[0, h, t, i + 3].item() == pytest.approx(turned.imag, abs=1e-5)
 
 
+@pytest.mark.parametrize(("factor", "low", "high", "original"), [(8.0, 1.0, 4.0, 8192), (32.0, 0.5, 8.0, 100)])
+def test_rotary_stretches_what_turns_slowly(factor: float, low: float, high: float, original: int) -> None:
+    """By wavelength, as it was published: short ones stay, long ones are stretched, those between are interpolated."""
+    turning = Turning(base=500000.0, factor=factor, low=low, high=high, original=original)
+    found, kinds = Rotary(64, turning).rates(torch.device("cpu")).tolist(), set()
+    for i in range(32):
+        rate = 500000.0 ** (-2 * i / 64)
+        wavelength = 2 * math.pi / rate
+        if wavelength < original / high:
+            expected, kind = rate, "kept"
+        elif wavelength > original / low:
+            expected, kind = rate / factor, "stretched"
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            expected, kind = (1 - smooth) * rate / factor + smooth * rate, "between"
+        assert found[i] == pytest.approx(expected, rel=1e-4)
+        kinds.add(kind)
+    assert kinds == {"kept", "stretched", "between"}
+    assert Rotary(64, Turning(base=500000.0)).rates(torch.device("cpu")).tolist() == pytest.approx(
+        [500000.0 ** (-2 * i / 64) for i in range(32)], rel=1e-4
+    )
+
+
+def test_axial_positions_are_a_row_and_a_column_side_by_side() -> None:
+    axial = Axial(7, AxialShape(rows=3, columns=4, row_width=2))
+    positions = [11, 0, 5, 4, 3]
+    found = axial.embed(torch.tensor([positions]))[0]
+    assert found.shape == (5, 7)
+    for t, position in enumerate(positions):
+        row, column = divmod(position, 4)
+        assert found[t].tolist() == [*axial.rows.weight[row].tolist(), *axial.columns.weight[column].tolist()]
+    with pytest.raises(UserError, match=r"13 symbols.*12 learned positions"):
+        axial.embed(torch.arange(13).unsqueeze(0))
+
+
 def test_learned_positions_end_somewhere() -> None:
     learned = Learned(4, 3)
     assert torch.equal(learned.embed(torch.tensor([[2, 0]]))[0], learned.table.weight[[2, 0]])
@@ -128,15 +176,16 @@ def test_learned_positions_end_somewhere() -> None:
         learned.embed(torch.arange(4).unsqueeze(0))
 
 
-@pytest.mark.parametrize("kind", ["none", "sinusoid", "learned", "rotary", "alibi", "bucket"])
+@pytest.mark.parametrize("kind", [*WHERE, "none", "relative"])
 def test_each_kind_acts_in_exactly_one_place(kind: str) -> None:
-    position = make_position(Stack(width=8, heads=2, position=kind, max_length=9), causal=False)
+    """`relative` acts within the attention, whose queries it needs."""
+    axial = {"rows": 3, "columns": 3, "row_width": 3} if kind == "axial" else None
+    position = make_position(Stack(width=8, heads=2, position=kind, max_length=9, axial=axial), causal=False)
     pos, x = torch.tensor([[1, 5, 2]]), torch.randn(1, 2, 3, 4)
     acts = {
         "embed": position.embed(pos) is not None,
         "rotate": not torch.equal(position.rotate(x, pos), x),
         "bias": position.bias(pos, pos) is not None,
     }
-    where = {"sinusoid": "embed", "learned": "embed", "rotary": "rotate", "alibi": "bias", "bucket": "bias"}
-    assert [place for place, does in acts.items() if does] == ([where[kind]] if kind != "none" else [])
+    assert [place for place, does in acts.items() if does] == ([WHERE[kind]] if kind in WHERE else [])
     assert isinstance(position, Position)

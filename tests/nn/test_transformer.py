@@ -90,7 +90,7 @@ def test_without_positions_an_encoder_is_permutation_equivariant(changes: dict[s
     torch.testing.assert_close(found, encoder.encode(x, keep).states_BSD[:, order], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket"])
+@pytest.mark.parametrize("position", ["sinusoid", "sinusoid_halves", "learned", "rotary", "alibi", "bucket"])
 def test_with_positions_it_is_not(position: str) -> None:
     torch.manual_seed(1)
     encoder = Transformer(Stack(**SIZE, position=position), causal=False)
@@ -99,7 +99,7 @@ def test_with_positions_it_is_not(position: str) -> None:
     assert (found - encoder.encode(x, None).states_BSD[:, order]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("position", ["rotary", "alibi", "bucket", "none"])
+@pytest.mark.parametrize("position", ["rotary", "alibi", "bucket", "relative", "none"])
 def test_relative_positions_do_not_know_where_they_are(position: str) -> None:
     """A causal stack with a window of everything but the first symbols gives what it gives without those symbols."""
     torch.manual_seed(2)

@@ -56,7 +56,7 @@ def command(
             {**info.to_json(), "time": time | ({"recipe": info.training_seconds(symbols, rate)} if symbols else {})}
         )
     else:
-        _show(what, info, rate, symbols)
+        _show(what, config, info, rate, symbols)
 
 
 def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Config, Train]:
@@ -98,38 +98,12 @@ def _list() -> None:
         out(f"recipe\t{name}")
 
 
-def _show(what: str, info: Info, rate: float, symbols: int | None) -> None:
+def _show(what: str, config: Config, info: Info, rate: float, symbols: int | None) -> None:
     from rich.console import Console
 
-    from regard.info import duration, si
+    from regard.info import si
 
-    rows, load = _rows(info), info.load
-    costs = [
-        (
-            "FLOPs per token",
-            si(info.flops_per_token),
-            f"forward, a source and a target symbol at length {load.length}; training {si(3 * info.flops_per_token)}",
-        ),
-        (
-            "memory, training",
-            si(info.training, "B"),
-            f"weights, gradients and Adam {si(info.optimizer, 'B')}; {load.batch_tokens:,} symbols a side "
-            f"{si(info.activations, 'B')}",
-        ),
-        (
-            "memory, decoding",
-            si(info.decoding, "B"),
-            f"weights {si(info.weights, 'B')}; {load.sentences} sentences with beam {load.beam} {si(info.cache, 'B')}",
-        ),
-        (
-            "time, training",
-            duration(info.training_seconds(1e6, rate)),
-            f"per million target symbols, at the {si(rate)}FLOP/s of this processor's matrix products: at best",
-        ),
-    ]
-    if symbols:
-        whole = f"for the recipe's {si(symbols)} target symbols"
-        costs.append(("", duration(info.training_seconds(symbols, rate)), whole))
+    rows, costs = _rows(info), _costs(config, info, rate, symbols)
     console = Console()
     if console.is_terminal:
         _show_tables(console, what, rows, costs, info.total)
@@ -138,6 +112,43 @@ def _show(what: str, info: Info, rate: float, symbols: int | None) -> None:
         out(f"{'  ' * depth}{name}\t{count:,}\t{si(count)}")
     for name, amount, remark in costs:
         out(f"{name}\t{amount}\t{remark}")
+
+
+def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list[tuple[str, str, str]]:
+    """What there is to pay, in the words of what the model reads and writes."""
+    from regard.info import duration, si
+
+    load, pairs = info.load, config.encoder is not None and config.decoder is not None
+    symbol = "squares" if config.patches is not None else "target symbols" if pairs else "symbols"
+    if config.patches is not None:
+        each = f"one of the {load.length} squares of an image, counting the first vector"
+    else:
+        each = f"{'a source and a target symbol' if pairs else 'a symbol'} at length {load.length}"
+        each += f" after {config.decoder.memory} remembered" if config.reads_on and config.decoder is not None else ""
+    costs = [
+        (
+            "FLOPs per token",
+            si(info.flops_per_token),
+            f"forward, {each}; training {si(3 * info.flops_per_token)}",
+        ),
+        (
+            "memory, training",
+            si(info.training, "B"),
+            f"weights, gradients and Adam {si(info.optimizer, 'B')}; {load.batch_tokens:,} "
+            f"{'symbols a side' if pairs else symbol} {si(info.activations, 'B')}",
+        ),
+    ]
+    if config.decoder is None:
+        costs.append(("memory, use", si(info.weights, "B"), "weights"))
+    else:
+        texts = f"{load.sentences} {'sentences' if pairs else 'texts'} with beam {load.beam}"
+        remark = f"weights {si(info.weights, 'B')}; {texts} {si(info.cache, 'B')}"
+        costs.append(("memory, decoding", si(info.decoding, "B"), remark))
+    speed = f"at the {si(rate)}FLOP/s of this processor's matrix products: at best"
+    costs.append(("time, training", duration(info.training_seconds(1e6, rate)), f"per million {symbol}, {speed}"))
+    if symbols:
+        costs.append(("", duration(info.training_seconds(symbols, rate)), f"for the recipe's {si(symbols)} {symbol}"))
+    return costs
 
 
 def _rows(info: Info) -> list[tuple[int, str, int]]:
@@ -151,9 +162,10 @@ def _rows(info: Info) -> list[tuple[int, str, int]]:
             if prefix not in told:
                 told.add(prefix)
                 rows.append((depth, groups[depth].replace("_", "-"), sums[prefix]))
-        projected = leaf in ("query", "key", "value")
-        if leaf == "query":
-            rows.append((len(groups), "query + key + value", sums[".".join((*groups, "query_key_value"))]))
+        projected = leaf in ("query", "query_key", "key", "value")
+        if leaf in ("query", "query_key"):
+            joined = "query + key + value" if leaf == "query" else "query = key + value"
+            rows.append((len(groups), joined, sums[".".join((*groups, "query_key_value"))]))
         tied = part == "prediction" and not count
         rows.append((len(groups) + projected, "prediction (tied)" if tied else leaf.replace("_", " "), count))
     return [*rows, (0, "total", info.total)]

@@ -7,7 +7,7 @@ N rows that are hypotheses (a multiple of the sentences B they belong to)
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,10 @@ from torch.nn import functional as F
 
 from regard.config import Stack
 from regard.nn.dropout import Dropout
-from regard.nn.position import Position
+from regard.nn.kv import KV as KV
+from regard.nn.position import Position, sinusoid
 from regard.nn.score import make_score
 from regard.nn.tap import Tap
-
-
-class KV(NamedTuple):
-    """Keys and values of one attention. A cache is a KV that grew; beams reorder it."""
-
-    k_BGSE: Tensor
-    v_BGSE: Tensor
-
-    def extend(self, new: KV) -> KV:
-        return KV(torch.cat((self.k_BGSE, new.k_BGSE), dim=2), torch.cat((self.v_BGSE, new.v_BGSE), dim=2))
-
-    def select(self, rows: Tensor) -> KV:
-        return KV(self.k_BGSE.index_select(0, rows), self.v_BGSE.index_select(0, rows))
 
 
 class Sight:
@@ -39,11 +27,23 @@ class Sight:
     Made once per pass and shared by all layers of a stack.
     """
 
-    def __init__(self, q_pos_BT: Tensor, k_pos_BS: Tensor, mask_B1TS: Tensor | None, bias_BHTS: Tensor | None) -> None:
+    def __init__(
+        self,
+        q_pos_BT: Tensor,
+        k_pos_BS: Tensor,
+        mask_B1TS: Tensor | None,
+        bias_BHTS: Tensor | None,
+        keep_BS: Tensor | None = None,
+        causal: bool = False,
+        window: int | None = None,
+    ) -> None:
         self.q_pos_BT = q_pos_BT
         self.k_pos_BS = k_pos_BS
-        self.mask_B1TS = mask_B1TS
         self.bias_BHTS = bias_BHTS
+        self.keep_BS = keep_BS
+        self.causal = causal
+        self.window = window
+        self._given_B1TS = mask_B1TS
         self._fused: Tensor | None = None
 
     @classmethod
@@ -56,16 +56,33 @@ class Sight:
         window: int | None = None,
         bias_BHTS: Tensor | None = None,
     ) -> Sight:
-        """Derive the mask from positions: no special case for caches, offsets or padding."""
-        mask = None if keep_BS is None else keep_BS[:, None, None, :]
-        causal = causal and q_pos_BT.shape[1] > 1  # a single query comes after everything it is shown
-        if causal or window is not None:
-            offset_B1TS = (k_pos_BS.unsqueeze(-2) - q_pos_BT.unsqueeze(-1)).unsqueeze(1)
-            near = offset_B1TS <= 0 if causal else offset_B1TS <= (window or 0)
-            if window is not None:
-                near = near & (offset_B1TS >= -window)
+        """What positions allow: no special case for caches, offsets or padding."""
+        return cls(q_pos_BT, k_pos_BS, None, bias_BHTS, keep_BS, causal, window)
+
+    @cached_property
+    def mask_B1TS(self) -> Tensor | None:
+        """Derived when first asked for: whoever looks at a few keys only needs no place for all pairs."""
+        mask = self._given_B1TS
+        if self.keep_BS is not None:
+            kept = self.keep_BS[:, None, None, :]
+            mask = kept if mask is None else mask & kept
+        causal = self.causal and self.q_pos_BT.shape[1] > 1  # a single query comes after everything it is shown
+        if causal or self.window is not None:
+            offset_B1TS = (self.k_pos_BS.unsqueeze(-2) - self.q_pos_BT.unsqueeze(-1)).unsqueeze(1)
+            near = offset_B1TS <= 0 if causal else offset_B1TS <= (self.window or 0)
+            if self.window is not None:
+                near = near & (offset_B1TS >= -self.window)
             mask = near if mask is None else mask & near
-        return cls(q_pos_BT, k_pos_BS, mask, bias_BHTS)
+        return mask
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether each query sees just itself and all before it: the fused kernel knows this case without a mask."""
+        ruled = self.causal and self.window is None and not self.q_pos_BT.is_meta
+        free = self._given_B1TS is None and self.bias_BHTS is None and self.keep_BS is None
+        if not (ruled and free and torch.equal(self.q_pos_BT, self.k_pos_BS)):
+            return False
+        return bool((self.k_pos_BS.diff(dim=1) > 0).all())
 
     def additive(self, dtype: torch.dtype) -> Tensor | None:
         """Mask and bias as the one tensor that the fused kernel adds to the scores."""
@@ -101,6 +118,7 @@ class Attention(nn.Module):
         *,
         project: bool = True,
         center_predicted: int | None = None,
+        relative: bool = False,
         kept: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
@@ -122,6 +140,7 @@ class Attention(nn.Module):
             self.out = nn.Linear(self.heads * stack.value, stack.width, bias=bias)
         self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
         self.center = Center(self.heads, self.head_width, center_predicted) if center_predicted else None
+        self.relative = Relative(self.heads, self.head_width, stack.width) if relative else None
         self.dropout = Dropout(stack.attention_dropout)
         self.weights = Tap()  # (B, H, T, S) after the softmax
         self.mixed = Tap()  # (B, H, T, E): what each head brings back
@@ -142,6 +161,8 @@ class Attention(nn.Module):
         if rows != sentences:
             x_BTD = x_BTD.reshape(sentences, -1, x_BTD.shape[-1])
         q_BHTE = position.rotate(self._split(self.query(x_BTD), self.heads), sight.q_pos_BT)
+        if self.relative is not None:
+            q_BHTE, sight = self.relative(q_BHTE, sight, self.score.scale)
         attend = self._eager if self._needs_weights() else self._fused
         z_BHTE = self.mixed(attend(q_BHTE, kv, sight))
         out: Tensor = self.out(z_BHTE.transpose(1, 2).flatten(2))
@@ -157,7 +178,8 @@ class Attention(nn.Module):
             self.score.query(q_BHTE),
             k_BGSE,
             v_BGSE,
-            attn_mask=self._of_kept(sight.additive(q_BHTE.dtype)),
+            attn_mask=None if sight.plain else self._of_kept(sight.additive(q_BHTE.dtype)),
+            is_causal=sight.plain,
             scale=self.score.scale,
             enable_gqa=self.heads != k_BGSE.shape[1],
         )
@@ -182,8 +204,8 @@ class Attention(nn.Module):
         return z_BHTE
 
     def _of_kept(self, bias_BHTS: Tensor | None) -> Tensor | None:
-        """The part of a bias that belongs to the heads this attention still has."""
-        if self.kept is None or bias_BHTS is None or bias_BHTS.shape[1] == 1:
+        """The part of a bias that belongs to the heads this attention still has; one of its own has no other."""
+        if self.kept is None or self.relative is not None or bias_BHTS is None or bias_BHTS.shape[1] == 1:
             return bias_BHTS
         return bias_BHTS[:, self.kept]
 
@@ -195,6 +217,29 @@ class Attention(nn.Module):
 def _even(groups: list[int]) -> bool:
     """Does every key/value head serve equally many query heads?"""
     return len({groups.count(group) for group in groups}) == 1
+
+
+class Relative(nn.Module):
+    """Scores by distance: (q + u) . k + (q + v) . W r(i - j), r being sinusoids; u, v and W are trained per layer."""
+
+    def __init__(self, heads: int, head_width: int, width: int) -> None:
+        super().__init__()
+        self.content = nn.Parameter(torch.zeros(heads, head_width))
+        self.place = nn.Parameter(torch.zeros(heads, head_width))
+        self.project = nn.Linear(width, heads * head_width, bias=False)
+
+    def forward(self, q_BHTE: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Sight]:
+        """-> queries that meet keys, and the same sight with the distances' part of the scores as its bias."""
+        keys = sight.k_pos_BS.shape[-1]
+        far_S = torch.arange(keys, device=q_BHTE.device)
+        r_SD = sinusoid(far_S, self.project.in_features, halves=True).to(q_BHTE.dtype)
+        r_HSE = self.project(r_SD).unflatten(-1, (len(self.place), -1)).transpose(0, 1)
+        by_distance_BHTS = ((q_BHTE + self.place.unsqueeze(1)) @ r_HSE.transpose(-1, -2)) * scale
+        # What comes later is masked anyway, and nothing is farther away than there are keys.
+        distance_BTS = (sight.q_pos_BT.unsqueeze(-1) - sight.k_pos_BS.unsqueeze(-2)).clamp(0, keys - 1)
+        bias_BHTS = by_distance_BHTS.gather(-1, distance_BTS.unsqueeze(1).expand(*q_BHTE.shape[:-1], keys))
+        seen = Sight(sight.q_pos_BT, sight.k_pos_BS, sight.mask_B1TS, bias_BHTS)
+        return q_BHTE + self.content.unsqueeze(1), seen
 
 
 class Center(nn.Module):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from regard.config import Activation, Stack
 from regard.nn.attention import KV, Attention, Sight
 from regard.nn.dropout import Dropout
+from regard.nn.lsh import LSHAttention
 from regard.nn.position import Position
 from regard.nn.tap import Tap
 
@@ -22,11 +23,11 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make_norm(stack: Stack) -> nn.Module:
+def make_norm(stack: Stack, width: int | None = None) -> nn.Module:
     """The normalisation a stack asks for."""
     if stack.norm == "rms":
-        return nn.RMSNorm(stack.width, eps=stack.norm_eps)
-    return nn.LayerNorm(stack.width, eps=stack.norm_eps)
+        return nn.RMSNorm(width or stack.width, eps=stack.norm_eps)
+    return nn.LayerNorm(width or stack.width, eps=stack.norm_eps)
 
 
 class FeedForward(nn.Module):
@@ -72,7 +73,11 @@ class Block(nn.Module):
     def __init__(self, stack: Stack, source_width: int | None, index: int = 0) -> None:
         super().__init__()
         kept = None if stack.kept_heads is None else stack.kept_heads[index]
-        self.attention = Attention(stack, stack.width, kept=kept)
+        self.attention: Attention | LSHAttention
+        if stack.mixer == "lsh":
+            self.attention = LSHAttention(stack, index)
+        else:
+            self.attention = Attention(stack, stack.width, kept=kept, relative=stack.position == "relative")
         self.attention_residual = Residual(stack)
         self.cross: Attention | None = None
         if source_width is not None:
@@ -109,6 +114,11 @@ class Block(nn.Module):
             x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, kv, cross_sight, NOWHERE))
         x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
         return self.output(x_BTD), seen[0]
+
+    def remember(self, x_BPD: Tensor, pos_BP: Tensor, position: Position) -> KV:
+        """Keys of what went into this layer earlier."""
+        residual = self.attention_residual
+        return self.attention.keys(residual.norm(x_BPD) if residual.pre else x_BPD, pos_BP, position)
 
 
 NOWHERE = Position()

@@ -8,6 +8,7 @@ a resumed run drops what the uninterrupted one would have dropped.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,14 @@ class MaskPool:
         pieces = [self._piece(min(most, count - start), rate) for start in range(0, count, most)]
         mask = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return mask.view(like.shape).to(like.dtype)
+
+    def mark(self) -> Any:
+        """Where the order of cuts stands."""
+        return self._offsets.getstate()
+
+    def rewind(self, mark: Any) -> None:
+        """Cut once more what was cut after `mark`, which belongs to the same step."""
+        self._offsets.setstate(mark)
 
     def _piece(self, count: int, rate: float) -> Tensor:
         masks = self._masks.get(rate)

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from regard.config import Axial as AxialShape
+from regard.config import Rotary as Turning
 from regard.config import Stack
 from regard.errors import UserError
 
@@ -30,23 +32,29 @@ class Position(nn.Module):
         return None
 
 
-def sinusoid(pos_BT: Tensor, width: int) -> Tensor:
-    """PE(pos, 2i) = sin(pos / 10000^(2i/width)), PE(pos, 2i+1) = cos of the same, for any position."""
+def sinusoid(pos_BT: Tensor, width: int, halves: bool = False) -> Tensor:
+    """PE(pos, 2i) = sin(pos / 10000^(2i/width)), PE(pos, 2i+1) = cos of the same, for any position.
+
+    With `halves` all sines come first and then all cosines.
+    """
     rate = torch.exp(torch.arange(0, width, 2, device=pos_BT.device) * (-math.log(10000.0) / width))
     angle_BTE = pos_BT.unsqueeze(-1) * rate
-    pairs = torch.stack((angle_BTE.sin(), angle_BTE.cos()), dim=-1)
-    return pairs.flatten(-2)[..., :width]
+    pairs = (angle_BTE.sin(), angle_BTE.cos()[..., : width // 2])
+    if halves:
+        return torch.cat(pairs, dim=-1)
+    return torch.stack((angle_BTE.sin(), angle_BTE.cos()), dim=-1).flatten(-2)[..., :width]
 
 
 class Sinusoid(Position):
-    """Sines and cosines, interleaved, computed for whatever positions come."""
+    """Sines and cosines, computed for whatever positions come."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, halves: bool = False) -> None:
         super().__init__()
         self.width = width
+        self.halves = halves
 
     def embed(self, pos_BT: Tensor) -> Tensor:
-        return sinusoid(pos_BT, self.width)
+        return sinusoid(pos_BT, self.width, self.halves)
 
 
 class Learned(Position):
@@ -57,26 +65,54 @@ class Learned(Position):
         self.table = nn.Embedding(length, width)
 
     def embed(self, pos_BT: Tensor) -> Tensor:
-        limit = self.table.num_embeddings
-        if pos_BT.numel() and int(pos_BT.max()) >= limit:
-            raise UserError(
-                f"an input of {int(pos_BT.max()) + 1} symbols is longer than the {limit} learned positions of this"
-                " model (max_length); shorten it, or train with position=sinusoid, rotary, alibi or bucket"
-            )
+        _require_within(pos_BT, self.table.num_embeddings)
         out: Tensor = self.table(pos_BT)
         return out
+
+
+class Axial(Position):
+    """Two short tables, one for the row and one for the column of a position, side by side in the vector."""
+
+    def __init__(self, width: int, shape: AxialShape) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(shape.rows, shape.row_width)
+        self.columns = nn.Embedding(shape.columns, width - shape.row_width)
+
+    def embed(self, pos_BT: Tensor) -> Tensor:
+        columns = self.columns.num_embeddings
+        _require_within(pos_BT, self.rows.num_embeddings * columns)
+        return torch.cat((self.rows(pos_BT // columns), self.columns(pos_BT % columns)), dim=-1)
+
+
+def _require_within(pos_BT: Tensor, limit: int) -> None:
+    if pos_BT.is_meta or not pos_BT.numel() or (longest := int(pos_BT.max()) + 1) <= limit:
+        return
+    raise UserError(
+        f"an input of {longest} symbols is longer than the {limit} learned positions of this"
+        " model (max_length); shorten it, or train with position=sinusoid, rotary, alibi or bucket"
+    )
 
 
 class Rotary(Position):
     """Rotate pairs (i, i + E/2) of every query and key by an angle proportional to position."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, turning: Turning | None = None) -> None:
         super().__init__()
         self.width = width
+        self.turning = turning or Turning()
+
+    def rates(self, device: torch.device) -> Tensor:
+        """The angle per position of every pair; slow ones are slowed further when texts longer than seen are meant."""
+        turning = self.turning
+        rate = turning.base ** (-torch.arange(0, self.width, 2, device=device) / self.width)
+        if turning.factor == 1:
+            return rate
+        turns = turning.original * rate / (2 * math.pi)
+        kept = ((turns - turning.low) / (turning.high - turning.low)).clamp(0, 1)
+        return rate * (kept + (1 - kept) / turning.factor)
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
-        rate = 10000.0 ** (-torch.arange(0, self.width, 2, device=pos_BT.device) / self.width)
-        angle_B1TE = (pos_BT.unsqueeze(-1) * rate).unsqueeze(1)
+        angle_B1TE = (pos_BT.unsqueeze(-1) * self.rates(pos_BT.device)).unsqueeze(1)
         cos, sin = angle_B1TE.cos().to(x_BHTE.dtype), angle_B1TE.sin().to(x_BHTE.dtype)
         a, b = x_BHTE.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -131,14 +167,17 @@ class Bucket(Position):
 def make_position(stack: Stack, causal: bool) -> Position:
     """The position encoding a stack asks for."""
     match stack.position:
-        case "sinusoid":
-            return Sinusoid(stack.width)
+        case "sinusoid" | "sinusoid_halves":
+            return Sinusoid(stack.width, halves=stack.position == "sinusoid_halves")
         case "learned":
             return Learned(stack.width, stack.max_length)
+        case "axial":
+            assert stack.axial is not None
+            return Axial(stack.width, stack.axial)
         case "rotary":
-            return Rotary(stack.head)
+            return Rotary(stack.head, stack.rotary)
         case "alibi":
             return Alibi(stack.heads)
         case "bucket":
             return Bucket(stack.heads, both_ways=not causal)
-    return Position()
+    return Position()  # "relative" is part of the attention, whose queries it needs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard.nn.attention import KV
+from regard.nn.kv import KV
 
 Memory = tuple[Tensor, ...]  # what one layer remembers, rows first: keys and values, or recurrent states
 
@@ -45,7 +45,7 @@ class State:
         """Carry on the hypotheses `rows`, in that order; `sentences` are those still alive when some have left."""
         return replace(
             self,
-            layers=tuple(tuple(x.index_select(0, rows) for x in memory) for memory in self.layers),
+            layers=tuple(_select(memory, rows) for memory in self.layers),
             keep_NP=None if self.keep_NP is None else self.keep_NP.index_select(0, rows),
             source=self.source if sentences is None or self.source is None else self.source.select(sentences),
         )
@@ -69,6 +69,10 @@ class State:
         past = known.new_ones(len(known), self.length) if self.keep_NP is None else self.keep_NP
         new = known.new_ones(len(known), count) if keep_NT is None else keep_NT
         return torch.cat((past, new), dim=1)
+
+
+def _select(memory: Memory, rows: Tensor) -> Memory:
+    return memory.select(rows) if isinstance(memory, KV) else tuple(x.index_select(0, rows) for x in memory)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.nn.attention import KV, Sight
+from regard.nn.attention import Sight
 from regard.nn.block import NOWHERE, Block, make_norm
 from regard.nn.dropout import Dropout
 from regard.nn.position import make_position
+from regard.nn.reversible import ReversibleBlock, run_reversible
 from regard.nn.state import Encoded, Memory, Source, State
+
+Carried = tuple[Tensor, ...]  # per layer, what went into it for the last symbols read
 
 
 class Transformer(nn.Module):
@@ -20,10 +24,14 @@ class Transformer(nn.Module):
         self.causal = causal
         self.window = stack.window
         self.cross_window = stack.cross_window if stack.cross_center == "step" else None
+        self.memory = stack.memory
         self.position = make_position(stack, causal)
+        self.embed_norm = make_norm(stack) if stack.embed_norm else nn.Identity()
         self.dropout = Dropout(stack.dropout)
-        self.blocks = nn.ModuleList(Block(stack, source_width, index) for index in range(stack.layers))
-        self.norm = make_norm(stack) if stack.norm_at == "pre" else nn.Identity()
+        self.reversible = stack.residual == "reversible"
+        block = ReversibleBlock if self.reversible else Block
+        self.blocks = nn.ModuleList(block(stack, source_width, index) for index in range(stack.layers))
+        self.norm = make_norm(stack, stack.out_width) if stack.norm_at == "pre" else nn.Identity()
 
     def encode(self, x_BSD: Tensor, keep_BS: Tensor | None) -> Encoded:
         """Read a whole input at once."""
@@ -38,21 +46,57 @@ class Transformer(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
         """Read on from `state`: one symbol or many, the same outputs. `keep_BT` is False at padding."""
+        if state.length and not state.layers:
+            raise ValueError("reversible layers keep no keys in training: nothing can be read on from there")
         length = x_BTD.shape[1]
         keep_BP = state.kept(length, keep_BT)
         pos_BP = state.positions(length, keep_BP if self.causal else None, x_BTD.device)
         pos_BT = pos_BP[:, state.length :]
-        embedded = self.position.embed(pos_BT)
-        x_BTD = self.dropout(x_BTD if embedded is None else x_BTD + embedded.to(x_BTD.dtype))
-        sight = Sight.of(pos_BT, pos_BP, keep_BP, self.causal, self.window, self.position.bias(pos_BT, pos_BP))
+        x_BTD = self._embed(x_BTD, pos_BT)
+        if self.memory:  # what lies further back was forgotten
+            first = max(0, state.length - self.memory)
+            pos_BP, keep_BP = pos_BP[:, first:], None if keep_BP is None else keep_BP[:, first:]
+        window = min((reach for reach in (self.memory, self.window) if reach), default=None)
+        sight = Sight.of(pos_BT, pos_BP, keep_BP, self.causal, window, self.position.bias(pos_BT, pos_BP))
+        if self.reversible:
+            x_BTD = torch.cat((x_BTD, x_BTD), dim=-1)
+            if self.training and torch.is_grad_enabled() and not state.length:
+                blocks = [block for block in self.blocks if isinstance(block, ReversibleBlock)]
+                x_BTD = run_reversible(blocks, x_BTD, pos_BT, sight, self.position)
+                return self.norm(x_BTD), state.advance((), length, keep_BT)  # keys are not stored either
         cross_sight = None if state.source is None else self._cross_sight(pos_BT, len(x_BTD), state.source)
         layers: list[Memory] = []
         for i, block in enumerate(self.blocks):
-            past = KV(*state.layers[i]) if state.layers else None
+            past = state.layers[i] if state.layers else None
             source = None if cross_sight is None or state.source is None else (state.source.keys[i], cross_sight)
             x_BTD, seen = block(x_BTD, pos_BT, sight, self.position, past, source)
-            layers.append(seen)
+            layers.append(seen.last(self.memory) if self.memory else seen)
         return self.norm(x_BTD), state.advance(tuple(layers), length, keep_BT)
+
+    def read_segment(self, x_BTD: Tensor, carried: Carried | None) -> tuple[Tensor, Carried]:
+        """Read a segment of a long text after the `carried` inputs of every layer, which take no gradient.
+
+        Unlike a state, which holds keys made by the weights of then, what is carried is looked at with those of now.
+        """
+        past = 0 if carried is None else carried[0].shape[1]
+        pos_1P = torch.arange(past + x_BTD.shape[1], device=x_BTD.device).unsqueeze(0)
+        pos_1T = pos_1P[:, past:]
+        x_BTD = self._embed(x_BTD, pos_1T)
+        sight = Sight.of(pos_1T, pos_1P, None, self.causal, self.window, self.position.bias(pos_1T, pos_1P))
+        kept = []
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            seen = x_BTD if carried is None else torch.cat((carried[i], x_BTD), dim=1)
+            kept.append(seen[:, max(0, seen.shape[1] - self.memory) :].detach())
+            remembered = None if carried is None else block.remember(carried[i], pos_1P[:, :past], self.position)
+            x_BTD, _ = block(x_BTD, pos_1T, sight, self.position, remembered)
+        return self.norm(x_BTD), tuple(kept)
+
+    def _embed(self, x_BTD: Tensor, pos_BT: Tensor) -> Tensor:
+        embedded = self.position.embed(pos_BT)
+        x_BTD = x_BTD if embedded is None else x_BTD + embedded.to(x_BTD.dtype)
+        out: Tensor = self.dropout(self.embed_norm(x_BTD))
+        return out
 
     def _cross_sight(self, pos_BT: Tensor, rows: int, source: Source) -> Sight:
         return Sight.of(source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=self.cross_window)

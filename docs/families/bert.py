@@ -1,0 +1,127 @@
+"""BERT (Devlin et al. 2019): an encoder alone. Some symbols of a text are hidden, and it guesses them from both sides.
+
+Read from top to bottom: attention, the layer, the model, its two tops. Only torch is needed.
+Shapes: B texts, S symbols, D width, H heads, E = D / H width of a head, V vocabulary.
+regard's preset: bert-base (pooler=true adds the second top)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EPS = 1e-12  # of every norm
+
+
+class Attention(nn.Module):
+    """Each symbol looks at all others, before and after it. Nothing is hidden but padding."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        """x (B, S, D), keep (B, S) False at padding -> (B, S, D)."""
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # (B, H, S, E) each
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
+        weights = scores.masked_fill(~keep[:, None, None, :], -math.inf).softmax(dim=-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Look around, then think; each result is added to its input and normalised after it."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.attention_norm = nn.LayerNorm(width, eps=EPS)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=EPS)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        x = self.attention_norm(x + self.attention(x, keep))
+        return self.feed_forward_norm(x + self.down(F.gelu(self.up(x))))
+
+
+class BERT(nn.Module):
+    """Texts in, one vector per symbol out; from these, hidden symbols are guessed or the whole text is judged."""
+
+    def __init__(
+        self,
+        vocab: int = 30522,
+        length: int = 512,
+        kinds: int = 2,
+        width: int = 768,
+        heads: int = 12,
+        hidden: int = 3072,
+        layers: int = 12,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)  # what a symbol is
+        self.place = nn.Embedding(length, width)  # where it stands
+        self.kind = nn.Embedding(kinds, width)  # which of two sentences it belongs to
+        self.norm = nn.LayerNorm(width, eps=EPS)
+        self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
+        self.dense = nn.Linear(width, width)  # a last step on the way to a guess
+        self.dense_norm = nn.LayerNorm(width, eps=EPS)
+        self.bias = nn.Parameter(torch.zeros(vocab))  # how frequent each symbol is, whatever the text
+        self.pooler = nn.Linear(width, width)
+
+    def vectors(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
+        """(B, S) each -> (B, S, D)."""
+        x = self.norm(self.embedding(ids) + self.place(torch.arange(ids.shape[1])) + self.kind(kinds))
+        for layer in self.layers:
+            x = layer(x, keep)
+        return x
+
+    def forward(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
+        """Scores over what each symbol was before it was hidden, (B, S, V).
+
+        In training, 15% of the symbols are asked for. Of these, 80% were replaced by [MASK], 10% by any symbol and
+        10% not at all: the model cannot know which, so it has to have an opinion about every one.
+        """
+        x = self.dense_norm(F.gelu(self.dense(self.vectors(ids, keep, kinds))))
+        return x @ self.embedding.weight.T + self.bias
+
+    def whole(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
+        """One vector for a text, (B, D): that of its first symbol, [CLS], which stands in no text for anything else."""
+        return self.pooler(self.vectors(ids, keep, kinds)[:, 0]).tanh()
+
+
+NAMES = {  # regard's: this file's
+    "source_embedding": "embedding",
+    "token_type_embedding": "kind",
+    "encoder.position.table": "place",
+    "encoder.embed_norm": "norm",
+    "encoder.blocks": "layers",
+    "feed_forward.": "",
+    "_residual.norm": "_norm",
+    "transform.dense": "dense",
+    "transform.norm": "dense_norm",
+    "output.bias": "bias",
+}
+
+
+def load(model: BERT, weights: dict[str, Tensor]) -> None:
+    """Fill in the weights of regard's preset; every name must find its place."""
+    renamed = {}
+    for name, x in weights.items():
+        if name == "output.weight":  # another name of the table
+            continue
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        if "key_value" in name:  # one matrix there: keys above, values below
+            renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
+        else:
+            renamed[name] = x
+    model.load_state_dict(renamed)

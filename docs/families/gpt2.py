@@ -1,0 +1,117 @@
+"""GPT-2 (Radford et al. 2019): a decoder alone. It reads a text from left to right and guesses each next symbol.
+
+Read from top to bottom: attention, the layer, the model, how it writes. Only torch is needed.
+Shapes: B texts, T symbols, D width, H heads, E = D / H width of a head, V vocabulary.
+regard's preset: gpt2
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Each symbol looks at itself and at those before it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # (B, H, T, E) each
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
+        # Training asks for every next symbol of a text at once. It is no cheating because of this one line: a symbol
+        # that could see its successor would only have to repeat it.
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Look back, then think. Both are normalised before and added after: x itself runs through untouched."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        # GELU is a ReLU with a soft corner; the release computes it with a tanh, which the weights are used to.
+        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """Symbols in, scores over the symbol after each of them out."""
+
+    def __init__(
+        self,
+        vocab: int = 50257,
+        length: int = 1024,
+        width: int = 768,
+        heads: int = 12,
+        hidden: int = 3072,
+        layers: int = 12,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)  # what a symbol is
+        self.place = nn.Embedding(length, width)  # where it stands: trained, so nothing is known beyond `length`
+        self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)  # nothing has normalised the sum of all that was added
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, V)."""
+        x = self.embedding(ids) + self.place(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.embedding.weight.T  # the table again: similar symbols get similar scores
+
+    @torch.no_grad()
+    def write(self, ids: Tensor, count: int) -> Tensor:
+        """Continue texts (B, T) by the likeliest symbol, `count` times.
+
+        Everything is read anew for each symbol. Who keeps the keys and values of what was read (a cache) gets the
+        same text faster, since they never change: nothing looks ahead.
+        """
+        for _ in range(count):
+            ids = torch.cat((ids, self(ids)[:, -1:].argmax(dim=-1)), dim=1)
+        return ids
+
+
+NAMES = {  # regard's: this file's
+    "target_embedding": "embedding",
+    "decoder.position.table": "place",
+    "decoder.norm": "norm",
+    "decoder.blocks": "layers",
+    "feed_forward.": "",
+    "_residual.norm": "_norm",
+}
+
+
+def load(model: GPT2, weights: dict[str, Tensor]) -> None:
+    """Fill in the weights of regard's preset; every name must find its place."""
+    renamed = {}
+    for name, x in weights.items():
+        if name == "output.weight":  # another name of the table
+            continue
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        if "key_value" in name:  # one matrix there: keys above, values below
+            renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
+        else:
+            renamed[name] = x
+    model.load_state_dict(renamed)

@@ -1,0 +1,148 @@
+"""Attention before the Transformer: Bahdanau et al. 2015 and Luong et al. 2015.
+
+A recurrent network reads the source in both directions, another writes the target, and at every step the writer looks
+back at what the reader noted. Read from top to bottom: reader, two ways to score, two writers. Only torch is needed.
+Shapes: B sentences of one length, S source symbols, T target symbols, D width, V vocabulary.
+regard's presets: rnn-bahdanau, rnn-luong
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Reader(nn.Module):
+    """A vector for each source symbol, half of it from the left, half from the right."""
+
+    def __init__(self, cell: type[nn.GRU] | type[nn.LSTM], width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            cell(width, width // 2, batch_first=True, bidirectional=True) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(B, S, D) -> (B, S, D), and for each layer where its two directions ended, (B, D)."""
+        ends = []
+        for layer in self.layers:
+            x, last = layer(x)
+            hidden = last[0] if isinstance(last, tuple) else last  # an LSTM has a cell beside its state
+            ends.append(torch.cat((hidden[0], hidden[1]), dim=-1))
+        return x, ends
+
+
+class Additive(nn.Module):
+    """Bahdanau: v . tanh(W q + U k), a small network that is asked how well two vectors fit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, 1, bias=False)
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        """(B, D), (B, S, D) -> scores (B, S)."""
+        return self.v(torch.tanh(self.query(query).unsqueeze(1) + self.key(keys))).squeeze(-1)
+
+
+class General(nn.Module):
+    """Luong: q . W k, a mere product, which is cheaper and often as good."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width, bias=False)
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return (keys @ self.query(query).unsqueeze(-1)).squeeze(-1)
+
+
+def attend(scores: Tensor, states: Tensor) -> Tensor:
+    """The mixture of what was noted, (B, D): scores (B, S) say how much of each."""
+    return (scores.softmax(dim=-1).unsqueeze(1) @ states).squeeze(1)
+
+
+class Bahdanau(nn.Module):
+    """Look first, with the state before the step; then step, with what was seen as part of the input."""
+
+    def __init__(self, vocab: int, width: int = 256) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
+        self.reader = Reader(nn.GRU, width, layers=1)
+        self.bridge = nn.Linear(width, width)
+        self.score = Additive(width)
+        self.cell = nn.GRUCell(2 * width, width)
+        self.combine = nn.Linear(2 * width, width)
+        self.output = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Ids (B, S) and (B, T) -> scores over the symbol after each of the target, (B, T, V)."""
+        states, ends = self.reader(self.source(source))
+        h = self.bridge(ends[0]).tanh()  # the writer begins where the reader ended
+        outs = []
+        for x in self.target(target).unbind(dim=1):  # (B, D) at a time: each step needs the one before
+            context = attend(self.score(h, states), states)
+            h = self.cell(torch.cat((x, context), dim=-1), h)
+            outs.append(self.combine(torch.cat((context, h), dim=-1)).tanh())
+        return self.output(torch.stack(outs, dim=1))
+
+
+class Luong(nn.Module):
+    """Step first, then look, with the state after the step; the outcome is fed to the next step.
+
+    Feeding it tells the writer where it has looked already, so that it neither repeats nor forgets a part.
+    """
+
+    def __init__(self, vocab: int, width: int = 256, layers: int = 2) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
+        self.reader = Reader(nn.LSTM, width, layers)
+        self.bridges = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.cells = nn.ModuleList(nn.LSTMCell(width if i else 2 * width, width) for i in range(layers))
+        self.score = General(width)
+        self.combine = nn.Linear(2 * width, width)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Ids (B, S) and (B, T) -> scores over the symbol after each of the target, (B, T, V)."""
+        states, ends = self.reader(self.source(source))
+        hs = [bridge(end).tanh() for bridge, end in zip(self.bridges, ends, strict=True)]
+        cs = [torch.zeros_like(h) for h in hs]
+        out, outs = torch.zeros_like(hs[0]), []
+        for x in self.target(target).unbind(dim=1):
+            x = torch.cat((x, out), dim=-1)
+            for i, cell in enumerate(self.cells):
+                hs[i], cs[i] = cell(x, (hs[i], cs[i]))
+                x = hs[i]
+            context = attend(self.score(x, states), states)
+            out = self.combine(torch.cat((context, x), dim=-1)).tanh()
+            outs.append(out)
+        return torch.stack(outs, dim=1) @ self.target.weight.T  # the table again, transposed
+
+
+def load(model: Bahdanau | Luong, weights: dict[str, Tensor]) -> None:
+    """Fill in the weights of regard's preset; every name must find its place."""
+    one = isinstance(model, Bahdanau)
+    names = {  # regard's: this file's
+        "source_embedding": "source",
+        "target_embedding": "target",
+        "encoder.blocks": "reader.layers",
+        "decoder.combine": "combine",
+        "decoder.bridges.0" if one else "decoder.bridges": "bridge" if one else "bridges",
+        "decoder.blocks.0.cross.score.query_weight": "score.query.weight",
+        "decoder.blocks.0.cross.score.bias": "score.query.bias",
+        "decoder.blocks.0.cross.score.key_weight": "score.key.weight",
+        "decoder.blocks.0.cross.score.v": "score.v.weight",
+        "decoder.blocks.1.cross.score.weight": "score.query.weight",
+    }
+    renamed = {}
+    for name, x in weights.items():
+        if not one and name == "output.weight":  # another name of the target's table
+            continue
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        if name.startswith("decoder.blocks"):  # a cell has the names of a network of one layer, less its number
+            name = name.replace("decoder.blocks.0.cell" if one else "decoder.blocks", "cell" if one else "cells")
+            name = name.replace(".cell.", ".").removesuffix("_l0")
+        if name.startswith("score"):  # there with a dimension of heads, and to be multiplied from the right
+            x = x.squeeze() if name.endswith("bias") else x[0] if name.startswith("score.v") else x[0].T
+        renamed[name] = x
+    model.load_state_dict(renamed)

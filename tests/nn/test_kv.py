@@ -1,0 +1,65 @@
+"""A cache that grows in place is a value: nothing that was handed out ever changes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.nn.kv import KV, Cache
+
+
+def draw(rows: int, length: int) -> KV:
+    return KV(torch.randn(rows, 2, length, 3), torch.randn(rows, 2, length, 5))
+
+
+@given(st.data(), st.booleans())
+def test_any_tree_of_caches_is_what_copies_would_be(data: st.DataObject, inference: bool) -> None:
+    """Children of any earlier cache, grown, reordered and cut, against plain tensors."""
+    with torch.inference_mode(inference), torch.no_grad():
+        made = [draw(3, 2)]
+        copies = [tuple(x.clone() for x in made[0])]
+        for _ in range(data.draw(st.integers(1, 12))):
+            at = data.draw(st.integers(0, len(made) - 1))
+            kv, copy = made[at], copies[at]
+            kind = data.draw(st.sampled_from(["extend", "extend", "extend", "select", "last"]))
+            if kind == "extend":
+                new = draw(len(kv.k_BGSE), data.draw(st.integers(1, 12)))
+                made.append(kv.extend(new))
+                copies.append(tuple(torch.cat(pair, 2) for pair in zip(copy, new, strict=True)))
+            elif kind == "select":
+                rows = torch.tensor(data.draw(st.lists(st.integers(0, len(kv.k_BGSE) - 1), min_size=1, max_size=4)))
+                made.append(kv.select(rows))
+                copies.append(tuple(x[rows] for x in copy))
+            else:
+                made.append(kv.last(3))
+                copies.append(tuple(x[:, :, -3:] for x in copy))
+    for kv, copy in zip(made, copies, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(kv, copy, strict=True))
+
+
+def test_growing_costs_the_new_symbols_only() -> None:
+    with torch.no_grad():
+        cache = draw(2, 1).extend(draw(2, 1))
+        assert isinstance(cache, Cache)
+        place = cache.k_BGSE.data_ptr()
+        for _ in range(10):
+            cache = cache.extend(draw(2, 1))
+        assert cache.length == 12 and cache.k_BGSE.data_ptr() == place
+        assert cache.select(torch.tensor([1, 0])).k_BGSE.data_ptr() != place
+
+
+def test_a_gradient_passes_through_what_was_seen() -> None:
+    first, second = (KV(torch.randn(1, 1, 2, 3, requires_grad=True), torch.randn(1, 1, 2, 3)) for _ in range(2))
+    with torch.no_grad():
+        before = draw(1, 1)._replace(k_BGSE=torch.randn(1, 1, 1, 3), v_BGSE=torch.randn(1, 1, 1, 3))
+        grown = KV(before.k_BGSE[:, :1], before.v_BGSE[:, :1]).extend(KV(first.k_BGSE[:, :1], first.v_BGSE[:, :1]))
+    grown.extend(first).extend(second).k_BGSE.sum().backward()
+    assert torch.equal(first.k_BGSE.grad, torch.ones(1, 1, 2, 3))
+
+
+def test_what_inference_made_can_be_read_on_outside_of_it() -> None:
+    with torch.inference_mode():
+        cache = draw(2, 1).extend(draw(2, 1))
+    with torch.no_grad():
+        assert cache.extend(draw(2, 1)).length == 3

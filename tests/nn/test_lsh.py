@@ -1,0 +1,330 @@
+"""Hashed attention against its formula written out pair by pair, exact attention, itself, and transformers' model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.config import Axial, Config, Lsh, Stack
+from regard.model import Model
+from regard.nn.attention import Sight
+from regard.nn.lsh import LSHAttention, Order
+from regard.nn.position import Position
+from regard.nn.state import State
+
+NOWHERE = Position()
+
+
+def make(**lsh: object) -> LSHAttention:
+    torch.manual_seed(0)
+    stack = Stack(mixer="lsh", width=12, heads=2, head_width=6, value_width=5, layers=1, bias="ff", lsh=Lsh(**lsh))
+    return LSHAttention(stack, index=3).double()
+
+
+def places(length: int) -> Tensor:
+    return torch.arange(length).unsqueeze(0)
+
+
+def padded(length: int, *lengths: int, left: bool = False) -> Tensor:
+    keep = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
+    return keep.flip(1) if left else keep
+
+
+def exact_and_hashed(attention: LSHAttention, x: Tensor, causal: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Both ways, whatever the length would choose."""
+    outs = []
+    for pays in (False, True):
+        monkeypatch.setattr(attention, "_pays", lambda queries, keys, pays=pays: pays)
+        outs.append(run(attention, x, None, causal))
+    return outs
+
+
+def run(attention: LSHAttention, x: Tensor, keep: Tensor | None = None, causal: bool = True) -> Tensor:
+    pos = places(x.shape[1])
+    kv = attention.keys(x, pos, NOWHERE)
+    return attention(x, kv, Sight.of(pos, pos, keep, causal), NOWHERE)
+
+
+def by_hand(attention: LSHAttention, x: Tensor, order: Order | None, keep: Tensor | None, causal: bool) -> Tensor:
+    """What is brought back, (B, H, T, E): pairs one by one, all that meet in some round, as often as they meet."""
+    kv = attention.keys(x, places(x.shape[1]), NOWHERE)
+    shared, values, lsh = kv.k_BGSE.tolist(), kv.v_BGSE, attention.lsh
+    length = x.shape[1]
+    out = torch.zeros_like(values)
+    for b in range(len(x)):
+        for h in range(attention.heads):
+            met = {(t, s): 1 for t in range(length) for s in range(length)}
+            if order is not None:
+                rounds = order.symbol_XRP[b * attention.heads + h].unflatten(-1, (-1, lsh.chunk)).tolist()
+                if not lsh.once:  # all rounds are one ring
+                    rounds = [[chunk for each in rounds for chunk in each]]
+                met = dict.fromkeys(met, 0)
+                for ring in rounds:
+                    for n, chunk in enumerate(ring):
+                        near = range(n - lsh.before, n + lsh.after + 1)
+                        keys = [s for m in near for s in ring[m % len(ring)]]
+                        for pair in ((t, s) for t in chunk for s in keys if t < length and s < length):
+                            met[pair] += 1
+            for t in range(length):
+                q = shared[b][h][t]
+                scores = {}
+                for s in range(length):
+                    if not met[t, s] or s == t or (causal and s > t) or (keep is not None and not keep[b, s]):
+                        continue
+                    k = shared[b][h][s]
+                    size = math.sqrt(sum(a * a for a in k) + 1e-6 * len(k))
+                    scores[s] = sum(a * c for a, c in zip(q, k, strict=True)) / size
+                scores = scores or {t: 0.0}  # itself, if there is nothing else
+                weights = {s: math.exp(a) * (1 if lsh.once else met[t, s]) for s, a in scores.items()}
+                for s, weight in weights.items():
+                    out[b, h, t] += weight / sum(weights.values()) * values[b, h, s]
+    return out
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("hashes", "chunk", "around", "length"),
+    [(1, 4, (1, 0), 20), (2, 3, (1, 0), 25), (3, 2, (1, 1), 23), (2, 4, (0, 0), 18)],
+)
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_is_a_softmax_over_what_meets(
+    once: bool, causal: bool, hashes: int, chunk: int, around: tuple[int, int], length: int, padding: str
+) -> None:
+    attention = make(hashes=hashes, chunk=chunk, before=around[0], after=around[1], once=once)
+    x = torch.randn(2, length, 12, dtype=torch.double)
+    keep = None if padding == "none" else padded(length, length, length - 6, left=padding == "left")
+    kv, sight = attention.keys(x, places(length), NOWHERE), Sight.of(places(length), places(length), keep, causal)
+    order = attention.sort(kv, sight)
+    assert order is not None
+    expected = by_hand(attention, x, order, keep, causal)
+    brought: list[Tensor] = []
+    attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
+    out = attention(x, kv, sight, NOWHERE)
+    assert "mask_B1TS" not in vars(sight)  # nothing of the size of all pairs was made
+    real = slice(None) if keep is None else keep.unsqueeze(1).expand(-1, 2, -1)
+    torch.testing.assert_close(brought[0][real], expected[real])
+    seen: list[Tensor] = []
+    attention.weights.register_forward_hook(lambda _m, _i, weights: seen.append(weights))
+    watched = attention(x, kv, sight, NOWHERE)
+    rows = slice(None) if keep is None else keep
+    torch.testing.assert_close(watched[rows], out[rows])
+    torch.testing.assert_close(seen[0].sum(-1)[real], torch.ones_like(seen[0][..., 0])[real])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_attention_is_the_formula_without_hashing(causal: bool) -> None:
+    attention, x, keep = make(chunk=16), torch.randn(2, 9, 12, dtype=torch.double), padded(9, 9, 6)
+    brought: list[Tensor] = []
+    attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
+    run(attention, x, keep, causal)
+    real = keep.unsqueeze(1).expand(-1, 2, -1)
+    torch.testing.assert_close(brought[0][real], by_hand(attention, x, None, keep, causal)[real])
+
+
+@pytest.mark.parametrize("lsh", [{"hashes": 1, "chunk": 16}, {"hashes": 60, "chunk": 8, "once": True}])
+@pytest.mark.parametrize("causal", [False, True])
+def test_enough_hashes_are_full_attention(
+    lsh: dict[str, object], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One round whose chunks reach everything, or so many rounds that all pairs meet."""
+    attention, x = make(**lsh), torch.randn(2, 32, 12, dtype=torch.double)
+    exact, hashed = exact_and_hashed(attention, x, causal, monkeypatch)
+    torch.testing.assert_close(hashed, exact)
+
+
+def test_more_hashes_are_nearer_to_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 128, 12, dtype=torch.double)
+    errors = []
+    for hashes in (1, 4, 16, 64):
+        attention = make(hashes=hashes, chunk=16, once=True).requires_grad_(False)
+        exact, hashed = exact_and_hashed(attention, x, True, monkeypatch)
+        errors.append(float((hashed - exact).norm() / exact.norm()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.01
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_are_those_of_finite_differences(once: bool) -> None:
+    attention = make(hashes=2, chunk=2, once=once)
+    x, keep = torch.randn(1, 11, 12, dtype=torch.double, requires_grad=True), padded(11, 10)
+    pos = places(11)
+    order = attention.sort(attention.keys(x, pos, NOWHERE), Sight.of(pos, pos, keep, True))
+    assert order is not None
+
+    def brought(x: Tensor) -> Tensor:
+        kv = attention.keys(x, pos, NOWHERE)
+        return attention(x, kv, Sight.of(pos, pos, keep, True), NOWHERE, order)[:, :10]
+
+    assert torch.autograd.gradcheck(brought, x, fast_mode=True)
+
+
+def test_padding_has_no_gradient_and_no_influence() -> None:
+    attention, keep = make(hashes=2, chunk=4, buckets=4), padded(30, 30, 19)
+    x = torch.randn(2, 30, 12, dtype=torch.double, requires_grad=True)
+    out = run(attention, x, keep)
+    out[keep].sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    assert not x.grad[~keep].any()
+    other = torch.where(keep.unsqueeze(-1), x.detach(), torch.randn_like(x) * 100)
+    torch.testing.assert_close(run(attention, other, keep)[keep], out[keep])
+
+
+def test_the_future_is_not_looked_at() -> None:
+    """Later symbols can change which keys meet, but nothing they say reaches an earlier one."""
+    attention = make(hashes=2, chunk=4)
+    x = torch.randn(1, 40, 12, dtype=torch.double)
+    seen: list[Tensor] = []
+    attention.weights.register_forward_hook(lambda _m, _i, weights: seen.append(weights))
+    run(attention, x)
+    assert not seen[0].triu(1).any()
+    itself = seen[0].diagonal(dim1=-2, dim2=-1)
+    assert (itself[..., 0] == 1).all()
+    assert ((itself < 1e-300) | (itself == 1)).all()
+
+
+def test_hashing_is_the_same_in_every_pass_and_other_in_every_layer() -> None:
+    stack = Stack(mixer="lsh", width=12, heads=2, lsh=Lsh(chunk=4))
+    first, second = LSHAttention(stack, 0).eval(), LSHAttention(stack, 1).train()
+    x = torch.randn(2, 2, 50, 6)
+    before = torch.get_rng_state()
+    assert torch.equal(first._hash(x, None), first.train()._hash(x, None))
+    assert not torch.equal(first._hash(x, None), second._hash(x, None))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "expected"), [(64, 16, (8,)), (96, 16, (8,)), (2048, 8, (16, 32)), (512, 8, (8, 16))]
+)
+def test_buckets_grow_with_the_length(length: int, chunk: int, expected: tuple[int, ...]) -> None:
+    attention = make(chunk=chunk)
+    assert attention._buckets(length) == expected
+    bucket = attention._hash(torch.randn(4, 2, length, 6, dtype=torch.double), None)
+    assert (int(bucket.min()), int(bucket.max())) == (0, math.prod(expected) - 1)
+
+
+def test_directions_decide_the_bucket() -> None:
+    attention, x = make(chunk=4), torch.randn(1, 2, 200, 6, dtype=torch.double)
+    assert torch.equal(attention._hash(x, None), attention._hash(x * 7, None))
+    opposite, count = attention._hash(-x, None), attention._buckets(200)
+    assert len(count) == 2
+    low, high = attention._hash(x, None) % count[0], attention._hash(x, None) // count[0]
+    assert torch.equal(opposite % count[0], (low + count[0] // 2) % count[0])
+    assert torch.equal(opposite // count[0], (high + count[1] // 2) % count[1])
+
+
+def language_model(lsh: Lsh, layers: int = 2, **changes: object) -> Model:
+    shape = {"width": 16, "heads": 2, "head_width": 8, "ff": 24, "norm_at": "pre", "norm_eps": 1e-12, "bias": "ff"}
+    ends = {"residual": "reversible", "position": "axial", "axial": Axial(rows=16, columns=32, row_width=4)}
+    stack = Stack(mixer="lsh", layers=layers, dropout=0.0, lsh=lsh, **(shape | ends | changes))
+    tied = stack.residual == "add"
+    return Model(Config(source_vocab=40, target_vocab=40, decoder=stack, tie_output=tied, scale_embeddings=False))
+
+
+@pytest.mark.parametrize("residual", ["add", "reversible"])
+def test_symbol_by_symbol_is_all_at_once(residual: str) -> None:
+    model = language_model(Lsh(chunk=8), residual=residual).double().eval()
+    tokens = torch.randint(4, 40, (2, 30))
+    keep = padded(30, 30, 22, left=True)
+    with torch.inference_mode():
+        whole = model(tokens, keep)
+        _, state = model.read(tokens[:, :25], State(()), keep[:, :25])
+        for t in range(25, 30):
+            scores, state = model.step(tokens[:, t], state)
+            torch.testing.assert_close(scores, whole[:, t])
+
+
+THEIR_LAYER = {
+    "attention.layer_norm": "attention_residual.norm",
+    "attention.self_attention.query_key": "attention.query_key",
+    "attention.self_attention.value": "attention.value",
+    "attention.output.dense": "attention.out",
+    "feed_forward.layer_norm": "feed_forward_residual.norm",
+    "feed_forward.dense.dense": "feed_forward.up",
+    "feed_forward.output.dense": "feed_forward.down",
+}
+
+
+def names(layers: int) -> dict[str, str]:
+    """Their name of each part -> ours."""
+    table = {
+        "reformer.embeddings.word_embeddings": "target_embedding",
+        "reformer.encoder.layer_norm": "decoder.norm",
+        "lm_head.decoder": "output",
+    }
+    for i in range(layers):
+        table |= {f"reformer.encoder.layers.{i}.{a}": f"decoder.blocks.{i}.{b}" for a, b in THEIR_LAYER.items()}
+    places = "reformer.embeddings.position_embeddings.weights"
+    whole = {f"{places}.0": "decoder.position.rows.weight", f"{places}.1": "decoder.position.columns.weight"}
+    parts = {f"{a}.{part}": f"{b}.{part}" for a, b in table.items() for part in ("weight", "bias")}
+    return parts | whole
+
+
+def both(monkeypatch: pytest.MonkeyPatch, lsh: Lsh, seed: int = 5, layers: int = 2):
+    """transformers' model and ours with the same weights, which hash alike, in double precision."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    theirs = transformers.ReformerModelWithLMHead(
+        transformers.ReformerConfig(
+            vocab_size=40, attn_layers=["lsh"] * layers, hidden_size=16, num_attention_heads=2, attention_head_size=8,
+            feed_forward_size=24, axial_pos_shape=(16, 32), axial_pos_embds_dim=(4, 12), hash_seed=seed,
+            lsh_attn_chunk_length=lsh.chunk, num_hashes=lsh.hashes, num_buckets=lsh.buckets, is_decoder=True,
+            max_position_embeddings=512, hidden_dropout_prob=0.0, initializer_range=0.5, use_cache=False,
+        )
+    )  # fmt: skip
+    theirs = theirs.double().eval()
+    draw = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, dtype=None, **more: draw(*size, **more).to(dtype))
+    ours = language_model(lsh, layers).double().eval()
+    table, state = names(layers), dict(theirs.state_dict())
+    assert not state.pop("lm_head.bias").any()  # which they never add
+    shapes = {name: x.shape for name, x in ours.state_dict().items()}
+    ours.load_state_dict({table[name]: x.view(shapes[table[name]]) for name, x in state.items()})
+    for block in ours.decoder.blocks:
+        block.attention.seed = seed
+    return theirs, ours
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("lsh", "length", "kept"),
+    [
+        (Lsh(hashes=1, chunk=8), 64, None),
+        (Lsh(hashes=2, chunk=8), 64, None),
+        (Lsh(hashes=4, chunk=8), 512, None),
+        (Lsh(hashes=2, chunk=8), 203, None),  # not whole chunks
+        (Lsh(hashes=2, chunk=8, buckets=6), 200, 150),  # padding
+        (Lsh(hashes=1, chunk=8, before=1), 8, None),  # exact
+    ],
+)
+def test_equals_transformers(monkeypatch: pytest.MonkeyPatch, lsh: Lsh, length: int, kept: int | None) -> None:
+    theirs, ours = both(monkeypatch, lsh)
+    tokens = torch.randint(4, 40, (2, length))
+    keep = None if kept is None else padded(length, length, kept)
+    with torch.no_grad():
+        expected = theirs(tokens, attention_mask=None if keep is None else keep.long()).logits
+        found = ours(tokens, keep)
+    assert expected.std() > 0.5
+    rows = slice(None) if keep is None else keep
+    torch.testing.assert_close(found[rows], expected[rows], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = both(monkeypatch, Lsh(hashes=2, chunk=8))
+    tokens = torch.randint(4, 40, (1, 512))  # they train at the full length alone
+    theirs.train()(tokens).logits.square().sum().backward()
+    ours.train()(tokens, None).square().sum().backward()
+    table, found = names(2), dict(ours.named_parameters())
+    compared = 0
+    for name, weight in theirs.named_parameters():
+        if name != "lm_head.bias":
+            assert weight.grad is not None and weight.grad.any()
+            grad = found[table[name]].grad
+            torch.testing.assert_close(grad, weight.grad.view_as(grad), rtol=1e-8, atol=1e-8)
+            compared += 1
+    assert compared == len(found)

@@ -1,0 +1,176 @@
+"""Scores by distance against the formula of the paper in plain loops, and against the reference implementation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from regard.model import Model
+from regard.nn.attention import Attention, Sight
+from regard.nn.block import NOWHERE
+from regard.presets import preset
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "relative.safetensors"
+VOCAB = 19
+TINY = {"width": 12, "layers": 2, "heads": 2, "ff": 16, "dropout": 0.0}
+
+
+def build(memory: int = 64, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    model = Model(preset("xl-tiny", VOCAB, changes={"decoder": TINY | {"memory": memory}})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def text(length: int, rows: int = 2) -> Tensor:
+    return torch.randint(4, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def read(model: Model, tokens: Tensor, *lengths: int) -> Tensor:
+    """All vectors, read in segments of these lengths."""
+    carried, outs = None, []
+    for piece in tokens.split(lengths, dim=1):
+        x, carried = model.read_segment(piece, carried)
+        outs.append(x)
+    return torch.cat(outs, dim=1)
+
+
+def distance_vector(distance: int, width: int) -> list[float]:
+    angles = [distance / 10000 ** (2 * i / width) for i in range(width // 2)]
+    return [*map(math.sin, angles), *map(math.cos, angles)]
+
+
+@pytest.mark.parametrize("past", [0, 3])
+def test_scores_are_the_formula_of_the_paper(past: int) -> None:
+    """A = q.k + q.W_R R(i-j) + u.k + v.W_R R(i-j), for each query i and key j <= i, then scaled and normalised."""
+    torch.manual_seed(1)
+    stack = build().config.decoder
+    assert stack is not None
+    attention = Attention(stack, stack.width, relative=True).requires_grad_(False)
+    relative, heads, width, head = attention.relative, stack.heads, stack.width, stack.head
+    assert relative is not None
+    for parameter in relative.parameters():
+        parameter.normal_()
+    x = torch.randn(2, past + 4, width)
+    places = torch.arange(past + 4).unsqueeze(0)
+    seen: list[Tensor] = []
+    attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
+    attention(x[:, past:], attention.keys(x, places, NOWHERE), Sight.of(places[:, past:], places, None, True), NOWHERE)
+    key_matrix = attention.key_value.weight[: heads * head]
+    for b in range(2):
+        for h in range(heads):
+            rows = slice(h * head, (h + 1) * head)
+            for i in range(past, past + 4):
+                q, scores = attention.query.weight[rows] @ x[b, i], []
+                for j in range(i + 1):
+                    k = key_matrix[rows] @ x[b, j]
+                    r = relative.project.weight[rows] @ torch.tensor(distance_vector(i - j, width))
+                    parts = (q @ k, q @ r, relative.content[h] @ k, relative.place[h] @ r)
+                    scores.append(sum(float(part) for part in parts) / math.sqrt(head))
+                total = sum(map(math.exp, scores))
+                expected = [math.exp(score) / total for score in scores] + [0.0] * (past + 3 - i)
+                assert seen[0][b, h, i - past].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(11,), (4, 4, 3), (1,) * 11, (2, 9)])
+def test_in_segments_is_at_once_when_memory_is_long_enough(lengths: tuple[int, ...]) -> None:
+    model, tokens = build(), text(11)
+    close(model.predict(read(model, tokens, *lengths)), model(tokens, None))
+
+
+@pytest.mark.parametrize("memory", [1, 3, 4, 6])
+def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
+    """In one layer, a symbol sees its own segment up to itself, and `memory` symbols before that segment."""
+    model, tokens = build(memory), text(12)
+    layer = model.decoder.blocks[0]
+    carried, found = None, []
+    hook = layer.attention_residual.register_forward_hook(lambda _m, _i, out: found.append(out))
+    for i, piece in enumerate(tokens.split(4, dim=1)):
+        _, carried = model.read_segment(piece, carried)
+        assert {x.shape[1] for x in carried} == {min(memory, 4 * (i + 1))}
+    hook.remove()
+    x = model.target_embedding(tokens) * math.sqrt(12)
+    query, places = torch.arange(12).unsqueeze(1), torch.arange(12).unsqueeze(0)
+    may = (places <= query) & (places >= query // 4 * 4 - memory)
+    sight = Sight(places, places, may[None, None], None)
+    keys = layer.attention.keys(x, places, NOWHERE)
+    close(torch.cat(found, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, sight, NOWHERE)))
+
+
+def test_memory_cut_short_is_another_text_cut_short() -> None:
+    """What lies beyond the reach of every layer has no influence; what lies within has."""
+    model, tokens = build(memory=3), text(16)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % VOCAB
+    before, after = (read(model, each, 4, 4, 4, 4) for each in (tokens, changed))
+    assert (before[:, :4] - after[:, :4]).abs().amax() > 1e-3  # it is the first symbol: its segment sees it
+    assert torch.equal(before[:, 12:], after[:, 12:])  # two layers reach 2 * 3 symbols before a segment
+
+
+def test_no_gradient_flows_into_what_is_carried() -> None:
+    model, tokens = build(), text(8)
+    _, carried = model.read_segment(tokens[:, :4])
+    assert not any(x.requires_grad for x in carried)
+    x, _ = model.read_segment(tokens[:, 4:], carried)
+    x.sum().backward()
+    gradient = model.target_embedding.weight.grad
+    assert gradient is not None
+    only_before = set(tokens[:, :4].flatten().tolist()) - set(tokens[:, 4:].flatten().tolist())
+    assert only_before
+    assert not gradient[sorted(only_before)].any()
+    assert gradient[tokens[:, 4:].flatten()].any(-1).all()
+
+
+NAMES = {
+    "word_emb.emb_layers.0.weight": "target_embedding.weight",
+    "dec_attn.r_w_bias": "attention.relative.content",
+    "dec_attn.r_r_bias": "attention.relative.place",
+    "dec_attn.r_net.weight": "attention.relative.project.weight",
+    "dec_attn.o_net.weight": "attention.out.weight",
+    "dec_attn.layer_norm": "attention_residual.norm",
+    "pos_ff.CoreNet.0": "feed_forward.up",
+    "pos_ff.CoreNet.3": "feed_forward.down",
+    "pos_ff.layer_norm": "feed_forward_residual.norm",
+    "layers.": "decoder.blocks.",
+}
+
+
+def ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reference's parameters under our names; its one matrix of queries, keys and values is two here."""
+    state = {}
+    for name, x in weights.items():
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        if "dec_attn.qkv_net" in name:
+            query, key, value = x.chunk(3)
+            state[name.replace("dec_attn.qkv_net", "attention.query")] = query
+            state[name.replace("dec_attn.qkv_net", "attention.key_value")] = torch.cat((key, value))
+        else:
+            state[name] = x
+    return state | {"output.weight": state["target_embedding.weight"]}
+
+
+def test_equals_the_reference() -> None:
+    """Three segments with carried memory, against what fixtures/make_relative.py wrote down."""
+    with safe_open(FIXTURE, "pt") as file:
+        data, made = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    sizes = {name: int(made[name]) for name in ("width", "heads", "layers", "ff", "memory")}
+    model = Model(preset("transformer-xl", int(made["vocab"]), changes={"decoder": sizes})).eval()
+    model.load_state_dict(ours({name[8:]: x for name, x in data.items() if name.startswith("weights.")}))
+    carried = None
+    for i in range(3):
+        x, carried = model.read_segment(data[f"tokens.{i}"], carried)
+        close(x, data[f"out.{i}"])
+        for layer, memory in enumerate(carried):
+            close(memory, data[f"memory.{i}.{layer}"])

@@ -1,0 +1,169 @@
+"""Reversible layers: their formula, and gradients without stored activations against those with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.config import Lsh, Stack
+from regard.nn import reversible
+from regard.nn.attention import Sight
+from regard.nn.dropout import MaskPool, use_pool
+from regard.nn.position import Position
+from regard.nn.reversible import ReversibleBlock, run_reversible
+from regard.nn.state import State
+from regard.nn.transformer import Transformer
+
+NOWHERE = Position()
+
+
+def small(**changes: object) -> Stack:
+    shape = {"width": 8, "heads": 2, "ff": 12, "layers": 3, "norm_at": "pre", "residual": "reversible", "dropout": 0.0}
+    return Stack(**(shape | {"lsh": Lsh(hashes=2, chunk=4)} | changes))
+
+
+def tower(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
+    torch.manual_seed(0)
+    made = Transformer(small(**changes), causal=True).to(dtype)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    return made
+
+
+def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, sight: Sight, position: Position) -> Tensor:
+    """The same layers as an ordinary loop, all of whose activations autograd keeps."""
+    for block in blocks:
+        x, _ = block(x, pos, sight, position)
+    return x
+
+
+def gradients(model: Transformer, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out, _ = model(x, State(()), keep)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weights).sum().backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert x.grad is not None
+    return out.detach(), found | {"x": x.grad}
+
+
+def test_block_is_its_formula() -> None:
+    block, x, pos = ReversibleBlock(small(), None).double(), torch.randn(2, 5, 16).double(), torch.arange(5)[None]
+    sight = Sight.of(pos, pos, None, causal=True)
+    one, two = x[..., :8], x[..., 8:]
+    normed = block.attention_residual.norm(two)
+    one = one + block.attention(normed, block.attention.keys(normed, pos, NOWHERE), sight, NOWHERE)
+    two = two + block.feed_forward(block.feed_forward_residual.norm(one))
+    torch.testing.assert_close(block(x, pos, sight, NOWHERE)[0], torch.cat((one, two), -1))
+
+
+@pytest.mark.parametrize("mixer", ["attention", "lsh"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.double, 1e-10), (torch.float, 1e-5)])
+def test_gradients_equal_those_of_stored_activations(
+    monkeypatch: pytest.MonkeyPatch, mixer: str, dropout: float, pooled: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = tower(dtype, mixer=mixer, dropout=dropout, attention_dropout=dropout, ff_dropout=dropout).train()
+    pool = MaskPool(7, size=1 << 14)
+    use_pool(model, pool if pooled else None)
+    x, keep = torch.randn(2, 21, 8, dtype=dtype), torch.arange(21) < torch.tensor([[21], [13]])
+    results, after = [], []
+    for run in (run_reversible, stored):
+        monkeypatch.setattr("regard.nn.transformer.run_reversible", run)
+        torch.manual_seed(1)
+        pool.begin(0)
+        results.append(gradients(model, x, keep))
+        after.append((torch.rand(1), pool.mark()))
+    (out, found), (expected_out, expected) = results
+    torch.testing.assert_close(out, expected_out)
+    assert found.keys() == expected.keys() and len(found) > 20
+    for name, grad in expected.items():
+        assert grad.any(), name
+        error = float((found[name] - grad).norm() / grad.norm())
+        assert error < tolerance, name
+    assert after[0] == after[1]  # the next random numbers are what they would have been
+    if dropout:
+        torch.manual_seed(2)
+        pool.begin(1)
+        assert not torch.allclose(gradients(model, x, keep)[0], out)
+
+
+def test_nothing_is_stored_between_layers() -> None:
+    """What autograd keeps does not grow with the number of layers; nor is the mask of all pairs ever made."""
+    sizes: list[int] = []
+    for layers in (1, 4):
+        model = tower(layers=layers, mixer="lsh").train()
+        sizes.append(0)
+
+        def keep(x: Tensor) -> Tensor:
+            sizes[-1] += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(torch.randn(1, 64, 8, dtype=torch.double), State(()))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_hash_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs computed back are not quite those that were hashed, so the order is taken over."""
+    model, made = tower(mixer="lsh").train(), []
+    for block in model.blocks:
+        real = block.attention._hash
+        monkeypatch.setattr(block.attention, "_hash", lambda *given, real=real: made.append(1) or real(*given))
+    gradients(model, torch.randn(1, 40, 8, dtype=torch.double))
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("where", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_plain_loop_where_nothing_is_trained(where: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = tower(mixer="lsh"), torch.randn(2, 40, 8, dtype=torch.double)
+    trained = model.train()(x, State(()))[0].detach()
+    monkeypatch.setattr(reversible, "_Run", None)
+    with where():
+        if where is not torch.enable_grad:
+            torch.testing.assert_close(model.train()(x, State(()))[0], trained)
+        out, state = model.eval()(x, State(()))
+    torch.testing.assert_close(out, trained)
+    assert len(state.layers) == 3
+
+
+def test_frozen_weights_stay_without_gradient() -> None:
+    model, x = tower().train(), torch.randn(2, 6, 8, dtype=torch.double)
+    _, expected = gradients(model, x)
+    model.blocks[1].attention.requires_grad_(False)
+    _, found = gradients(model, x)
+    assert {name for name in expected if name not in found} == {
+        f"blocks.1.attention.{name}" for name, _ in model.blocks[1].attention.named_parameters()
+    }
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+def test_gradients_under_autocast_are_near_those_without() -> None:
+    model, x = tower(torch.float, mixer="lsh").train(), torch.randn(2, 21, 8)
+    _, expected = gradients(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = model(x, State(()))
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    model.zero_grad()
+    (out.float() * weights).sum().backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        assert float((weight.grad - expected[name]).norm() / expected[name].norm()) < 0.2, name
+
+
+def test_one_does_not_read_on_after_training() -> None:
+    model, x = tower().train(), torch.randn(1, 6, 8, dtype=torch.double)
+    _, state = model(x, State(()))
+    with pytest.raises(ValueError, match="keep no keys"):
+        model(x, state)
+
+
+def test_shapes_can_be_had_without_numbers() -> None:
+    with torch.device("meta"):
+        model, x = Transformer(small(mixer="lsh"), causal=True).train(), torch.randn(2, 40, 8, requires_grad=True)
+    model(x, State(()))[0].sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape

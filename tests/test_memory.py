@@ -1,0 +1,79 @@
+"""What a model carries from segment to segment: a copying task that cannot be solved without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.batch import Batch
+from regard.config import Config, parse
+from regard.loss import Objective
+from regard.model import Model
+
+BLOCK, LETTERS, LANES = 12, 8, 16
+
+
+def stream(blocks: int, seed: int) -> Tensor:
+    """Random blocks, each said twice: a segment is one block, so what it repeats was said in the segment before."""
+    draws = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 4 + LETTERS, (LANES, blocks, 1, BLOCK), generator=draws)
+    return ids.expand(-1, -1, 2, -1).flatten(1)
+
+
+def segments(ids_BT: Tensor) -> list[Tensor]:
+    return [ids_BT[:, start : start + BLOCK + 1] for start in range(0, ids_BT.shape[1] - BLOCK, BLOCK)]
+
+
+def trained(remembers: bool) -> Model:
+    torch.manual_seed(0)
+    stack = {"layers": 1, "width": 32, "heads": 2, "ff": 64, "dropout": 0.0, "bias": "ff"}
+    decoder = stack | {"position": "relative", "memory": 2 * BLOCK}
+    vocab = 4 + LETTERS
+    model = Model(parse(Config, {"source_vocab": vocab, "target_vocab": vocab, "decoder": decoder}, "test"))
+    objective = Objective(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for epoch in range(18):
+        objective.carried = None
+        for segment_BT in segments(stream(13, epoch)):
+            if not remembers:
+                objective.carried = None
+            batch = Batch(segment_BT[:, :0], None, segment_BT[:, :-1], segment_BT[:, 1:], None, 1, 1)
+            optimizer.zero_grad()
+            (objective(batch).smoothed / batch.label_BT.numel()).backward()
+            optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def copied(model: Model, remembers: bool) -> float:
+    """The share of repeated symbols that are foretold; the last of a segment begins a new block and does not count."""
+    carried, right = None, []
+    for number, segment_BT in enumerate(segments(stream(8, 10**6))):
+        x_BTD, carried = model.read_segment(segment_BT[:, :-1], carried if remembers else None)
+        if number % 2:
+            right.append((model.predict(x_BTD).argmax(-1) == segment_BT[:, 1:])[:, :-1].float().mean())
+    return float(torch.stack(right).mean())
+
+
+@pytest.fixture(scope="module")
+def remembering() -> Model:
+    return trained(remembers=True)
+
+
+def test_what_was_said_in_the_segment_before_is_copied(remembering):
+    assert copied(remembering, remembers=True) > 0.95
+    assert copied(remembering, remembers=False) < 0.3
+
+
+def test_a_memory_longer_than_in_training_does_not_hurt(remembering):
+    tower = remembering.decoder
+    tower.memory, short = 4 * BLOCK, tower.memory
+    try:
+        assert copied(remembering, remembers=True) > 0.9
+    finally:
+        tower.memory = short
+
+
+def test_without_memory_it_cannot_be_learned():
+    assert copied(trained(remembers=False), remembers=False) < 0.3
