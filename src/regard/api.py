@@ -6,17 +6,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.batch import pad
 from regard.config import parse
 from regard.decode.alignment import load_heads
+from regard.decode.batches import by_length
 from regard.decode.generate import Input, generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.score import Pair, Scored, score
+from regard.errors import UserError
 from regard.fit import fit
-from regard.inspect.trace import Trace, trace
+from regard.inspect.trace import Trace, trace, trace_image, trace_text
 from regard.run import Run
 from regard.settings import Recipe, load_recipe
 from regard.shipped import recipe_tables
@@ -25,7 +30,7 @@ from regard.train.talk import Silence, Talk
 
 
 class LoadedRun(Run):
-    """A run that answers: `generate`, `score`, `attention` and `logits`."""
+    """A run that answers: `generate`, `score`, `attention`, `embed` and `logits`."""
 
     def generate(
         self, inputs: Iterable[Input], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
@@ -39,9 +44,19 @@ class LoadedRun(Run):
         """The log-probability of each target given its source, in total and per symbol."""
         return list(score([self, *ensemble], pairs, _options(options, settings)))
 
-    def attention(self, source: str | Example, target: str | None = None, *, beam: int = 5) -> Trace:
-        """Every attention map of one example, by name; the output is `target`, or what the model says."""
+    def attention(
+        self, source: str | Example | NDArray[Any], target: str | None = None, *, beam: int = 5, more: int = 0
+    ) -> Trace:
+        """Every attention map of one example, by name; the output is `target`, or what the model says.
+
+        A language model is given the continuation as `target`, or goes on for `more` symbols; of a model of classes
+        `target` is a class. An image is an array as in its file, (channels, height, width).
+        """
+        if isinstance(source, np.ndarray):
+            return trace_image(self, source, target)
         example = Example(source) if isinstance(source, str) else source
+        if self.config.encoder is None or self.config.decoder is None:
+            return trace_text(self, example.source, target or example.target, more, example.features)
         if target is not None:
             ids = self.codec.encode_target([target])[0]
         else:
@@ -58,6 +73,24 @@ class LoadedRun(Run):
         input_BT = None if target_ids is None else torch.as_tensor(target_ids, dtype=torch.int64, device=device)
         out: Tensor = self.model(source_BS, None, input_BT)
         return out
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_tokens: int = 4096) -> NDArray[np.float32]:
+        """A vector for each text, (texts, width): the mean of what an encoder makes of its symbols, of length one."""
+        config = self.config
+        if config.decoder is not None or config.encoder is None or config.patches or config.output == "classes":
+            raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every symbol")
+        rows = self.codec.encode_source([Example(text) for text in texts])
+        device = next(self.model.parameters()).device
+        found = np.zeros((len(rows), config.encoder.out_width), np.float32)
+        for batch in by_length([len(row) for row in rows], batch_tokens):
+            ids_BS, keep_BS = (x if x is None else x.to(device) for x in pad([rows[i] for i in batch], config.ids.pad))
+            assert ids_BS is not None
+            x_BSD = self.model.hidden(ids_BS, keep_BS)
+            kept_BS1 = torch.ones_like(ids_BS).unsqueeze(-1) if keep_BS is None else keep_BS.unsqueeze(-1)
+            mean_BD = (x_BSD * kept_BS1).sum(1) / kept_BS1.sum(1).clamp(min=1)
+            found[batch] = (torch.nn.functional.normalize(mean_BD, dim=-1) if normalize else mean_BD).float().cpu()
+        return found
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> LoadedRun:

@@ -13,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from regard.config import Config, Value, parse
+from regard.data.images import Pixels
 from regard.errors import UserError
 from regard.files import read_json, replace_file, write_json
 from regard.model import Model, unfilled
@@ -28,6 +29,8 @@ class RunConfig(Value):
     format: Literal[1] = 1
     model: Config
     text: TextConfig
+    labels: tuple[str, ...] = ()  # of a model of classes, by number
+    pixels: Pixels | None = None  # of a model that reads images
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Run:
     codec: Codec
     model: Model
     path: Path
+    labels: tuple[str, ...] = ()
+    pixels: Pixels | None = None
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Run:
@@ -51,7 +56,7 @@ class Run:
             symbols, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
             if symbols > rows:
                 raise UserError(f"{path}: its {side} tokenizer has {symbols} symbols, its model {rows} ({side}_vocab)")
-        return cls(config.model, codec, model.eval(), path)
+        return cls(config.model, codec, model.eval(), path, config.labels, config.pixels)
 
     def save(self, path: str | Path) -> None:
         """Write what is needed to use the run."""
@@ -60,7 +65,7 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
-        config = RunConfig(model=self.config, text=self.codec.config)
+        config = RunConfig(model=self.config, text=self.codec.config, labels=self.labels, pixels=self.pixels)
         write_json(path / "config.json", config.model_dump(mode="json"))
         self.codec.save(path)
         save_weights(weights_of(self.model), path / WEIGHTS)

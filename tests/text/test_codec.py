@@ -31,6 +31,37 @@ def test_features_come_first_and_the_end_last() -> None:
     assert codec.encode_source([Example("Ab"), Example("Ab", features="")]) == [row[2:]] * 2
 
 
+@pytest.mark.parametrize(
+    ("frame", "before", "after"), [("end", [], [3]), ("both", [2], [3]), ("start", [2], []), ("none", [], [])]
+)
+def test_a_frame_stands_around_the_source_and_its_features(frame, before, after, tmp_path) -> None:
+    codec = Codec(CHAR, SPACE, FEATURES, frame=frame)
+    a, b = CHAR.encode(["Ab", "u"])
+    assert codec.encode_source([Example("Ab")]) == [[*before, *a, *after]]
+    assert codec.encode_source([Example("Ab", features="N")]) == [[*before, CHAR.size + 1, *a, *after]]
+    assert codec.encode_target(["a"]) == [[*SPACE.encode(["a"])[0], 3]]
+    first, second = [*before, *a, *after], [*b, *after]
+    assert codec.encode_pair(["Ab"], ["u"]) == ([first + second], [[0] * len(first) + [1] * len(second)])
+    codec.save(tmp_path)
+    assert Codec.load(tmp_path, parse(TextConfig, codec.config.model_dump(mode="json"), "config.json")) == codec
+
+
+def test_one_side_is_both() -> None:
+    codec = Codec(CHAR, frame="none")
+    assert codec.shared and codec.target is CHAR
+    assert codec.config.source_tokens == codec.config.target_tokens == "char"
+
+
+def test_rows_to_spare_have_a_name() -> None:
+    assert make(shared=True).target_pieces([CHAR.size + 2]) == [f"<{CHAR.size + 2}>"]
+
+
+def test_a_configuration_of_before_is_read() -> None:
+    old = {"source_tokens": "char", "target_tokens": "space", "shared": False, "features": [], "feature_separator": ";"}
+    config = parse(TextConfig, old, "config.json")
+    assert (config.frame, config.ids, config.sizes) == ("end", None, None)
+
+
 def test_targets_end_and_come_back() -> None:
     codec = make()
     [row] = codec.encode_target(["c a"])

@@ -195,6 +195,28 @@ def test_forking_after_threads_neither_hangs_nor_warns() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("scheme", [*SCHEMES, "nfd"])
+def test_a_mask_is_one_more_symbol_that_is_no_text(scheme: str, tmp_path) -> None:
+    tokenizer, plain = Tokenizer.train(scheme, CORPUS, mask=True), Tokenizer.train(scheme, CORPUS)
+    assert (plain.ids.mask, tokenizer.ids.mask, tokenizer.special) == (None, 4, frozenset(range(5)))
+    assert tokenizer.pieces(range(5)) == ["<pad>", "⁇", "<sos>", "<eos>", "<mask>"]
+    text = "the cat < mask >"
+    ids = tokenizer.encode([text])[0]
+    assert 4 not in ids
+    if not scheme.startswith(("bpe", "unigram")):  # which have one symbol less to learn
+        assert [index - 1 if index > 4 else index for index in ids] == plain.encode([text])[0]
+    assert tokenizer.decode([2, 4, *ids, 3]) == plain.decode(plain.encode([text])[0])
+    tokenizer.save(tmp_path / "t.json")
+    assert Tokenizer.load(tmp_path / "t.json").ids == tokenizer.ids
+    assert len(tokenizer.spellings()) == tokenizer.size and not any(tokenizer.spellings()[:5])
+
+
+def test_a_mask_needs_room() -> None:
+    assert Tokenizer.train("bpe:261", CORPUS, mask=True).size == 261
+    with pytest.raises(UserError, match="ask for 261"):
+        Tokenizer.train("bpe:260", CORPUS, mask=True)
+
+
 def test_decomposed_letters_share_their_parts_and_come_back_composed() -> None:
     tokenizer = Tokenizer.train("nfd", ["가곡 é", "e"])
     text = unicodedata.normalize("NFC", "곡é가")

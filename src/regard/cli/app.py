@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 import typer.main
 
-from regard.cli import average, demo, evaluate, generate, heads, info, inspect, prune, score, train
+from regard.cli import average, convert, demo, evaluate, generate, heads, info, inspect, prune, score, train
 from regard.cli.common import ReaderGone
 from regard.errors import UserError
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, train, generate, score, evaluate, inspect, heads, prune, info, average):
+for verb in (demo, train, generate, score, evaluate, inspect, heads, prune, convert, info, average):
     _paragraphs = cleandoc(verb.command.__doc__ or "").split("\n\n")
     app.command(
         verb.__name__.rpartition(".")[2],

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from regard.config import Value
+from regard.config import Count, Frame, Ids, Value
+from regard.errors import UserError
 from regard.settings import Column
 from regard.text.example import Example
-from regard.text.library import IDS
+from regard.text.foreign import Foreign
 from regard.text.tokenizer import Tokenizer
 from regard.text.unknown import Unknown
 
@@ -24,29 +25,44 @@ class TextConfig(Value):
     features: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ("source", "target")
     feature_separator: str = ";"
+    frame: Frame = "end"  # the marks around a source text: x eos, sos x eos, sos x, or none
+    ids: Ids | None = None  # of foreign vocabularies; what we learn is always numbered in the same way
+    sizes: tuple[Count, Count] | None = None  # of foreign vocabularies: how many ids each side has
 
 
 class Codec:
-    """Two tokenizers (or one, shared) and the features, which are source symbols numbered after the text."""
+    """Two tokenizers (or one, shared) and the features, which are source symbols numbered after the text.
+
+    Where there is one side only, for a language model or an encoder, its tokenizer is the only argument.
+    """
 
     def __init__(
         self,
         source: Tokenizer,
-        target: Tokenizer,
+        target: Tokenizer | None = None,
         features: Sequence[str] = (),
         columns: Sequence[Column] = ("source", "target"),
         feature_separator: str = ";",
+        frame: Frame = "end",
     ) -> None:
         self.source = source
-        self.target = target
+        self.target = source if target is None else target
+        if (type(self.source), self.source.ids) != (type(self.target), self.target.ids):
+            raise UserError(f"source and target number their marks differently: {source.ids} and {self.target.ids}")
         self.features = tuple(features)
         self.columns = tuple(columns)
         self.feature_separator = feature_separator
+        self.frame: Frame = frame
         self._feature_ids = {name: source.size + index for index, name in enumerate(self.features)}
 
     @property
     def shared(self) -> bool:
         return self.source is self.target
+
+    @property
+    def ids(self) -> Ids:
+        """The ids of what is not text, the same on both sides."""
+        return self.source.ids
 
     @property
     def source_vocab(self) -> int:
@@ -59,6 +75,7 @@ class Codec:
 
     @property
     def config(self) -> TextConfig:
+        foreign = isinstance(self.source, Foreign)
         return TextConfig(
             source_tokens=self.source.scheme,
             target_tokens=self.target.scheme,
@@ -66,6 +83,9 @@ class Codec:
             features=self.features,
             columns=self.columns,
             feature_separator=self.feature_separator,
+            frame=self.frame,
+            ids=self.ids if foreign else None,
+            sizes=(self.source.size, self.target.size) if foreign else None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -79,20 +99,35 @@ class Codec:
     __hash__ = None  # type: ignore[assignment]
 
     def encode_source(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Ids of the features, of the source text, and the end."""
+        """Ids of the features and of the source text, with the marks around them."""
         rows = self.source.encode([example.source for example in examples])
+        before, after = self._marks
         for row, example in zip(rows, examples, strict=True):
-            row.append(IDS.eos)
             if example.features:
                 names = split_features(example.features, self.feature_separator)
-                row[:0] = [self._feature_ids.get(name, IDS.unk) for name in names]
+                row[:0] = [self._feature_ids.get(name, self.ids.unk) for name in names]
+            row[:] = [*before, *row, *after]
         return rows
+
+    @property
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """What stands before and after a source text."""
+        before = [self.ids.sos] if self.frame in ("both", "start") else []
+        return before, [self.ids.eos] if self.frame in ("both", "end") else []
+
+    def encode_pair(self, first: Sequence[str], second: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+        """Ids of two texts in one row, an end after each if the frame has one, and for every id the text it is of."""
+        before, after = self._marks
+        firsts = [[*before, *row, *after] for row in self.source.encode(first)]
+        seconds = [[*row, *after] for row in self.source.encode(second)]
+        both = list(zip(firsts, seconds, strict=True))
+        return [a + b for a, b in both], [[0] * len(a) + [1] * len(b) for a, b in both]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the target text, and the end."""
         rows = self.target.encode(texts)
         for row in rows:
-            row.append(IDS.eos)
+            row.append(self.ids.eos)
         return rows
 
     def decode_target(self, ids: Iterable[int]) -> str:
@@ -108,7 +143,10 @@ class Codec:
         return [self._piece(self.target, index) for index in ids]
 
     def _piece(self, tokenizer: Tokenizer, index: int) -> str:
-        return tokenizer.pieces([index])[0] if index < tokenizer.size else self.features[index - tokenizer.size]
+        if index < tokenizer.size:
+            return tokenizer.pieces([index])[0]
+        beyond = index - tokenizer.size
+        return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # models may have rows to spare
 
     def note_unknown(self, examples: Sequence[Example], rows: Sequence[Sequence[int]], unknown: Unknown) -> None:
         """Enter what is unknown in the sources, text and features, into a report; `rows` are their ids."""
@@ -131,9 +169,13 @@ class Codec:
     def load(cls, directory: str | Path, config: TextConfig) -> Codec:
         """Read what `save` wrote."""
         directory = Path(directory)
-        source = Tokenizer.load(directory / (SHARED if config.shared else SOURCE))
-        target = source if config.shared else Tokenizer.load(directory / TARGET)
-        return cls(source, target, config.features, config.columns, config.feature_separator)
+        names = (SHARED,) if config.shared else (SOURCE, TARGET)
+        if config.ids is None:
+            sides = [Tokenizer.load(directory / name) for name in names]
+        else:
+            sizes = config.sizes or (None, None)
+            sides = [Foreign.read(directory / name, config.ids, size) for name, size in zip(names, sizes, strict=False)]
+        return cls(sides[0], sides[-1], config.features, config.columns, config.feature_separator, config.frame)
 
 
 def split_features(features: str, separator: str) -> list[str]:

@@ -18,16 +18,15 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from regard.config import Ids
-from regard.text.scheme import Scheme
+from regard.text.scheme import LEARNED, Scheme
 
 # Left alone the library starts threads at its first call, and a process forked later warns or waits for them for ever.
 SWITCH = "TOKENIZERS_PARALLELISM"
 _OURS = SWITCH not in os.environ
 os.environ.setdefault(SWITCH, "false")
 
-IDS = Ids()
-SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos"))
-FIRST = len(SPECIALS)  # the first id that is text
+IDS = Ids()  # of the vocabularies that we learn; those from elsewhere have their own
+SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))  # the last only when asked for
 EVERY = 2**40  # more symbols than any text has
 
 _INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits and the joiners that some scripts write in words
@@ -67,17 +66,19 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
 
 
-def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1) -> Tokenizer:
+def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
     """Learn the symbols of `texts`; what is not text comes first, then the rest, most frequent first."""
+    specials = SPECIALS if mask else SPECIALS[:-1]
     model: Any
     if scheme.kind == "byte":
-        model = models.BPE(_numbered(byte_letters()), [])
-    elif scheme.kind == "bpe":
-        model = _bpe(_trained(scheme, texts, trainers.BpeTrainer))
-    elif scheme.kind == "unigram":
-        model = _unigram(_trained(scheme, texts, trainers.UnigramTrainer), scheme.size or 0)
+        model = models.BPE(_numbered(specials, byte_letters()), [])
+    elif scheme.kind in LEARNED:
+        assert scheme.size is not None
+        room = scheme.size - len(specials)
+        model = _bpe(specials, texts, room) if scheme.kind == "bpe" else _unigram(specials, texts, room)
     else:
-        model = models.WordLevel(_numbered(_symbols(scheme.kind, texts, min_count)), unk_token=SPECIALS[IDS.unk])
+        symbols = _symbols(scheme.kind, texts, min_count)
+        model = models.WordLevel(_numbered(specials, symbols), unk_token=SPECIALS[IDS.unk])
     library = Tokenizer(model)
     library.pre_tokenizer = cutter(scheme.kind)
     if scheme.kind == "nfd":
@@ -107,41 +108,43 @@ def single(kind: str, text: str) -> Sequence[str]:
     return unicodedata.normalize("NFD", text) if kind == "nfd" else text
 
 
-def _numbered(symbols: Iterable[str]) -> dict[str, int]:
-    return {symbol: index for index, symbol in enumerate((*SPECIALS, *symbols))}
+def _numbered(specials: Sequence[str], symbols: Iterable[str]) -> dict[str, int]:
+    return {symbol: index for index, symbol in enumerate((*specials, *symbols))}
 
 
-def _trained(scheme: Scheme, texts: Iterable[str], trainer: Any) -> dict[str, Any]:
-    assert scheme.size is not None
-    learner = Tokenizer(models.BPE() if scheme.kind == "bpe" else models.Unigram())
-    learner.pre_tokenizer = cutter(scheme.kind)
+def _trained(kind: str, texts: Iterable[str], trainer: Any, room: int) -> dict[str, Any]:
+    learner = Tokenizer(models.BPE() if kind == "bpe" else models.Unigram())
+    learner.pre_tokenizer = cutter(kind)
     learner.train_from_iterator(
-        texts, trainer(vocab_size=scheme.size - FIRST, initial_alphabet=sorted(byte_letters()), show_progress=False)
+        texts, trainer(vocab_size=room, initial_alphabet=sorted(byte_letters()), show_progress=False)
     )
     state: dict[str, Any] = json.loads(learner.to_str())["model"]
     return state
 
 
-def _bpe(state: dict[str, Any]) -> Any:
+def _bpe(specials: Sequence[str], texts: Iterable[str], room: int) -> Any:
+    state = _trained("bpe", texts, trainers.BpeTrainer, room)
     vocab = state["vocab"]
-    return models.BPE(_numbered(sorted(vocab, key=vocab.__getitem__)), [tuple(pair) for pair in state["merges"]])
+    symbols = _numbered(specials, sorted(vocab, key=vocab.__getitem__))
+    return models.BPE(symbols, [tuple(pair) for pair in state["merges"]])
 
 
-def _unigram(state: dict[str, Any], size: int) -> Any:
-    """Make the learned pieces fit: at most `size` symbols, among them every byte, the same ones each time.
+def _unigram(specials: Sequence[str], texts: Iterable[str], room: int) -> Any:
+    """Make the learned pieces fit: at most `room` symbols, among them every byte, the same ones each time.
 
     The library gives bytes that it has no score for steps of 0.0001 near the lowest score, in random order; here all of
     them get the lowest.
     """
+    state = _trained("unigram", texts, trainers.UnigramTrainer, room)
     letters = byte_letters()
     scores = {piece: round(score, 4) for piece, score in state["vocab"]}
     floor = min(scores.values())
     steps = floor + len(letters) * 0.0001 + 0.00005
     single = [(score if (score := scores.get(letter, floor)) > steps else floor, letter) for letter in letters]
     longer = sorted(((score, piece) for piece, score in scores.items() if len(piece) > 1), key=_best_first)
-    pieces = sorted((*longer[: size - FIRST - len(letters)], *single), key=_best_first)
+    pieces = sorted((*longer[: room - len(letters)], *single), key=_best_first)
     return models.Unigram(
-        [*((name, 0.0) for name in SPECIALS), *((piece, score) for score, piece in pieces)],
+        [*((name, 0.0) for name in specials), *((piece, score) for score, piece in pieces)],
         unk_id=IDS.unk,
         byte_fallback=False,
     )

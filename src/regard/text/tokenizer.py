@@ -11,17 +11,20 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
+from regard.config import Ids
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.text.library import FIRST, IDS, PATTERNS, SPECIALS, byte_letters, learn, single, threads
-from regard.text.scheme import parse_scheme
+from regard.text.library import IDS, PATTERNS, SPECIALS, byte_letters, learn, single, threads
+from regard.text.scheme import SMALLEST, parse_scheme
 
 UNKNOWN = "⁇"  # how an unknown symbol is shown: U+2047
-SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>")
+SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
 
 
 class Tokenizer:
-    """Text <-> ids. Ids 0 to 3 are never text: padding, unknown, start and end.
+    """Text <-> ids. `special` ids are never text; `ids` says which of them are padding, unknown, start, end and mask.
+
+    They come first, 0 to 3 (4 with a mask), in what we learn ourselves:
 
     char    every code point; exact
     nfd     every code point after canonical decomposition: letters and marks apart, Hangul as jamo; exact for NFC text
@@ -38,20 +41,24 @@ class Tokenizer:
         self._kind = _kind(library)
         self.size: int = library.get_vocab_size(with_added_tokens=True)
         symbols = [library.id_to_token(index) or "" for index in range(self.size)]
-        if tuple(symbols[:FIRST]) != SPECIALS or "" in symbols or library.get_added_tokens_decoder():
+        self.ids = Ids(mask=4) if tuple(symbols[: len(SPECIALS)]) == SPECIALS else IDS
+        first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # the first id that is text
+        if tuple(symbols[:first]) != SPECIALS[:first] or "" in symbols or library.get_added_tokens_decoder():
             raise UserError("its symbols are not numbered as in a tokenizer of a run")
+        self.special = frozenset(range(first))
         self.scheme: str = f"{self._kind}:{self.size}" if self._kind in ("bpe", "unigram") else self._kind
         self._symbols: list[str] = symbols
-        self._ids = {symbol: index for index, symbol in enumerate(symbols) if index >= FIRST}
+        self._ids = {symbol: index for index, symbol in enumerate(symbols) if index >= first}
         self._bytes: list[bytes] | None = None  # of each symbol, in the byte-level schemes
         if self._kind in ("byte", "bpe", "unigram"):
             byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-            text = (bytes(map(byte_of.__getitem__, symbol)) for symbol in symbols[FIRST:])
-            self._bytes = [b"", UNKNOWN.encode(), b"", b"", *text]
+            text = (bytes(map(byte_of.__getitem__, symbol)) for symbol in symbols[first:])
+            self._bytes = [*(b"" for _ in range(first)), *text]
+            self._bytes[self.ids.unk] = UNKNOWN.encode()
 
     @classmethod
-    def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1) -> Tokenizer:
-        """Learn a tokenizer from a stream of texts.
+    def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
+        """Learn a tokenizer from a stream of texts, with a symbol for what is hidden if `mask` is set.
 
         Symbols rarer than `min_count` are unknown (char, space, word).
         bpe:N and unigram:N end up with fewer than N symbols when the text does not have so many; `scheme` then says so.
@@ -59,29 +66,45 @@ class Tokenizer:
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
             raise ValueError("auto is resolved by regard.text.auto.choose, before training")
+        if parsed.size is not None and parsed.size < SMALLEST + mask:
+            raise UserError(
+                f"tokens: {scheme!r} has no room for the mask beside 256 bytes; ask for {SMALLEST + 1} or more"
+            )
         with threads():
-            return cls(learn(parsed, texts, min_count))
+            return cls(learn(parsed, texts, min_count, mask))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn each text into ids, without start and end."""
         texts = list(texts)
         if self._kind in ("char", "nfd", "space"):  # the same, and many times faster, than asking the library
-            ids = self._ids
-            return [[ids.get(symbol, IDS.unk) for symbol in single(self._kind, text)] for text in texts]
+            ids, unk = self._ids, self.ids.unk
+            return [[ids.get(symbol, unk) for symbol in single(self._kind, text)] for text in texts]
+        return [self._numbers(encoding) for encoding in self._encodings(texts)]
+
+    def _encodings(self, texts: list[str], fast: bool = True) -> list[Any]:
+        """What the library makes of the texts; the fast way gives ids and nothing else."""
+        encode = self._library.encode_batch_fast if fast else self._library.encode_batch
         try:
-            encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+            found: list[Any] = encode(texts, add_special_tokens=False)
         except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
-            encodings = self._library.encode_batch_fast([_whole(text) for text in texts], add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+            found = encode([self._clean(text) for text in texts], add_special_tokens=False)
+        return found
+
+    def _clean(self, text: str) -> str:
+        return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+
+    def _numbers(self, encoding: Any) -> list[int]:
+        return list(encoding.ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Turn ids into text; padding, start and end are skipped wherever they stand."""
-        kept = [index for index in ids if index >= FIRST or index == IDS.unk]
+        unk = self.ids.unk
+        kept = [index for index in ids if index not in self.special or index == unk]
         if self._bytes is not None:
             return b"".join([self._bytes[index] for index in kept]).decode("utf-8", "replace")
-        shown = [UNKNOWN if index == IDS.unk else self._symbols[index] for index in kept]
+        shown = [UNKNOWN if index == unk else self._symbols[index] for index in kept]
         if self._kind == "word":  # most words bring their space along; an unknown one has lost it
-            shown = [f" {s}" if kept[i] == IDS.unk and i else s for i, s in enumerate(shown)]
+            shown = [f" {s}" if kept[i] == unk and i else s for i, s in enumerate(shown)]
         text = (" " if self._kind == "space" else "").join(shown)
         return unicodedata.normalize("NFC", text) if self._kind == "nfd" else text
 
@@ -90,19 +113,28 @@ class Tokenizer:
         return [self._piece(index) for index in ids]
 
     def _piece(self, index: int) -> str:
-        if index < FIRST:
+        if index in self.special:
             return SHOWN[index]
         return self._symbols[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
 
     def unknown(self, ids: Iterable[int]) -> int:
         """How many of the ids are the unknown symbol."""
-        return sum(index == IDS.unk for index in ids)
+        return sum(map(self._is_unknown, ids))
+
+    def _is_unknown(self, index: int) -> bool:
+        return index == self.ids.unk
 
     def unknown_symbols(self, text: str) -> list[str]:
         """The symbols of `text` that this tokenizer does not know, in order, with repetitions."""
-        text = _whole(text)
-        encoding = self._library.encode(text, add_special_tokens=False)
-        return [text[a:b] for index, (a, b) in zip(encoding.ids, encoding.offsets, strict=True) if index == IDS.unk]
+        text = self._clean(text)
+        [encoding] = self._encodings([text], fast=False)
+        found = zip(self._numbers(encoding), encoding.offsets, strict=True)
+        return [text[a:b] for index, (a, b) in found if self._is_unknown(index)]
+
+    def spellings(self) -> list[bytes]:
+        """The bytes that each symbol stands for in a text; none for what is not text."""
+        spelled = self._bytes or [symbol.encode("utf-8", "replace") for symbol in self._symbols]
+        return [b"" if index in self.special else letters for index, letters in enumerate(spelled)]
 
     def to_json(self) -> str:
         """The tokenizer in the library's own format, which other tools read too."""
@@ -114,18 +146,23 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a saved tokenizer; nothing in the file can run code."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such tokenizer") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+        text = read_text(path)
         try:
             return cls(Library.from_str(text))
         except UserError as error:
             raise UserError(f"{path}: not a tokenizer of ours: {error}") from None
         except Exception as error:  # the library raises plain Exceptions
             raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a tokenizer's file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such tokenizer") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable tokenizer: {error}") from None
 
 
 def _kind(library: Library) -> str:
@@ -146,7 +183,3 @@ def _kind(library: Library) -> str:
             if pattern == {"Regex": regex}:
                 return kind
     raise UserError("it cuts text in a way that is not known here")
-
-
-def _whole(text: str) -> str:
-    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,1 @@
+"""Models from elsewhere: read as runs, and runs written for elsewhere."""

@@ -1,0 +1,72 @@
+"""Names of classes, and pixels that are prepared as the original prepares them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from familykit import shrunk
+from regard.convert.family import Fields
+from regard.convert.labels import PREPROCESSOR, label_names, pixels_of, their_labels, their_pixels
+from regard.errors import UserError
+
+CONFIG = shrunk("vit-base")
+
+
+def prepared(image: np.ndarray, settings: dict) -> np.ndarray:
+    """What an image processor does, in its own order."""
+    x = image * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else image
+    if not settings.get("do_normalize", True):
+        return x
+    mean, std = (np.array(settings.get(key, [0.5] * 3)).reshape(3, 1, 1) for key in ("image_mean", "image_std"))
+    return (x - mean) / std
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]},
+        {"do_normalize": False},
+        {"do_rescale": False, "image_mean": [1.0, 2.0, 3.0], "image_std": [4.0, 5.0, 6.0]},
+        {"rescale_factor": 0.01},
+    ],
+)
+def test_pixels_come_out_the_same(settings, tmp_path):
+    if settings:
+        (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
+    pixels = pixels_of(tmp_path, CONFIG)
+    image = np.random.default_rng(1).integers(0, 256, (1, 3, 6, 4))
+    np.testing.assert_allclose(pixels(image)[0], prepared(image[0], settings), rtol=1e-4, atol=1e-5)
+    written = their_pixels(pixels, CONFIG.patches)
+    np.testing.assert_allclose(prepared(image[0], written), pixels(image)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_mean": [0.5], "image_std": 2}, "a number for each of 3 channels"),
+        ({"image_std": [1, 0, 1]}, "only the mean zero"),
+        ({"image_mean": ["a", "b", "c"]}, "must be numbers"),
+        ({"do_rescale": "no"}, "do_rescale must be true or false"),
+    ],
+)
+def test_wrong_pixels_are_told(settings, message, tmp_path):
+    (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=message):
+        pixels_of(tmp_path, CONFIG)
+
+
+def test_names_of_classes():
+    names = [f"name {number}" for number in range(7)]
+    hf = Fields({"id2label": {str(n): name for n, name in enumerate(names)}}, "here")
+    assert label_names(hf, CONFIG) == tuple(names)
+    assert their_labels(tuple(names), CONFIG)["id2label"] == hf.data["id2label"]
+    assert label_names(Fields({}, "here"), CONFIG)[3] == "LABEL_3"
+    with pytest.raises(UserError, match="two classes the same name"):
+        label_names(Fields({"id2label": dict.fromkeys(map(str, range(7)), "x")}, "here"), CONFIG)
+    with pytest.raises(UserError, match="must be a table"):
+        label_names(Fields({"id2label": [1]}, "here"), CONFIG)
+    assert their_labels((), shrunk("gpt2")) == {}

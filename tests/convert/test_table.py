@@ -1,0 +1,100 @@
+"""Tables of weights: both directions are inverse, every name is used, and what is not is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.convert.table import TURNED, Changed, check, fill, rules, scaled, shaped, unfill
+from regard.errors import UserError
+
+TABLE = {
+    "emb": "table",
+    ("layer.{n}.k", "layer.{n}.v"): "blocks.{n}.key_value",
+    "layer.{n}.qkv": Changed(("x.blocks.{n}.query", "x.blocks.{n}.both"), TURNED),
+    "norm": Changed("norm", scaled(0.25)),
+    "kernel.weight": Changed("project.weight", shaped(4, 3, 2, 2)),
+    "gate": "not.there",
+}
+SHAPES = {
+    "table.weight": (7, 4),
+    "norm.weight": (4,),
+    "norm.bias": (4,),
+    "project.weight": (4, 12),
+    **{
+        f"x.blocks.{n}.{name}.{kind}": (rows, 4)[: 1 + (kind == "weight")]
+        for n in (0, 1, 12)
+        for name, rows in (("query", 4), ("both", 6))
+        for kind in ("weight", "bias")
+    },
+}
+
+
+class Tensors(dict):
+    """A checkpoint in memory."""
+
+    def names(self):
+        return set(self)
+
+    def shape(self, name):
+        return list(self[name].shape)
+
+    def tensor(self, name):
+        return self[name]
+
+
+def parameters(seed: int) -> dict[str, torch.Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=dice) for name, shape in SHAPES.items()}
+
+
+@given(st.integers(0, 10**6))
+def test_there_and_back_is_where_it_was(seed):
+    ours = parameters(seed)
+    theirs = Tensors(unfill(ours, TABLE))
+    empty = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+    assert check(empty, TABLE, theirs, lambda name: False, "here") == []
+    fill(empty, TABLE, theirs)
+    assert all(torch.equal(ours[name], empty[name]) for name in ours)
+    assert set(theirs) == {name for rule in rules(TABLE, ours) for name in rule.theirs}
+
+
+def test_what_a_row_does():
+    ours = parameters(1)
+    theirs = unfill(ours, TABLE)
+    assert torch.equal(theirs["norm.weight"], ours["norm.weight"] * 4)
+    assert theirs["kernel.weight"].shape == (4, 3, 2, 2)
+    both = torch.cat((ours["x.blocks.12.query.weight"], ours["x.blocks.12.both.weight"]))
+    assert torch.equal(theirs["layer.12.qkv.weight"], both.t())
+    assert theirs["layer.12.qkv.bias"].shape == (10,)
+    assert not any(name.startswith(("gate", "layer.2.")) for name in theirs)
+
+
+def test_parts_are_laid_on_each_other():
+    keys, values = torch.randn(6, 4), torch.randn(6, 4)
+    ours = {"x.blocks.0.key_value.weight": torch.zeros(12, 4)}
+    table = {("a.{n}.k", "a.{n}.v"): "x.blocks.{n}.key_value"}
+    fill(ours, table, Tensors({"a.0.k.weight": keys, "a.0.v.weight": values}))
+    assert torch.equal(ours["x.blocks.0.key_value.weight"], torch.cat((keys, values)))
+
+
+def test_every_name_must_be_used():
+    ours = parameters(1)
+    theirs = Tensors(unfill(ours, TABLE))
+    del theirs["emb.weight"]
+    theirs |= {"extra": torch.zeros(2), "buffer": torch.zeros(3), "norm.bias": torch.zeros(5)}
+    with pytest.raises(UserError) as error:
+        check(ours | {"forgotten": torch.zeros(1)}, TABLE, theirs, lambda name: name == "buffer", "here")
+    assert str(error.value).splitlines() == [
+        "here: weights do not fit config.json",
+        "  nothing gives our forgotten",
+        "  missing: emb.weight",
+        "  not known: extra [2]",
+        "  norm.bias: shape [5] where config.json says [4]",
+    ]
+    fitting = Tensors(unfill(ours, TABLE) | {"buffer": torch.zeros(3)})
+    assert check(ours, TABLE, fitting, lambda name: name == "buffer", "here") == ["buffer"]
+    with pytest.raises(UserError, match="no place there: forgotten"):
+        unfill(ours | {"forgotten": torch.zeros(1)}, TABLE)

@@ -1,0 +1,438 @@
+"""Tokenizers from elsewhere give the ids and texts that their own libraries give, but for specials that users type."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import unicodedata
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from regard.config import Ids, parse
+from regard.convert.pieces import read_pieces
+from regard.convert.tokens import Tokens, read_tokenizers, write_tokenizers
+from regard.errors import UserError
+from regard.text.codec import Codec, TextConfig
+from regard.text.example import Example
+from regard.text.foreign import HIDDEN
+from regard.text.tokenizer import Tokenizer
+
+sentencepiece = pytest.importorskip("sentencepiece")
+transformers = pytest.importorskip("transformers")
+
+CORPUS = [
+    "the cat sat on the mat and the dog ate the hat",
+    "naïve café 日本語 is Japanese, 가나 is Korean",
+    "it's 1999, isn't it? Hello World! <pad> [MASK]",
+    "hello world: this is a small test of cutting words",
+    "Ein kleines Haus am See, the end of the story.",
+] * 10
+FRENCH = ["le chat est sur la table", "une petite maison près du lac, n'est-ce pas ?", "bonjour le monde"] * 10
+SPECIALS = [
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "[PAD]",
+    "[UNK]",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<pad>",
+    "<|endoftext|>",
+    "<extra_id_0>",
+]
+PARTS = [
+    "the",
+    "cat",
+    " ",
+    "  ",
+    "e",
+    "é",
+    "日本",
+    "\t",
+    "\n",
+    ".",
+    "'s",
+    "Hello",
+    "☃",
+    "🙂",
+    "12",
+    "petite",
+    "ﬁ",
+    "½",
+    "\xa0",
+]
+# What a normalizer of SentencePiece does with letters and marks that stand apart is only alike for composed text.
+texts = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=8).map(
+    lambda parts: unicodedata.normalize("NFC", "".join(parts)).replace(HIDDEN, "")
+)
+typed = st.lists(st.sampled_from([*SPECIALS, *PARTS]), max_size=6).map("".join)
+many = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def spm(path: Path, corpus: list[str], **options: Any) -> None:
+    prefix = str(path.with_suffix(""))
+    trainer = sentencepiece.SentencePieceTrainer
+    trainer.train(sentence_iterator=iter(corpus), model_prefix=prefix, minloglevel=2, **options)
+    if path.suffix != ".model":
+        Path(f"{prefix}.model").rename(path)
+    Path(f"{prefix}.vocab").unlink()
+
+
+def word_pieces(path: Path) -> None:
+    library = Library(models.WordPiece({}, unk_token="[UNK]"))
+    library.normalizer = normalizers.BertNormalizer()
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    library.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=150, special_tokens=names, show_progress=False)
+    )
+    library.model.save(str(path))
+
+
+def byte_pairs(path: Path) -> None:
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    library.model.save(str(path))
+
+
+def two_sides(path: Path) -> None:
+    spm(path / "source.spm", CORPUS, vocab_size=70, hard_vocab_limit=False)
+    spm(path / "target.spm", FRENCH, vocab_size=60, hard_vocab_limit=False)
+    sides = [
+        sentencepiece.SentencePieceProcessor(model_file=str(path / f"{side}.spm")) for side in ("source", "target")
+    ]
+    pieces = [side.id_to_piece(index) for side in sides for index in range(3, side.get_piece_size())]
+    missing = set(pieces[-3:])  # as in real ones, some pieces have no number
+    names = [
+        "</s>",
+        "<unk>",
+        *(piece for piece in dict.fromkeys(pieces[::-1]) if piece not in missing),
+        ">>fra<<",
+        "<pad>",
+    ]
+    (path / "vocab.json").write_text(json.dumps({name: index for index, name in enumerate(names)}))
+
+
+def make(kind: str, path: Path) -> dict[str, Any]:
+    """Write the files of a family as they are found in the wild, and return what its config.json says."""
+    path.mkdir(parents=True)
+    said: dict[str, Any] = {}
+    if kind == "bert":
+        word_pieces(path)
+        said = {"do_lower_case": False}
+    elif kind == "gpt2":
+        byte_pairs(path)
+    elif kind == "t5":
+        spm(
+            path / "spiece.model",
+            CORPUS,
+            vocab_size=80,
+            hard_vocab_limit=False,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+        )
+        return {"decoder_start_token_id": 0}
+    elif kind == "llama":
+        options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+        spm(path / "tokenizer.model", CORPUS, vocab_size=380, model_type="bpe", **options)
+        said = {"add_bos_token": True, "add_eos_token": False}
+    else:
+        two_sides(path)
+        said = {"source_lang": "eng", "target_lang": "fra"}
+        config = {"decoder_start_token_id": len(json.loads((path / "vocab.json").read_text())) - 1}
+    if said:
+        (path / "tokenizer_config.json").write_text(json.dumps(said))
+    return config if kind == "marian" else {}
+
+
+CLASSES = {"bert": "BertTokenizer", "gpt2": "GPT2Tokenizer", "marian": "MarianTokenizer"}
+FRAMES = {"bert": "both", "gpt2": "none", "marian": "end", "t5": "end", "llama": "start"}
+FORMS = {"t5": ("spiece.model", False), "llama": ("tokenizer.model", True)}
+
+
+class Made:
+    """A directory, and what we read from it."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self.kind, self.path = kind, path / kind
+        self.config = make(kind, self.path)
+        self.tokens: Tokens = read_tokenizers(self.path, kind, self.config)
+        self.codec = Codec(self.tokens.source, self.tokens.target, frame=self.tokens.frame)
+
+    def ids(self, text: str) -> list[int]:
+        return self.codec.encode_source([Example(text)])[0]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    path = tmp_path_factory.mktemp("made")
+    return {kind: Made(kind, path) for kind in FRAMES}
+
+
+@pytest.fixture(scope="module")
+def theirs(made: dict[str, Made]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one of them recommends a package
+        return {kind: getattr(transformers, name).from_pretrained(made[kind].path) for kind, name in CLASSES.items()}
+
+
+@given(text=texts, kind=st.sampled_from(sorted(CLASSES)))
+@many
+def test_ids_and_text_are_those_of_transformers(made, theirs, text: str, kind: str) -> None:
+    assume(not any(name in text for name in SPECIALS))
+    ours, other = made[kind], theirs[kind]
+    ids = other(text)["input_ids"]
+    assert ours.ids(text) == ids
+    if not ours.tokens.source.unknown(ids):
+        assert ours.tokens.source.decode(ids) == other.decode(ids, skip_special_tokens=True)
+    if kind == "marian":
+        assert ours.codec.encode_target([text])[0] == other(text_target=text)["input_ids"]
+
+
+@given(text=texts, kind=st.sampled_from(sorted(FORMS)))
+@many
+def test_ids_and_text_are_those_of_sentencepiece(made, text: str, kind: str) -> None:
+    name, before = FORMS[kind]
+    ours = made[kind]
+    other = sentencepiece.SentencePieceProcessor(model_file=str(ours.path / name))
+    ids = other.encode(text)
+    assert ours.ids(text) == ([other.bos_id(), *ids] if before else [*ids, other.eos_id()])
+    if other.unk_id() not in ids:
+        assert ours.tokens.source.decode(ids) == other.decode(ids)
+
+
+@given(text=st.text("각힣ấệởéザガca ", max_size=6))
+@many
+def test_letters_and_marks_are_put_together_as_sentencepiece_does(made, text: str) -> None:
+    other = sentencepiece.SentencePieceProcessor(model_file=str(made["t5"].path / "spiece.model"))
+    text = unicodedata.normalize("NFD", text)
+    assert made["t5"].ids(text) == [*other.encode(text), other.eos_id()]
+
+
+def test_ids_are_those_of_transformers_where_it_can_read_sentencepiece(made) -> None:
+    pytest.importorskip("google.protobuf")
+    theirs = transformers.T5Tokenizer.from_pretrained(made["t5"].path)
+    for text in CORPUS[:5] + FRENCH[:3]:
+        assert made["t5"].ids(text.replace("<pad>", "")) == theirs(text.replace("<pad>", ""))["input_ids"]
+    theirs = transformers.LlamaTokenizer.from_pretrained(made["llama"].path)
+    for text in CORPUS[:5] + FRENCH[:3]:
+        assert made["llama"].ids(text) == theirs(text)["input_ids"]
+
+
+@given(text=typed, kind=st.sampled_from(sorted(FRAMES)))
+@many
+def test_what_users_type_is_text(made, text: str, kind: str) -> None:
+    ours = made[kind].tokens.source
+    ids = ours.encode([text])[0]
+    assert not set(ids) & (ours.special - {ours.ids.unk})
+    assert ours.unknown(ids) == len(ours.unknown_symbols(text))
+    assert len(ours.pieces(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_frames_and_ids_are_found(made, kind: str) -> None:
+    ours = made[kind].tokens
+    assert ours.frame == FRAMES[kind]
+    names = {role: ours.source._symbols[index] for role, index in ours.ids.model_dump(exclude_none=True).items()}
+    end = "<|endoftext|>"
+    assert (
+        names
+        == {
+            "bert": {"pad": "[PAD]", "unk": "[UNK]", "sos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"},
+            "gpt2": {"pad": end, "unk": end, "sos": end, "eos": end},
+            "t5": {"pad": "<pad>", "unk": "<unk>", "sos": "<pad>", "eos": "</s>"},
+            "llama": {"pad": "</s>", "unk": "<unk>", "sos": "<s>", "eos": "</s>"},
+            "marian": {"pad": "<pad>", "unk": "<unk>", "sos": "<pad>", "eos": "</s>"},
+        }[kind]
+    )
+    standing_in = kind in ("gpt2", "llama")
+    assert [note for note in ours.notes if "padding" in note] == ours.notes and bool(ours.notes) == standing_in
+
+
+def test_pairs_are_those_of_transformers(made, theirs) -> None:
+    first, second = ["the cat", "hello"], ["sat on", "日本 world!"]
+    ids, types = made["bert"].codec.encode_pair(first, second)
+    other = theirs["bert"](first, second)
+    assert (ids, types) == (other["input_ids"], other["token_type_ids"])
+
+
+def test_a_language_is_a_symbol_before_the_text(made, theirs) -> None:
+    text = ">>fra<< the cat"
+    assert made["marian"].ids(text) == theirs["marian"](text)["input_ids"]
+    assert made["marian"].codec.source_pieces(made["marian"].ids(text))[0] == ">>fra<<"
+
+
+def test_sentinels_count_down_from_the_last(made) -> None:
+    tokens = made["t5"].tokens.source
+    assert [tokens._symbols[-1], tokens._symbols[-100]] == ["<extra_id_0>", "<extra_id_99>"]
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "llama"])
+def test_written_back_it_is_the_same_for_transformers_and_for_us(made, kind: str, tmp_path: Path) -> None:
+    ours, side = made[kind], made[kind].tokens.source
+    assert write_tokenizers(ours.codec, tmp_path, kind) == []
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in (text.replace("<pad> [MASK]", "") for text in CORPUS[:5] + FRENCH[:3]):
+        ids = ours.ids(text)
+        assert theirs(text)["input_ids"] == ids
+        if not side.unknown(ids):
+            assert theirs.decode(ids, skip_special_tokens=True) == side.decode(ids)
+    assert (theirs.pad_token_id, theirs.mask_token_id) == (side.ids.pad, side.ids.mask)
+    assert ("token_type_ids" in theirs("a")) == (kind == "bert")
+    again = read_tokenizers(tmp_path, kind, ours.config)
+    assert (again.ids, again.frame) == (ours.tokens.ids, ours.tokens.frame)
+    assert again.source.encode(CORPUS) == side.encode(CORPUS)
+
+
+def test_two_sides_are_written_apart_without_what_the_model_does_not_know(made, tmp_path: Path) -> None:
+    tokens = made["marian"].tokens
+    notes = write_tokenizers(made["marian"].codec, tmp_path, "marian")
+    assert ["left out" in note for note in notes] == [True, True, False]
+    for side, path, corpus in ((tokens.source, tmp_path, CORPUS), (tokens.target, tmp_path / "target", FRENCH)):
+        theirs = transformers.AutoTokenizer.from_pretrained(path)
+        known = [text for text in set(corpus) if not side.unknown(side.encode([text])[0])]
+        assert known
+        for text in known:
+            ids = [*side.encode([text])[0], side.ids.eos]
+            assert theirs(text)["input_ids"] == ids
+            assert theirs.decode(ids, skip_special_tokens=True) == side.decode(ids) == text
+        assert all(max(theirs(text)["input_ids"]) < side.size for text in CORPUS)
+    again = read_tokenizers(tmp_path, "marian", made["marian"].config)
+    assert (again.ids, again.frame, again.source.size) == (tokens.ids, tokens.frame, tokens.source.size)
+
+
+@pytest.mark.parametrize("scheme", ["char", "space", "word", "byte", "bpe:300", "unigram:300"])
+@pytest.mark.parametrize(("frame", "mask"), [("end", False), ("both", True)])
+def test_what_we_learned_is_the_same_for_transformers(scheme: str, frame: Any, mask: bool, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(scheme, CORPUS, mask=mask)
+    codec = Codec(tokenizer, frame=frame)
+    assert write_tokenizers(codec, tmp_path, "bert" if mask else "t5") == []
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*CORPUS[:5], "☃ new", *(["< eos >", "a< pad >"] if not mask else [])]:
+        ids = codec.encode_source([Example(text)])[0]
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids, skip_special_tokens=True).split() == tokenizer.decode(ids).replace("⁇", "").split()
+    assert (theirs.pad_token_id, theirs.unk_token_id, theirs.mask_token_id) == (0, 1, tokenizer.ids.mask)
+    again = read_tokenizers(tmp_path, "bert", {"decoder_start_token_id": 2})
+    assert (again.ids, again.frame) == (codec.ids, frame)
+    assert again.source.encode(CORPUS) == tokenizer.encode(CORPUS)
+
+
+def test_features_have_no_place(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="features"):
+        write_tokenizers(Codec(Tokenizer.train("char", ["ab"]), features=["N"]), tmp_path, "t5")
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_run_keeps_it(made, kind: str, tmp_path: Path) -> None:
+    codec = made[kind].codec
+    codec.save(tmp_path)
+    loaded = Codec.load(tmp_path, parse(TextConfig, codec.config.model_dump(mode="json"), "config.json"))
+    assert loaded == codec
+    examples = [Example(text) for text in CORPUS[:5]]
+    assert loaded.encode_source(examples) == codec.encode_source(examples)
+    assert loaded.encode_target(FRENCH) == codec.encode_target(FRENCH)
+
+
+def test_a_tokenizer_file_says_its_marks_whatever_it_fills_up(made, tmp_path: Path) -> None:
+    library = Library.from_str(made["bert"].tokens.source.to_json())
+    library.enable_padding(length=16)
+    library.enable_truncation(4)
+    library.save(str(tmp_path / "tokenizer.json"))
+    read = read_tokenizers(tmp_path, "bert", {})
+    assert (read.frame, read.ids) == ("both", made["bert"].tokens.ids)
+    assert read.source.encode(CORPUS) == made["bert"].tokens.source.encode(CORPUS)
+
+
+def test_settings_overrule_the_marks_of_a_file(made, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(made["llama"].tokens.source.to_json())
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
+    read = read_tokenizers(tmp_path, "llama", {})
+    assert read.frame == "end"
+    written = Library.from_str(read.source.to_json()).encode("the cat").ids
+    assert written == [*read.source.encode(["the cat"])[0], read.ids.eos]
+
+
+def test_ids_come_from_names_then_numbers_and_what_stands_in_is_said(made, tmp_path: Path) -> None:
+    shutil.copytree(made["llama"].path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<unk>"}, "eos_token": "<s>"}')
+    read = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
+    assert read.ids == Ids(pad=0, unk=0, sos=1, eos=1)
+    assert [note for note in read.notes if "2, 7" in note] == read.notes != []
+
+
+def test_symbols_without_a_row_are_unknown(made) -> None:
+    whole = made["t5"].tokens.source
+    read = read_tokenizers(made["t5"].path, "t5", {"vocab_size": 40})
+    assert read.source.size == 40 and "those numbered higher" in read.notes[0]
+    cut = [[index if index < 40 else whole.ids.unk for index in row] for row in whole.encode(CORPUS)]
+    assert read.source.encode(CORPUS) == cut
+    assert len(read.source.unknown_symbols(CORPUS[0])) == read.source.unknown(cut[0]) > 0
+    with pytest.raises(UserError, match="too few"):
+        read_tokenizers(made["t5"].path, "t5", {"vocab_size": 2})
+
+
+def test_several_marks_are_refused(made, tmp_path: Path) -> None:
+    library = Library.from_str(made["bert"].tokens.source.to_json())
+    library.post_processor = processors.TemplateProcessing("[CLS] [CLS] $A", None, [("[CLS]", 2)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"\[2, 2\] before"):
+        read_tokenizers(tmp_path, "bert", {})
+
+
+def test_what_cannot_be_read_is_told(made, tmp_path: Path) -> None:
+    (tmp_path / "vocab.pkl").write_bytes(b"")
+    with pytest.raises(UserError, match=r"(?s)tokenizer\.json, vocab\.txt.*found: vocab\.pkl"):
+        read_tokenizers(tmp_path, "bert", {})
+    data = (made["t5"].path / "spiece.model").read_bytes()
+    for broken in (b"", b"\xff" * 20, data[:-1], data[: len(data) // 2], b"{}", b"\x0a"):
+        (tmp_path / "spiece.model").write_bytes(broken)
+        with pytest.raises(UserError, match=r"spiece\.model: "):
+            read_pieces(tmp_path / "spiece.model")
+    for name, text in (("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("tokenizer_config.json", "{")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=name):
+            read_tokenizers(tmp_path, "t5", {})
+        (tmp_path / name).unlink()
+    (tmp_path / "spiece.model").write_bytes(data)
+    for setting in ({"extra_ids": "many"}, {"added_tokens_decoder": {"x": {}}}, {"added_tokens_decoder": [1]}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(setting))
+        with pytest.raises(UserError, match="cannot be understood"):
+            read_tokenizers(tmp_path, "t5", {})
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "spiece.model").unlink()
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "</s>": 2}')
+    for merges in ("#version: 0.2\na b\n", "a\n", "a c\n"):
+        (tmp_path / "merges.txt").write_text(merges)
+        with pytest.raises(UserError, match=r"merges\.txt:"):
+            read_tokenizers(tmp_path, "gpt2", {})
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "added_tokens.json").write_text('{"<new>": 7}')
+    with pytest.raises(UserError, match="'<new>' cannot have the number 7"):
+        read_tokenizers(tmp_path, "gpt2", {})
+    (tmp_path / "added_tokens.json").write_text('{"<new>": 3}')
+    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 2}).source.encode(["a<new>b"]) == [[0, 3, 1]]
+
+
+def test_nothing_says_where_a_text_ends(tmp_path: Path) -> None:
+    library = Library(models.WordLevel({"a": 0}, unk_token="a"))
+    library.decoder = decoders.Fuse()
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="which symbol is the end"):
+        read_tokenizers(tmp_path, "gpt2", {})
+    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0}).ids == Ids(pad=0, unk=0, sos=0, eos=0)

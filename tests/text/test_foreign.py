@@ -1,0 +1,199 @@
+"""Tokenizers of the library are used as they are, with their own ids, and with nothing special in what users type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Library
+
+from regard.config import Ids, parse
+from regard.errors import UserError
+from regard.text.codec import Codec, TextConfig
+from regard.text.example import Example
+from regard.text.foreign import HIDDEN, Foreign
+from regard.text.library import byte_letters
+from regard.text.tokenizer import Tokenizer
+from regard.text.unknown import Unknown
+
+NAMES = ["</s>", "<pad>", "<unk>", "<mask>"]
+IDS = Ids(pad=1, unk=2, sos=0, eos=0, mask=3)
+
+
+def words() -> Library:
+    """Cut at spaces only, so that a special symbol which is typed is a word of its own."""
+    library = Library(models.WordLevel({**{name: i for i, name in enumerate(NAMES)}, "a": 4, "b": 5}, "<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return library
+
+
+def pieces() -> Library:
+    """The best cut of the whole text, whatever is in it."""
+    library = Library(
+        models.Unigram([*((name, 0.0) for name in NAMES), ("▁", -1.0), ("▁a", -2.0), ("b", -2.0)], 2, False)
+    )
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.decoder = decoders.Metaspace()
+    return library
+
+
+def pairs() -> Library:
+    """Letters joined two by two, among which one pair is special."""
+    vocab = {**{name: i for i, name in enumerate(NAMES)}, **{letter: 4 + i for i, letter in enumerate("ab</s>")}}
+    vocab |= {"</": 20, "s>": 21, "ab": 22}
+    library = Library(models.BPE(vocab, [("<", "/"), ("s", ">"), ("</", "s>"), ("a", "b")], unk_token="<unk>"))
+    return library
+
+
+def starts() -> Library:
+    """Words and their parts."""
+    vocab = {**{name: i for i, name in enumerate(NAMES)}, "ab": 4, "##a": 5, "a": 6, "<": 7}
+    library = Library(models.WordPiece(vocab, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.decoder = decoders.WordPiece()
+    return library
+
+
+KINDS = {"words": words, "pieces": pieces, "pairs": pairs, "starts": starts}
+
+
+def foreign(kind: str, marked: bool = True, **options: int) -> Foreign:
+    library = KINDS[kind]()
+    if marked:
+        library.add_special_tokens(NAMES)
+        library.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", 0)])
+    library.add_tokens([AddedToken("zz", normalized=False)])
+    return Foreign(library.to_str(), IDS, **options)
+
+
+MADE = {(kind, marked): foreign(kind, marked) for kind in KINDS for marked in (True, False)}
+typed = st.lists(st.sampled_from([*NAMES, " ", "a", "b", "zz", HIDDEN, "<", "\ud800"]), max_size=8).map("".join)
+
+
+@given(typed, st.sampled_from(list(MADE)))
+@settings(deadline=None)
+def test_what_users_type_is_text_whether_marked_in_the_file_or_by_us(text: str, key: tuple[str, bool]) -> None:
+    tokenizer = MADE[key]
+    ids = tokenizer.encode([text])[0]
+    assert not {0, 1, 3} & set(ids)
+    assert ids.count(2) == tokenizer.unknown(ids) == len(tokenizer.unknown_symbols(text))
+    assert len(tokenizer.pieces(ids)) == len(ids)
+    tokenizer.decode(ids)
+
+
+@given(st.lists(st.sampled_from(["a", "b", " ", "ab", "zz"]), max_size=8).map("".join), st.sampled_from(list(KINDS)))
+@settings(deadline=None)
+def test_ordinary_text_is_as_the_library_has_it(text: str, kind: str) -> None:
+    tokenizer = MADE[kind, True]
+    library = Library.from_str(tokenizer.to_json())
+    ids = library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode([text])[0] == ids
+    if 2 not in ids:
+        assert tokenizer.decode([1, *ids, 0]) == library.decode(ids, skip_special_tokens=True)
+
+
+def test_a_special_symbol_that_pairs_would_join_stays_in_pieces() -> None:
+    tokenizer = MADE["pairs", True]
+    assert tokenizer.pieces(tokenizer.encode(["</s>ab"])[0]) == ["</", "s>", "ab"]
+
+
+def test_added_symbols_are_found_and_keep_their_numbers() -> None:
+    tokenizer = MADE["words", True]
+    assert (tokenizer.scheme, tokenizer.size) == ("foreign", 7)
+    assert tokenizer.encode(["a zz b"]) == [[4, 6, 5]]
+
+
+def test_unknown_symbols_are_shown_and_named() -> None:
+    tokenizer = MADE["words", True]
+    ids = tokenizer.encode(["a <mask> b"])[0]
+    assert ids == [4, 2, 5]
+    assert tokenizer.decode([*ids, 0]) == "a ⁇ b"
+    assert tokenizer.pieces([*ids, 0, 3]) == ["a", "⁇", "b", "</s>", "<mask>"]
+    unknown = Unknown()
+    unknown.add(tokenizer, ["a <mask> b"], [ids])
+    assert unknown.symbols == {"<mask>": 1}
+
+
+def test_an_end_that_stands_in_for_unknown_is_an_end() -> None:
+    tokenizer = Foreign(words().to_str(), Ids(pad=0, unk=0, sos=0, eos=0))
+    assert tokenizer.unknown([0, 4]) == 0
+    assert tokenizer.decode([4, 0]) == "a"
+
+
+def test_symbols_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
+    assert foreign("words", size=5).encode(["a b zz"]) == [[4, 2, 2]]
+    standing_in = Foreign(words().to_str(), Ids(pad=0, unk=0, sos=0, eos=0), 5)
+    assert standing_in.encode(["a b"]) == [[4]]
+    with pytest.raises(UserError, match="it has 2 symbols"):
+        foreign("words", size=2)
+
+
+def test_symbols_of_another_text_are_only_found_where_all_else_fails() -> None:
+    pieces = [("<unk>", 0.0), ("▁", -1.0), ("a", -1.0), (HIDDEN + "xy", 0.0), (HIDDEN + "aa", 0.0)]
+    library = Library(models.Unigram(pieces, 0, False))
+    library.decoder = decoders.Metaspace()
+    tokenizer = Foreign(library.to_str(), Ids(pad=0, unk=0, sos=1, eos=1))
+    tokenizer.ids = Ids(pad=1, unk=0, sos=1, eos=1)
+    assert tokenizer.encode(["axya", "aaxyz"]) == [[2, 3, 2], [2, 2, 0]]
+    assert tokenizer.pieces([3, 4]) == ["xy", "aa"]
+    assert tokenizer.decode([2, 3]) == "axy"
+
+
+def test_spellings_are_what_a_symbol_adds_to_a_text() -> None:
+    assert MADE["pieces", True].spellings() == [b"", b"", b"", b"", b" ", b" a", b"b", b"zz"]
+    assert MADE["starts", True].spellings()[4:7] == [b" ab", b"a", b" a"]
+    letters = Library(models.BPE({**{letter: i for i, letter in enumerate(byte_letters())}, "Ġa": 256}, []))
+    letters.decoder = decoders.ByteLevel()
+    bytewise = Foreign(letters.to_str(), Ids(pad=0, unk=0, sos=0, eos=0))
+    assert bytewise.spellings()[1:] == [*(bytes([byte]) for byte in range(1, 256)), b" a"]
+    assert bytewise.pieces([256, 0xE4]) == [" a", r"\xe4"]
+    fallback = Library(models.BPE({"▁a": 0, "<0xE4>": 1, "x": 2}, []))
+    fallback.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert Foreign(fallback.to_str(), Ids(pad=2, unk=2, sos=2, eos=2)).spellings() == [b" a", b"\xe4", b""]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_saved_is_loaded(shared: bool, tmp_path: Path) -> None:
+    codec = Codec(foreign("words"), None if shared else foreign("pieces", size=6), frame="start", features=["N"])
+    codec.save(tmp_path)
+    config = codec.config.model_dump(mode="json")
+    assert config["ids"]["mask"] == 3 and config["sizes"] == ([7, 7] if shared else [7, 6])
+    loaded = Codec.load(tmp_path, parse(TextConfig, config, "config.json"))
+    assert loaded == codec and loaded.shared == shared
+    examples = [Example("a zz </s>", features="N")]
+    assert loaded.encode_source(examples) == codec.encode_source(examples) == [[0, 7, 4, 6, 2]]
+    assert loaded.encode_target(["a b"]) == codec.encode_target(["a b"])
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with pytest.raises(UserError, match="no such tokenizer"):
+        Foreign.read(path, IDS)
+    state = json.loads(words().to_str())
+    for text in (
+        "",
+        "{}",
+        "[1]",
+        "\0",
+        json.dumps({**state, "pre_tokenizer": {"type": "Script"}}),
+        json.dumps(state)[:-9],
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"t\.json: not a readable tokenizer"):
+            Foreign.read(path, IDS)
+    path.write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"t\.json: it has 6 symbols, too few"):
+        Foreign.read(path, Ids(pad=6))
+    with pytest.raises(UserError, match=r"t\.json: not a tokenizer of ours"):
+        Tokenizer.load(path)
+
+
+def test_both_sides_number_their_marks_alike() -> None:
+    with pytest.raises(UserError, match="differently"):
+        Codec(foreign("words"), Tokenizer.train("char", ["ab"]))
+    with pytest.raises(UserError, match="differently"):
+        Codec(Tokenizer.train("char", ["ab"]), Tokenizer.train("char", ["ab"], mask=True))
