@@ -91,7 +91,8 @@ def test_mistakes_are_the_users_and_told_once(args, told, tmp_path, monkeypatch)
         (["--temperature", "nan"], "temperature"),
         (["--metric", "blue"], "--metric"),
         (["--weights", "1,x"], "weights"),
-        (["--alignment-heads", "1"], "alignment_heads"),
+        (["--alignment-heads", "1"], "--alignment-heads"),
+        (["--alignment-heads", "0.1"], "counted from 1"),
         (["--device", "tpu"], "tpu"),
     ],
 )
@@ -113,6 +114,12 @@ def test_our_own_faults_are_told_apart(monkeypatch, toy):
 
 
 # Generate
+
+
+def test_several_processes_give_the_same(toy):
+    for verb, options in (("generate", ["--json", "--batch-tokens", 64]), ("evaluate", ["--beam", 2])):
+        one, two = (call(verb, toy / "run", toy / "test.tsv", *options, "--workers", n) for n in (1, 2))
+        assert one.code == two.code == 0 and one.lines == two.lines and one.err == two.err
 
 
 def test_a_line_in_is_a_line_out(toy, spelled):

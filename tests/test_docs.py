@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from regard.config import Config, Stack
@@ -44,6 +45,14 @@ def place(toy, tmp_path_factory):
     )
     for name in ("g2p", "other", "copy", "first"):
         shutil.copytree(toy / "run", path / "runs" / name)
+    (path / "book.txt").write_text("the cat sat on the mat\nand the dog sat on the log\n\n" * 30)
+    (path / "topics.tsv").write_text("".join(f"{s}\t{'long' if len(s) > 3 else 'short'}\n" for s, _ in rows))
+    draw = np.random.default_rng(1)
+    np.savez(path / "digits.npz", images=draw.integers(0, 17, (60, 8, 8), np.uint8), labels=np.arange(60) % 10)
+    for task, data, name in (("lm", "book.txt", "lm"), ("classify", "topics.tsv", "topics")):
+        order = ["--task", task, "--data", path / data, "--out", path / "runs" / name, "--source-tokens", "char"]
+        said = call("train", *order, "--steps", 2, "--workers", 1, *small())
+        assert said.code == 0, said.err
     return path
 
 

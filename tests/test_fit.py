@@ -175,7 +175,7 @@ def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
 
 
 def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.fit.bf16_problem", lambda device: "a trial crashed with SIGILL")
+    monkeypatch.setattr("regard.train.resolve.bf16_problem", lambda device: "a trial crashed with SIGILL")
     talk = Heard()
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", talk=talk)
     assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in talk.lines

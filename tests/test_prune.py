@@ -1,29 +1,34 @@
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent / "inspect"))
-from little import letters, tiny
+from little import family, letters, picture, tiny
 
 from regard.config import Config
+from regard.data.images import Pictures
 from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
 from regard.inspect.choose import Amount, by_attention, greedy_order, heads_of, how_many, ranking, removable
 from regard.inspect.cut import cut
-from regard.inspect.importance import make_batches, silencing
+from regard.inspect.importance import loss, silencing
+from regard.inspect.material import batches_of, make_batches
 from regard.inspect.places import attentions, head_numbers
 from regard.inspect.record import patch
 from regard.model import Model
-from regard.prune import prune, quality_curve, save, split, tune
+from regard.prune import prune, quality_curve, save, split
 from regard.run import Run
 from regard.text.example import Example
+from regard.train.tune import tune
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0
@@ -159,16 +164,72 @@ def test_the_curve_begins_whole_and_ends_bare() -> None:
     assert curve[0][0] == 0 and curve[-1][0] == len(order) == 24 - 6
     small = cut(model, by_attention(order))
     assert all(attention.heads == 1 for attention in attentions(small).values())
-    from regard.inspect.importance import loss
-
     assert curve[-1][1] == pytest.approx(loss(small, batches), abs=1e-5)
 
 
 def test_tuning_lowers_the_loss_and_leaves_the_model_in_use() -> None:
     model = tiny(dropout=0.0)
-    losses = tune(model, PAIRS, 30, lr=5e-3)
+    losses = tune(model, itertools.cycle(make_batches(PAIRS, model.config)), 30, lr=5e-3)
     assert len(losses) == 30 and losses[-1] < losses[0] - 0.3
     assert not model.training
+
+
+def test_a_teacher_is_followed_where_it_is_not_right() -> None:
+    teacher = tiny(dropout=0.0)
+    weights = {name: p.clone() for name, p in teacher.named_parameters()}
+    batch = make_batches(PAIRS, teacher.config)[0]
+
+    @torch.no_grad()
+    def apart(with_teacher: bool) -> float:
+        model = cut(teacher, REMOVED)
+        tune(model, itertools.repeat(batch), 30, teacher=teacher if with_teacher else None, lr=5e-3)
+        said, wanted = (m(batch.source_BS, batch.source_keep_BS, batch.input_BT) for m in (model, teacher))
+        return float((said.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean())
+
+    assert apart(True) < 0.7 * apart(False)
+    assert all(torch.equal(weights[name], p) for name, p in teacher.named_parameters())
+
+
+def test_the_best_weights_on_the_way_are_kept() -> None:
+    model = tiny(dropout=0.0)
+    seen: list[tuple[float, dict[str, torch.Tensor]]] = []
+    verdicts = iter([5.0, 3.0, 1.0, 4.0, *[9.0] * 6])
+
+    def judge() -> float:
+        assert not model.training
+        seen.append((next(verdicts), {name: p.clone() for name, p in model.named_parameters()}))
+        return seen[-1][0]
+
+    tune(model, itertools.cycle(make_batches(PAIRS, model.config)), 20, judge=judge, lr=5e-3)
+    assert len(seen) == 10
+    assert all(torch.equal(seen[2][1][name], p) for name, p in model.named_parameters())
+    assert any(not torch.equal(seen[3][1][name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["lm", "lm-grouped", "lm-distances", "masked", "classes", "image"])
+def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Path) -> None:
+    run = family(kind)
+    given: Any = {
+        "image": Pictures(np.stack([picture(i) for i in range(12)]), ["one", "two", "three"] * 4),
+        "classes": [Example("abc"[: 1 + i % 3] + "d" * i, ("one", "two")[i % 2]) for i in range(12)],
+    }.get(kind, "abcab dcba " * 60)
+    learn, held_out = split(given, every=4)
+    smaller, report = prune(run, learn, held_out, Amount(count=3), tune_steps=2, judge_on=8)
+    assert report.before.heads == 8 and report.after.heads == 5 and report.after.parameters < report.before.parameters
+    assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
+    assert list(report.before.metrics) == (["accuracy"] if kind in ("image", "classes") else ["perplexity"])
+    save(smaller, report, tmp_path / "small", run.path)
+    loaded = Run.load(tmp_path / "small")
+    assert loaded.config == smaller.config and loaded.labels == run.labels and loaded.pixels == run.pixels
+    batches = batches_of(loaded, held_out)
+    assert loss(loaded.model, batches) == pytest.approx(report.after.loss, abs=1e-5)
+    silenced = {name: [0, 2] for name in attentions(run.model)}
+    assert loss(cut(run.model, silenced), batches) == pytest.approx(loss(run.model, batches, silenced), abs=1e-5)
+
+
+def test_hashed_heads_stay() -> None:
+    with pytest.raises(UserError, match="cannot be removed"):
+        prune(family("lm-hashed"), "abcab " * 40, "abcab " * 40, Amount(count=3))
 
 
 def test_pruning_a_run(tmp_path: Path) -> None:
@@ -217,6 +278,7 @@ def test_a_single_head_cannot_go() -> None:
 
 def test_no_source_is_learned_and_measured() -> None:
     doubled = [*EXAMPLES, *EXAMPLES]
-    learn, held_out = split(doubled, every=3)
+    halves: Any = split(doubled, every=3)
+    learn, held_out = halves
     assert len(learn) + len(held_out) == len(doubled)
     assert not {e.source for e in learn} & {e.source for e in held_out}

@@ -1,20 +1,37 @@
-"""Scoring a run on pairs: decode, compare, and say how sure the numbers are."""
+"""Scoring a run on what it has not seen: answer, compare, and say how sure the numbers are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from regard.data.stream import Units
+from regard.decode.crew import Crew
 from regard.decode.generate import Decoder
 from regard.decode.options import Options
 from regard.decode.score import score
 from regard.errors import UserError, one_of
-from regard.metrics import METRICS, SAMPLES, Measure, compare, compare_sums, measure, measure_perplexity
+from regard.label import Labelled
+from regard.label import classify as classify
+from regard.metrics import (
+    METRICS,
+    SAMPLES,
+    Measure,
+    Sums,
+    compare,
+    compare_sums,
+    measure,
+    measure_perplexity,
+    measure_ratio,
+)
 from regard.run import Run
 from regard.text.example import Example
+from regard.textscore import context_of, score_hidden, score_text
 
 
 @dataclass(frozen=True)
@@ -30,9 +47,9 @@ class Outputs:
 class Evaluation:
     """Scores by metric, and against another run the other's scores and the p-values of the differences."""
 
-    examples: int
+    examples: int  # of plain text: lines
     metrics: dict[str, Measure]
-    outputs: Outputs
+    outputs: Outputs | None = None
     others: dict[str, Measure] = field(default_factory=dict)
     p_values: dict[str, float] = field(default_factory=dict)
 
@@ -54,6 +71,14 @@ class Evaluation:
         return result
 
 
+Staff = Callable[[Decoder, int], AbstractContextManager[Decoder | Crew]]  # who decodes so many inputs
+
+
+def alone(decoder: Decoder, inputs: int) -> AbstractContextManager[Decoder]:
+    """No other process."""
+    return nullcontext(decoder)
+
+
 def evaluate(
     run: Run,
     examples: Sequence[Example],
@@ -61,6 +86,7 @@ def evaluate(
     metrics: Sequence[str] = (),
     against: Run | None = None,
     samples: int = SAMPLES,
+    staff: Staff = alone,
 ) -> Evaluation:
     """Evaluate a run; without `metrics`, those that fit its task. `samples` are those of the bootstrap, 0 for none."""
     if not examples:
@@ -70,11 +96,11 @@ def evaluate(
     for name in names:
         if name not in METRICS:
             raise one_of("metric", name, METRICS)
-    outputs = answer(run, examples, options, names)
+    outputs = answer(run, examples, options, names, staff)
     scores = {name: _measure(name, outputs, references, samples) for name in names}
     if against is None:
         return Evaluation(len(examples), scores, outputs)
-    theirs = answer(against, examples, options, names)
+    theirs = answer(against, examples, options, names, staff)
     others = {name: _measure(name, theirs, references, samples) for name in names}
     p_values = {name: _compare(name, outputs, theirs, references, samples or SAMPLES) for name in names}
     return Evaluation(len(examples), scores, outputs, others, p_values)
@@ -90,11 +116,14 @@ def default_metrics(run: Run, references: Sequence[str]) -> list[str]:
     return ["bleu", "chrf", "ter", "perplexity"]
 
 
-def answer(run: Run, examples: Sequence[Example], options: Options | None, metrics: Sequence[str]) -> Outputs:
+def answer(
+    run: Run, examples: Sequence[Example], options: Options | None, metrics: Sequence[str], staff: Staff = alone
+) -> Outputs:
     """Decode every source, and score every reference, if a metric asks for it."""
     texts, scored = [], []
     if set(metrics) - {"perplexity"}:
-        texts = [hypotheses[0].text for hypotheses in Decoder(run, options)(examples)]
+        with staff(Decoder(run, options), len(examples)) as decode:
+            texts = [hypotheses[0].text for hypotheses in decode(examples)]
     if "perplexity" in metrics:
         scored = list(score(run, examples, options))
     return Outputs(texts, [item.score for item in scored], [len(item.tokens) for item in scored])
@@ -111,3 +140,86 @@ def _compare(name: str, ours: Outputs, theirs: Outputs, references: Sequence[str
         sums = [(np.asarray(o.log_probabilities), np.asarray(o.symbols, float)) for o in (ours, theirs)]
         return compare_sums(sums[0], sums[1], samples)
     return compare(name, ours.texts, theirs.texts, references, samples)
+
+
+# Labels
+
+
+def evaluate_labels(
+    references: Sequence[str],
+    said: Sequence[Labelled],
+    others: Sequence[Labelled] | None = None,
+    samples: int = SAMPLES,
+) -> Evaluation:
+    """Evaluate told labels against the right ones; `others` are those of another run."""
+    if not references:
+        raise UserError("there is nothing to evaluate: not one usable example was found")
+    texts = [labelled.label for labelled in said]
+    outputs = Outputs(texts, [], [])
+    metrics = {"accuracy": measure("accuracy", texts, references, samples)}
+    if others is None:
+        return Evaluation(len(references), metrics, outputs)
+    theirs = [labelled.label for labelled in others]
+    p_value = compare("accuracy", texts, theirs, references, samples or SAMPLES)
+    other = {"accuracy": measure("accuracy", theirs, references, samples)}
+    return Evaluation(len(references), metrics, outputs, other, {"accuracy": p_value})
+
+
+# Plain text
+
+
+class TextScores(NamedTuple):
+    """Sums by line: what was asked for, how improbable it was, how often it scored highest, and the line's length."""
+
+    asked: np.ndarray
+    nll: np.ndarray
+    right: np.ndarray
+    characters: np.ndarray
+
+    def sums(self, name: str) -> Sums:
+        """Amount and total of a metric, by line; in the logarithm where it is a perplexity."""
+        if name == "bits_per_char":
+            return self.nll / math.log(2), self.characters
+        return (100 * self.right if name == "accuracy" else self.nll), self.asked
+
+    def measure(self, name: str, samples: int) -> Measure:
+        amounts, totals = self.sums(name)
+        return measure_ratio(amounts, totals, samples, exponential=name.endswith("perplexity"))
+
+
+def text_metrics(run: Run) -> tuple[str, ...]:
+    """What plain text is judged by, by the kind of model."""
+    if run.config.decoder is None:
+        return ("accuracy", "pseudo_perplexity", "loss")
+    return ("perplexity", "bits_per_char", "loss")
+
+
+def judge_text(run: Run, units: Units, context: int | None = None, memory: int | None = None) -> TextScores:
+    """Let a language model, or one that guesses hidden symbols, read a text."""
+    if run.config.decoder is not None:
+        judged = score_text(run, units.ids, context_of(run, context), memory)
+    else:
+        judged = score_hidden(run, units.ids, context_of(run, context))
+    lines = np.repeat(np.arange(len(units.symbols)), units.symbols)
+    asked, nll, right = (np.bincount(lines, x, len(units.symbols)) for x in (judged.asked, judged.nll, judged.right))
+    return TextScores(asked, nll, right, units.characters.astype(float))
+
+
+def evaluate_text(
+    run: Run,
+    scores: TextScores,
+    metrics: Sequence[str] = (),
+    others: TextScores | None = None,
+    samples: int = SAMPLES,
+) -> Evaluation:
+    """Evaluate what `judge_text` found; `others` is what it found for another run on the same text."""
+    names = list(metrics) or list(text_metrics(run))
+    for name in names:
+        if name not in text_metrics(run):
+            raise one_of("metric", name, text_metrics(run))
+    found = {name: scores.measure(name, samples) for name in names}
+    if others is None:
+        return Evaluation(len(scores.nll), found)
+    theirs = {name: others.measure(name, samples) for name in names}
+    p_values = {name: compare_sums(scores.sums(name), others.sums(name), samples or SAMPLES) for name in names}
+    return Evaluation(len(scores.nll), found, None, theirs, p_values)

@@ -11,35 +11,36 @@ from typing import NamedTuple
 
 import torch
 
-from regard.data.order import batches
-from regard.data.prepare import Prepared, open_prepared, prepare
+from regard.data.corpus import Corpus
+from regard.data.images import Images
+from regard.data.prepare import Prepared, PreparedImages, open_prepared, prepare
+from regard.data.stream import Stream
+from regard.data.vocabulary import Base
 from regard.decode.alignment import choose_heads, save_heads
-from regard.decode.generate import generate
-from regard.decode.options import Options
 from regard.errors import UserError
 from regard.files import write_json
-from regard.metrics import measure
+from regard.inspect.shut import cut_shut_heads, gate_heads, restore_uncut
 from regard.model import Model, on_meta
-from regard.presets import preset
 from regard.run import Run, RunConfig, read_config
 from regard.settings import Recipe
-from regard.train.budget import DEFAULT_MINUTES, Budget
+from regard.train.budget import Budget
 from regard.train.card import write_card
 from regard.train.checkpoint import TRAINING, Checkpoints
-from regard.train.choose import choose_preset, choose_workers
 from regard.train.curve import draw_curve
-from regard.train.feed import Feed
 from regard.train.launch import Workers, leave_with_parent
-from regard.train.machine import bf16_problem, choose_device, cores, tune_allocator
-from regard.train.progress import Progress, Scores
+from regard.train.machine import choose_device, cores, tune_allocator
+from regard.train.progress import Progress
 from regard.train.record import begun, require_free, resumed_recipe, save_recipe, saved_recipe
+from regard.train.resolve import resolve, share_out
+from regard.train.start import choose_trained, fresh_weights, load_start, open_base, plan_start
 from regard.train.talk import Silence, Talk, make_talk, score
-from regard.train.trainer import Trainer
-from regard.train.valid import ValidLoss, spread
+from regard.train.task import make_feed, make_valid, model_config
+from regard.train.trainer import Trainer, Validate
 from regard.train.world import World, join, meet, started_by_others
+from regard.validate import Validation
 
 DATA = "data"  # in the training directory
-DECODED_EXAMPLES = 1_000  # validated by decoding, at most
+UNCUT = "uncut"  # there too: what the run was before heads were cut
 
 
 class Report(NamedTuple):
@@ -126,6 +127,8 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Talk, processes: int
     if resume and begun(path):
         saved = saved_recipe(path)
         recipe = resumed_recipe(recipe, saved, path)
+        if _finished(recipe, path) is None:
+            restore_uncut(path, path / TRAINING / UNCUT)
         if recipe != saved:
             save_recipe(recipe, path)
         return recipe
@@ -133,63 +136,24 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Talk, processes: int
         talk.say(f"{path}: no run to resume, a new one begins")
     else:
         require_free(path)
-    prepared = prepare(recipe, path / TRAINING / DATA)
+    base = open_base(recipe)
+    prepared = prepare(recipe, path / TRAINING / DATA, base=base and Base(base.codec, base.config.labels))
     for note in prepared.notes:
         talk.say(note)
-    recipe = _resolve(recipe, prepared, talk, processes)
-    codec = prepared.codec
-    config = preset(
-        recipe.preset, source_vocab=codec.source_vocab, target_vocab=codec.target_vocab, changes=recipe.model
-    )
-    if config.encoder is None or config.decoder is None:
-        raise UserError(f"preset {recipe.preset}: training needs a model with an encoder and a decoder")
+    recipe = resolve(recipe, prepared, talk)
+    config = model_config(recipe, prepared, base and base.config)
+    recipe = share_out(recipe, make_feed(recipe, prepared, config, World()), config, talk, processes)
+    plan_start(recipe, config, prepared.labels, path / TRAINING, talk)
     try:
+        codec = prepared.codec
         codec.save(path)
     except OSError as error:
         raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
     save_recipe(recipe, path)
-    write_json(path / "config.json", RunConfig(model=config, text=codec.config).model_dump(mode="json"))
+    pixels = prepared.pixels if isinstance(prepared, PreparedImages) else None
+    made = RunConfig(model=config, text=codec.config, labels=prepared.labels, pixels=pixels)
+    write_json(path / "config.json", made.model_dump(mode="json"))
     return recipe
-
-
-def _resolve(recipe: Recipe, prepared: Prepared, talk: Talk, processes: int) -> Recipe:
-    """Fill in what the recipe leaves open, and say so."""
-    train, text, corpus = recipe.train, recipe.text, prepared.train
-    device = choose_device(train.device)
-    changes: dict[str, object] = {"device": device.type} if train.device == "auto" else {}
-    if train.minutes is None and train.steps is None and train.epochs is None:
-        changes["minutes"] = DEFAULT_MINUTES
-        talk.say(f"budget: {DEFAULT_MINUTES:g} minutes, since none is given")
-    problem = bf16_problem(device) if train.precision == "bf16" else None
-    if problem:
-        changes["precision"] = "fp32"
-        talk.say(f"precision: fp32 instead of bf16: {problem}")
-    if processes > 1:
-        changes["workers"] = processes
-    else:
-        cut = batches(
-            corpus.source_lengths, corpus.target_lengths, train.seed, 0, train.batch_tokens, train.batch_examples
-        )
-        workers = choose_workers(train, device.type, cores(), len(corpus), len(cut))
-        changes["workers"] = int(workers.value)
-        if not train.workers:
-            talk.say(f"processes: {workers.value}, {workers.reason}")
-    name = recipe.preset
-    if name == "auto":
-        symbols = int(corpus.source_lengths.sum() + corpus.target_lengths.sum())
-        name, reason = choose_preset(len(corpus), symbols, device.type)
-        talk.say(f"preset: {name}, {reason}")
-    found = prepared.codec.config
-    tokens = {
-        side: getattr(found, side) for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"
-    }
-    return recipe.model_copy(
-        update={
-            "preset": name,
-            "text": text.model_copy(update=tokens),
-            "train": train.model_copy(update=changes),
-        }
-    )
 
 
 # Training
@@ -204,20 +168,30 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
     torch.manual_seed(train.seed)  # the same weights in every process
     model = Model(read_config(path).model).to(world.device)
     parameters = sum(p.numel() for p in model.parameters())
-    validation = Validation(prepared, recipe, model, world)
+    if train.start_from is not None and Checkpoints(path).progress() is None:
+        load_start(model, prepared.labels, train.start_from)
+    special = choose_trained(model, train, fresh_weights(path / TRAINING))
+    if train.l0:
+        gate_heads(model)
+    validation: Validate = make_valid(recipe, prepared, model.config, world)
+    if isinstance(prepared, Prepared) and recipe.task == "pairs":
+        validation = Validation(prepared, recipe, model, world)
+    sizes = _size(prepared.train), _size(prepared.valid)
     start = {
         "preset": recipe.preset,
         "parameters": parameters,
-        "examples": len(prepared.train),
-        "valid_examples": len(prepared.valid),
+        "examples": sizes[0],
+        "valid_examples": sizes[1],
         "device": world.device.type,
         "workers": world.size,
     }
-    feed = Feed(prepared.train, model.config, train, world)
+    feed = make_feed(recipe, prepared, model.config, world)
     talk.say(
-        f"model: {recipe.preset}, {parameters:,} parameters; {world.device.type}, {world.size} "
-        f"process{'es' * (world.size > 1)}; {feed.batches_in(0):,} batches per epoch"
+        f"model: {recipe.train.start_from or recipe.preset}, {parameters:,} parameters; {world.device.type}, "
+        f"{world.size} process{'es' * (world.size > 1)}; {feed.batches_in(0):,} batches per epoch"
     )
+    if special:
+        talk.say(special)
 
     def conclude(progress: Progress) -> None:
         talk.close()
@@ -227,12 +201,15 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
             recipe,
             progress,
             parameters=parameters,
-            examples=(len(prepared.train), len(prepared.valid)),
+            examples=sizes,
             notes=prepared.notes,
-            signatures=validation.signatures,
+            signatures=getattr(validation, "signatures", {}),
         )
         best = progress.best
-        if best is not None:  # alignments are asked of the heads that align best on examples not trained on
+        if train.l0 and best is not None:
+            talk.say(cut_shut_heads(path, path / TRAINING / UNCUT))
+        if best is not None and isinstance(prepared, Prepared) and recipe.task == "pairs":
+            # Alignments are asked of the heads that align best on examples not trained on.
             save_heads(path, choose_heads(Run.load(path), prepared.valid_examples))
         kept = "" if best is None else f": {score(train.metric, best.value)} on the validation examples"
         talk.say(f"the model is in {path}{kept}")
@@ -241,38 +218,9 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
     return Report(path, progress, train.metric, parameters)
 
 
-class Validation:
-    """Scores a model on the validation examples, each process on its share."""
-
-    def __init__(self, prepared: Prepared, recipe: Recipe, model: Model, world: World) -> None:
-        self._codec = prepared.codec
-        self._metric = recipe.train.metric
-        self._world = world
-        # An untrained model never ends; what is longer than any reference by a fifth is wrong whatever follows.
-        longest = int(prepared.valid.target_lengths.max()) * 6 // 5 + 5
-        self._options = Options(beam=recipe.train.validate_beam, max_length=longest)
-        self._loss = ValidLoss(prepared.valid, model.config, recipe.train.batch_tokens, world)
-        rows = spread(len(prepared.valid_examples), DECODED_EXAMPLES)
-        self._examples = [prepared.valid_examples[row] for row in rows]
-        self.signatures: dict[str, str] = {}
-
-    def __call__(self, model: Model) -> Scores:
-        scores = {"loss": self._loss(model)}
-        if self._metric != "loss":
-            result = measure(self._metric, self._decoded(model), [e.target or "" for e in self._examples], samples=0)
-            scores[self._metric] = result.score
-            if result.signature:
-                self.signatures[self._metric] = result.signature
-        return scores
-
-    def _decoded(self, model: Model) -> list[str]:
-        rank, size = self._world.rank, self._world.size
-        run = Run(model.config, self._codec, model, Path())
-        mine = [best.text for best, *_ in generate(run, self._examples[rank::size], self._options)]
-        texts = [""] * len(self._examples)
-        for other, part in enumerate(self._world.gather_json(mine)):
-            texts[other::size] = part
-        return texts
+def _size(part: Corpus | Stream | Images) -> int:
+    """How much there is: examples, or characters of plain text."""
+    return part.characters if isinstance(part, Stream) else len(part)
 
 
 def main() -> None:

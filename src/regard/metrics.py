@@ -1,10 +1,13 @@
-"""How good outputs are: pure functions of hypotheses and references. Everything but perplexity is in percent, 0 to 100.
+"""How good outputs are: pure functions of hypotheses and references. Shares are in percent, 0 to 100.
 
 accuracy    sequences that are right in full
 wer         sequences that are wrong, 100 - accuracy: the word error rate of pronunciation and inflection tasks
 per, cer    edits needed, per symbol (separated by spaces) or character of the references
 bleu, chrf, ter    by sacrebleu, with its signature
 perplexity  exp of the mean negative log-probability of a symbol
+
+For plain text also: loss, that mean itself; bits_per_char, the same sum in bits per character; pseudo_perplexity, the
+perplexity of hidden symbols given all that is around them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ Sums = tuple[np.ndarray, np.ndarray]  # per example: an amount, and what it is a
 
 SAMPLES = 1000
 SEED = 12345  # also sacrebleu's own
-LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity"})
+LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity", "pseudo_perplexity", "loss", "bits_per_char"})
 
 
 class Measure(NamedTuple):
@@ -103,6 +106,13 @@ def measure_perplexity(log_probabilities: Sequence[float], symbols: Sequence[int
     return _interval(sums, _perplexities, samples)
 
 
+def measure_ratio(
+    amounts: np.ndarray, totals: np.ndarray, samples: int = SAMPLES, exponential: bool = False
+) -> Measure:
+    """A ratio of sums, or exp of it, with its interval; the resampled unit is what each number is about."""
+    return _interval((amounts, totals), _perplexities if exponential else _means, samples)
+
+
 def compare(name: str, hypotheses: Texts, others: Texts, references: Texts, samples: int = SAMPLES) -> float:
     """p-value of the difference between two systems on the same examples, by paired bootstrap resampling."""
     if name in RATIOS:
@@ -156,6 +166,10 @@ def _percent(sums: Sums) -> float:
 def _shares(amounts: Any, totals: Any) -> np.ndarray:
     # Without a single reference symbol every edit counts in full.
     return np.asarray(100 * np.asarray(amounts) / np.maximum(totals, 1))
+
+
+def _means(amounts: Any, totals: Any) -> np.ndarray:
+    return np.asarray(amounts / np.maximum(totals, 1))
 
 
 def _perplexities(amounts: Any, totals: Any) -> np.ndarray:

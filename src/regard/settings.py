@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,25 @@ from regard.errors import UserError, closest
 Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
 LOWER_IS_BETTER = frozenset({"loss", "wer", "per"})
+
+# pairs     source to target                                   an encoder and a decoder
+# lm        the next symbol of plain text                      a decoder
+# masked    hidden symbols of plain text                       an encoder
+# span      hidden stretches of plain text, one after another  an encoder and a decoder
+# classify  text to one of a few labels                        an encoder with classes
+# image     picture to one of a few labels                     an encoder with patches and classes
+Task = Literal["pairs", "lm", "masked", "span", "classify", "image"]
+TEXT_TASKS = ("lm", "masked", "span")
+CONTEXT = 256
+# What is not said in a recipe, where a task wants it otherwise than pairs do.
+TASK_TRAINING: dict[str, dict[str, Any]] = {
+    "lm": {"label_smoothing": 0.0, "context": CONTEXT},
+    "masked": {"label_smoothing": 0.0, "context": CONTEXT},
+    "span": {"label_smoothing": 0.0, "context": CONTEXT},
+    "classify": {"label_smoothing": 0.0, "metric": "accuracy"},
+    "image": {"label_smoothing": 0.0, "metric": "accuracy", "batch_examples": 64},
+}
+TASK_METRICS = {"lm": ("loss",), "masked": ("loss", "accuracy"), "span": ("loss",)}
 
 
 class Text(Value):
@@ -27,9 +46,9 @@ class Text(Value):
 
 
 class Data(Value):
-    """Where examples come from. Either `train` (a TSV) or `source` and `target` (parallel files); `.gz` of either."""
+    """Where examples come from. Either `train` or `source` and `target` (parallel files); `.gz` of either."""
 
-    train: str | None = None
+    train: str | None = None  # a TSV of pairs, plain text, or an .npz of images, as the task has it
     source: str | None = None
     target: str | None = None
     valid: str | None = None
@@ -78,6 +97,23 @@ class Train(Value):
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "auto"
     workers: int = Field(default=0, ge=0)  # processes; 0: one per core on a CPU, one elsewhere
+    context: Count | None = None  # lm, masked, span: symbols of text in a row of a batch
+    mask_rate: float = Field(default=0.15, gt=0, lt=1)  # masked: share of symbols to predict
+    span_rate: float = Field(default=0.15, gt=0, lt=1)  # span: share of symbols to hide
+    span_mean: float = Field(default=3.0, ge=1)  # span: mean length of what is hidden in one piece
+    # How hard heads are pressed to be done without: what all of them cost, in loss per symbol; 0: they are free.
+    l0: float = Field(default=0.0, ge=0)
+    start_from: str | None = None  # a run whose weights and text to begin with
+    parts: tuple[str, ...] | None = None  # names of weights (or how they begin) that are trained; None: all
+    lora: int = Field(default=0, ge=0)  # rank of adapters, which are then all that is trained; 0: none
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None  # None: twice the rank
+    lora_on: tuple[str, ...] = ("attention", "cross", "feed_forward")  # what gets adapters
+
+    @field_validator("parts", "lora_on", mode="before")
+    @classmethod
+    def _names(cls, names: Any) -> Any:
+        """One name, or several with commas, as they are written on a command line."""
+        return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
 
     @field_validator("device")
     @classmethod
@@ -88,8 +124,9 @@ class Train(Value):
 
 
 class Recipe(Value):
-    """A complete order: model, text, data, training."""
+    """A complete order: task, model, text, data, training."""
 
+    task: Task = "pairs"
     preset: str = "auto"
     model: dict[str, Any] = Field(
         default_factory=dict
@@ -109,6 +146,23 @@ class Recipe(Value):
             raise ValueError("data: give either valid (a TSV) or valid_source and valid_target, not both")
         if (data.valid_source is None) != (data.valid_target is None):
             raise ValueError("data: valid_source and valid_target belong together")
+        if self.task != "pairs" and (data.source or data.valid_source):
+            raise ValueError(f"data: task {self.task} takes one file (train, and valid), not source and target")
+        return self
+
+    @model_validator(mode="after")
+    def _task_defaults(self) -> Recipe:
+        """Settle what the task decides. It does not count as having been said, so that resuming may leave it out."""
+        train = self.train.model_copy()
+        train.__dict__.update(
+            {key: value for key, value in TASK_TRAINING.get(self.task, {}).items() if key not in train.model_fields_set}
+        )
+        self.__dict__["train"] = train
+        if train.scheduled_sampling and self.task not in ("pairs", "span"):
+            raise ValueError(f"train.scheduled_sampling: task {self.task} has no output of its own to be fed back")
+        allowed = TASK_METRICS.get(self.task, ("loss", "accuracy") if self.task != "pairs" else get_args(Metric))
+        if train.metric not in allowed:
+            raise ValueError(f"train.metric: task {self.task} is judged by {' or '.join(allowed)}, not {train.metric}")
         return self
 
 
@@ -150,20 +204,28 @@ def _paths(key: str) -> list[list[str]]:
     parts = key.split(".")
     sections: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
     if len(parts) > 1:
-        if parts[0] in ("encoder", "decoder", "ids"):
+        if parts[0] in ("encoder", "decoder", "ids", "patches"):
             parts = ["model", *parts]
+        if parts[0] in ("rotary", "axial", "lsh"):
+            return [["model", tower, *parts] for tower in ("encoder", "decoder")]
         if parts[0] not in ("model", *sections):
             raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *sections])}")
         if parts[0] == "model" and len(parts) == 2 and parts[1] in Stack.model_fields:
             return _both_towers(parts[1])
         return [parts]
-    if key == "preset":
+    if key in ("preset", "task"):
         return [[key]]
     homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
     if key in {**Stack.model_fields, **Config.model_fields}:
         homes.append(f"model.{key}")
     if not homes:
-        known = [*Stack.model_fields, *Config.model_fields, *(f for s in sections.values() for f in s.model_fields)]
+        known = [
+            "preset",
+            "task",
+            *Stack.model_fields,
+            *Config.model_fields,
+            *(f for s in sections.values() for f in s.model_fields),
+        ]
         raise UserError(f"--set {key}: no such key{closest(key, known)}")
     if len(homes) > 1:
         raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from regard.data import prepare as module
+from regard.data import vocabulary
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.errors import UserError
 from regard.settings import load_recipe
@@ -134,7 +135,7 @@ def test_held_out_text_is_not_learned_from(tmp_path: Path) -> None:
 
 
 def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "LEARNED_LINES", 100)
+    monkeypatch.setattr(vocabulary, "LEARNED_LINES", 100)
     seen: list[int] = []
     train = module.Tokenizer.train
     monkeypatch.setattr(
@@ -153,11 +154,11 @@ def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
 
 def test_scripts_without_spaces_are_learned_from_less_text() -> None:
     spaced, unbroken = ["some words " * 5] * 10, ["文" * 55] * 10
-    assert module._share("char", spaced, 10**7) == 10**7
-    assert module._share("bpe:8000", spaced, 500) == 500
-    assert module._share("bpe:8000", spaced, 10**7) * 55 <= module.LEARNED_TEXT
-    assert module._share("bpe:8000", unbroken, 10**7) * 55 <= module.UNBROKEN_TEXT["bpe"]
-    assert module._share("unigram:8000", ["x" * 10**6], 10**7) == 1
+    assert vocabulary.share("char", spaced, 10**7) == 10**7
+    assert vocabulary.share("bpe:8000", spaced, 500) == 500
+    assert vocabulary.share("bpe:8000", spaced, 10**7) * 55 <= vocabulary.LEARNED_TEXT
+    assert vocabulary.share("bpe:8000", unbroken, 10**7) * 55 <= vocabulary.UNBROKEN_TEXT["bpe"]
+    assert vocabulary.share("unigram:8000", ["x" * 10**6], 10**7) == 1
 
 
 def test_stdin_and_pipes_are_read_once(tmp_path: Path, monkeypatch) -> None:
@@ -236,3 +237,49 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(module, "_make", slowly)
     with pytest.raises(UserError, match="changed while it was read"):
         made(tmp_path / "data", {"train": path})
+
+
+# Labels
+
+
+def labelled(path: Path, *rows: tuple[str, str], valid: list[tuple[str, str]] | None = None) -> Prepared:
+    data = {"train": table(path / "t.tsv", list(rows))}
+    if valid is not None:
+        data["valid"] = table(path / "v.tsv", valid)
+    return prepare(load_recipe({"task": "classify", "data": data}), path / "data")
+
+
+def test_labels_are_whole_strings(tmp_path: Path) -> None:
+    rows = [(word, "so so" if index % 3 else "good") for index, word in enumerate(WORDS)]
+    prepared = labelled(tmp_path, *rows)
+    assert prepared.labels == ("good", "so so") == open_prepared(tmp_path / "data").labels
+    names = dict(rows)
+    assert prepared.codec.shared and prepared.codec.frame == "both"
+    ids = prepared.codec.ids
+    for index in range(len(prepared.train)):
+        row = prepared.train.source(index).tolist()
+        assert (row[0], row[-1]) == (ids.sos, ids.eos)
+        (number,) = prepared.train.target(index).tolist()
+        assert prepared.labels[number] == names[prepared.codec.source.decode(row)]
+
+
+def test_labels_that_training_lacks_are_skipped(tmp_path: Path) -> None:
+    rows = [(word, str(index % 2)) for index, word in enumerate(WORDS)]
+    prepared = labelled(tmp_path, *rows, valid=[("aa", "1"), ("bb", "new")])
+    assert [example.target for example in prepared.valid_examples] == ["1"]
+    assert any("label that training does not have" in note and "v.tsv:2" in note for note in prepared.notes)
+    with pytest.raises(UserError, match="no validation example is left"):
+        labelled(tmp_path, *rows, valid=[("bb", "new")])
+
+
+def test_one_label_teaches_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="same label, 'x'"):
+        labelled(tmp_path, *((word, "x") for word in WORDS))
+
+
+def test_labels_that_are_none(tmp_path: Path, monkeypatch) -> None:
+    from regard.data import scan
+
+    monkeypatch.setattr(scan, "LABELS", 10)
+    with pytest.raises(UserError, match=r"t\.tsv:11: more than 10 different labels"):
+        labelled(tmp_path, *((word, word) for word in WORDS))

@@ -7,7 +7,7 @@ from backwards import MakeRecipe
 
 from regard.data.prepare import prepare
 from regard.presets import preset
-from regard.train.feed import Feed
+from regard.train.feed import CorpusFeed
 from regard.train.world import World
 
 
@@ -16,9 +16,9 @@ def feeds(recipe: MakeRecipe, tmp_path: Path):  # type: ignore[no-untyped-def]
     prepared = prepare(recipe(), tmp_path / "data")
     config = preset("transformer-tiny", 50)
 
-    def make(size: int, **settings: int) -> list[Feed]:
+    def make(size: int, **settings: int) -> list[CorpusFeed]:
         train = recipe(**settings).train
-        return [Feed(prepared.train, config, train, World(rank, size)) for rank in range(size)]
+        return [CorpusFeed(prepared.train, config, train, World(rank, size)) for rank in range(size)]
 
     return make
 

@@ -17,6 +17,10 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Processor threads. (default: 1 for a small model, else one per core)")
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes. (default: one per core for many lines and a small model, else 1)"),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
 Columns = Annotated[

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from regard.data.account import Account
+    from regard.data.source import Located
 
 EXAMPLE = "regard score runs/g2p pairs.tsv --json"
 
@@ -29,6 +35,8 @@ def command(
 
     Scores are natural logarithms, the end symbol included. Plain output is one number per line of PAIRS, nan where
     the line could not be used. With --json the number of every symbol is given too.
+
+    For a language model, a line is a text, or a prompt and how it goes on, separated by a tab.
     """
     from itertools import tee
 
@@ -39,7 +47,11 @@ def command(
     runs = open_runs([run, *(ensemble or [])], device, threads)
     account = Account(strict)
     options = Options.of(**({} if batch_tokens is None else {"batch_tokens": batch_tokens}))
-    ahead, behind = tee(pairs_of(pairs, target, columns, runs[0].codec.columns).read(account))
+    if runs[0].config.encoder is None and target is None and columns is None:
+        located = _texts(pairs, account)
+    else:
+        located = pairs_of(pairs, target, columns, runs[0].codec.columns).read(account)
+    ahead, behind = tee(located)
     printed = 0
     for scored, (number, example) in zip(score(runs, (item.example for item in ahead), options), behind, strict=False):
         if json:
@@ -54,3 +66,20 @@ def command(
             out("nan")
     if account.skipped:
         talk(account.summary())
+
+
+def _texts(path: str, account: Account) -> Iterator[Located]:
+    """Lines that are a text, which goes on from nothing, or a prompt and how it goes on."""
+    from regard.data.account import BLANK, COLUMNS
+    from regard.data.lines import read_lines, shown
+    from regard.data.source import Located
+    from regard.text.example import Example
+
+    for number, text, problem in read_lines(path):
+        account.read += 1
+        *prompt, rest = text.split("\t")
+        reason = problem or (BLANK if not text.strip() else COLUMNS if len(prompt) > 1 else None)
+        if reason:
+            account.skip(reason, f"{shown(path)}:{number}")
+        else:
+            yield Located(number, Example("".join(prompt), rest))

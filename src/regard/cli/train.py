@@ -1,4 +1,4 @@
-"""`regard train`: from pairs to a run."""
+"""`regard train`: from data to a run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ def command(
         str | None, typer.Argument(metavar="RECIPE", help="A TOML file, or the name of a shipped one.")
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="RUN", help="The run directory to write.")] = None,
-    data: Annotated[str | None, typer.Option(help="Training pairs: a TSV, or its .gz.", rich_help_panel=DATA)] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="pairs, lm, masked, span, classify or image. (default: pairs)", rich_help_panel=DATA),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A TSV of pairs, plain text, or an .npz of images, as the task has it.", rich_help_panel=DATA
+        ),
+    ] = None,
     source: Annotated[
         str | None, typer.Option(help="Sources, one per line; goes with --target.", rich_help_panel=DATA)
     ] = None,
     target: Annotated[str | None, typer.Option(help="Targets, one per line.", rich_help_panel=DATA)] = None,
     valid: Annotated[
-        str | None, typer.Option(help="Validation pairs; without them some are set apart.", rich_help_panel=DATA)
+        str | None,
+        typer.Option(help="Validation data of the same kind; without it some is set apart.", rich_help_panel=DATA),
     ] = None,
     valid_source: Annotated[str | None, typer.Option(help="Validation sources.", rich_help_panel=DATA)] = None,
     valid_target: Annotated[str | None, typer.Option(help="Validation targets.", rich_help_panel=DATA)] = None,
@@ -36,6 +46,10 @@ def command(
     ] = False,
     preset: Annotated[
         str | None, typer.Option(help="The model to start from; `regard info` lists them.", rich_help_panel=MODEL)
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN", help="Start from a run's weights and text.", rich_help_panel=MODEL),
     ] = None,
     source_tokens: Annotated[
         str | None,
@@ -55,17 +69,22 @@ def command(
     ] = False,
     settings: Set = None,
 ) -> None:
-    """Train a model on pairs and write a run directory.
+    """Train a model and write a run directory.
 
     Without a recipe or options, tokens and model are chosen from the data; the choices are printed and saved. Options
     change a recipe, --set changes both. Paths, those in a recipe too, are relative to the current directory.
+
+    Tasks: pairs (source to target), lm (plain text, the next symbol), masked (plain text, hidden symbols), span (plain
+    text, hidden stretches), classify (text to a label), image (picture to a label).
     """
     from regard.errors import UserError
 
     if out is None:
         raise UserError("--out RUN is missing: the directory that the run is written to")
     told = {
+        "task": task,
         "preset": preset,
+        "train.start_from": from_,
         "data.train": data,
         "data.source": source,
         "data.target": target,

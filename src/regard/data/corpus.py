@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,12 @@ from regard.config import Config
 from regard.data.account import LONG, Account
 from regard.data.source import Located, Source
 from regard.errors import UserError
-from regard.text.codec import Codec
 from regard.text.example import Example
-from regard.text.library import IDS, threads
+from regard.text.library import threads
 
 FORMAT = 1
 SIDES = ("source", "target")
+Rows = Sequence[Sequence[int]]
 CHUNK = 8192  # examples tokenised at a time
 CHUNK_TEXT = 1_000_000  # characters tokenised at a time
 SMALL = 64 << 20  # bytes of a file that is mapped into memory
@@ -72,48 +72,79 @@ class Corpus:
         return self._target.lengths
 
 
-class _Side:
-    """The rows of one side. In memory are only the offsets."""
+class Flat:
+    """Ids in one long file, read as needed."""
 
-    def __init__(self, path: Path, side: str, meta: dict[str, Any]) -> None:
-        self._offsets = np.fromfile(path / f"{side}.offsets", np.int64)
-        self._dtype = np.dtype(meta["dtype"][side])
-        self.lengths: Lengths = np.diff(self._offsets).astype(np.int32)
-        flat = path / f"{side}.bin"
-        size = flat.stat().st_size
-        if len(self.lengths) != meta["examples"] or size != self._offsets[-1] * self._dtype.itemsize:
-            raise ValueError(f"{side}.bin and {side}.offsets do not fit together")
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._dtype = np.dtype(dtype)
+        size = path.stat().st_size
+        self._length = size // self._dtype.itemsize
         # Pages of a large map would count as our memory for as long as nobody else needs it; reading leaves them to
         # the system, and costs little more.
         self._mapped: NDArray[Any] | None = None
         if size > SMALL and hasattr(os, "pread"):
-            self._file = os.open(flat, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             weakref.finalize(self, os.close, self._file)
         else:
-            self._mapped = np.asarray(np.memmap(flat, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
+            self._mapped = np.asarray(np.memmap(path, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
 
-    def row(self, index: int) -> Row:
-        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+    def __len__(self) -> int:
+        return self._length
+
+    def cut(self, start: int, end: int) -> Row:
+        """The ids from one place to another."""
         if self._mapped is not None:
             return self._mapped[start:end]
         width = self._dtype.itemsize
         return np.frombuffer(os.pread(self._file, (end - start) * width, start * width), self._dtype)
 
 
+def dtype_for(vocab: int) -> str:
+    """The smallest type that holds the ids of a vocabulary."""
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+class _Side:
+    """The rows of one side. In memory are only the offsets."""
+
+    def __init__(self, path: Path, side: str, meta: dict[str, Any]) -> None:
+        self._offsets = np.fromfile(path / f"{side}.offsets", np.int64)
+        self.lengths: Lengths = np.diff(self._offsets).astype(np.int32)
+        self._flat = Flat(path / f"{side}.bin", meta["dtype"][side])
+        if len(self.lengths) != meta["examples"] or len(self._flat) != self._offsets[-1]:
+            raise ValueError(f"{side}.bin and {side}.offsets do not fit together")
+
+    def row(self, index: int) -> Row:
+        return self._flat.cut(int(self._offsets[index]), int(self._offsets[index + 1]))
+
+
+class Encoder(NamedTuple):
+    """How examples become ids: the rows of both sides, how many different ids those have, and which one is unknown."""
+
+    encode: Callable[[Sequence[Example]], tuple[Rows, Rows]]
+    vocabs: tuple[int, int]
+    unknown: tuple[int | None, int | None]
+
+
 class CorpusWriter:
     """Tokenise examples and write them as a corpus, chunk by chunk; at the end of the `with` block it is complete."""
 
     def __init__(
-        self, directory: str | Path, codec: Codec, source: Source, account: Account, max_length: int, keep: bool = False
+        self,
+        directory: str | Path,
+        encoder: Encoder,
+        source: Source,
+        account: Account,
+        max_length: int,
+        keep: bool = False,
     ) -> None:
         self.path = Path(directory)
         self.path.mkdir(parents=True)
         self.examples: list[Example] | None = [] if keep else None  # what was written, if wanted
         self.unknown = dict.fromkeys(SIDES, 0)
         self.symbols = dict.fromkeys(SIDES, 0)
-        self._codec, self._where, self._account, self._max_length = codec, source, account, max_length
-        sizes = {"source": codec.source_vocab, "target": codec.target_vocab}
-        self._dtype = {side: "uint16" if size <= 1 << 16 else "uint32" for side, size in sizes.items()}
+        self._encoder, self._where, self._account, self._max_length = encoder, source, account, max_length
+        self._dtype = {side: dtype_for(vocab) for side, vocab in zip(SIDES, encoder.vocabs, strict=True)}
         self._files = {name: (self.path / name).open("wb") for s in SIDES for name in (f"{s}.bin", f"{s}.offsets")}
         for side in SIDES:
             self._files[f"{side}.offsets"].write(np.zeros(1, np.int64).tobytes())
@@ -130,8 +161,7 @@ class CorpusWriter:
     def _flush(self) -> None:
         waiting, self._waiting, self._text = self._waiting, [], 0
         with threads():
-            sources = self._codec.encode_source([located.example for located in waiting])
-            targets = self._codec.encode_target([located.example.target or "" for located in waiting])
+            sources, targets = self._encoder.encode([located.example for located in waiting])
         kept = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             longest = max(len(source), len(target)) - 1  # the end symbol is not the user's
@@ -153,7 +183,8 @@ class CorpusWriter:
         self._files[f"{side}.bin"].write(flat.tobytes())
         self._files[f"{side}.offsets"].write((ends + self.symbols[side]).tobytes())
         self.symbols[side] += total
-        self.unknown[side] += int(np.count_nonzero(flat == IDS.unk))
+        unknown = self._encoder.unknown[SIDES.index(side)]
+        self.unknown[side] += 0 if unknown is None else int(np.count_nonzero(flat == unknown))
 
     def __enter__(self) -> CorpusWriter:
         return self

@@ -13,16 +13,20 @@ from regard.text.example import Example
 
 SAMPLE = 10_000  # examples looked at, drawn from all; taking every nth would fall for patterns in the file
 CUT = 1_000  # characters looked at of each
+LABELS = 10_000
 FEATURES = 50_000  # distinct ones; more are no features
 
 
 class Scan:
     """What one pass over the training data tells."""
 
-    def __init__(self, source: Source, separator: str, strict: bool, splitter: Splitter | None) -> None:
+    def __init__(
+        self, source: Source, separator: str, strict: bool, splitter: Splitter | None, labelled: bool = False
+    ) -> None:
         self.account = Account(strict)
         self.sample: list[Example] = []
         self.held_out = 0
+        self.labels: set[str] = set()  # the different targets, where those are labels
         features: set[str] = set()
         fields: set[str] = set()
         random = Random(0)
@@ -33,6 +37,13 @@ class Scan:
                 self.sample[chance] = _short(example)
             if splitter is not None:
                 splitter.see(example.source)
+            if labelled:
+                self.labels.add(example.target or "")
+                if len(self.labels) > LABELS:
+                    raise UserError(
+                        f"{source.place(number)}: more than {LABELS:,} different labels so far; are the columns in "
+                        f"this order: {','.join(source.columns)}?"
+                    )
             if example.features and example.features not in fields:
                 names = split_features(example.features, separator)
                 features.update(names)

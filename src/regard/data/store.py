@@ -16,6 +16,10 @@ from regard.settings import Recipe
 def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str, str | None]:
     """What prepared data depends on, by name; None for a file that is gone or can be read only once."""
     marks: dict[str, str | None] = {f"text.{key}": str(value) for key, value in recipe.text.model_dump().items()}
+    if recipe.task != "pairs":
+        marks["task"] = recipe.task
+    if recipe.train.start_from is not None:
+        marks["train.start_from"] = recipe.train.start_from
     marks["data.columns"] = ",".join(train.columns)
     marks["data.max_length"] = str(recipe.data.max_length)
     if valid is None:

@@ -74,6 +74,9 @@ class Checkpoints:
         data = read_json(path)
         return parse(Progress, data if isinstance(data, dict) else {}, str(path))
 
+    def has(self, step: int, part: str) -> bool:
+        return (self._directory(step) / f"{part}.safetensors").is_file()
+
     def tensors(self, step: int, part: str) -> Tensors:
         """One group of tensors of a saved step."""
         return read_tensors(self._directory(step) / f"{part}.safetensors")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
 
 from regard.batch import Batch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
+from regard.data.images import Images, Pixels
 from regard.data.order import Indices, batches
 from regard.settings import Train
+from regard.train.rows import image_batch
 from regard.train.world import World
 
 
@@ -20,48 +26,104 @@ class Portion(NamedTuple):
     examples: int
     tokens: int  # target symbols
     symbols: int  # of both sides
+    fresh: bool = False  # nothing is remembered from the step before, in models that read on
 
 
-class Feed:
-    """The training corpus as a sequence of steps."""
+class Whole(NamedTuple):
+    """A batch before it is shared: its numbers, and a function (rows, labels of the step) that makes a part of it."""
 
-    def __init__(self, corpus: Corpus, config: Config, train: Train, world: World) -> None:
-        self._corpus = corpus
-        self._config = config
+    examples: int
+    tokens: int
+    symbols: int
+    part: Callable[[slice, int], Batch]
+
+
+class Feed(ABC):
+    """Training data as a sequence of steps; what it is made of is for each kind to say."""
+
+    def __init__(self, train: Train, world: World) -> None:
         self._train = train
         self._world = world
         self._epoch = -1
         self._batches: list[Indices] = []
 
+    @abstractmethod
+    def _cut(self, epoch: int) -> list[Indices]:
+        """Make the batches of an epoch; a pure function of (seed, epoch)."""
+
+    @abstractmethod
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+        """One of them."""
+
     def batches_in(self, epoch: int) -> int:
         """How many batches an epoch has."""
-        return len(self._order(epoch))
+        return len(self.order(epoch))
 
     def steps_in(self, epoch: int) -> int:
         return -(-self.batches_in(epoch) // self._train.accumulate)
 
-    def _order(self, epoch: int) -> list[Indices]:
+    def order(self, epoch: int) -> list[Indices]:
+        """The batches of an epoch, as numbers of what is in them."""
         if epoch != self._epoch:
-            self._batches = batches(
-                self._corpus.source_lengths,
-                self._corpus.target_lengths,
-                self._train.seed,
-                epoch,
-                self._train.batch_tokens,
-                self._train.batch_examples,
-            )
+            self._batches = self._cut(epoch)
             self._epoch = epoch
         return self._batches
 
     def portion(self, epoch: int, batch: int) -> Portion:
         """The step that begins with this batch of this epoch."""
-        group = self._order(epoch)[batch : batch + self._train.accumulate]
-        tokens = sum(int(self._corpus.target_lengths[rows].sum()) for rows in group)
-        symbols = tokens + sum(int(self._corpus.source_lengths[rows].sum()) for rows in group)
+        group = self.order(epoch)[batch : batch + self._train.accumulate]
+        wholes = [self._whole(epoch, batch + index, rows) for index, rows in enumerate(group)]
+        tokens = sum(whole.tokens for whole in wholes)
+        rank, size = self._world.rank, self._world.size
         shares = []
-        for rows in group:
+        for whole in wholes:
             # Rows of a batch come sorted by length: every n-th of them is as much work as every other n-th.
-            mine = rows[self._world.rank :: self._world.size]
-            weight = 1.0 if len(mine) else 0.0
-            shares.append((load(self._corpus, mine if weight else rows[:1], self._config, tokens), weight))
-        return Portion(shares, len(group), sum(map(len, group)), tokens, symbols)
+            mine = whole.examples > rank
+            part = slice(rank, None, size) if mine else slice(0, 1)
+            shares.append((whole.part(part, tokens), float(mine)))
+        examples, symbols = (sum(getattr(whole, name) for whole in wholes) for name in ("examples", "symbols"))
+        return Portion(shares, len(group), examples, tokens, symbols, fresh=batch == 0)
+
+
+class CorpusFeed(Feed):
+    """Pairs, or texts with labels, in batches of similar length."""
+
+    def __init__(self, corpus: Corpus, config: Config, train: Train, world: World) -> None:
+        super().__init__(train, world)
+        self._corpus = corpus
+        self._config = config
+
+    def _cut(self, epoch: int) -> list[Indices]:
+        train, corpus = self._train, self._corpus
+        lengths = corpus.source_lengths, corpus.target_lengths
+        return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
+
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+        tokens = int(self._corpus.target_lengths[rows].sum())
+        symbols = tokens + int(self._corpus.source_lengths[rows].sum())
+        return Whole(
+            len(rows), tokens, symbols, lambda part, total: load(self._corpus, rows[part], self._config, total)
+        )
+
+
+class ImageFeed(Feed):
+    """Images in random order, `batch_examples` at a time."""
+
+    def __init__(self, images: Images, pixels: Pixels, train: Train, world: World) -> None:
+        super().__init__(train, world)
+        self._images = images
+        self._pixels = pixels
+
+    def _cut(self, epoch: int) -> list[Indices]:
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._train.seed, epoch])))
+        rows = self._train.batch_examples or 64
+        order = random.permutation(len(self._images))
+        return [order[start : start + rows] for start in range(0, len(order), rows)]
+
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+        return Whole(
+            len(rows),
+            len(rows),
+            len(rows),
+            lambda part, total: image_batch(self._images, self._pixels, rows[part], total),
+        )

@@ -7,20 +7,25 @@ from pathlib import Path
 import torch
 
 from regard.errors import UserError
-from regard.model import Model
+from regard.loss import Objective
+from regard.nn.gates import fold_gates
+from regard.nn.lora import merged
 from regard.run import WEIGHTS, weights_of
 from regard.train.checkpoint import Checkpoints, Tensors, replace_tensors
 from regard.train.optim import optimizer_tensors, restore_optimizer
 from regard.train.progress import Progress
 from regard.train.weights import Ema, mean
 
+ADAPTERS = "adapters.safetensors"
+
 
 class Keeper:
-    """Saves and restores a model, its optimizer and its moving average, together with progress."""
+    """Saves and restores a model, what it remembers, its optimizer and its moving average, together with progress."""
 
-    def __init__(self, run: Path, model: Model, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
+    def __init__(self, run: Path, objective: Objective, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
         self.path = run
-        self._model = model
+        self._objective = objective
+        self._model = objective.model
         self._optimizer = optimizer
         self._ema = ema
         self._checkpoints = Checkpoints(run)
@@ -35,6 +40,8 @@ class Keeper:
         parts = {"model": weights_of(self._model), "optimizer": optimizer_tensors(self._optimizer, self._model)}
         if self._ema is not None:
             parts["ema"] = self._ema.weights
+        if self._objective.carried is not None:
+            parts["carried"] = {f"{layer:04d}": x for layer, x in enumerate(self._objective.carried)}
         self._checkpoints.save(progress, parts)
         self._follow_up(progress)
 
@@ -51,8 +58,11 @@ class Keeper:
         self._checkpoints.save(progress, {})
 
     def publish(self, weights: Tensors) -> None:
-        """Make weights the run's model."""
-        replace_tensors(weights, self.path / WEIGHTS)
+        """Make weights the run's model; gates and adapters are merged into it, and adapters kept beside it too."""
+        plain, adapters = merged(self._model, fold_gates(self._model, weights))
+        if adapters:
+            replace_tensors(adapters, self.path / ADAPTERS)
+        replace_tensors(plain, self.path / WEIGHTS)
 
     def keep(self, step: int) -> None:
         """Keep this step's weights for averaging."""
@@ -85,6 +95,10 @@ class Keeper:
         _fill(weights_of(self._model), self._checkpoints.tensors(step, "model"))
         if self._ema is not None:
             _fill(self._ema.weights, self._checkpoints.tensors(step, "ema"))
+        carried = self._checkpoints.tensors(step, "carried") if self._checkpoints.has(step, "carried") else None
+        if carried is not None:
+            device = next(self._model.parameters()).device
+            self._objective.carried = tuple(carried[name].to(device) for name in sorted(carried))
 
 
 def _fill(ours: Tensors, theirs: Tensors) -> None:

@@ -7,17 +7,21 @@ import math
 import torch
 from torch import Tensor, nn
 
+from regard.nn.gates import FASTER, gated
 from regard.settings import Train
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """Adam or AdamW, fused; weights decay, biases and norms do not."""
-    parameters = list(model.parameters())
+    """Adam or AdamW, fused, of what is not frozen; weights decay, biases and norms do not."""
+    odds = [part.odds for part in gated(model).values()]
+    apart = set(map(id, odds))
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": odds, "weight_decay": 0.0, "faster": FASTER},
     ]
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
     return kind(
@@ -55,7 +59,7 @@ def learning_rate(train: Train, step: int, done: float, width: int) -> float:
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("faster", 1.0)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -69,11 +73,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give the optimizer back what `optimizer_tensors` told of it; a name that is missing raises KeyError."""
+    """Give the optimizer back what `optimizer_tensors` told of it; a moment that is missing raises KeyError.
+
+    A parameter that it says nothing of never had a gradient: it is frozen, or nothing was saved before the first step.
+    """
     optimizer.state.clear()
-    if not tensors:  # saved before the first step
-        return
     for name, parameter in model.named_parameters():
+        if not any(f"{name}:{moment}" in tensors for moment in MOMENTS):
+            continue
         optimizer.state[parameter] = {
             moment: tensors[f"{name}:{moment}"].to(parameter.device, copy=True) for moment in MOMENTS
         }

@@ -16,6 +16,7 @@ BUDGET = ("minutes", "steps", "epochs")
 OURS = (
     "config.json",
     "model.safetensors",
+    "adapters.safetensors",
     RECIPE,
     "log.jsonl",
     "README.md",

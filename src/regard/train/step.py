@@ -31,7 +31,7 @@ class Stepper:
         self.world = world
         self.optimizer = make_optimizer(model, train)
         self._parameters = list(model.parameters())
-        objective = Objective(model, train.label_smoothing, train.scheduled_sampling)
+        self.objective = objective = Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
         self._module: nn.Module = objective
         if world.size > 1:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)

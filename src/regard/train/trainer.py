@@ -56,7 +56,7 @@ class Trainer:
         self.progress = Progress()
         self.stepper = Stepper(model, train, world)
         self.ema = Ema(model, train.ema) if train.ema else None
-        self.keeper = Keeper(run, model, self.stepper.optimizer, self.ema)
+        self.keeper = Keeper(run, self.stepper.objective, self.stepper.optimizer, self.ema)
         self.signals = Signals()
         self._log: Log | None = None  # the first process has one
         self._saved_at = self._logged_at = self._began = 0.0
@@ -101,6 +101,8 @@ class Trainer:
         """Take one step -> the signal that asks to stop, or 0. All processes agree on everything."""
         progress, window = self.progress, self.progress.window
         portion = self.feed.portion(progress.epoch, progress.batch)
+        if portion.fresh:
+            self.stepper.objective.carried = None
         step = progress.step + 1
         rate = learning_rate(self.train, step, self._done(), self._width)
         sums = self.stepper.backward(step, portion.shares)
@@ -136,6 +138,7 @@ class Trainer:
         progress = self.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
+        self.stepper.objective.carried = None  # it may be what is not finite
         self._event({"event": "skip", "step": progress.step, "loss": loss, "norm": norm})
         if progress.skipped_in_a_row >= MOST_SKIPS:
             raise UserError(
@@ -209,7 +212,8 @@ class Trainer:
         progress.validated = progress.step
         progress.validated_at = progress.seconds
         progress.validation_seconds += progress.seconds - began
-        improved = better(self.train.metric, scores, progress.best)
+        # Where heads are pressed to go, later weights have fewer: the last ones count, not the best.
+        improved = self.train.l0 > 0 or better(self.train.metric, scores, progress.best)
         if improved:
             progress.best = Best(step=progress.step, value=scores[self.train.metric], scores=scores)
             progress.validations_since_best = 0

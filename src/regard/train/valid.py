@@ -1,18 +1,30 @@
-"""The validation loss: teacher-forced, without dropout or smoothing, per symbol."""
+"""Validation: teacher-forced, without dropout or smoothing, per symbol, each process on its share of batches."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
+from regard.batch import Batch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
+from regard.data.images import Images, Pixels
 from regard.data.order import Indices, batches
+from regard.data.stream import Stream
 from regard.loss import Objective
 from regard.model import Model
+from regard.settings import Train
+from regard.train.feed import Whole
+from regard.train.progress import Scores
+from regard.train.rows import image_batch, lm_batch
+from regard.train.text_feed import Masks, Spans, context_of, lanes, lm_windows, rows_of
 from regard.train.world import World
 
 LOSS_EXAMPLES = 10_000  # validated on so many, at most
+LOSS_SYMBOLS = 1 << 18  # of plain text
 
 
 def spread(count: int, most: int) -> Indices:
@@ -20,22 +32,93 @@ def spread(count: int, most: int) -> Indices:
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
-class ValidLoss:
-    """Computes the loss on a corpus, each process on its share of batches."""
+@torch.inference_mode()
+def judge(model: Model, made: Iterable[Batch], world: World) -> Scores:
+    """The mean negative log-probability of a label, and how many per hundred scored highest, over all processes."""
+    objective = Objective(model).eval()
+    nll, correct, tokens = 0.0, 0.0, 0.0
+    for batch in made:
+        loss = objective(batch.to(world.device))
+        nll += float(loss.nll)
+        correct += float(loss.correct)
+        tokens += batch.tokens
+    everyone = world.gather([nll, correct, tokens])
+    total = max(1.0, sum(row[2] for row in everyone))
+    return {
+        "loss": sum(row[0] for row in everyone) / total,
+        "accuracy": 100 * sum(row[1] for row in everyone) / total,
+    }
 
-    def __init__(self, corpus: Corpus, config: Config, batch_tokens: int, world: World) -> None:
-        self._corpus, self._config, self._world = corpus, config, world
-        rows = spread(len(corpus), LOSS_EXAMPLES)
-        cut = batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, batch_tokens)
-        self._batches = [rows[batch] for batch in cut]
 
-    @torch.inference_mode()
-    def __call__(self, model: Model) -> float:
-        objective = Objective(model).eval()
-        nll, tokens = 0.0, 0
-        for rows in self._batches[self._world.rank :: self._world.size]:
-            batch = load(self._corpus, rows, self._config).to(self._world.device)
-            nll += float(objective(batch).nll)
-            tokens += batch.tokens
-        everyone = self._world.gather([nll, float(tokens)])
-        return sum(row[0] for row in everyone) / sum(row[1] for row in everyone)
+Make = Callable[[Indices], Batch]
+
+
+class Valid:
+    """Scores a model on batches of validation data."""
+
+    def __init__(self, cut: Sequence[Indices], make: Make, scores: Sequence[str], world: World) -> None:
+        self._cut, self._make, self._scores, self._world = cut, make, scores, world
+
+    def __call__(self, model: Model) -> Scores:
+        mine = self._cut[self._world.rank :: self._world.size]
+        found = judge(model, (self._make(rows) for rows in mine), self._world)
+        return {name: found[name] for name in self._scores}
+
+
+def corpus_valid(
+    corpus: Corpus, config: Config, batch_tokens: int, world: World, scores: Sequence[str] = ("loss",)
+) -> Valid:
+    """On pairs, or on texts with labels."""
+    rows = spread(len(corpus), LOSS_EXAMPLES)
+    cut = batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, batch_tokens)
+    return Valid([rows[batch] for batch in cut], lambda batch: load(corpus, batch, config), scores, world)
+
+
+def image_valid(images: Images, pixels: Pixels, rows: int, world: World) -> Valid:
+    order = spread(len(images), LOSS_EXAMPLES)
+    return Valid(
+        [order[at : at + rows] for at in range(0, len(order), rows)],
+        lambda batch: image_batch(images, pixels, batch),
+        ("loss", "accuracy"),
+        world,
+    )
+
+
+def hidden_valid(hiding: Masks | Spans, train: Train, world: World) -> Valid:
+    """On text of which always the same is hidden."""
+    starts = hiding.windows.starts()
+    starts = starts[spread(len(starts), max(1, LOSS_SYMBOLS // hiding.windows.length))]
+    rows = rows_of(train)
+
+    def make(batch: Indices) -> Batch:
+        whole: Whole = hiding.whole(batch, (0, 0, int(batch[0])))
+        return whole.part(slice(None), whole.tokens)
+
+    scores = ("loss", "accuracy") if isinstance(hiding, Masks) else ("loss",)
+    return Valid([starts[at : at + rows] for at in range(0, len(starts), rows)], make, scores, world)
+
+
+class LmValid:
+    """The loss on plain text, and what it means: perplexity per symbol, bits per character."""
+
+    def __init__(self, stream: Stream, config: Config, train: Train, world: World) -> None:
+        windows, rows = lm_windows(stream, context_of(train)), rows_of(train)
+        most = max(1, LOSS_SYMBOLS // windows.stride)
+        if config.reads_on:  # lanes that are read from their beginning
+            cut = lanes(len(stream), windows, rows)[: max(1, most // rows)]
+        else:
+            starts = windows.starts()
+            starts = starts[spread(len(starts), most)]
+            cut = [starts[at : at + rows] for at in range(0, len(starts), rows)]
+
+        def make(batch: Indices) -> Batch:
+            text = stream.windows(batch, windows.length)
+            return lm_batch(text, text.size - len(text))
+
+        self._valid = Valid(cut, make, ("loss",), world)
+        self._symbols_per_character = (len(stream) - 1) / max(1, stream.characters)
+
+    def __call__(self, model: Model) -> Scores:
+        loss = self._valid(model)["loss"]
+        bits = loss / math.log(2) * self._symbols_per_character
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "bits_per_char": bits}

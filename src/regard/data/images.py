@@ -1,0 +1,169 @@
+"""Images with labels, from one .npz file: `images` (N, H, W), (N, H, W, C) or (N, C, H, W), and `labels` (N,)."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.config import Value
+from regard.data.lines import open_raw
+from regard.data.source import Source
+from regard.data.split import wanted
+from regard.errors import UserError, closest
+from regard.settings import Recipe
+
+CHANNELS = (1, 3, 4)
+
+
+class Pixels(Value):
+    """How the numbers of an image are scaled before a model sees them: (x - mean) / scale, by channel."""
+
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+
+    def __call__(self, images_NCHW: NDArray[Any]) -> NDArray[np.float32]:
+        mean, scale = (np.asarray(x, np.float32).reshape(-1, 1, 1) for x in (self.mean, self.scale))
+        scaled: NDArray[np.float32] = (images_NCHW.astype(np.float32) - mean) / scale
+        return scaled
+
+
+class Pictures(NamedTuple):
+    """Images and the names of their labels; no labels where a file has none."""
+
+    images_NCHW: NDArray[Any]
+    labels: list[str] | None
+
+
+def read_images(path: str, labelled: bool = True) -> Pictures:
+    """Read an .npz file; everything that can be wrong with it is a UserError."""
+    with open_raw(path) as file:
+        if not file.peek(8).startswith((b"PK", b"\x93NUMPY")):  # type: ignore[attr-defined]
+            raise UserError(f"{path}: not an .npz file, as numpy.savez writes it")
+        try:
+            arrays = np.load(file, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise UserError(f"{path}: one array; an .npz with the arrays images and labels is needed (numpy.savez)")
+            names = list(arrays.files)
+            for name in ("images", "labels")[: 1 + labelled]:
+                if name not in names:
+                    raise UserError(
+                        f"{path}: has no array {name!r}{closest(name, names)}; it has: {', '.join(names) or 'nothing'}"
+                    )
+            images = arrays["images"]
+            labels = arrays["labels"] if "labels" in names else None
+        except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            told = "it holds Python objects" if "pickle" in str(error) else str(error)
+            raise UserError(f"{path}: not a readable .npz file: {told}") from None
+    images_NCHW = _channels_first(images, path)
+    if labels is None:
+        return Pictures(images_NCHW, None)
+    if labels.shape != images.shape[:1]:
+        raise UserError(f"{path}: labels has shape {labels.shape}, which does not fit {len(images):,} images")
+    if labels.dtype.kind not in "iuU":
+        raise UserError(f"{path}: labels must be whole numbers or text, not {labels.dtype}")
+    return Pictures(images_NCHW, [str(label) for label in labels])
+
+
+def _channels_first(images: NDArray[Any], path: str) -> NDArray[Any]:
+    """Images as (N, C, H, W)."""
+    if images.dtype.kind not in "iuf":
+        raise UserError(f"{path}: images must be numbers, not {images.dtype}")
+    if not len(images):
+        raise UserError(f"{path}: there are no images in it")
+    if images.dtype.kind == "f" and not np.isfinite(images).all():
+        raise UserError(f"{path}: images holds numbers that are not finite")
+    if images.ndim == 3:
+        return images[:, None]
+    if images.ndim == 4 and images.shape[3] in CHANNELS:
+        return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    if images.ndim == 4 and images.shape[1] in CHANNELS:
+        return images
+    raise UserError(
+        f"{path}: images has shape {images.shape}; allowed are (N, height, width), (N, height, width, channels) and "
+        "(N, channels, height, width), with 1, 3 or 4 channels"
+    )
+
+
+class Images:
+    """Prepared images on disk: pixels as they were given, and the numbers of their labels."""
+
+    def __init__(self, directory: str | Path) -> None:
+        path = Path(directory)
+        try:
+            self.images_NCHW: NDArray[Any] = np.load(path / "images.npy", mmap_mode="r", allow_pickle=False)
+            self.labels: NDArray[np.int64] = np.load(path / "labels.npy", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not readable images: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        channels, height, width = self.images_NCHW.shape[1:]
+        return channels, height, width
+
+
+def make_images(recipe: Recipe, train: Source, valid: Source | None, path: Path) -> dict[str, Any]:
+    """Write images into `path`; return the record of it."""
+    pictures = read_images(train.paths[0])
+    assert pictures.labels is not None
+    labels = label_names(pictures.labels)
+    if len(labels) < 2:
+        raise UserError(f"{train.name}: every image has the same label, {labels[0]!r}; there is nothing to learn")
+    count = len(pictures.labels)
+    if valid:
+        other = read_images(valid.paths[0])
+        assert other.labels is not None
+        if other.images_NCHW.shape[1:] != pictures.images_NCHW.shape[1:]:
+            raise UserError(
+                f"{valid.name}: its images have (channels, height, width) {other.images_NCHW.shape[1:]}, those of "
+                f"{train.name} {pictures.images_NCHW.shape[1:]}"
+            )
+        strange = sorted(set(other.labels) - set(labels))
+        if strange:
+            raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(strange[:10])}")
+        rows, held_out = np.arange(count), np.arange(len(other.labels))
+        note = f"validation: {len(held_out):,} images from {valid.name}"
+    else:
+        other = pictures
+        if count < 2:
+            raise UserError(f"{train.name}: a single image; nothing can be set apart for validation")
+        shuffled = np.random.Generator(np.random.Philox(recipe.train.seed)).permutation(count)
+        held_out, rows = np.split(shuffled, [wanted(count)])
+        note = f"validation: {len(held_out):,} images split off at random"
+    training = pictures.images_NCHW[rows]
+    _write(path / "train", training, pictures.labels, rows, labels)
+    _write(path / "valid", other.images_NCHW[held_out], other.labels or [], held_out, labels)
+    channels, height, width = training.shape[1:]
+    spread = float(training.max()) - float(training.min()) or 1.0
+    pixels = Pixels(
+        mean=tuple(float(training[:, channel].mean(dtype=np.float64)) for channel in range(channels)),
+        scale=(spread,) * channels,
+    )
+    notes = [
+        f"labels: {len(labels):,}: {', '.join(labels[:10])}{', ...' if len(labels) > 10 else ''}",
+        f"training: {len(rows):,} images of {height} x {width}, {channels} channel{'s' * (channels > 1)}, "
+        f"from {train.name}",
+        note,
+        f"pixels: minus their mean ({', '.join(f'{x:.4g}' for x in pixels.mean)}), divided by their range ({spread:g})",
+    ]
+    return {"labels": labels, "pixels": pixels.model_dump(), "notes": notes}
+
+
+def label_names(labels: list[str]) -> list[str]:
+    """The different labels in order: numbers by size, text by letters."""
+    found = set(labels)
+    return sorted(found, key=int) if all(x.lstrip("-").isdigit() for x in found) else sorted(found)
+
+
+def _write(path: Path, images: NDArray[Any], names: list[str], rows: NDArray[np.int64], labels: list[str]) -> None:
+    path.mkdir()
+    numbers = {label: number for number, label in enumerate(labels)}
+    np.save(path / "images.npy", images, allow_pickle=False)
+    np.save(path / "labels.npy", np.asarray([numbers[names[row]] for row in rows], np.int64), allow_pickle=False)

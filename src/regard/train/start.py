@@ -1,0 +1,156 @@
+"""Starting from the weights of a run, and training only a part of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from regard.config import Config
+from regard.errors import UserError, closest
+from regard.files import read_json, write_json
+from regard.model import Model, on_meta
+from regard.nn.lora import adapt
+from regard.run import WEIGHTS, RunConfig, read_config, weights_of
+from regard.settings import Recipe, Train
+from regard.text.codec import Codec
+from regard.train.talk import Talk
+
+FRESH = "fresh.json"  # in the training directory: names of weights that a run to start from had nothing for
+GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
+
+
+class Opened(NamedTuple):
+    """The run to start from, without its weights."""
+
+    config: RunConfig
+    codec: Codec
+
+
+def open_base(recipe: Recipe) -> Opened | None:
+    """Open the run that a recipe starts from, if it does."""
+    if recipe.train.start_from is None:
+        return None
+    if recipe.preset != "auto":
+        raise UserError(f"{recipe.train.start_from} brings its own model; leave preset {recipe.preset} out")
+    run = Path(recipe.train.start_from)
+    config = read_config(run)
+    return Opened(config, Codec.load(run, config.text))
+
+
+class Started(NamedTuple):
+    """How the weights of a run fit a new model."""
+
+    fresh: list[str]  # names that the run has nothing for
+    grown: list[str]  # names of which it has the first rows
+    left: list[str]  # names that the new model has no use for
+
+    def notes(self) -> list[str]:
+        told = (("fresh", self.fresh), ("longer than there, the new rows fresh", self.grown), ("not used", self.left))
+        return [f"{what}: {', '.join(_parts(names))}" for what, names in told if names]
+
+
+def _parts(names: list[str]) -> list[str]:
+    """Names without what is told by their beginning."""
+    return sorted({".".join(name.split(".")[:3]) if ".blocks." in name else name for name in names})
+
+
+def compare(config: Config, labels: tuple[str, ...], run: str | Path) -> Started:
+    """See whether a run's weights fit; what has another shape is listed in one error.
+
+    The prediction of labels is fresh if the run has other `labels`, or does not say which it has.
+    """
+    new_labels = config.output == "classes" and read_config(Path(run)).labels != labels
+    with _weights(run) as file:
+        theirs = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
+    ours = {name: list(x.shape) for name, x in weights_of(on_meta(config)).items()}
+    fresh = [name for name in ours if name not in theirs]
+    grown, wrong = [], []
+    for name in sorted(ours.keys() & theirs.keys()):
+        here, there = ours[name], theirs[name]
+        if new_labels and name.startswith("output."):
+            fresh.append(name)
+        elif here == there:
+            continue
+        elif name in GROWING and here[1:] == there[1:] and here[0] > there[0]:
+            grown.append(name)
+        else:
+            wrong.append(f"{name}: {there} there, {here} here")
+    if wrong:
+        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+        raise UserError(f"{run}: its weights do not fit the model\n  " + "\n  ".join([*wrong[:20], *more]))
+    return Started(fresh, grown, [name for name in theirs if name not in ours])
+
+
+def plan_start(recipe: Recipe, config: Config, labels: tuple[str, ...], training: Path, talk: Talk) -> None:
+    """See what the weights to start from leave fresh, and remember it: that run may be gone when this one resumes."""
+    fresh: list[str] = []
+    if recipe.train.start_from is not None:
+        started = compare(config, labels, recipe.train.start_from)
+        fresh = started.fresh
+        for note in (f"weights: those of {recipe.train.start_from}", *started.notes()):
+            talk.say(note)
+    choose_trained(on_meta(config), recipe.train, fresh)  # finds mistakes before anything is written
+    if fresh:
+        write_json(training / FRESH, fresh)
+
+
+def fresh_weights(training: Path) -> list[str]:
+    """The names that `plan_start` found."""
+    names: list[str] = read_json(training / FRESH) if (training / FRESH).is_file() else []
+    return names
+
+
+@torch.no_grad()
+def load_start(model: Model, labels: tuple[str, ...], run: str | Path) -> None:
+    """Give a model the weights of a run, as far as `compare` found them to fit."""
+    started = compare(model.config, labels, run)
+    with _weights(run) as file:
+        for name, weight in weights_of(model).items():
+            if name not in started.fresh:
+                theirs = file.get_tensor(name)
+                weight[: len(theirs)].copy_(theirs)
+
+
+def _weights(run: str | Path):  # type: ignore[no-untyped-def]  # the library has no name for it
+    path = Path(run) / WEIGHTS
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not readable: {error}") from None
+
+
+def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
+    """Freeze what is not to be trained, and add adapters if asked to -> what to tell, if anything is special.
+
+    What a run to start from had nothing for is trained in any case.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    names = list(dict(model.named_parameters()))
+    for part in train.parts or ():
+        if not any(_within(name, part) for name in names):
+            prefixes = sorted({".".join(name.split(".")[:n]) for name in names for n in range(1, 6)})
+            raise UserError(f"train.parts: the model has no part {part!r}{closest(part, prefixes)}")
+    layers = []
+    if train.lora:
+        layers = adapt(model, train.lora, train.lora_alpha or 2.0 * train.lora, train.lora_on)
+        if not layers:
+            raise UserError(f"train.lora_on: no layer is inside a part named {' or '.join(train.lora_on)}")
+    if train.lora or train.parts is not None:
+        adapters = {f"{layer}.{part}" for layer in layers for part in ("lora_up", "lora_down")}
+        for name, parameter in model.named_parameters():
+            wanted = name in fresh or name in adapters or any(_within(name, part) for part in train.parts or ())
+            parameter.requires_grad_(wanted)
+    if model.pooler is not None and model.config.output != "classes":
+        model.pooler.requires_grad_(False)  # nothing that is predicted here comes from it
+    if not train.lora and train.parts is None:
+        return None
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    what = f", adapters of rank {train.lora} on {len(layers)} layers" if layers else ""
+    return f"trained: {trained:,} parameters; the model has {total:,}{what}"
+
+
+def _within(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")

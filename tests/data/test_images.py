@@ -1,0 +1,115 @@
+"""Images from .npz files: every layout, one rule for pixels, and messages for what is not an image file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regard.data.images import Pixels, label_names, read_images
+from regard.data.prepare import PreparedImages, open_prepared, prepare
+from regard.errors import UserError
+from regard.settings import load_recipe
+
+DRAW = np.random.default_rng(1)
+GREY = DRAW.integers(0, 256, (60, 4, 6), np.uint8)
+COLOUR = DRAW.random((60, 4, 6, 3)).astype(np.float32)
+LABELS = np.arange(60) % 12
+
+
+def saved(path: Path, **arrays: Any) -> str:
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def made(path: Path, **data: str) -> PreparedImages:
+    prepared = prepare(load_recipe({"task": "image", "data": data}), path / "data")
+    assert isinstance(prepared, PreparedImages)
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("images", "shape"),
+    [(GREY, (1, 4, 6)), (GREY[..., None], (1, 4, 6)), (COLOUR, (3, 4, 6)), (COLOUR.transpose(0, 3, 1, 2), (3, 4, 6))],
+)
+def test_layouts(images: np.ndarray, shape: tuple[int, ...], tmp_path: Path) -> None:
+    pictures = read_images(saved(tmp_path / "a.npz", images=images, labels=LABELS))
+    assert pictures.images_NCHW.shape == (60, *shape)
+    same = COLOUR.transpose(0, 3, 1, 2) if shape[0] == 3 else GREY[:, None]
+    assert np.array_equal(pictures.images_NCHW, same)
+
+
+def test_prepared_images(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npz", images=COLOUR, labels=LABELS)
+    prepared = made(tmp_path, train=path)
+    assert prepared.labels == tuple(map(str, range(12)))  # by size, not 0 1 10 11 2
+    assert prepared.train.shape == (3, 4, 6) and len(prepared.train) + len(prepared.valid) == 60
+    rows = {image.tobytes(): str(label) for image, label in zip(COLOUR.transpose(0, 3, 1, 2), LABELS, strict=True)}
+    for part in (prepared.train, prepared.valid):
+        for image, number in zip(part.images_NCHW, part.labels, strict=True):
+            assert rows.pop(np.ascontiguousarray(image).tobytes()) == prepared.labels[number]
+    assert not rows
+    scaled = prepared.pixels(np.asarray(prepared.train.images_NCHW))
+    assert scaled.mean((0, 2, 3)) == pytest.approx(np.zeros(3), abs=1e-5)
+    assert scaled.max() - scaled.min() == pytest.approx(1, abs=0.2)
+    again = open_prepared(tmp_path / "data")
+    assert isinstance(again, PreparedImages) and again.pixels == prepared.pixels
+
+
+def test_validation_images_of_their_own(tmp_path: Path) -> None:
+    train = saved(tmp_path / "a.npz", images=GREY, labels=[f"{n % 3} x" for n in range(60)])
+    valid = saved(tmp_path / "b.npz", images=GREY[:5], labels=["2 x"] * 5)
+    prepared = made(tmp_path, train=train, valid=valid)
+    assert (len(prepared.train), prepared.valid.labels.tolist()) == (60, [2] * 5)
+    with pytest.raises(UserError, match="training images do not have: 7"):
+        made(tmp_path, train=train, valid=saved(tmp_path / "c.npz", images=GREY[:1], labels=[7]))
+    with pytest.raises(UserError, match=r"\(1, 3, 6\)"):
+        made(tmp_path, train=train, valid=saved(tmp_path / "d.npz", images=GREY[:1, :3], labels=["2 x"]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        ({"labels": LABELS}, "no array 'images'"),
+        ({"image": GREY, "labels": LABELS}, "did you mean 'image'"),
+        ({"images": GREY}, "no array 'labels'"),
+        ({"images": GREY, "labels": LABELS[:9]}, r"shape \(9,\)"),
+        ({"images": GREY, "labels": LABELS / 2}, "whole numbers or text"),
+        ({"images": GREY[0], "labels": LABELS[:4]}, "allowed are"),
+        ({"images": DRAW.random((60, 5, 5, 5)), "labels": LABELS}, "allowed are"),
+        ({"images": GREY.astype(str), "labels": LABELS}, "must be numbers"),
+        ({"images": GREY[:0], "labels": LABELS[:0]}, "no images"),
+        ({"images": np.full_like(COLOUR, np.nan), "labels": LABELS}, "not finite"),
+        ({"images": GREY, "labels": LABELS * 0}, "same label, '0'"),
+        ({"images": GREY, "labels": np.asarray([{}] * 60, object)}, "Python objects"),
+    ],
+)
+def test_bad_files(arrays: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        made(tmp_path, train=saved(tmp_path / "a.npz", **arrays))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"), [(b"", "an"), (b"images\tlabels\n", "an"), (b"PK\x03\x04broken", "a readable")]
+)
+def test_what_is_no_npz(data: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(UserError, match=rf"a\.npz: not {told} \.npz file"):
+        read_images(str(tmp_path / "a.npz"))
+    np.save(tmp_path / "b.npy", GREY)
+    with pytest.raises(UserError, match="one array"):
+        read_images(str(tmp_path / "b.npy"))
+    with pytest.raises(UserError, match="no such file"):
+        read_images(str(tmp_path / "none.npz"))
+
+
+def test_pixels_by_channel() -> None:
+    pixels = Pixels(mean=(1.0, 2.0), scale=(2.0, 4.0))
+    assert pixels(np.asarray([[[[3]], [[6]]]])).ravel().tolist() == [1.0, 1.0]
+
+
+def test_the_order_of_labels() -> None:
+    assert label_names(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert label_names(["b", "10", "9"]) == ["10", "9", "b"]

@@ -1,0 +1,143 @@
+"""Plain text on disk: nothing lost, whatever the lines and however long."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.data import corpus, stream
+from regard.data.account import Account
+from regard.data.prepare import PreparedText, open_prepared, prepare
+from regard.data.source import Source
+from regard.data.stream import Stream, StreamWriter, divide, read_pieces, split_at, tokenised
+from regard.errors import UserError
+from regard.settings import load_recipe
+from regard.text.tokenizer import Tokenizer
+
+TEXT = "".join(f"line {n}: the  quick (brown) fox,\n\n" for n in range(60)) + "Ende: äöü \u2028 and on\n"
+
+
+def read(path: Path, data: bytes, account: Account | None = None) -> list[str]:
+    path.write_bytes(data)
+    return list(read_pieces(Source((str(path),)), account or Account()))
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\n\r\ufeff", exclude_categories=["Cs"]), max_size=30)))
+def test_lines_come_back_with_their_ends(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    path, text = tmp_path_factory.getbasetemp() / "lines.txt", "".join(line + "\n" for line in lines)
+    account = Account()
+    assert "".join(read(path, text.encode(), account)) == text
+    assert account.read == account.kept == len(lines)
+
+
+@pytest.mark.parametrize("letter", ["a", "ä", "€", "𝄞", "a b"])
+def test_a_line_without_end_is_read_in_pieces(letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "CHUNK", 101)
+    monkeypatch.setattr(stream, "LONG_LINE", 64)
+    text = letter * 500
+    account = Account()
+    pieces = read(tmp_path / "long", text.encode(), account)
+    assert "".join(pieces) == text + "\n" and len(pieces) > 5 and account.read == 1
+    if " " in letter:
+        assert all(piece.startswith(" ") for piece in pieces[1:])
+    assert max(map(len, pieces)) < 200
+
+
+def test_what_is_dropped_is_counted_and_named(tmp_path: Path) -> None:
+    account = Account()
+    assert read(tmp_path / "a", b"\xef\xbb\xbfone\r\nt\xffo\nthree", account) == ["one\n", "three\n"]
+    assert (account.read, account.kept) == (3, 2) and "a:2" in account.summary()
+    with pytest.raises(UserError, match=r"a:2: invalid UTF-8"):
+        read(tmp_path / "a", b"one\nt\xffo\n", Account(strict=True))
+    packed = read(tmp_path / "b.gz", gzip.compress(TEXT.encode()))
+    assert "".join(packed) == TEXT
+
+
+@given(st.lists(st.text(min_size=1, max_size=9), max_size=9), st.integers(0, 60))
+def test_a_text_is_divided_at_a_character(pieces: list[str], at: int) -> None:
+    parts = list(divide(iter(pieces), at))
+    text = "".join(pieces)
+    assert "".join(part for part, after in parts if not after) == text[:at]
+    assert "".join(part for part, after in parts if after) == text[at:]
+    assert all(part for part, _ in parts)
+
+
+def test_how_much_is_held_out() -> None:
+    assert split_at(1_115_394) == 1_003_854  # the first nine tenths, to the character
+    assert split_at(10**9) == 10**9 - stream.MOST_VALID
+
+
+@pytest.mark.parametrize("scheme", ["char", "nfd", "word", "byte", "bpe:300", "unigram:300"])
+@pytest.mark.parametrize("small", [1 << 26, 0])  # mapped into memory, or read piece by piece
+def test_what_is_written_is_what_was_read(
+    scheme: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "SMALL", small)
+    monkeypatch.setattr(stream, "CHUNK_TEXT", 200)
+    tokenizer = Tokenizer.train(scheme, TEXT.splitlines(keepends=True))
+    with StreamWriter(tmp_path / "s", tokenizer) as writer:
+        for line in TEXT.splitlines(keepends=True):
+            writer.add(line)
+    opened = Stream.open(tmp_path / "s")
+    (ids,) = opened.windows(np.asarray([0]), len(opened))
+    assert ids[0] == ids[-1] == tokenizer.ids.eos and tokenizer.ids.eos not in ids[1:-1]
+    assert tokenizer.decode(ids.tolist()) == TEXT
+    assert (opened.characters, writer.unknown) == (len(TEXT), 0)
+    units = tokenised(TEXT.splitlines(keepends=True), tokenizer, "text")
+    assert units.ids.tolist() == ids[:-1].tolist() and units.symbols.sum() == len(ids) - 2
+    assert units.characters.sum() == len(TEXT)
+
+
+def made(path: Path, content: str, **settings: object) -> PreparedText:
+    (path / "text.txt").write_text(content)
+    tables = {"task": "lm", "data": {"train": str(path / "text.txt")}, "text": {"source_tokens": "char"}}
+    prepared = prepare(load_recipe(tables | settings), path / "data")
+    assert isinstance(prepared, PreparedText)
+    return prepared
+
+
+def test_the_last_tenth_is_for_validation_and_not_learned_from(tmp_path: Path) -> None:
+    text = "ab" * 450 + "\n" + "xy" * 49 + "z"
+    prepared = made(tmp_path, text)
+    train, valid = (part.windows(np.asarray([0]), len(part))[0].tolist() for part in (prepared.train, prepared.valid))
+    assert prepared.codec.source.decode(train) == text[:900]
+    assert len(valid) == 103 and valid.count(prepared.codec.ids.unk) > 90
+    told = "\n".join(prepared.notes)
+    assert "the last 10.1 % of the text" in told and "are unknown" in told
+    assert prepared.codec.frame == "none" and prepared.codec.shared
+    again = open_prepared(tmp_path / "data")
+    assert isinstance(again, PreparedText) and len(again.train) == len(train)
+
+
+def test_a_mask_is_a_symbol_of_masked_models_only(tmp_path: Path) -> None:
+    assert made(tmp_path, TEXT).codec.ids.mask is None
+    prepared = made(tmp_path, TEXT, task="masked")
+    assert prepared.codec.ids.mask == 4 and prepared.codec.frame == "both"
+
+
+def test_validation_text_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "valid.txt").write_text("held out\n")
+    data = {"train": str(tmp_path / "text.txt"), "valid": str(tmp_path / "valid.txt")}
+    prepared = made(tmp_path, TEXT, data=data)
+    assert prepared.train.characters == len(TEXT) and prepared.valid.characters == 9
+    (tmp_path / "valid.txt").write_text("")
+    with pytest.raises(UserError, match=r"valid\.txt: there is no text"):
+        made(tmp_path, TEXT, data=data)
+
+
+@pytest.mark.parametrize("text", ["", "\xff"])
+def test_nothing_to_learn_from(text: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match="empty" if not text else "no usable text"):
+        prepare(load_recipe({"task": "lm", "data": {"train": str(tmp_path / "text.txt")}}), tmp_path / "data")
+
+
+def test_symbols_between_spaces_become_words(tmp_path: Path) -> None:
+    phones = "\n".join("AH B K D AH B" for _ in range(300))
+    prepared = made(tmp_path, phones, text={})
+    assert prepared.codec.source.scheme == "word"  # which keeps line ends

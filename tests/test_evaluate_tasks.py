@@ -1,0 +1,182 @@
+"""Evaluation of language models, encoders and classifiers, against sums made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from regard.data.account import Account
+from regard.data.source import Source
+from regard.data.stream import Units, read_pieces, tokenised
+from regard.errors import UserError
+from regard.evaluate import classify, evaluate_text, judge_text
+from regard.run import Run
+from regard.textscore import context_of, score_hidden, score_text
+from toykit import call
+
+TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6
+TINY = ["width=16", "heads=2", "ff=32", "layers=1", "dropout=0", "attention_dropout=0", "log_every=100", "warmup=2"]
+
+
+def trained(out: Path, *args: object, sets: tuple[str, ...] = ()) -> Path:
+    settings = [part for setting in (*TINY, *sets) for part in ("--set", setting)]
+    said = call("train", *args, "--out", out, "--steps", 3, "--workers", 1, *settings)
+    assert said.code == 0, said.err
+    return out
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tasks")
+    (path / "text.txt").write_text(TEXT)
+    rows = [("ab"[n % 2] * (n % 5 + 1), ("even", "odd")[n % 2]) for n in range(60)]
+    (path / "labels.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+    draw = np.random.default_rng(1)
+    np.savez(path / "images.npz", images=draw.integers(0, 256, (40, 4, 4), np.uint8), labels=np.arange(40) % 3)
+    text = ("--data", path / "text.txt", "--source-tokens", "char")
+    trained(path / "lm", "--task", "lm", *text, sets=("context=8",))
+    trained(path / "bytes", "--task", "lm", "--data", path / "text.txt", "--source-tokens", "byte", sets=("context=8",))
+    trained(path / "xl", "--task", "lm", *text, sets=("context=8", "memory=8", "position=relative"))
+    trained(path / "masked", "--task", "masked", *text, sets=("context=16",))
+    trained(path / "classify", "--task", "classify", "--data", path / "labels.tsv", "--source-tokens", "char")
+    trained(path / "image", "--task", "image", "--data", path / "images.npz")
+    return path
+
+
+def units(run: Run, path: Path) -> Units:
+    return tokenised(list(read_pieces(Source((str(path),)), Account())), run.codec.source, "text")
+
+
+def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
+    run = Run.load(place / "lm")
+    ids = units(run, place / "text.txt").ids
+    for context in (6, 7, 8, 1000):
+        judged = score_text(run, ids, context)
+        assert judged.asked.sum() == len(ids) - 1 == len(TEXT)
+        full = min(context, len(ids) - 1)
+        for place_ in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
+            nlls = []
+            for before in range(1, full + 1):  # the same, for some number of symbols before it
+                start = place_ + 1 - before
+                if start >= 0:
+                    tokens = torch.from_numpy(ids[start : place_ + 1].astype(np.int64))[None]
+                    logits = run.model(tokens.new_empty((1, 0)), None, tokens)[0, -1].detach()
+                    nlls.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(int(ids[place_ + 1])))))
+            enough = nlls[max(0, min(len(nlls), math.ceil(full / 2)) - 1) :]
+            assert any(nll == pytest.approx(judged.nll[place_], abs=1e-4) for nll in enough)
+
+
+def test_perplexity_and_bits(place: Path) -> None:
+    run = Run.load(place / "lm")
+    scores = judge_text(run, units(run, place / "text.txt"))
+    found = evaluate_text(run, scores, samples=0).metrics
+    nll = score_text(run, units(run, place / "text.txt").ids, 8).nll.sum()
+    assert found["loss"].score == pytest.approx(nll / len(TEXT))
+    assert found["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
+    assert found["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
+    other = Run.load(place / "bytes")  # another cut of the text: per symbol not to be compared, per character it is
+    assert judge_text(other, units(other, place / "text.txt")).characters.sum() == len(TEXT)
+
+
+def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(place: Path) -> None:
+    run = Run.load(place / "xl")
+    ids = units(run, place / "text.txt").ids[:200]
+    whole = score_text(run, ids, 1000).nll
+    assert score_text(run, ids, 8, memory=1000).nll == pytest.approx(whole, abs=1e-4)
+    assert np.abs(score_text(run, ids, 8).nll - whole).max() > 1e-4
+    assert run.model.decoder.memory == 8  # as it was
+
+
+def test_hidden_symbols_are_the_same_each_time_and_text_only(place: Path) -> None:
+    run = Run.load(place / "masked")
+    ids = units(run, place / "text.txt").ids
+    judged = score_hidden(run, ids, 16)
+    again = score_hidden(run, ids, 16)
+    assert all(np.array_equal(a, b) for a, b in zip(judged, again, strict=True))
+    assert judged.asked.mean() == pytest.approx(0.15, abs=0.03)
+    assert (judged.nll[judged.asked == 0] == 0).all() and (judged.nll[judged.asked == 1] > 0).all()
+
+
+def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
+    def metrics(run: str, file: str, *args: object) -> dict:
+        said = call("evaluate", place / run, place / file, "--json", "--bootstrap", 20, *args)
+        assert said.code == 0, said.err
+        return json.loads(said.out)
+
+    told = metrics("lm", "text.txt", "--against", place / "bytes")
+    assert list(told["metrics"]) == ["perplexity", "bits_per_char", "loss"] and told["examples"] == 18
+    assert told["metrics"]["perplexity"]["low"] < told["metrics"]["perplexity"]["score"]
+    assert set(told["against"]) == set(told["metrics"])
+    assert list(metrics("masked", "text.txt")["metrics"]) == ["accuracy", "pseudo_perplexity", "loss"]
+    shorter, longer = (metrics("xl", "text.txt", "--memory", n)["metrics"]["loss"]["score"] for n in (1, 64))
+    assert shorter != longer
+    accuracy = metrics("classify", "labels.tsv")["metrics"]["accuracy"]
+    assert 0 <= accuracy["low"] <= accuracy["score"] <= accuracy["high"] <= 100
+    assert metrics("image", "images.npz")["examples"] == 40
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("lm", "text.txt", "--metric", "bleu"), "metric: 'bleu' is not known"),
+        (("lm", "text.txt", "--memory", "9"), "does not remember"),
+        (("lm", "text.txt", "--context", "1"), "--context: 1 is out of range"),
+        (("masked", "text.txt", "--context", "5000"), "from 2 to 512"),
+        (("classify", "labels.tsv", "--context", "5"), "for models of plain text"),
+        (("image", "labels.tsv"), "not an .npz file"),
+        (("lm", "none.txt"), "no such file"),
+        (("lm", "text.txt", "--against", "masked"), "another kind"),
+    ],
+)
+def test_mistakes(place: Path, args: tuple[str, ...], told: str) -> None:
+    run, file, *options = args
+    said = call("evaluate", place / run, place / file, *[place / o if o == "masked" else o for o in options])
+    assert said.code == 2 and told in said.err
+
+
+def test_labels_have_probabilities_in_any_company(place: Path) -> None:
+    run = Run.load(place / "classify")
+    texts = ["a", "bbbb", "aaaaa", ""]
+    together = classify(run, texts)
+    for text, labelled in zip(texts, together, strict=True):
+        assert sum(labelled.probabilities.values()) == pytest.approx(1)
+        assert labelled.label == next(iter(labelled.probabilities)) in ("even", "odd")
+        assert labelled.probability == max(labelled.probabilities.values())
+        (alone,) = classify(run, [text])
+        assert alone.probabilities == pytest.approx(labelled.probabilities, abs=1e-5)
+    with pytest.raises(UserError, match="longer than the 512"):
+        classify(run, ["a" * 600])
+    with pytest.raises(UserError, match="reads images"):
+        classify(Run.load(place / "image"), ["a"])
+
+
+def test_scores_of_lines(place: Path) -> None:
+    run = Run.load(place / "lm")
+    said = call("score", place / "lm", "-", stdin="the cat\nthe\t cat\n\na\tb\tc\n")
+    assert said.code == 0, said.err
+    whole, rest, blank, wrong = map(float, said.lines)
+    ids = tokenised(["the cat"], run.codec.source, "text").ids
+    ended = np.append(ids, run.codec.ids.eos)
+    nll = score_text(run, ended, 100).nll
+    assert whole == pytest.approx(-nll.sum(), abs=1e-4)
+    nll = score_text(run, ended[1:], 100).nll  # a prompt stands for itself
+    assert rest == pytest.approx(-nll[2:].sum(), abs=1e-4)
+    assert math.isnan(blank) and math.isnan(wrong)
+    for name in ("masked", "classify", "image"):
+        said = call("score", place / name, place / "labels.tsv")
+        assert said.code == 2, said.err
+
+
+def test_how_much_is_read_at_a_time(place: Path) -> None:
+    assert context_of(Run.load(place / "masked")) == 16
+    assert context_of(Run.load(place / "masked"), 20) == 20
+    (place / "masked/recipe.toml").rename(place / "recipe.toml")
+    try:
+        assert context_of(Run.load(place / "masked")) == 512
+    finally:
+        (place / "recipe.toml").rename(place / "masked/recipe.toml")

@@ -1,0 +1,113 @@
+"""Training with gates on heads: shut ones are cut, resuming is continuing, and no pressure is no change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.decode.generate import generate
+from regard.errors import UserError
+from regard.fit import UNCUT, fit
+from regard.inspect.places import attentions
+from regard.inspect.shut import gate_heads, restore_uncut
+from regard.model import Model
+from regard.nn.gates import gated
+from regard.presets import preset
+from regard.run import Run, weights_of
+from regard.settings import load_recipe
+from regard.train.checkpoint import TRAINING, Checkpoints
+from regard.train.signals import Stopped
+from regard.train.talk import Silence
+from regard.train.trainer import Trainer
+
+SMALL = {"layers": 1, "width": 16, "heads": 4, "ff": 16, "dropout": 0.1}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{a}{b}{a}\t{b} {a}\n" for a in "abcd" for b in "abcd"), encoding="utf-8")
+    return path
+
+
+def recipe(pairs: Path, **train: Any) -> Any:
+    settings = {"workers": 1, "lr": 0.01, "warmup": 1, "batch_examples": 8, "validate_every": 10, "device": "cpu"}
+    return load_recipe(
+        {
+            "preset": "transformer-tiny",
+            "model": {"encoder": SMALL, "decoder": SMALL},
+            "data": {"train": str(pairs), "valid": str(pairs)},
+            "train": settings | train,
+        }
+    )
+
+
+def heads(run: Run) -> int:
+    return sum(attention.heads for attention in attentions(run.model).values())
+
+
+def test_pressure_removes_heads_for_real(pairs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    fit(recipe(pairs, steps=40, l0=30.0, ema=0.5), out, talk=Silence())
+    run = Run.load(out)
+    assert heads(run) < 12 and not gated(run.model)
+    assert run.config.encoder is not None and run.config.encoder.kept_heads is not None
+    small = sum(p.numel() for p in run.model.parameters())
+    with torch.no_grad():
+        said = run.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
+    assert len(list(generate(run, ["aba"]))) == 1
+    restore_uncut(out, out / TRAINING / UNCUT)  # with all its heads it says the same
+    whole = Run.load(out)
+    assert heads(whole) == 12 and sum(p.numel() for p in whole.model.parameters()) > small
+    with torch.no_grad():
+        again = whole.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
+    assert torch.allclose(said, again, atol=1e-5)
+
+
+def test_without_pressure_nothing_changes(pairs: Path, tmp_path: Path) -> None:
+    fit(recipe(pairs, steps=6), tmp_path / "plain", talk=Silence())
+    fit(recipe(pairs, steps=6, l0=0.0), tmp_path / "zero", talk=Silence())
+    plain, zero = (Run.load(tmp_path / name) for name in ("plain", "zero"))
+    assert plain.config == zero.config
+    for name, x in weights_of(plain.model).items():
+        assert torch.equal(x, weights_of(zero.model)[name])
+
+
+def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = recipe(pairs, steps=20, l0=10.0, ema=0.9, validate_every=7)
+    fit(order, tmp_path / "whole", talk=Silence())
+    step = Trainer._step
+
+    def stopping(self: Trainer) -> int:
+        found = step(self)
+        return 15 if self.progress.step == 9 else found
+
+    with monkeypatch.context() as context:
+        context.setattr(Trainer, "_step", stopping)
+        with pytest.raises(Stopped):
+            fit(order, tmp_path / "parts", talk=Silence())
+    fit(order, tmp_path / "parts", resume=True, talk=Silence())
+    whole, parts = (Run.load(tmp_path / name) for name in ("whole", "parts"))
+    assert whole.config == parts.config and heads(whole) == heads(parts)
+    for name, x in weights_of(whole.model).items():
+        assert torch.equal(x, weights_of(parts.model)[name])
+
+
+def test_a_cut_run_is_trained_on_with_all_its_heads(pairs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    fit(recipe(pairs, steps=40, l0=30.0), out, talk=Silence())
+    cut = heads(Run.load(out))
+    fit(recipe(pairs, steps=40, l0=30.0), out, resume=True, talk=Silence())  # there is nothing left to do
+    assert heads(Run.load(out)) == cut
+    fit(recipe(pairs, steps=50, l0=30.0), out, resume=True, talk=Silence())
+    longer = Run.load(out)
+    assert cut < 12 and heads(longer) < 12 and Checkpoints(out).progress().step == 50  # type: ignore[union-attr]
+
+
+def test_heads_that_cannot_be_cut_are_not_gated() -> None:
+    for name in ("rnn-luong", "reformer-tiny"):
+        with pytest.raises(UserError, match=r"train\.l0"):
+            gate_heads(Model(preset(name, 12, changes={})))

@@ -1,0 +1,200 @@
+"""Starting from a run: all of it, parts of it, with new parts, or with adapters."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import At, result, send
+from test_tasks import labelled_file, tables, train
+
+from regard.errors import UserError
+from regard.fit import fit
+from regard.nn.lora import adapt
+from regard.run import Run, weights_of
+from regard.settings import load_recipe
+from regard.train.signals import Stopped
+from regard.train.talk import Silence
+
+
+class Heard(Silence):
+    def __init__(self) -> None:
+        self.said = ""
+
+    def say(self, text: str) -> None:
+        self.said += text + "\n"
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Little runs to start from: one that guesses hidden symbols, one language model, one of images."""
+    import regard.fit
+
+    path = tmp_path_factory.mktemp("bases")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regard.fit, "draw_curve", lambda run, metric: None)
+        for task in ("masked", "lm", "image"):
+            train(tables(task, path, steps=20), path / task)
+    return path
+
+
+def tuned(task: str, base: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+    order = tables(task, folder, steps=3, start_from=str(base), **settings)
+    return order | {"model": {}, "text": {}}
+
+
+def heard(order: dict[str, Any], run: Path) -> str:
+    talk = Heard()
+    fit(load_recipe(order), run, talk=talk)
+    return talk.said
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model.safetensors")
+
+
+def test_all_weights_are_the_beginning(bases: Path, tmp_path: Path) -> None:
+    said = heard(tuned("lm", bases / "lm", tmp_path, lr=1e-9), tmp_path / "run")
+    assert "tokens: those of" in said and "weights: those of" in said and "fresh:" not in said
+    ours, theirs = weights(tmp_path / "run"), weights(bases / "lm")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], x, atol=1e-6) for name, x in theirs.items())
+    assert Run.load(tmp_path / "run").codec == Run.load(bases / "lm").codec
+
+
+def test_a_new_head_is_fresh_and_said_to_be(bases: Path, tmp_path: Path) -> None:
+    said = heard(tuned("classify", bases / "masked", tmp_path, lr=1e-9), tmp_path / "run")
+    assert "fresh: output.bias, output.weight" in said and "not used: transform." in said
+    ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
+    assert ours["output.weight"].shape == (2, 32)
+    assert all(
+        torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours.keys() - {"output.weight", "output.bias"}
+    )
+    other = tmp_path / "other"
+    other.mkdir()
+    path = labelled_file(other / "classify.txt")
+    path.write_text(path.read_text().replace("\tsea\n", "\tlake\n"))
+    renamed = heard(tuned("classify", tmp_path / "run", other, lr=1e-9), other / "run")
+    assert "fresh: output.bias, output.weight" in renamed  # as many labels, but others
+    again = heard(tuned("classify", tmp_path / "run", tmp_path, lr=1e-9), tmp_path / "again")
+    assert "fresh:" not in again  # the same labels, the same head
+
+
+def test_only_parts_are_trained(bases: Path, tmp_path: Path) -> None:
+    parts = ["encoder.blocks.0.feed_forward", "encoder.embed_norm"]
+    said = heard(tuned("classify", bases / "masked", tmp_path, parts=parts), tmp_path / "run")
+    ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
+    moved = {name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs.get(name))}
+    within = tuple(f"{part}." for part in (*parts, "output"))
+    assert moved - {"output.bias"} == {name for name in theirs if name.startswith(within[:-1])}
+    count = sum(ours[name].numel() for name in ours if name.startswith(within))
+    assert f"trained: {count:,} parameters" in said
+    states = load_file(next((tmp_path / "run/training").glob("step-*")) / "optimizer.safetensors")
+    assert {name.rpartition(":")[0] for name in states} == {n for n in ours if n.startswith(within)}
+
+
+def test_adapters_are_merged_and_kept(bases: Path, tmp_path: Path) -> None:
+    order = tuned("lm", bases / "lm", tmp_path, lora=4, lr=0.02)
+    said = heard(order, tmp_path / "run")
+    base, adapted = Run.load(bases / "lm"), Run.load(bases / "lm")
+    layers = adapt(adapted.model, 4, 8.0, ("attention", "cross", "feed_forward"))
+    adapters = load_file(tmp_path / "run/adapters.safetensors")
+    assert set(adapters) == {f"{layer}.lora_{part}" for layer in layers for part in ("up", "down")}
+    assert f"trained: {sum(x.numel() for x in adapters.values()):,} parameters" in said and "rank 4" in said
+    adapted.model.load_state_dict(adapters, strict=False)
+    tokens = torch.arange(30).view(2, 15) % base.config.target_vocab
+    nothing = tokens[:, :0]
+    with torch.no_grad():
+        expected, merged, old = (
+            run.model.eval()(nothing, None, tokens) for run in (adapted, Run.load(tmp_path / "run"), base)
+        )
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    assert (merged - old).abs().max() > 1e-3
+    ours = weights(tmp_path / "run")
+    assert ours.keys() == weights_of(base.model).keys()
+    assert torch.equal(ours["target_embedding.weight"], weights(bases / "lm")["target_embedding.weight"])
+
+
+def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(bases / "masked", tmp_path / "base")
+    order = tuned("classify", tmp_path / "base", tmp_path, lora=2, ema=0.9, average=2)
+    order["train"] |= {"steps": 8, "validate_every": 3}
+    recipe = load_recipe(order)
+    fit(recipe, tmp_path / "whole", talk=Silence())
+    with pytest.raises(Stopped):
+        fit(recipe, tmp_path / "run", talk=At(4, lambda: send(signal.SIGTERM)))
+    shutil.rmtree(tmp_path / "base")
+    fit(recipe, tmp_path / "run", resume=True, talk=Silence())
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+
+
+def test_text_that_the_tokens_of_a_run_cannot_hold(tmp_path: Path) -> None:
+    pairs = labelled_file(tmp_path / "pairs.tsv")
+    order = tables("span", tmp_path, steps=2) | {"task": "pairs", "data": {"train": str(pairs)}}
+    train(order, tmp_path / "two")
+    with pytest.raises(UserError, match="this run has two"):
+        train(tuned("span", tmp_path / "two", tmp_path), tmp_path / "run")
+    train(order | {"text": {"source_tokens": "space", "shared": True}}, tmp_path / "spaces")
+    with pytest.raises(UserError, match="line ends would be lost"):
+        train(tuned("span", tmp_path / "spaces", tmp_path), tmp_path / "run")
+
+
+def test_a_vocabulary_grows_for_what_stands_for_stretches(bases: Path, tmp_path: Path) -> None:
+    train(tables("span", tmp_path, steps=2), tmp_path / "spans")
+    said = heard(tuned("span", tmp_path / "spans", tmp_path), tmp_path / "more")
+    assert "longer than there" not in said  # it has such symbols already
+    pairs = labelled_file(tmp_path / "pairs.tsv")
+    order = tables("span", tmp_path, steps=2) | {
+        "task": "pairs",
+        "data": {"train": str(pairs)},
+        "text": {"shared": True},
+    }
+    order |= {"preset": "t5-tiny"}
+    train(order, tmp_path / "pairs")
+    said = heard(tuned("span", tmp_path / "pairs", tmp_path), tmp_path / "run")
+    assert "longer than there, the new rows fresh: source_embedding.weight" in said
+    theirs, ours = (weights(tmp_path / name)["source_embedding.weight"] for name in ("pairs", "run"))
+    assert len(ours) == len(theirs) + 100
+
+
+@pytest.mark.parametrize(
+    ("task", "base", "changes", "told"),
+    [
+        ("lm", "lm", {"preset": "gpt-tiny"}, "brings its own model"),
+        ("lm", "lm", {"model": {"decoder": {"ff": 48}}}, r"feed_forward.up.weight: \[64, 32\] there, \[48, 32\] here"),
+        ("masked", "lm", {}, "an encoder without a decoder"),
+        ("classify", "lm", {}, "an encoder without a decoder"),
+        ("classify", "image", {}, "reads images"),
+        ("lm", "none", {}, "no such run"),
+    ],
+)
+def test_what_does_not_fit_is_told(
+    task: str, base: str, changes: dict[str, Any], told: str, bases: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=told):
+        fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", talk=Silence())
+    assert not (tmp_path / "run/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"parts": ["decoder.blocks.7"]}, r"no part 'decoder.blocks.7'; did you mean 'decoder.blocks.0'"),
+        ({"parts": "decoder, decodr"}, "did you mean 'decoder'"),
+        ({"lora": 2, "lora_on": ["atention"]}, "no layer is inside a part named atention"),
+    ],
+)
+def test_parts_that_are_not_there(settings: dict[str, Any], told: str, bases: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", talk=Silence())
+
+
+def test_parts_without_a_run_to_start_from(tmp_path: Path) -> None:
+    train(tables("lm", tmp_path, steps=2, parts=["decoder"]), tmp_path / "run")
+    assert (tmp_path / "run/model.safetensors").is_file()

@@ -1,0 +1,238 @@
+"""Every task from a file to a run that has learned something, and resumes as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_resume import At, result, send
+
+from regard.errors import UserError
+from regard.fit import Report, fit
+from regard.run import Run
+from regard.settings import load_recipe
+from regard.train.log import read_log
+from regard.train.signals import Stopped
+from regard.train.talk import Silence
+
+TINY = {"layers": 1, "width": 32, "heads": 2, "ff": 64, "dropout": 0.0, "attention_dropout": 0.0, "ff_dropout": 0.0}
+WORDS = ("sun", "moon", "star", "cloud", "rain")
+
+
+def text_file(path: Path, words: int = 2500, seed: int = 1) -> Path:
+    """Text whose next letter is mostly known: words in a fixed order, lines of varying length."""
+    draw = random.Random(seed)
+    told = [WORDS[index % len(WORDS)] + ("\n" if draw.random() < 0.2 else " ") for index in range(words)]
+    path.write_text("".join(told), encoding="utf-8")
+    return path
+
+
+def labelled_file(path: Path, count: int = 300) -> Path:
+    draw = random.Random(2)
+    rows = []
+    for _ in range(count):
+        label = draw.choice(["land und", "sea"])
+        letters = [*draw.choices("xyz", k=draw.randint(2, 6)), label[0]]
+        draw.shuffle(letters)
+        rows.append(f"{''.join(letters)}\t{label}\n")
+    path.write_text("".join(rows))
+    return path
+
+
+def image_file(path: Path, count: int = 300, **arrays: Any) -> Path:
+    """Images with one bright corner, which is the label."""
+    draw = np.random.default_rng(3)
+    labels = draw.integers(4, size=count)
+    images = draw.integers(0, 60, (count, 4, 4)).astype(np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[2 * (label // 2) :, 2 * (label % 2) :][:2, :2] += 150
+    np.savez(path, **({"images": images, "labels": labels} | arrays))
+    return path
+
+
+FILES = {"lm": text_file, "masked": text_file, "span": text_file, "classify": labelled_file, "image": image_file}
+
+
+def tables(task: str, folder: Path, model: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    path = folder / f"{task}.{'npz' if task == 'image' else 'txt'}"
+    if not path.exists():
+        FILES[task](path)
+    train = {"steps": 150, "validate_every": 50, "log_every": 50, "workers": 1, "warmup": 10, "lr": 5e-3, **settings}
+    if task in ("lm", "masked", "span"):
+        train = {"context": 32, "batch_examples": 16} | train
+    tokens = {} if task == "image" else {"source_tokens": "char", "target_tokens": "char"}
+    return {
+        "task": task,
+        "model": {"encoder": TINY, "decoder": TINY, **(model or {})},
+        "text": tokens,
+        "data": {"train": str(path)},
+        "train": train,
+    }
+
+
+def train(order: dict[str, Any], run: Path) -> Report:
+    return fit(load_recipe(order), run, talk=Silence())
+
+
+def entropy(path: Path) -> float:
+    """Of a symbol, knowing nothing but how often each occurs."""
+    counts = Counter(path.read_text())
+    return -sum(n * math.log(n / counts.total()) for n in counts.values()) / counts.total()
+
+
+@pytest.mark.parametrize(("task", "share"), [("lm", 0.35), ("masked", 0.6), ("span", 0.6)])
+def test_text_is_learned(task: str, share: float, tmp_path: Path) -> None:
+    near = TINY | {"position": "bucket"}  # where neighbours are easily told
+    model = {"encoder": near, "decoder": near} if task == "masked" else {}
+    best = train(tables(task, tmp_path, model), tmp_path / "run").progress.best
+    assert best is not None and best.value < share * entropy(tmp_path / f"{task}.txt")
+    if task == "lm":
+        assert best.scores["perplexity"] == pytest.approx(math.exp(best.value))
+        assert best.scores["bits_per_char"] == pytest.approx(best.value / math.log(2), rel=0.01)  # a symbol is a letter
+    run = Run.load(tmp_path / "run")
+    assert run.config.frame == run.codec.frame
+    assert (run.config.decoder is None, run.config.encoder is None) == (task == "masked", task == "lm")
+    assert (run.codec.ids.mask is not None) == (task == "masked")
+
+
+@pytest.mark.parametrize("task", ["classify", "image"])
+def test_labels_are_learned(task: str, tmp_path: Path) -> None:
+    report = train(tables(task, tmp_path), tmp_path / "run")
+    assert report.metric == "accuracy" and report.value is not None and report.value > 95
+    run = Run.load(tmp_path / "run")
+    assert run.labels == (("land und", "sea") if task == "classify" else ("0", "1", "2", "3"))
+    assert run.config.classes == len(run.labels)
+    assert (run.pixels is not None) == (task == "image")
+
+
+@pytest.mark.parametrize(("task", "model"), [("masked", {"pooler": True}), ("image", {})])
+def test_two_processes_compute_what_one_does(task: str, model: dict[str, Any], tmp_path: Path) -> None:
+    """Also beside a layer that only whole sentences need, which gets no gradient."""
+    settings = {"steps": 3, "validate_every": 2, "log_every": 1, "batch_examples": 5, "accumulate": 2}
+    for workers in (1, 2):
+        train(tables(task, tmp_path, model, workers=workers, **settings), tmp_path / str(workers))
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
+    for a, b in zip(one[1:], two[1:], strict=True):
+        for key in a.keys() - {"event", "reason", "seconds", "tokens_per_second", "examples_per_second"}:
+            assert a[key] == pytest.approx(b[key], rel=2e-3), key
+
+
+MEMORY = {"memory": 24, "position": "relative"}
+
+
+@pytest.mark.parametrize(
+    ("task", "stack"), [("lm", {}), ("lm", MEMORY), ("masked", {}), ("span", {}), ("classify", {}), ("image", {})]
+)
+def test_interrupted_runs_end_like_uninterrupted_ones(task: str, stack: dict[str, Any], tmp_path: Path) -> None:
+    """With dropout and a moving average on, and in the middle of an epoch."""
+    shape = TINY | stack | {"dropout": 0.2}
+    settings = {"steps": 12, "validate_every": 5, "log_every": 3, "ema": 0.9, "accumulate": 2}
+    order = load_recipe(tables(task, tmp_path, {"encoder": shape, "decoder": shape}, **settings))
+    fit(order, tmp_path / "whole", talk=Silence())
+    with pytest.raises(Stopped):
+        fit(order, tmp_path / "run", talk=At(7, lambda: send(signal.SIGTERM)))
+    saved = {path.name for path in (tmp_path / "run/training/step-00000008").iterdir()}
+    assert ("carried.safetensors" in saved) == bool(stack)
+    fit(order, tmp_path / "run", resume=True, talk=Silence())
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+
+
+def test_memory_helps_where_the_answer_lies_further_back_than_the_segment(tmp_path: Path) -> None:
+    """A capital letter repeats what came nine letters before: out of sight in segments of eight, unless remembered."""
+    draw = random.Random(4)
+    (tmp_path / "lm.txt").write_text(
+        "".join(f"{letter}12345678{letter.upper()}\n" for letter in draw.choices("abcd", k=4000))
+    )
+    losses = []
+    for memory in (0, 12):
+        shape = TINY | {"memory": memory, "position": "relative"}
+        order = tables("lm", tmp_path, {"encoder": shape, "decoder": shape}, context=8, steps=200)
+        losses.append(train(order, tmp_path / f"run{memory}").value or 9)
+    known = math.log(4) / 11  # one letter of each line is a matter of chance, with memory
+    assert losses[0] > 2 * known and losses[1] < 1.4 * known
+
+
+def test_what_is_carried_belongs_to_one_process(tmp_path: Path) -> None:
+    shape = TINY | MEMORY
+    with pytest.raises(UserError, match="one process"):
+        train(tables("lm", tmp_path, {"encoder": shape, "decoder": shape}, workers=2), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "told"),
+    [
+        ("lm", {"preset": "transformer-tiny"}, "a decoder without an encoder"),
+        ("pairs", {"preset": "gpt-tiny"}, "an encoder and a decoder"),
+        ("masked", {"preset": "gpt-tiny"}, "an encoder without a decoder"),
+        ("lm", {"text": {"source_tokens": "space"}}, "space drops line ends"),
+        ("lm", {"text": {"source_tokens": "char", "target_tokens": "byte"}}, "cannot be byte and char"),
+        ("lm", {"train": {"metric": "bleu"}}, "lm is judged by loss, not bleu"),
+        ("lm", {"data": {"source": "a", "target": "b"}}, "takes one file"),
+        ("lm", {"data": {}}, "plain text with --data"),
+        ("image", {"data": {}}, "with --data FILE.npz"),
+        ("lm", {"preset": "gpt-tiny", "model": {"decoder": {"max_length": 8}}}, "more than the 8 positions"),
+        ("image", {"model": {"patches": {"height": 9, "size": 3}}}, "not cut evenly"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(
+    task: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    order = tables("classify" if task == "pairs" else task, tmp_path) | {"task": task} | changes
+    with pytest.raises(UserError, match=told):
+        train(order, tmp_path / "run")
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_a_task_changes_defaults_and_resuming_need_not_repeat_them(tmp_path: Path) -> None:
+    assert load_recipe({}).train.label_smoothing == 0.1
+    recipe = load_recipe({"task": "lm"})
+    assert (recipe.train.label_smoothing, recipe.train.context, recipe.train.metric) == (0.0, 256, "loss")
+    assert load_recipe({"task": "image"}).train.metric == "accuracy"
+    assert load_recipe({"task": "lm", "train": {"label_smoothing": 0.3}}).train.label_smoothing == 0.3
+    train(tables("lm", tmp_path, steps=2, label_smoothing=0.3), tmp_path / "run")
+    again = fit(load_recipe({"task": "lm", "train": {"steps": 3}}), tmp_path / "run", resume=True, talk=Silence())
+    assert again.progress.step == 3
+    assert "label_smoothing = 0.3" in (tmp_path / "run/recipe.toml").read_text()
+
+
+def test_the_file_may_be_shorter_than_the_context(tmp_path: Path) -> None:
+    (tmp_path / "lm.txt").write_text("a short text\n")
+    report = train(tables("lm", tmp_path, context=512, steps=2), tmp_path / "run")
+    assert report.value is not None and math.isfinite(report.value)
+
+
+def test_a_table_of_positions_fits_the_longest_text(tmp_path: Path) -> None:
+    path = labelled_file(tmp_path / "classify.txt")
+    path.write_text(path.read_text() + "x" * 40 + "l\tsea\n")
+    order = tables("classify", tmp_path, steps=2)
+    train(order, tmp_path / "run")
+    short = TINY | {"max_length": 20}
+    with pytest.raises(UserError, match=r"data\.max_length: rows of 43 symbols are more than the 20 positions"):
+        train(order | {"model": {"encoder": short}}, tmp_path / "other")
+    preset = load_recipe(order | {"preset": "bert-tiny", "model": {"encoder": TINY}, "data": {"train": str(path)}})
+    path.write_text(path.read_text() + "x" * 510 + "l\tsea\n")
+    fit(preset, tmp_path / "long", talk=Silence())
+    encoder = Run.load(tmp_path / "long").config.encoder
+    assert encoder is not None and encoder.max_length == 513
+
+
+def test_runs_from_before_there_were_tasks_can_be_resumed(tmp_path: Path) -> None:
+    """Their data says nothing of a task, and they have no list of fresh weights."""
+    path = labelled_file(tmp_path / "classify.txt")
+    order = tables("classify", tmp_path, steps=2) | {"task": "pairs", "data": {"train": str(path)}}
+    train(order, tmp_path / "run")
+    record = tmp_path / "run/training/data/prepared.json"
+    old = json.loads(record.read_text())
+    del old["task"], old["labels"]
+    record.write_text(json.dumps(old))
+    recipe = tmp_path / "run/recipe.toml"
+    lines = [line for line in recipe.read_text().splitlines() if not line.startswith(("task", "mask", "span", "lora"))]
+    recipe.write_text("\n".join(lines))
+    assert fit(load_recipe({"train": {"steps": 3}}), tmp_path / "run", resume=True, talk=Silence()).progress.step == 3

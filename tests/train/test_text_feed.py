@@ -1,0 +1,135 @@
+"""Windows of a text: all of it in every epoch, in an order that depends on (seed, epoch) alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.config import Config, Stack
+from regard.data.stream import Stream
+from regard.errors import UserError
+from regard.settings import Train
+from regard.text.tokenizer import Tokenizer
+from regard.train.feed import Feed
+from regard.train.text_feed import LaneFeed, LmFeed, MaskedFeed, Masks, SpanFeed, Spans, Windows, lanes, lm_windows
+from regard.train.world import World
+
+TOKENIZER = Tokenizer.train("char", ["".join(map(chr, range(97, 123)))], mask=True)
+IDS = np.arange(5, 305, dtype=np.uint32) % 26 + 5
+STREAM = Stream.of(IDS, len(IDS))
+STACK = Stack(layers=1, width=8, heads=2)
+ENCODER = Config(source_vocab=31, target_vocab=31, encoder=STACK, frame="both", ids=TOKENIZER.ids)
+BOTH = Config(source_vocab=131, target_vocab=131, encoder=STACK, decoder=STACK)
+
+
+def make(kind: str, rank: int = 0, size: int = 1, **settings: Any) -> Feed:
+    train, world = Train(**({"context": 16, "batch_examples": 4} | settings)), World(rank, size)
+    if kind == "masked":
+        return MaskedFeed(Masks(STREAM, TOKENIZER, ENCODER, train), STREAM, train, world)
+    if kind == "span":
+        return SpanFeed(Spans(STREAM, 130, BOTH, train), STREAM, train, world)
+    return LaneFeed(STREAM, train, world) if kind == "lanes" else LmFeed(STREAM, train, world)
+
+
+def epoch(feed: Feed, number: int) -> list[Any]:
+    found, batch = [], 0
+    while batch < feed.batches_in(number):
+        portion = feed.portion(number, batch)
+        batch += portion.batches
+        found.append(portion)
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["lm", "lanes", "masked", "span"])
+def test_a_step_depends_on_seed_epoch_and_batch_alone(kind: str) -> None:
+    feed = make(kind)
+    before = [feed.portion(number, 1).shares[0][0] for number in (0, 1, 0, 2)]
+    again = make(kind)
+    assert same(before[0], before[2]) and same(before[3], again.portion(2, 1).shares[0][0])
+    assert not same(before[0], before[1])
+    assert not same(before[0], make(kind, seed=5).portion(0, 1).shares[0][0])
+    assert [feed.portion(1, batch).fresh for batch in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["lm", "masked", "span"])
+def test_shares_make_up_the_whole(kind: str) -> None:
+    def rows(size: int) -> tuple[Counter[Any], list[Any]]:
+        feeds = [make(kind, rank, size, accumulate=2, batch_examples=5) for rank in range(size)]
+        steps = [epoch(feed, 3) for feed in feeds]
+        found: Counter[Any] = Counter()
+        for portion in (portion for portions in steps for portion in portions):
+            for batch, weight in portion.shares:
+                assert batch.total == portion.tokens
+                for row in range(len(batch.label_BT) if weight else 0):
+                    kept = batch.keep_BT[row] if batch.keep_BT is not None else slice(None)
+                    found[(*batch.source_BS[row].unique().tolist(), *batch.label_BT[row][kept].tolist())] += 1
+        return found, [(p.batches, p.examples, p.tokens, p.symbols) for p in steps[0]]
+
+    alone, together = rows(1), rows(3)
+    assert alone[1] == together[1]
+    assert alone[0].total() == sum(numbers[1] for numbers in alone[1])
+    if kind == "lm":
+        assert alone[0] == together[0]
+
+
+def test_an_epoch_reads_the_text_once_from_another_place_each_time() -> None:
+    offsets = set()
+    for number in range(6):
+        labels = torch.cat([p.shares[0][0].label_BT for p in epoch(make("lm"), number)])
+        starts = sorted(np.concatenate(make("lm").order(number)).tolist())
+        assert len(labels) == len(starts) == len(set(starts))
+        assert set(np.diff(starts)) == {16}
+        assert starts[0] < 16 and starts[-1] + 17 <= 300 < starts[-1] + 17 + 16
+        offsets.add(starts[0])
+    assert len(offsets) > 3
+
+
+def test_lanes_go_on_where_they_stopped() -> None:
+    portions = epoch(make("lanes"), 1)
+    text = torch.cat([portion.shares[0][0].input_BT for portion in portions], dim=1)
+    assert text.shape[0] == 4
+    for row in text.numpy():
+        assert (np.diff(row) % 26 == 1).all()  # the letters follow each other
+    labels = torch.cat([portion.shares[0][0].label_BT for portion in portions], dim=1)
+    assert torch.equal(labels[:, :-1], text[:, 1:])
+
+
+@given(st.integers(2, 400), st.integers(1, 40), st.integers(1, 12), st.integers(0, 50))
+def test_lanes_stay_within_the_text(symbols: int, context: int, rows: int, offset: int) -> None:
+    stream = Stream.of(np.arange(symbols, dtype=np.uint32), symbols)
+    windows = lm_windows(stream, context)
+    cut = lanes(symbols, windows, rows, offset)
+    assert cut and len({len(starts) for starts in cut}) == 1
+    for starts in cut:
+        assert starts.min() >= 0 and starts.max() + windows.length <= symbols
+        assert stream.windows(starts, windows.length).shape == (len(starts), windows.length)
+
+
+@given(st.integers(1, 100), st.integers(1, 40), st.integers(0, 100))
+def test_windows_stay_within_the_text(symbols: int, length: int, offset: int) -> None:
+    windows = Windows(Stream.of(np.arange(symbols, dtype=np.uint32), 0), length, length)
+    starts = windows.starts(offset)
+    assert len(starts) and starts.min() >= 0 and starts.max() + windows.length <= symbols
+
+
+def test_batches_by_number_of_symbols() -> None:
+    assert make("lm", batch_examples=None, batch_tokens=100).portion(0, 0).examples == 100 // 16
+
+
+def test_mistakes() -> None:
+    with pytest.raises(UserError, match="no symbol for what is hidden"):
+        Masks(STREAM, TOKENIZER, BOTH, Train())
+    with pytest.raises(UserError, match="no room for text"):
+        Masks(STREAM, TOKENIZER, ENCODER, Train(context=2))
+    with pytest.raises(UserError, match="two symbols at least"):
+        Spans(STREAM, 130, BOTH, Train(context=1))
