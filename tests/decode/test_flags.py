@@ -36,13 +36,13 @@ def test_different_symbols_are_no_loop(ids: list[int]) -> None:
     ],
 )
 def test_reasons(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
-    flags = degenerate([*ids, 3], source, [scores] * (len(ids) + 1))
+    flags = degenerate(ids, source, [scores] * (len(ids) + 1))
     assert list(flags) == [flag] and reason in flags[flag]
 
 
 def test_good_outputs_have_none() -> None:
-    assert degenerate([5, 6, 7, 8, 3], 4, [-0.1] * 5) == {}
-    assert degenerate([3], 1, [-0.1]) == {}
+    assert degenerate([5, 6, 7, 8], 4, [-0.1] * 5) == {}
+    assert degenerate([], 1, [-0.1]) == {}
 
 
 def test_attention_that_is_parked_or_blurred() -> None:

@@ -30,8 +30,8 @@ def check(run: Run, texts: list[str], options: Options) -> None:
         assert len(h.tokens) == len(h.token_scores) == len(h.ids) and h.ids[-1] == 3
         if "segmentation" not in h.flags:
             assert again.tokens == h.tokens
-            assert again.token_scores == pytest.approx(h.token_scores, abs=1e-4)
-            assert again.score == pytest.approx(h.score, abs=1e-4 * len(h.ids))
+            assert again.token_scores == pytest.approx(h.token_scores, abs=1e-5)
+            assert again.score == pytest.approx(h.score, abs=1e-5 * len(h.ids))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -71,8 +71,8 @@ def test_forced_scores_do_not_depend_on_company() -> None:
     small = list(score(run, pairs, Options(batch_tokens=1)))
     for pair, a, b in zip(pairs, together, small, strict=True):
         (alone,) = score(run, [Example(*pair)])
-        assert alone.token_scores == pytest.approx(a.token_scores, abs=1e-4)
-        assert alone.token_scores == pytest.approx(b.token_scores, abs=1e-4)
+        assert alone.token_scores == pytest.approx(a.token_scores, abs=1e-5)
+        assert alone.token_scores == pytest.approx(b.token_scores, abs=1e-5)
 
 
 def test_forced_scores_are_the_models() -> None:
@@ -83,7 +83,7 @@ def test_forced_scores_are_the_models() -> None:
     with torch.no_grad():
         logits = run.model(source, None, torch.tensor([[2, *target[:-1]]]))
     expected = logits[0].log_softmax(-1).gather(1, torch.tensor(target)[:, None]).flatten().tolist()
-    assert scored.token_scores == pytest.approx(expected, abs=1e-4)
+    assert scored.token_scores == pytest.approx(expected, abs=1e-5)
     assert scored.tokens == ("b", "a", "<eos>") and scored.as_dict()["score"] == scored.score
 
 

@@ -141,10 +141,7 @@ def test_broken_weights_are_said_to_be() -> None:
             list(generate(Run(run.config, run.codec, model, run.path), ["abc"], Options.of(**chosen)))
 
 
-def test_a_model_of_one_tower_and_one_in_training_are_refused() -> None:
+def test_a_model_in_training_is_refused() -> None:
     run = run_of("transformer-tiny", 1)
-    config = run.config.model_copy(update={"encoder": None})
-    with pytest.raises(UserError, match="encoder and a decoder"):
-        list(generate(Run(config, run.codec, Model(config).eval(), run.path), ["a"]))
     with pytest.raises(ValueError, match="training mode"):
         list(generate(Run(run.config, run.codec, Model(run.config).train(), run.path), ["a"]))

@@ -103,7 +103,7 @@ def test_a_required_phrase_that_comes_anyway_changes_nothing(name: str) -> None:
     steered = [row[0] for row in generate(run, wishes, Options(beam=4))]
     # Two searches of a few hypotheses each need not find the same, but nearly always do, or better.
     pairs = zip(steered, (h for h in plain if h.text), strict=True)
-    assert sum(a.normalized >= b.normalized - 1e-4 for a, b in pairs) >= len(wishes) - 1
+    assert sum(a.normalized >= b.normalized - 1e-5 for a, b in pairs) >= len(wishes) - 1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -119,7 +119,7 @@ def test_a_wide_beam_finds_the_best_output_that_meets_the_wishes(
     options = Options(beam=100, max_length=5, require=tuple(wanted), forbid=tuple(unwanted))
     (found,) = next(generate(run, [source], options))
     assert found.text in texts
-    assert found.normalized == pytest.approx(truth, abs=1e-4)
+    assert found.normalized == pytest.approx(truth, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -148,7 +148,7 @@ def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
     value = likes_end.clone()
     rule.apply(value, likes_end, 0, alive)
     assert value[0, 3] == -torch.inf and value.argmax() == 4  # what was the end's is now the phrase's
-    assert value[0, 4].exp() == pytest.approx(float(likes_end[0, [3, 4]].exp().sum()), rel=1e-4)
+    assert value[0, 4].exp() == pytest.approx(float(likes_end[0, [3, 4]].exp().sum()), rel=1e-5)
     rule.advance(here, torch.tensor([4]))
     goes_on = torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 1, 50]]).log_softmax(-1)
     value = goes_on.clone()
@@ -160,7 +160,7 @@ def test_a_repetition_penalty_makes_for_less_repetition() -> None:
     for name in NAMES:
         shares = []
         for penalty in (1.0, 1.5, 1e9):
-            rows = generate(run_of(name, 2), sources(6, 20), Options(repetition_penalty=penalty, max_length=15))
+            rows = generate(run_of(name, 5), sources(6, 20), Options(repetition_penalty=penalty, max_length=15))
             ids = [row[0].ids[:-1] for row in rows]
             shares.append(sum(len(set(row)) for row in ids) / max(1, sum(map(len, ids))))
         assert shares[0] <= shares[1] + 0.05 and shares[1] <= shares[2] + 0.05 and shares[2] > 0.9

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.common import Device, Json, Threads, flush, open_runs, out, out_json, talk
+from regard.cli.common import Device, Json, Threads, Workers, flush, open_runs, out, out_json, talk
+from regard.errors import UserError
 
 if TYPE_CHECKING:
     from regard.decode.hypothesis import Hypothesis
@@ -103,7 +104,8 @@ def command(
         Whole, typer.Option(help="Fewest output symbols. (default: 0)", rich_help_panel=OUTPUT)
     ] = None,
     max_length: Annotated[
-        Whole, typer.Option(help="Most output symbols. (default: 3 times the source and 50)", rich_help_panel=OUTPUT)
+        Whole,
+        typer.Option(help="Most output symbols. (default: 3 times the source and 50)", rich_help_panel=OUTPUT),
     ] = None,
     min_ratio: Annotated[
         Real, typer.Option(help="Fewest, in units of the source's length. (default: 0.0)", rich_help_panel=OUTPUT)
@@ -119,7 +121,7 @@ def command(
     ] = False,
     alignment_heads: Annotated[
         str | None,
-        typer.Option(metavar="L.H,L.H,...", help="Layers and heads it is read from.", rich_help_panel=OUTPUT),
+        typer.Option(metavar="L.H,L.H,...", help="Layers and heads it is read from, from 1.", rich_help_panel=OUTPUT),
     ] = None,
     batch_tokens: Annotated[
         Whole, typer.Option(help="Source symbols times hypotheses at once. (default: 8192)", rich_help_panel=OUTPUT)
@@ -128,16 +130,20 @@ def command(
         Whole, typer.Option(help="Lines read ahead, to be sorted by length. (default: 4096)", rich_help_panel=OUTPUT)
     ] = None,
     json: Json = False,
+    workers: Workers = None,
     threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
     """Give the best output for every line of input.
 
-    Lines come from FILE or stdin, outputs in the same order. A plain output is one line of text. With several outputs
-    per line (--nbest, --alternatives) each becomes a line of its own: number of the input line, score, text,
-    separated by tabs. With --alignment the links follow, written source-target from 0.
+    Lines come from FILE or stdin, outputs in the same order. A language model is given prompts and says how they go
+    on. A plain output is one line of text. With several outputs per line (--nbest, --alternatives) each becomes a
+    line of its own: number of the input line, score, text, separated by tabs. With --alignment the links follow,
+    written source-target from 0.
     """
-    from regard.cli.lines import Input
+    from contextlib import ExitStack
+
+    from regard.cli.lines import Input, staffed
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
 
@@ -148,24 +154,41 @@ def command(
     if weights is not None:
         told["weights"] = weights.split(",")
     if alignment_heads is not None:
-        told["alignment_heads"] = [head.split(".") for head in alignment_heads.split(",")]
+        told["alignment_heads"] = [_head(pair) for pair in alignment_heads.split(",")]
     options = Options.of(**told)
     runs = open_runs([run, *(ensemble or [])], device, threads)
     decoder = Decoder(runs, options)
-    lines, number = Input(file, runs[0].codec, prefix_column), 0
-    for batch in lines.batches(options.window):
-        for request, hypotheses in zip(batch, decoder(batch), strict=True):
-            number += 1
-            if json:
-                out_json({"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]})
-            elif options.nbest == 1 and not options.alternatives:
-                out(_line(hypotheses[0]))
-            else:
-                for hypothesis in hypotheses:
-                    out(f"{number}\t{hypothesis.score:.4f}\t{_line(hypothesis)}")
-        flush()
+    lines, number = Input(file, runs[0].codec, prefix_column, decoder.scorer.continues), 0
+    with ExitStack() as stack:
+        answer = None
+        for batch in lines.batches(options.window):
+            if answer is None:
+                most = len(batch) if lines.is_file else 1  # from a pipe they may come one by one
+                answer = stack.enter_context(staffed(decoder, most, workers, threads))
+            for request, hypotheses in zip(batch, answer(batch), strict=True):
+                number += 1
+                _show(request.source, number, hypotheses, json, options.nbest > 1 or options.alternatives > 0)
+            flush()
     for remark in lines.remarks():
         talk(remark)
+
+
+def _show(source: str, number: int, hypotheses: list[Hypothesis], json: bool, several: bool) -> None:
+    if json:
+        out_json({"source": source, "hypotheses": [h.as_dict() for h in hypotheses]})
+    elif several:
+        for hypothesis in hypotheses:
+            out(f"{number}\t{hypothesis.score:.4f}\t{_line(hypothesis)}")
+    else:
+        out(_line(hypotheses[0]))
+
+
+def _head(pair: str) -> tuple[int, int]:
+    """A layer and a head as people count them, from 1."""
+    layer, _, head = pair.strip().partition(".")
+    if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
+        raise UserError(f"--alignment-heads: {pair!r} is not LAYER.HEAD, both counted from 1, such as 2.1")
+    return int(layer) - 1, int(head) - 1
 
 
 def _left_out(value: Any) -> bool:

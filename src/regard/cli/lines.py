@@ -5,38 +5,49 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from queue import Empty, Queue
 from stat import S_ISREG
 from threading import Thread
 from typing import NamedTuple
 
+import torch
+
 from regard.cli import READER
+from regard.cli.common import SMALL
 from regard.data.account import COLUMNS, Account
 from regard.data.lines import STDIN, Line, read_lines, shown
-from regard.decode.generate import Request
+from regard.decode.crew import Crew
+from regard.decode.generate import Decoder, Request
+from regard.errors import UserError
 from regard.text.codec import Codec
 from regard.text.example import Example
 from regard.text.unknown import Unknown
+from regard.train.machine import cores, tune_allocator
+
+MANY = 2000  # hypotheses: fewer are done before another process has started
 
 
 class Input:
     """The lines of a file as requests. A bad line is an empty request, counted and named at the end."""
 
-    def __init__(self, path: str, codec: Codec, prefix_column: bool = False) -> None:
+    def __init__(self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False) -> None:
         self.path = path
+        self.is_file = _is_file(path)
         self.codec = codec
         self.account = Account()
         self.unknown = Unknown()
         self.targets_ignored = 0
         self._names = [name for name in codec.columns if name != "target"]
-        self._target_at = codec.columns.index("target")
+        self._target_at = codec.columns.index("target") if "target" in codec.columns else None
+        self._prompts = prompts
         self._prefix_column = prefix_column
 
     def batches(self, most: int) -> Iterator[list[Request]]:
         """The requests, `most` at a time. From a pipe: as many as are there, so that nobody waits for lines to come."""
         lines = read_lines(self.path)
-        for batch in _windows(lines, most) if _is_file(self.path) else _available(lines, most):
+        for batch in _windows(lines, most) if self.is_file else _available(lines, most):
             requests = [self._request(line) for line in batch]
             examples = [Example(request.source, None, request.features) for request in requests]
             self.codec.note_unknown(examples, self.codec.encode_source(examples), self.unknown)
@@ -58,10 +69,12 @@ class Input:
         place = f"{shown(self.path)}:{line.number}"
         if line.problem:
             self.account.skip(line.problem, place)
-            return Request("")
+            return Request("", skip=True)
         cells = line.text.split("\t")
         prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
-        if len(cells) == len(self._names) + 1:
+        if self._prompts:  # of a language model: any text
+            return Request("\t".join(cells), None, prefix)
+        if len(cells) == len(self._names) + 1 and self._target_at is not None:
             del cells[self._target_at]
             self.targets_ignored += 1
         if len(cells) != len(self._names):
@@ -70,6 +83,25 @@ class Input:
             return Request("")
         row = dict(zip(self._names, cells, strict=True))
         return Request(row["source"], row.get("features"), prefix)
+
+
+@contextmanager
+def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | None) -> Iterator[Decoder | Crew]:
+    """A decoder with as many processes as were asked for, or as pay off for so many inputs at a time."""
+    on_cpu = decoder.scorer.device.type == "cpu"
+    if workers is None:
+        small = sum(p.numel() for model in decoder.scorer.models for p in model.parameters()) < SMALL
+        pays = inputs * decoder.options.rows >= MANY and small and on_cpu and threads is None
+        workers = cores() if pays else 1
+    if workers == 1:
+        yield decoder
+        return
+    if not on_cpu:
+        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {decoder.scorer.device} use 1")
+    if threads is None:
+        torch.set_num_threads(max(1, cores() // workers))
+    with Crew(decoder, workers, tune_allocator) as crew:
+        yield crew
 
 
 def _is_file(path: str) -> bool:

@@ -58,7 +58,7 @@ def _words(symbols: Sequence[str], scheme: str) -> list[list[int]]:
 
 
 class Heads(Value):
-    """What alignment.json holds."""
+    """What alignment.json holds: layers and heads counted from 0, as in `Options`; people are shown them from 1."""
 
     heads: tuple[Head, ...]
 

@@ -49,9 +49,10 @@ def heads_of(model: Model, chosen: Sequence[Head]) -> tuple[Head, ...]:
         return tuple((layer, head) for head in range(crosses[layer].heads))
     for layer, head in chosen:
         if layer not in crosses or head >= crosses[layer].heads:
-            known = ", ".join(f"{i}: {cross.heads} heads" for i, cross in sorted(crosses.items()))
+            known = ", ".join(f"{i + 1}: {cross.heads} heads" for i, cross in sorted(crosses.items()))
             raise UserError(
-                f"alignment_heads: layer {layer} head {head} does not exist (layers that look at the source: {known})"
+                f"alignment_heads: there is no layer {layer + 1} with a head {head + 1}"
+                f" (layers that look at the source, from 1: {known})"
             )
     return tuple(chosen)
 

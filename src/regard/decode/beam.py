@@ -168,7 +168,8 @@ def beam_search(
             coverage.select(first_N)
         for rule in rules:
             rule.spread(first_N)
-    tokens: Tensor | list[Tensor] = scorer.first(len(tasks) * groups)
+    tokens: Tensor | list[Tensor] = scorer.first(tasks, groups)
+    stop_B = torch.tensor([task.limit if task.open_end else math.inf for task in tasks], device=device)
     sum_AGW = torch.zeros((len(tasks), groups, 1), device=device)
     ended_BG = torch.zeros((len(tasks), groups), dtype=torch.long, device=device)
     room = keep if groups == 1 else max(keep, width * groups)  # groups may find the same, which counts once
@@ -190,7 +191,8 @@ def beam_search(
         ended_AGC = torch.stack([p.ended_AC for p in picks], 1)
         lanes = torch.arange(len(alive_A) * groups, device=device).view(-1, groups, 1) * sum_AGW.shape[2]
         if bool(ended_AGC.any()):
-            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / (t + 1) ** penalty
+            symbols_A11 = (stop_B[alive_A] - t).clamp(0, 1).add(t)[:, None, None]  # with the end, where it is one
+            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / symbols_A11.clamp(min=1) ** penalty
             row_AGC = torch.stack([p.ended_parent_AC for p in picks], 1) + lanes
             if coverage is not None:
                 value_AGC += coverage.value(alive_A).flatten()[row_AGC.masked_fill(~ended_AGC, 0)]
@@ -246,9 +248,11 @@ def _read(kept: Kept, trace: Trace, tasks: Sequence[Task], eos: int) -> list[lis
     tokens, scores = trace.read(at, rows)
     found: list[list[Found]] = [[] for _ in tasks]
     for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
-        ids = (*tokens[i, :t].tolist(), eos)
-        token_scores = (*scores[i, :t].tolist(), float(trace.ends[t][row]))
-        found[b].append(Found(ids, token_scores, float(value_BF[b, r]), t == tasks[b].limit))
+        limited = t == tasks[b].limit
+        ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
+        if not (limited and tasks[b].open_end):
+            ids, token_scores = (*ids, eos), (*token_scores, float(trace.ends[t][row]))
+        found[b].append(Found(ids, token_scores, float(value_BF[b, r]), limited))
     return found
 
 

@@ -16,10 +16,10 @@ BLUR = 0.95  # of the entropy of looking everywhere alike
 
 
 def degenerate(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
-    """Flags of an output (ids with the end symbol) for a source of so many symbols."""
+    """Flags of an output (ids without the end symbol) for a source of so many symbols; 0: any length is right."""
     flags = {}
-    length = len(ids) - 1
-    if loop := longest_loop(ids[:-1]):
+    length = len(ids)
+    if loop := longest_loop(ids):
         size, turns = loop
         flags["repetition"] = f"{size} symbol{'s' * (size > 1)} repeated {turns} times in a row"
     if source and length / source > LONG and length > SHORTEST:

@@ -45,7 +45,7 @@ def steps(
         for rule in rules:
             rule.spread(rows_N // count)
     done_N = torch.zeros_like(rows_N, dtype=torch.bool)
-    tokens: Tensor | list[Tensor] = scorer.first(len(rows_N))
+    tokens: Tensor | list[Tensor] = scorer.first(tasks, count)
     for t in range(max(task.limit for task in tasks) + 1):
         logp_NV, states = scorer.step(tokens, states)
         value_NV = steer(logp_NV, rules, t, alive_B)
@@ -84,12 +84,14 @@ def follow(
         rows = step.rows_N.numpy(force=True)
         tokens[rows, t] = step.tokens_N.numpy(force=True)
         scores[rows, t] = step.scores_N.numpy(force=True)
-    lengths = (tokens == scorer.eos).argmax(1) + 1
+    lengths = (tokens == scorer.eos).argmax(1) + 1  # the first end
     found: list[list[Found]] = [[] for _ in tasks]
     for row, length in enumerate(lengths.tolist()):
         token_scores = tuple(scores[row, :length].tolist())
         if token_scores[-1] > -math.inf:
-            ids = tuple(tokens[row, :length].tolist())
-            limited = length - 1 == tasks[row // count].limit
+            ids, task = tuple(tokens[row, :length].tolist()), tasks[row // count]
+            limited = length - 1 == task.limit
+            if limited and task.open_end:
+                ids, token_scores = ids[:-1], token_scores[:-1]
             found[row // count].append(Found(ids, token_scores, sum(token_scores), limited))
     return found

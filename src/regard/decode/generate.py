@@ -47,9 +47,7 @@ class Decoder:
         prepared = self.prepare(inputs)
         results = [[] if isinstance(item, Task) else [nothing(item)] for item in prepared]
         tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, Task)}
-        places = list(tasks)
-        for batch in by_length([self._size(task) for task in tasks.values()], self.options.batch_tokens):
-            chosen = [places[j] for j in batch]
+        for chosen in self._batches(tasks):
             found = search(self.scorer, [tasks[i] for i in chosen], self.options)
             for i, outputs in zip(chosen, found, strict=True):
                 results[i] = self._hypotheses(tasks[i], outputs)
@@ -58,10 +56,23 @@ class Decoder:
         self._name_other_cuts(results)
         return results
 
+    def batches(self, inputs: Sequence[Input]) -> list[list[int]]:
+        """The places of inputs that are worked on together; those that need no work come last."""
+        prepared = self.prepare(inputs)
+        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, Task)}
+        rest = [i for i in range(len(inputs)) if i not in tasks]
+        return [*self._batches(tasks), *([rest] if rest else [])]
+
+    def _batches(self, tasks: dict[int, Task]) -> Iterator[list[int]]:
+        places = list(tasks)
+        for batch in by_length([self._size(task) for task in tasks.values()], self.options.batch_tokens):
+            yield [places[j] for j in batch]
+
     def _size(self, task: Task) -> int:
         """What a task counts in a batch: its symbols, or if that is more its share of the table of all next symbols."""
         share = self.scorer.vocab // (4096 if task.phrases is None else 1024)
-        return (self.options.rows + banks(task)) * max(share, *map(len, task.sources))
+        symbols = max(map(len, task.sources)) + (task.limit if self.scorer.continues else 0)
+        return (self.options.rows + banks(task)) * max(share, symbols)
 
     def _hypotheses(self, task: Task, outputs: Sequence[Found]) -> list[Hypothesis]:
         if not outputs:
@@ -70,11 +81,13 @@ class Decoder:
         return self._least_risk(hypotheses) if self.options.mbr else hypotheses
 
     def _hypothesis(self, task: Task, found: Found) -> Hypothesis:
-        flags = degenerate(found.ids, len(task.sources[0]) - 1, found.token_scores)
+        symbols = found.ids[:-1] if found.ids[-1:] == (self.scorer.eos,) else found.ids
+        source = 0 if self.scorer.continues else len(task.sources[0]) - 1  # a continuation may be of any length
+        flags = degenerate(symbols, source, found.token_scores)
         if found.limited:
             flags["max_length"] = f"ended at the limit of {task.limit} symbols"
         return Hypothesis(
-            self.codec.decode_target(found.ids),
+            self.prepare.text(task, found.ids),
             found.score,
             tuple(self.codec.target_pieces(found.ids)),
             found.token_scores,
@@ -109,7 +122,7 @@ class Decoder:
         cuts = self.codec.encode_target([results[i][rank].text for i, rank in places])
         for (i, rank), ids in zip(places, cuts, strict=True):
             old = results[i][rank]
-            if tuple(ids) != old.ids:
+            if tuple(ids)[: len(old.ids)] != old.ids:
                 reason = "the text is usually cut into other symbols, so forced decoding scores it differently"
                 results[i][rank] = replace(old, flags={**old.flags, "segmentation": reason})
 

@@ -11,7 +11,7 @@ import numpy as np
 class Found(NamedTuple):
     """A finished output as ids."""
 
-    ids: tuple[int, ...]  # ends in the end symbol
+    ids: tuple[int, ...]  # ends in the end symbol, unless it stopped at the limit of an open-ended task
     token_scores: tuple[float, ...]  # natural-log probabilities, one per id
     value: float  # what the search ranked it by
     limited: bool = False  # it ended because it had to
@@ -41,7 +41,7 @@ class Hypothesis:
 
     text: str
     score: float  # the sum of token_scores
-    tokens: tuple[str, ...]  # as shown, the end symbol included
+    tokens: tuple[str, ...]  # as shown, the end symbol included if there is one
     token_scores: tuple[float, ...]
     normalized: float  # score / length ** length_penalty
     ids: tuple[int, ...] = ()

@@ -62,7 +62,7 @@ class Options(Value):
 
     # reporting and batching
     alignment: bool = False
-    alignment_heads: tuple[Head, ...] = ()  # (layer, head) of the decoder; none: see `decode.alignment`
+    alignment_heads: tuple[Head, ...] = ()  # (layer, head) of the decoder, from 0; none: see `decode.alignment`
     max_source: Count = 2048  # a longer source is not searched: its output is empty and flagged
     batch_tokens: Count = 8192  # padded source symbols times hypotheses
     window: Count = 4096  # lines read ahead, to be sorted by length

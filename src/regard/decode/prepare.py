@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from regard.config import Stack
 from regard.decode.options import Options
 from regard.decode.phrases import MOST, NEVER, Phrases, make_phrases
 from regard.decode.scorer import Scorer, Task
@@ -19,6 +20,7 @@ from regard.run import Run
 from regard.text.example import Example
 
 SLACK, RATIO = 50, 3  # of the default limit: 3 times the source and 50 more
+CONTINUED = 100  # symbols that a language model adds at most by default
 KNOWN = 256  # automata kept for lines that ask for the same
 
 
@@ -30,6 +32,7 @@ class Request(NamedTuple):
     prefix: str = ""
     require: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
+    skip: bool = False  # it cannot be used: its output is empty
 
 
 Input = str | Example | Request
@@ -43,11 +46,13 @@ class Preparer:
         check_vocabulary(runs)
         self.codec = runs[0].codec
         ids = runs[0].config.ids
-        blocked = [ids.pad, ids.sos, *range(self.codec.target.size, self.codec.target_vocab)]
-        if not options.unknown:
-            blocked.append(ids.unk)
+        marks = {ids.pad, ids.sos, ids.mask, *([] if options.unknown else [ids.unk])} - {ids.eos, None}
+        blocked = [*marks, *range(self.codec.target.size, runs[0].config.target_vocab)]
         self.scorer = Scorer([run.model for run in runs], options.weights, blocked)
         self.longest_source, self.longest_target = position_limits(self.scorer.models)
+        for name in ("alignment", "coverage_penalty"):
+            if getattr(options, name) and self.scorer.continues:
+                raise UserError(f"{name}: a language model has no source to look at; leave it out")
         self._blocked = blocked
         self.joining = joining(self.codec.target)
         self._speller: Speller | None = None
@@ -58,27 +63,35 @@ class Preparer:
         requests = [as_request(item) for item in inputs]
         examples = [Example(request.source, features=request.features) for request in requests]
         readable = [i for i, request in enumerate(requests) if self._readable(request)]
-        sources = zip(*(run.codec.encode_source([examples[i] for i in readable]) for run in self.runs), strict=True)
+        sources = zip(*(encode(run, [examples[i] for i in readable]) for run in self.runs), strict=True)
         encoded = dict(zip(readable, sources, strict=True))
         return [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
+
+    def text(self, task: Task, ids: Sequence[int]) -> str:
+        """The text of an output. That of a continuation is what it adds to its prompt, the space between included."""
+        if not self.scorer.continues:
+            return self.codec.decode_target(ids)
+        before, after = (self.codec.decode_target([*task.sources[0], *more]) for more in ((), ids))
+        return after.removeprefix(before) if after.startswith(before) else self.codec.decode_target(ids)
 
     def _readable(self, request: Request) -> bool:
         """No symbol has more than so many characters, so a line that is far too long need not be cut into symbols."""
         return len(request.source) <= 1_000_000
 
     def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> Task | dict[str, str]:
-        if not request.source.strip():
+        if request.skip or not (request.source.strip() or self.scorer.continues):
             return {"empty": "the source is empty"}
         most = min(self.options.max_source, self.longest_source)
         if sources is None:
             return {"too_long": f"the source has {len(request.source)} characters"}
-        length = max(map(len, sources)) - 1
+        length = max(map(len, sources)) - (not self.scorer.continues)
         if length > most:
             return {"too_long": f"the source has {length} symbols, more than {most} (max_source)"}
         return self._task(request, sources)
 
     def _task(self, request: Request, sources: tuple[list[int], ...]) -> Task:
-        minimum, limit = self._lengths(len(sources[0]) - 1)
+        continues = self.scorer.continues
+        minimum, limit = self._lengths(max(map(len, sources)) if continues else len(sources[0]) - 1)
         text = request.prefix or self.options.prefix
         prefix = self.codec.target.encode([text])[0] if text else []
         if unknown := self.codec.target.unknown_symbols(text) if text else []:
@@ -96,19 +109,19 @@ class Preparer:
         if phrases is not None:
             self._check(phrases, require, forbid, text, prefix, limit)
         key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        return Task(sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key)
+        return Task(sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key, continues)
 
     def _lengths(self, source: int) -> tuple[int, int]:
         """Fewest and most output symbols for a source of so many."""
         options = self.options
         minimum = max(options.min_length, math.ceil(options.min_ratio * source))
-        limits = [self.longest_target]
+        limits = [self.longest_target - source if self.scorer.continues else self.longest_target]
         if options.max_length is not None:
             limits.append(options.max_length)
         if options.max_ratio is not None:
             limits.append(max(1, math.ceil(options.max_ratio * source)))
         if len(limits) == 1:  # a default gives way to what was asked for
-            limits.append(max(RATIO * source + SLACK, minimum))
+            limits.append(max(CONTINUED if self.scorer.continues else RATIO * source + SLACK, minimum))
         if minimum > min(limits):
             raise UserError(
                 f"min_length, min_ratio: an output of at least {minimum} symbols is asked for where at most"
@@ -186,13 +199,28 @@ def check_vocabulary(runs: Sequence[Run]) -> None:
             )
 
 
+def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
+    """What a run reads before it answers: sources, or the prompts of a language model, which nothing ends."""
+    if run.config.encoder is not None:
+        return run.codec.encode_source(examples)
+    before = [run.config.ids.sos] if run.config.frame in ("both", "start") else []
+    rows = run.codec.target.encode([example.source for example in examples])
+    return [[*before, *row] or [run.config.start_id] for row in rows]
+
+
 def position_limits(models: Sequence[Model]) -> tuple[int, int]:
-    """Most source and target symbols, the end not counted, for which every model has positions."""
-    source = target = 10**9
-    for model in models:
-        encoder, decoder = model.config.encoder, model.config.decoder
-        if encoder is not None and encoder.position == "learned" and not encoder.recurrent:
-            source = min(source, encoder.max_length - 1)
-        if decoder is not None and decoder.position == "learned" and not decoder.recurrent:
-            target = min(target, decoder.max_length - 1)
-    return source, target
+    """Most source and target symbols, the end not counted, for which every model has positions.
+
+    A language model has so many for both together, and reads at least one symbol less than that.
+    """
+    encoders, decoders = ([getattr(model.config, side) for model in models] for side in ("encoder", "decoder"))
+    target = min(_positions(stack) for stack in decoders)
+    if None in encoders:
+        return target - 1, target
+    return min(_positions(stack) for stack in encoders) - 1, target - 1
+
+
+def _positions(stack: Stack) -> int:
+    if stack.axial is not None:
+        return stack.axial.rows * stack.axial.columns
+    return stack.max_length if stack.position == "learned" and not stack.recurrent else 10**9

@@ -40,12 +40,13 @@ def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Te
 
 
 class Length(Rule):
-    """No end before the minimum, nothing but the end at the limit."""
+    """No end before the minimum, nothing but the end at the limit, where it costs an open-ended task nothing."""
 
     def __init__(self, tasks: Sequence[Task], eos: int, device: torch.device) -> None:
         self.eos = eos
         self.minimum_B = torch.tensor([task.minimum for task in tasks], device=device)
         self.limit_B = torch.tensor([task.limit for task in tasks], device=device)
+        self.open_B = torch.tensor([task.open_end for task in tasks], device=device)
         self.until = max(task.minimum for task in tasks)
         self.since = min(task.limit for task in tasks)
 
@@ -56,7 +57,9 @@ class Length(Rule):
         value_BKV = value_NV.view(len(alive_B), -1, value_NV.shape[1])
         end_BK = value_BKV[:, :, self.eos].clone()
         if t >= self.since:
-            value_BKV.masked_fill_((self.limit_B[alive_B] <= t)[:, None, None], -math.inf)
+            full_B = self.limit_B[alive_B] <= t
+            value_BKV.masked_fill_(full_B[:, None, None], -math.inf)
+            end_BK.masked_fill_((full_B & self.open_B[alive_B])[:, None], 0.0)
         value_BKV[:, :, self.eos] = end_BK.masked_fill((self.minimum_B[alive_B] > t)[:, None], -math.inf)
 
 

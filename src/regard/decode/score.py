@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from regard.batch import Ids, collate
+from regard.batch import Ids, collate, pad
 from regard.decode.batches import by_length, windows
 from regard.decode.options import Options
-from regard.decode.prepare import check_vocabulary, position_limits
+from regard.decode.prepare import check_vocabulary, encode, position_limits
 from regard.decode.scorer import Scorer
 from regard.errors import UserError
+from regard.model import Model
 from regard.run import Run
 from regard.text.example import Example
 
@@ -37,7 +39,8 @@ class Scored:
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
     """The score of every pair, in order; several runs make an ensemble. Of the options weights and batching matter.
 
-    An empty target for an empty source scores 0, as `generate` has it.
+    An empty target for an empty source scores 0, as `generate` has it. For a language model the source is a prompt and
+    the target how it goes on; there too the end counts.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
@@ -46,13 +49,13 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
     longest = position_limits(scorer.models)
     for window in windows(pairs, options.window):
         examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
-        sources = list(zip(*(run.codec.encode_source(examples) for run in runs), strict=True))
+        sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
         targets = runs[0].codec.encode_target([_target(example) for example in examples])
         for example, ids, target in zip(examples, sources, targets, strict=True):
-            _check(example, max(map(len, ids)), len(target), longest)
+            _check(example, max(map(len, ids)), len(target), longest, scorer.continues)
         totals = force(scorer, sources, targets, options.batch_tokens)
         for example, target, token_scores in zip(examples, targets, totals, strict=True):
-            if not example.source.strip() and len(target) == 1:
+            if not example.source.strip() and len(target) == 1 and not scorer.continues:
                 yield Scored(0.0, (), ())
             else:
                 yield Scored(sum(token_scores), tuple(runs[0].codec.target_pieces(target)), token_scores)
@@ -64,14 +67,14 @@ def force(
 ) -> list[tuple[float, ...]]:
     """The log-probability of each symbol of every target (with its end symbol); `sources` holds ids per model."""
     results: list[tuple[float, ...]] = [()] * len(targets)
-    lengths = [max(len(target), *map(len, ids)) for ids, target in zip(sources, targets, strict=True)]
+    join = sum if scorer.continues else max
+    lengths = [join((len(target), max(map(len, ids)))) for ids, target in zip(sources, targets, strict=True)]
     for batch in by_length(lengths, batch_tokens):
         labels = [targets[i] for i in batch]
         hidden = []
         for m, model in enumerate(scorer.models):
-            made = collate([sources[i][m] for i in batch], labels, model.config).to(scorer.device)
-            x_BTD = model.hidden(made.source_BS, made.source_keep_BS, made.input_BT)
-            hidden.append(x_BTD.flatten(0, 1) if made.keep_BT is None else x_BTD[made.keep_BT])
+            with scorer.packed.used():
+                hidden.append(_hidden(model, [sources[i][m] for i in batch], labels))
         label_N = torch.from_numpy(np.concatenate([np.asarray(label, dtype=np.int64) for label in labels]))
         label_N = label_N.to(scorer.device)
         scores, rows = [], max(1, LOGITS // scorer.vocab)
@@ -85,13 +88,34 @@ def force(
     return results
 
 
+def _hidden(model: Model, sources: Sequence[Ids], targets: Sequence[Ids]) -> Tensor:
+    """The vectors from which the symbols of the targets are predicted, one after the other."""
+    device = next(model.parameters()).device
+    if model.encoder is not None:
+        made = collate(sources, targets, model.config).to(device)
+        x_BTD = model.hidden(made.source_BS, made.source_keep_BS, made.input_BT)
+        return x_BTD.flatten(0, 1) if made.keep_BT is None else x_BTD[made.keep_BT]
+    rows = [[*source, *target[:-1]] for source, target in zip(sources, targets, strict=True)]
+    tokens_BT, keep_BT = pad(rows, model.config.ids.pad)
+    x_BTD = model.hidden(tokens_BT.to(device), None if keep_BT is None else keep_BT.to(device))
+    pairs = zip(x_BTD, sources, rows, strict=True)
+    return torch.cat([x_TD[len(source) - 1 : len(row)] for x_TD, source, row in pairs])
+
+
 def _target(example: Example) -> str:
     if example.target is None:
         raise UserError(f"score: no target for the source {example.source[:40]!r}")
     return example.target
 
 
-def _check(example: Example, source: int, target: int, longest: tuple[int, int]) -> None:
+def _check(example: Example, source: int, target: int, longest: tuple[int, int], continues: bool) -> None:
+    if continues:  # both share the positions, and the end is not read
+        if source + target - 1 > longest[1]:
+            raise UserError(
+                f"score: the text {example.source[:40]!r}... and how it goes on have {source + target - 1} symbols"
+                f" together, more than the {longest[1]} learned positions of this model"
+            )
+        return
     for side, length, most in (("source", source, longest[0]), ("target", target, longest[1])):
         if length - 1 > most:
             raise UserError(

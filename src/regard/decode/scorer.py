@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard.batch import Ids, pad
 from regard.config import Config
+from regard.decode.packed import Packed
 from regard.decode.phrases import Phrases
 from regard.errors import UserError
 from regard.model import Model
@@ -23,13 +24,14 @@ States = tuple[State, ...]  # one per model
 class Task:
     """One sentence to search an output for, all in ids."""
 
-    sources: tuple[Ids, ...]  # per model, each ending in its end symbol
+    sources: tuple[Ids, ...]  # per model, each ending in its end symbol; for a language model the prompt, not empty
     limit: int  # most output symbols, the end not counted
     minimum: int = 0
     prefix: tuple[int, ...] = ()
     apart: tuple[int, ...] = ()  # symbols that may not follow the prefix directly: they would change its last character
     phrases: Phrases | None = None
     key: int = 0  # what its random numbers depend on, beside the seed
+    open_end: bool = False  # at the limit it stops as it is, without an end symbol
 
 
 class Scorer:
@@ -42,27 +44,42 @@ class Scorer:
             raise UserError(f"weights: {len(weights)} given for {len(models)} runs; give one for each")
         total = math.fsum(weights)
         self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
+        self.continues = config.encoder is None  # a language model: the output goes on where the source stops
         self.eos = config.ids.eos
         self.vocab = config.target_vocab
         self.device = next(self.models[0].parameters()).device
+        self.packed = Packed(self.models)
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
 
     def start(self, tasks: Sequence[Task]) -> States:
         """The models' states before the first symbol, one row per task."""
-        states = []
-        for i, model in enumerate(self.models):
-            source_BS, keep_BS = pad([task.sources[i] for task in tasks], model.config.ids.pad)
-            states.append(model.encode(source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)))
-        return tuple(states)
+        with self.packed.used():
+            return tuple(self._start(model, [task.sources[i] for task in tasks]) for i, model in enumerate(self.models))
 
-    def first(self, rows: int) -> list[Tensor]:
-        """What each model reads first."""
-        return [torch.full((rows,), m.config.start_id, dtype=torch.long, device=self.device) for m in self.models]
+    def _start(self, model: Model, sources: Sequence[Ids]) -> State:
+        if self.continues:  # the last symbol is the first to be answered
+            sources = [source[-2::-1] for source in sources]
+        source_BS, keep_BS = pad(sources, model.config.ids.pad)
+        if self.continues:  # padding comes before
+            source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)
+        source_BS, keep_BS = source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)
+        if not self.continues:
+            return model.encode(source_BS, keep_BS)
+        return model.read(source_BS, State(()), keep_BS)[1] if source_BS.shape[1] else State(())
+
+    def first(self, tasks: Sequence[Task], count: int = 1) -> list[Tensor]:
+        """What each model reads first, `count` times for every task."""
+        rows = []
+        for i, model in enumerate(self.models):
+            ids = [int(task.sources[i][-1]) if self.continues else model.config.start_id for task in tasks]
+            rows.append(torch.tensor(ids, dtype=torch.long, device=self.device).repeat_interleave(count))
+        return rows
 
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
         """Feed one symbol to every row -> log-probabilities of the next, minus infinity where blocked."""
         tokens = tokens_N if isinstance(tokens_N, list) else [tokens_N] * len(states)
-        pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]
+        with self.packed.used():
+            pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]
         logp_NV = self.join([logits_NV for logits_NV, _ in pairs])
         if isinstance(tokens_N, list) and bool(logp_NV.isnan().any()):  # said at the first step, once per search
             raise UserError(
@@ -92,8 +109,10 @@ def check(models: Sequence[Model]) -> Config:
     first = models[0].config
     for model in models:
         config = model.config
-        if config.encoder is None or config.decoder is None:
-            raise UserError("only a run with an encoder and a decoder can generate from a source")
+        if config.decoder is None:
+            raise UserError("only a run with a decoder can generate; this one has an encoder alone")
+        if (config.encoder is None) != (first.encoder is None):
+            raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
         if config.target_vocab != first.target_vocab or config.ids != first.ids:
             raise UserError(
                 "ensemble: the runs differ in their target vocabulary"

@@ -104,7 +104,8 @@ def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> li
     for i, symbols in enumerate(_next_symbols(scorer, based, options)):
         for symbol in symbols:
             if symbol == scorer.eos:  # ends right there
-                variants.append(replace(based[i], limit=len(bases[i]), minimum=min(based[i].minimum, len(bases[i]))))
+                least = min(based[i].minimum, len(bases[i]))
+                variants.append(replace(based[i], limit=len(bases[i]), minimum=least, open_end=False))
             else:
                 variants.append(replace(based[i], prefix=(*bases[i], symbol), apart=()))
             owners.append(i)

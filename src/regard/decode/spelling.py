@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Sequence
 
 from regard.decode.phrases import Letters, Spelling
-from regard.text.library import FIRST, byte_letters
 from regard.text.tokenizer import Tokenizer
 
 APART = 0x110000  # a letter of its own, beyond all characters: here the character before is complete
@@ -24,16 +22,13 @@ class Speller:
         self.tokenizer = tokenizer
         self.spaced = tokenizer.scheme == "space"
         self.joined = tokenizer.scheme == "nfd"
-        pieces = tokenizer.pieces(range(tokenizer.size))
+        letters: list[Sequence[int]] = [*tokenizer.spellings()]
         if self.spaced:
-            letters: list[Sequence[int]] = [[index] for index in range(tokenizer.size)]
+            letters = [[index] for index in range(tokenizer.size)]
         elif self.joined:
-            letters = [_parts(piece) for piece in pieces]
-        elif tokenizer.scheme in ("char", "word"):
-            letters = [piece.encode("utf-8", "replace") for piece in pieces]
-        else:
-            letters = _bytes(tokenizer)
-        letters = [*([] for _ in range(FIRST)), *letters[FIRST:], *([] for _ in range(vocab - tokenizer.size))]
+            letters = [_parts(piece) for piece in tokenizer.pieces(range(tokenizer.size))]
+        letters = [[] if index in tokenizer.special else one for index, one in enumerate(letters)]
+        letters += [[] for _ in range(vocab - tokenizer.size)]
         letters[eos] = [APART] if self.joined else []
         unusable = {*blocked, eos}
         self.spelling = Spelling.of(letters, [index not in unusable for index in range(vocab)], eos)
@@ -57,7 +52,7 @@ def joining(tokenizer: Tokenizer) -> tuple[int, ...]:
     if tokenizer.scheme != "nfd":
         return ()
     pieces = tokenizer.pieces(range(tokenizer.size))
-    return tuple(index for index in range(FIRST, tokenizer.size) if joins(pieces[index]))
+    return tuple(index for index, piece in enumerate(pieces) if index not in tokenizer.special and joins(piece))
 
 
 def composed(text: str) -> str:
@@ -67,11 +62,3 @@ def composed(text: str) -> str:
 
 def _parts(text: str) -> list[int]:
     return [letter for part in text for letter in ((ord(part),) if joins(part) else (APART, ord(part)))]
-
-
-def _bytes(tokenizer: Tokenizer) -> list[Sequence[int]]:
-    """The bytes of every symbol of a byte-level vocabulary, from its saved form, which writes a byte as a letter."""
-    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-    vocab = json.loads(tokenizer.to_json())["model"]["vocab"]
-    symbols = [entry[0] for entry in vocab] if isinstance(vocab, list) else sorted(vocab, key=vocab.__getitem__)
-    return [[byte_of[letter] for letter in symbol] if i >= FIRST else [] for i, symbol in enumerate(symbols)]

@@ -29,6 +29,8 @@ class Piece:
 def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = None) -> Iterator[Piece]:
     """The output for one input, symbol by symbol, the end symbol last; nothing for an empty or overlong source.
 
+    A language model may stop at the limit without an end.
+
     Only greedy search and sampling decide as they go.
     """
     options = options or Options()
@@ -48,11 +50,13 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
         if score == -torch.inf:
             raise UserError("stream: nothing is left that the options allow to come next")
         ids.append(index)
-        if index == scorer.eos:
-            sure = codec.decode_target(ids)
-        else:  # bytes may come one by one, and stand for an unreadable character until it is whole
-            sure = codec.decode_target(_whole(ids, prepare.joining)).rstrip("\N{REPLACEMENT CHARACTER}")
+        last = index == scorer.eos or (task.open_end and len(ids) == task.limit)
+        sure = prepare.text(task, ids if last else _whole(ids, prepare.joining))
+        if not last:  # bytes may come one by one, and stand for an unreadable character until it is whole
+            sure = sure.rstrip("\N{REPLACEMENT CHARACTER}")
         yield Piece(sure[len(told) :], codec.target_pieces([index])[0], index, score)
+        if last:
+            return
         told = sure if len(sure) > len(told) else told
 
 

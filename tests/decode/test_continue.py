@@ -1,0 +1,137 @@
+"""Language models: a prompt in, how it goes on out, with the same promises as for sources."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_kit import POSITIONS, language_model, run_of, same, sources, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_company import STRATEGIES
+
+from regard.decode.generate import Request, generate
+from regard.decode.options import Options
+from regard.decode.score import score
+from regard.decode.stream import stream
+from regard.errors import UserError
+from regard.model import Model
+from regard.nn.state import State
+from regard.run import Run
+
+FRAMES = ("start", "none", "end", "both")
+positions = st.sampled_from(POSITIONS)
+frames = st.sampled_from(FRAMES)
+prompts = st.lists(st.one_of(st.just(""), words), min_size=1, max_size=5)
+strategies = st.sampled_from(sorted(set(STRATEGIES) - {"coverage"}))
+
+
+def prompt_ids(run: Run, prompt: str) -> list[int]:
+    ids = run.codec.target.encode([prompt])[0]
+    return [*([2] if run.config.frame in ("start", "both") else []), *ids] or [run.config.start_id]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(positions, st.integers(0, 3), frames, st.sampled_from([0, 4]), strategies, prompts)
+def test_scores_are_the_models_and_company_does_not_matter(
+    position: str, seed: int, frame: str, memory: int, strategy: str, texts: list[str]
+) -> None:
+    run = language_model(position, seed, frame, memory if position in ("rotary", "alibi", "relative") else 0)
+    options = Options.of(max_length=9, **STRATEGIES[strategy])
+    together = list(generate(run, texts, options))
+    for text, row in zip(texts, together, strict=True):
+        assert same(next(generate(run, [text], options)), row)
+        for h in row:
+            (forced,) = score(run, [(text, h.text)])
+            assert h.score == pytest.approx(sum(h.token_scores), abs=1e-6)
+            assert forced.token_scores[: len(h.ids)] == pytest.approx(h.token_scores, abs=1e-5)
+            # It has ended, or it was stopped; what was stopped is scored without the end that it does not have.
+            assert len(forced.tokens) == len(h.ids) + (h.ids[-1:] != (3,))
+            assert (h.ids[-1:] == (3,)) or (len(h.ids) == 9 and "max_length" in h.flags)
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_it_is_the_best_symbol_again_and_again(position: str, frame: str) -> None:
+    """Against the definition: the whole text through the model for every symbol."""
+    run = language_model(position, 1, frame)
+    for prompt in ("", "fad", "cafebabe"):
+        ids, output = prompt_ids(run, prompt), []
+        while len(output) < 12 and output[-1:] != [3]:
+            with torch.no_grad():
+                logits_V = run.model(torch.tensor([[*ids, *output]]), None)[0, -1]
+            logits_V[[0, 1, 2]] = -torch.inf
+            output.append(int(logits_V.argmax()))
+        (found,) = next(generate(run, [prompt], Options(max_length=12)))
+        assert found.ids == tuple(output)
+        assert "".join(p.text for p in stream(run, prompt, Options(max_length=12))) == found.text
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """Cut keys are the same as never looking further back, and they are really cut."""
+    run = language_model("relative", 2, "none", 4)
+    text = "abcdefabcdef"
+    (far,), (near,) = generate(run, [text, text[-9:]], Options(max_length=3))  # two layers see 4 + 4 and themselves
+    assert far.ids == near.ids and far.token_scores == pytest.approx(near.token_scores, abs=1e-5)
+    with torch.inference_mode():
+        tokens = torch.tensor(run.codec.target.encode([text]))
+        state = run.model.read(tokens, State(()))[1]
+        _, state = run.model.step(tokens[:, 0], state)
+    assert state.length == 13 and all(memory[0].shape[2] == 4 for memory in state.layers)
+
+
+def test_wishes_are_kept() -> None:
+    run = language_model("rotary", 3)
+    requests = [Request("fad", prefix="cc"), Request("", require=("bad",)), Request("ab", forbid=("a", "b"))]
+    for chosen in ({}, {"beam": 3}, {"sample": True}):
+        prefixed, required, forbidden = generate(run, requests, Options.of(max_length=15, **chosen))
+        assert prefixed[0].text.startswith("cc") and "bad" in required[0].text
+        assert not set(forbidden[0].text) & set("ab")
+    ends = list(generate(run, sources(1, 6), Options(alternatives=4, max_length=8)))
+    assert all(len({h.ids[0] for h in row}) == len(row) == 4 for row in ends)
+    assert all(h.ids == (3,) for row in ends for h in row if h.ids[0] == 3)
+
+
+def test_a_prompt_and_its_continuation_fit_the_positions() -> None:
+    run = language_model("learned", 1)  # 40 positions, one of which the start takes
+    (found,) = next(generate(run, ["abc" * 12], Options(min_length=3)))
+    assert len(found.ids) == 3 and "limit of 3 symbols" in found.flags["max_length"]
+    assert "too_long" in next(generate(run, ["a" * 39]))[0].flags
+    with pytest.raises(UserError, match=r"min_length.*learned positions"):
+        list(generate(run, ["abc" * 12], Options(min_length=4)))
+    with pytest.raises(UserError, match="40 learned positions"):
+        list(score(run, [("abc" * 12, "abcd")]))
+    (unbounded,) = next(generate(language_model("rotary", 0), ["a"], Options(forbid=tuple("abcdef"), min_length=0)))
+    assert unbounded.ids == (3,)
+
+
+def test_a_hundred_symbols_by_default() -> None:
+    run = language_model("rotary", 0)
+    (found,) = next(generate(run, [""], Options(sample=True, min_length=90)))
+    assert 90 <= len(found.ids) <= 101
+
+
+def test_ensembles() -> None:
+    one, other = language_model("rotary", 1), language_model("learned", 2)
+    texts, options = ["fad", "", "abcabc"], Options(beam=3, max_length=8)
+    assert all(map(same, generate([one, one], texts, options), generate(one, texts, options)))
+    for text, (h, *_) in zip(texts, generate([one, other], texts, options), strict=True):
+        (forced,) = score([one, other], [(text, h.text)])
+        assert forced.token_scores[: len(h.ids)] == pytest.approx(h.token_scores, abs=1e-5)
+    with pytest.raises(UserError, match="language model and a model that reads a source"):
+        list(generate([one, run_of("transformer-tiny", 0)], ["a"]))
+
+
+def test_what_needs_a_source_or_a_decoder_is_refused() -> None:
+    run = language_model("rotary", 1)
+    for chosen in ({"alignment": True}, {"beam": 2, "coverage_penalty": 0.5}):
+        with pytest.raises(UserError, match="language model has no source"):
+            list(generate(run, ["a"], Options.of(**chosen)))
+    both = run_of("transformer-tiny", 1)
+    config = both.config.model_copy(update={"decoder": None})
+    with pytest.raises(UserError, match="with a decoder"):
+        list(generate(Run(config, both.codec, Model(config).eval(), both.path), ["a"]))
+
+
+def test_a_line_that_cannot_be_used_gives_nothing() -> None:
+    bad, empty = generate(language_model("rotary", 0), [Request("", skip=True), Request("")], Options(min_length=2))
+    assert bad[0].text == "" and "empty" in bad[0].flags and len(empty[0].ids) > 2
