@@ -76,7 +76,7 @@ def regard() -> Toolkit:
         return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
-        options = ["--beam", beam, "--max-length", job.longest]
+        options = ["--beam", beam, "--max-length", job.longest, "--workers", 2]
         return run([*command, "generate", job.work / "run", words, *options]).splitlines()
 
     return Toolkit(train, decode, (1000, 9000))
@@ -136,7 +136,7 @@ def yoyodyne(python: str) -> Toolkit:
         lines = (job.work / "out").read_text(encoding="utf-8").splitlines()
         return [line.split("\t")[0] for line in lines]  # with a beam, outputs and scores in turns
 
-    return Toolkit(train, decode, (2 * BATCH, 6 * BATCH))
+    return Toolkit(train, decode, (2 * BATCH, 18 * BATCH))
 
 
 # Joey NMT
@@ -207,7 +207,7 @@ def joeynmt(python: str) -> Toolkit:
     def decode(job: Job, words: Path, beam: int) -> list[str]:
         return run([*command, "translate", config(job, beam)], words, environment(job)).splitlines()
 
-    return Toolkit(train, decode, (2 * BATCH, 6 * BATCH))
+    return Toolkit(train, decode, (2 * BATCH, 18 * BATCH))
 
 
 # Running and timing

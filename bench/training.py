@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def recipe(arguments: argparse.Namespace, steps: int):
                 "log_every": max(1, steps // 4),
                 "validate_every": 10**9,
                 "label_smoothing": 0.1,
+                "workers": os.cpu_count(),  # as in a run of more than a few steps
             },
         }
     )

@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS
+"""Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
 
 The page is photographed in a headless Chromium; everything else is drawn by the program itself.
 """
@@ -19,9 +19,10 @@ CLIPS = {"alignment": 680, "walk": 900, "position": 620}  # pixels shown of each
 
 
 def main() -> None:
-    run, word, pairs = sys.argv[1:4]
-    page = HERE / "page.html"
+    run, word, pairs, image_run, images = sys.argv[1:6]
+    page, image_page = HERE / "page.html", HERE / "image.html"
     inspect.command(run, word, output=str(page))
+    inspect.command(image_run, images, index=18, output=str(image_page))
     inspect.command(run, word, attention="cross", png=str(HERE / "cross-heads.png"))
     heads.command(run, pairs, picture=str(HERE / "heads.svg"), no_store=True)
     program = chromium.find()
@@ -34,7 +35,14 @@ def main() -> None:
         browser.run("window.scrollTo(0, 0)")
         browser.screenshot(HERE / f"page-{name}.png", full=False)
         browser.close()
+    browser = chromium.Chromium(program, 1180, 800)
+    browser.open(image_page)
+    browser.click(".thumb", 2)
+    browser.hover("h1")
+    browser.screenshot(HERE / "page-image.png")
+    browser.close()
     page.unlink()
+    image_page.unlink()
 
 
 main()

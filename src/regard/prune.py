@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from regard.batch import Batch, Ids, collate
+from regard.batch import Batch, collate
+from regard.data.images import Pictures
 from regard.data.order import batches as cut_batches
 from regard.decode.alignment import load_heads, save_heads
 from regard.decode.generate import Decoder
@@ -29,20 +32,21 @@ from regard.inspect.choose import (
     ranking,
     removable,
 )
-from regard.inspect.cut import cut
+from regard.inspect.cut import cut, require_cuttable
 from regard.inspect.gates import learn_gates
-from regard.inspect.importance import Spot, encode_pairs, loss, make_batches
+from regard.inspect.importance import Spot, loss
+from regard.inspect.material import STRETCH, Material, batches_of, encode_pairs
 from regard.inspect.places import attentions, head_numbers
+from regard.loss import Objective
 from regard.model import Model
 from regard.run import Run
-from regard.settings import Train
+from regard.settings import LOWER_IS_BETTER
 from regard.text.example import Example
-from regard.train.optim import learning_rate
-from regard.train.step import Stepper
-from regard.train.world import World
+from regard.train.tune import LR, tune
 
 POINTS = 12  # of the curve
 REPORT = "prune.json"
+TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class State:
     parameters: int
     loss: float  # per symbol, in nats
     metrics: dict[str, float]
-    sentences_per_second: float  # decoded greedily on this machine
+    sentences_per_second: float  # decoded greedily on this machine, or read where nothing is decoded
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,15 @@ class Report:
 
 def prune(
     run: Run,
-    examples: Sequence[Example],
-    held_out: Sequence[Example],
+    material: Material,
+    held_out: Material,
     amount: Amount,
     *,
     greedy: bool = False,
     by: Measure = "gradient",
     tune_steps: int = 0,
     judge_on: int = 256,
-    lr: float = 3e-4,
+    lr: float = LR,
     talk: Callable[[str], None] = lambda message: None,
 ) -> tuple[Run, Report]:
     """Remove heads from a run -> the smaller run (not saved yet), and the report.
@@ -92,13 +96,10 @@ def prune(
     check(run)
     if greedy and by == "gates":
         raise UserError("--greedy judges heads again and again, which --by gates cannot; choose one")
-    pairs = encode_pairs(run, examples)
-    step = max(1, len(pairs) // judge_on)
-    batches = make_batches(pairs[::step][:judge_on], run.config)
-    valid = make_batches(encode_pairs(run, held_out), run.config)
+    batches, valid = batches_of(run, sample(material, judge_on)), batches_of(run, held_out)
     model = run.model
     if by == "gates":
-        model, order = _gated(model, pairs, tune_steps, lr, talk)
+        model, order = _gated(run, material, tune_steps, lr, talk)
     else:
         order = ranking(model, batches, by)
     count = how_many(order, amount)
@@ -108,26 +109,60 @@ def prune(
     curve = quality_curve(model, valid, going)
     before = measure(run, held_out, valid)
     small = cut(model, removed)
-    smaller = Run(small.config, run.codec, small, run.path)
+    smaller = Run(small.config, run.codec, small, run.path, run.labels, run.pixels)
     pruned = measure(smaller, held_out, valid)
     after = pruned
     if tune_steps:
         talk(f"tuning for {tune_steps} steps")
-        tune(small, pairs, tune_steps, lr=lr)
+        judge = _judge(smaller, held_out, valid, talk)
+        tune(small, epochs(run, material), tune_steps, teacher=run.model, judge=judge, lr=lr)
         after = measure(smaller, held_out, valid)
     numbers = {name: [head_numbers(run.model, name)[head] for head in heads] for name, heads in removed.items()}
     return smaller, Report(before, pruned, after, numbers, curve, tune_steps)
 
 
+def _judge(run: Run, material: Material, batches: Sequence[Batch], talk: Callable[[str], None]) -> Callable[[], float]:
+    """How good a run is while it is tuned: by the first of its metrics, or by the loss; less is better."""
+    metric = "loss"
+    if not isinstance(material, str | Pictures) and run.config.output != "classes":
+        metric = default_metrics(run, [example.target or "" for example in material])[0]
+    some = sample(material, 1000)
+
+    def judge() -> float:
+        if isinstance(some, str | Pictures) or metric == "loss":
+            value = loss(run.model, batches)
+        else:
+            value = evaluate(run, some, Options(), [metric], samples=0).metrics[metric].score
+        talk(f"  {metric} {value:.4g}")
+        return value if metric in LOWER_IS_BETTER else -value
+
+    return judge
+
+
+def sample(material: Material, count: int) -> Material:
+    """Some of the pairs or images, evenly spread, or the beginning of a text."""
+    if isinstance(material, str):
+        return material[: count * STRETCH]
+    if isinstance(material, Pictures):
+        rows = range(0, len(material.images_NCHW), max(1, len(material.images_NCHW) // count))[:count]
+        return _pictures(material, rows)
+    return material[:: max(1, len(material) // count)][:count]
+
+
+def _pictures(pictures: Pictures, rows: Sequence[int]) -> Pictures:
+    labels = None if pictures.labels is None else [pictures.labels[row] for row in rows]
+    return Pictures(pictures.images_NCHW[list(rows)], labels)
+
+
 def _gated(
-    model: Model, pairs: Sequence[tuple[Ids, Ids]], steps: int, lr: float, talk: Callable[[str], None]
+    run: Run, material: Material, steps: int, lr: float, talk: Callable[[str], None]
 ) -> tuple[Model, dict[Spot, float]]:
     """A copy of the model that has learned to do without heads, and its heads, those most shut first."""
     if not steps:
         raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
     talk(f"learning gates for {steps} steps")
-    learner = copy.deepcopy(model)
-    found = learn_gates(learner, pairs, steps, lr=lr).importance()
+    learner = copy.deepcopy(run.model)
+    found = learn_gates(learner, batches_of(run, material, 2048), steps, lr=lr)
     return learner, dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
@@ -153,6 +188,7 @@ def head_numbers_before(model: Model, report: Report, name: str) -> list[int]:
 
 def check(run: Run) -> None:
     """Is there anything to remove?"""
+    require_cuttable(run.model)
     if all(attention.heads < 2 for attention in attentions(run.model).values()):
         raise UserError(
             f"{run.path}: its attention has one head, which cannot go; only models with several can be pruned"
@@ -168,54 +204,74 @@ def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[Spot])
     return [(count, loss(model, batches, by_attention(order[:count]))) for count in counts]
 
 
-def measure(run: Run, examples: Sequence[Example], batches: Sequence[Batch]) -> State:
+def measure(run: Run, material: Material, batches: Sequence[Batch]) -> State:
     """How good, how large and how fast a run is."""
-    names = [name for name in default_metrics(run, [e.target or "" for e in examples]) if name != "perplexity"]
-    sample = list(examples[:64])
-    decode = Decoder(run, Options())
-    decode(sample[:4])  # the first call is always slow
-    seconds = min(_seconds(lambda: decode(sample)) for _ in range(3))
-    found = evaluate(run, examples, Options(), names, samples=0)
-    return State(
-        heads_of(run.model),
-        sum(p.numel() for p in run.model.parameters()),
-        loss(run.model, batches),
-        {name: value.score for name, value in found.metrics.items()},
-        len(sample) / max(1e-9, seconds),
-    )
+    each = loss(run.model, batches)
+    if run.config.encoder is not None and run.config.decoder is not None:
+        assert not isinstance(material, str | Pictures)
+        names = [name for name in default_metrics(run, [e.target or "" for e in material]) if name != "perplexity"]
+        decode, some = Decoder(run, Options()), list(material[:64])
+        decode(some[:4])  # the first call is always slow
+        rate = len(some) / min(_seconds(lambda: decode(some)) for _ in range(3))
+        found = evaluate(run, material, Options(), names, samples=0)
+        metrics = {name: value.score for name, value in found.metrics.items()}
+    else:
+        first = batches[0].to(next(run.model.parameters()).device)
+        rate = len(first.label_BT) / min(_seconds(lambda: Objective(run.model)(first)) for _ in range(3))
+        metrics = {"perplexity": math.exp(min(each, 700.0))}
+        if run.config.output == "classes":
+            metrics = {"accuracy": _accuracy(run.model, batches)}
+    return State(heads_of(run.model), sum(p.numel() for p in run.model.parameters()), each, metrics, rate)
 
 
+@torch.no_grad()
+def _accuracy(model: Model, batches: Sequence[Batch]) -> float:
+    device = next(model.parameters()).device
+    right = sum(int(Objective(model)(batch.to(device)).correct) for batch in batches)
+    return 100 * right / sum(batch.tokens for batch in batches)
+
+
+@torch.no_grad()
 def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return max(1e-9, time.perf_counter() - began)
 
 
-def split(examples: Sequence[Example], every: int = 10, most: int = 1000) -> tuple[list[Example], list[Example]]:
-    """Examples to learn from and to measure on: no source is on both sides."""
-    order = {source: i for i, source in enumerate(dict.fromkeys(example.source for example in examples))}
-    held_out = [example for example in examples if order[example.source] % every == 0][:most]
-    return [example for example in examples if order[example.source] % every], held_out
+def split(material: Material, every: int = 10, most: int = 1000) -> tuple[Material, Material]:
+    """What to learn from and what to measure on: no source is on both sides; of a text, the end is held out."""
+    if isinstance(material, str):
+        at = len(material) - min(most * STRETCH, len(material) // every)
+        return material[:at], material[at:]
+    if isinstance(material, Pictures):
+        rows = range(len(material.images_NCHW))
+        held_out = list(rows[::every][:most])
+        return _pictures(material, [row for row in rows if row % every]), _pictures(material, held_out)
+    order = {source: i for i, source in enumerate(dict.fromkeys(example.source for example in material))}
+    measured = [example for example in material if order[example.source] % every == 0][:most]
+    return [example for example in material if order[example.source] % every], measured
 
 
-def tune(model: Model, pairs: Sequence[tuple[Ids, Ids]], steps: int, *, lr: float = 3e-4, seed: int = 1) -> list[float]:
-    """Train in this process for some steps on pairs of ids -> the loss per symbol of each; it ends in eval mode."""
-    device = next(model.parameters()).device
-    warmup = max(1, steps // 10)
-    train = Train(steps=steps, lr=lr, schedule="cosine", warmup=warmup, batch_tokens=2048, seed=seed)
+# Tuning
+
+
+def epochs(run: Run, material: Material, seed: int = 1) -> Iterator[Batch]:
+    """The material over and over, each time in another order."""
+    pairs = run.config.encoder is not None and run.config.decoder is not None
+    if pairs and not isinstance(material, str | Pictures):
+        yield from _pair_epochs(run, material, seed)
+        return
+    batches = batches_of(run, material, 2048)
+    draws = np.random.default_rng(seed)
+    while True:
+        yield from (batches[i] for i in draws.permutation(len(batches)))
+
+
+def _pair_epochs(run: Run, examples: Sequence[Example], seed: int) -> Iterator[Batch]:
+    pairs = encode_pairs(run, examples)
     lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
-    stepper = Stepper(model, train, World(device=device))
-    losses: list[float] = []
     epoch = 0
-    while len(losses) < steps:
-        for rows in cut_batches(lengths[0], lengths[1], seed, epoch, train.batch_tokens):
-            batch = collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], model.config)
-            step = len(losses) + 1
-            nll, _, norm = stepper.backward(step, [(batch, 1.0)])
-            stepper.update(learning_rate(train, step, (step - 1) / steps, 1), norm)
-            losses.append(nll / batch.tokens)
-            if len(losses) == steps:
-                break
+    while True:
+        for rows in cut_batches(lengths[0], lengths[1], seed, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
+            yield collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], run.config)
         epoch += 1
-    model.eval()
-    return losses

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from regard.data.images import Pixels
+from regard.inspect.trace import Trace
 from regard.model import Model
 from regard.presets import preset
 from regard.run import Run
@@ -34,3 +38,66 @@ def letters(model_name: str = "transformer-tiny", path: str = "runs/letters", **
     codec = Codec(tokenizer, tokenizer)
     model = tiny(model_name, codec.target_vocab, **stack)
     return Run(model.config, codec, model, Path(path))
+
+
+LITTLE = {"layers": 2, "width": 16, "heads": 4, "ff": 32, "dropout": 0.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lm": ("gpt-tiny", {"decoder": LITTLE}),
+    "lm-grouped": ("llama-tiny", {"decoder": LITTLE | {"kv_heads": 2}}),
+    "lm-distances": ("xl-tiny", {"decoder": LITTLE | {"memory": 256}}),
+    "lm-hashed": (
+        "reformer-tiny",
+        {"decoder": LITTLE | {"lsh": {"chunk": 4}, "axial": {"rows": 16, "columns": 8, "row_width": 8}}},
+    ),
+    "masked": ("bert-tiny", {"encoder": LITTLE}),
+    "classes": ("bert-tiny", {"encoder": LITTLE, "output": "classes", "classes": 3, "pooler": True}),
+    "vectors": ("bert-tiny", {"encoder": LITTLE, "output": "none"}),
+    "image": ("vit-tiny", {"encoder": LITTLE | {"max_length": 17}, "classes": 3}),
+}
+LABELS = ("one", "two", "three")
+LANGUAGE = [name for name in FAMILIES if name.startswith("lm")]
+TEXT_ALONE = [name for name in FAMILIES if name != "image"]
+
+
+def family(kind: str, path: str = "runs/little") -> Run:
+    """A run of a model that is not an encoder and a decoder, never trained."""
+    name, changes = FAMILIES[kind]
+    masks = kind in ("masked", "classes", "vectors")
+    tokenizer = Tokenizer.train("char", WORDS, mask=masks)
+    changes = changes | {"ids": tokenizer.ids.model_dump()}
+    torch.manual_seed(1)
+    model = Model(preset(name, tokenizer.size, changes=changes)).eval()
+    codec = Codec(tokenizer, frame=model.config.frame)
+    labels = LABELS if model.config.classes else ()
+    pixels = Pixels(mean=(4.0,), scale=(8.0,)) if kind == "image" else None
+    return Run(model.config, codec, model, Path(path), labels, pixels)
+
+
+def picture(seed: int = 0) -> np.ndarray:
+    """An image that the image model reads: (1, 8, 8), numbers from 0 to 16."""
+    return np.random.default_rng(seed).integers(0, 17, (1, 8, 8)).astype(np.uint8)
+
+
+def scores_of(found: Trace) -> Iterator[Any]:
+    """Every scores card of the walks of a trace."""
+    for walk in found.walks:
+        for _, cards in walk.layers:
+            for card in cards:
+                if card.show == "scores":
+                    yield card.scores
+
+
+def check_scores(found: Trace) -> None:
+    """What the walks show before the softmax leads to what is recorded after it, in every map."""
+    maps = {m.name: m.weights_HTS for m in found.maps}
+    seen = set()
+    for scores in scores_of(found):
+        logits_HTS = scores.raw_HTS * scores.scale
+        if scores.bias_HTS is not None:
+            logits_HTS = logits_HTS + scores.bias_HTS
+        if scores.seen_TS is not None:
+            logits_HTS = np.where(scores.seen_TS, logits_HTS, -np.inf)
+        shifted = np.exp(logits_HTS - logits_HTS.max(-1, keepdims=True))
+        assert np.allclose(shifted / shifted.sum(-1, keepdims=True), maps[scores.map], atol=1e-5)
+        seen.add(scores.map)
+    assert seen == set(maps)

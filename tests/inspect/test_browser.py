@@ -10,8 +10,10 @@ from typing import Any
 
 import chromium
 import pytest
+from little import FAMILIES, family, picture
 
-from regard.inspect.trace import Trace, trace
+from regard.inspect.rollout import rollout
+from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
 from regard.text.example import Example
 
@@ -88,6 +90,64 @@ def test_every_view_opens(browser: chromium.Chromium, run: Run, tmp_path: Path) 
             assert browser.run("document.getElementById('panel').textContent.trim().length") > 10
             assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
         assert complaints(browser) == []
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
+    run = family(kind)
+    found = trace(run, Example("abcab")) if kind != "image" else trace_image(run, picture())
+    missing = {"alignment"} | ({"image"} if kind != "image" else set())
+    missing |= {"lm-hashed": {"walk"}, "lm-distances": {"position"}, "vectors": {"output", "lens"}}.get(kind, set())
+    for dark in (False, True):
+        show(browser, found, tmp_path, dark)
+        tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
+        assert tabs == [name for name in ["image", *VIEWS] if name not in missing]
+        for name in tabs:
+            browser.click(f"#tab-{name}")
+            assert browser.run("document.getElementById('panel').textContent.trim().length") > 10
+            assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+        assert complaints(browser) == []
+
+
+def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_path: Path) -> None:
+    found = trace(family("lm"), Example("abcab"))
+    show(browser, found, tmp_path)
+    browser.click(".choice button", 1)  # layer 2
+    browser.click(".choice button", 7)  # rollout, after the mean and four heads
+    browser.run("document.querySelector('.figure').focus()")
+    expected = rollout(found)[1]
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
+        browser.key(key)
+    told = browser.run("document.querySelector('.read').textContent")
+    assert float(told.split()[-1]) == pytest.approx(expected[3, 1], abs=6e-3)
+    assert complaints(browser) == []
+
+
+def test_an_image_is_looked_at_from_its_squares(browser: chromium.Chromium, tmp_path: Path) -> None:
+    found = trace_image(family("image"), picture())
+    show(browser, found, tmp_path)
+    told = "document.querySelector('.read').textContent"
+    weights_HTS = found.maps[-1].weights_HTS
+    assert browser.run(told).startswith("The whole image")
+    browser.hover(".photo", dx=-150, dy=-150)  # the first square
+    browser.until(f"{told}.includes('square 1·1')")
+    assert float(browser.run(told).split()[-1]) == pytest.approx(weights_HTS.mean(0)[0, 1], abs=2e-3)
+    browser.click(".choice button", 9)  # from a square: the one in the middle
+    browser.until(f"{told}.startsWith('Square 3·3')")
+    browser.click(".thumb", 2)
+    browser.run("document.querySelector('.photo').focus()")
+    browser.key("ArrowRight")
+    browser.key("ArrowRight")
+    assert float(browser.run(told).split()[-1]) == pytest.approx(weights_HTS[2, 11, 12], abs=2e-3)
+    browser.key("Enter")
+    browser.until(f"{told}.startsWith('Square 3·4')")
+    numbers = browser.run("Array.from(document.querySelectorAll('.far td'), n => Number(n.textContent))")
+    expected = [x for m in found.maps for x in found.distances[m.name].tolist()]
+    assert numbers == pytest.approx(expected, abs=0.06)
+    browser.click("#tab-output")
+    browser.click("#panel .quiet")  # the walk ends in the classes
+    assert "three" in browser.run("document.querySelector('.walk > li:last-child').textContent")
+    assert complaints(browser) == []
 
 
 def test_hovering_and_choosing(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:

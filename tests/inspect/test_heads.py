@@ -10,15 +10,10 @@ import pytest
 import torch
 
 from regard.errors import UserError
-from regard.inspect.heads import (
-    alignment_merits,
-    best_alignment_heads,
-    grids,
-    look,
-    measure_heads,
-    read_links,
-)
-from regard.inspect.importance import encode_pairs, make_batches
+from regard.inspect.heads import best_alignment_heads, grids, measure_heads
+from regard.inspect.links import alignment_merits, read_links
+from regard.inspect.looks import look
+from regard.inspect.material import encode_pairs, make_batches
 from regard.inspect.record import patch
 from regard.model import Model
 from regard.run import Run

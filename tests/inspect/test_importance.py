@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from regard.errors import UserError
-from regard.inspect.importance import (
-    ablation_importance,
-    encode_pairs,
-    gradient_importance,
-    loss,
-    make_batches,
-)
+from regard.inspect.importance import ablation_importance, gradient_importance, loss
+from regard.inspect.material import encode_pairs, make_batches
 from regard.inspect.places import attentions
 from regard.inspect.record import patch
 from regard.loss import Objective

@@ -6,13 +6,17 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from little import letters
+import torch
+from little import family, letters, picture
 
 from regard.cli import heads, inspect, prune
 from regard.decode.alignment import load_heads
 from regard.errors import UserError
+from regard.inspect.trace import continuation
 from regard.run import Run
 
 
@@ -128,3 +132,60 @@ def test_mistakes_of_pruning(saved: str, pairs: str, tmp_path: Path, make_letter
     with pytest.raises(UserError, match="too few"):
         prune.command(saved, str(tmp_path / "new"), data=str(few), heads="2")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["lm", "masked", "classes", "vectors", "lm-hashed"])
+def test_one_tower_reads_a_text(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    family(kind).save(tmp_path / "run")
+    inspect.command("run", "abc", output="page.html", terminal=True)
+    assert (tmp_path / "page.html").is_file()
+    first = capsys.readouterr().out.splitlines()[0].split()
+    assert first == {"lm": ["<eos>", "a", "b"], "lm-hashed": ["<eos>", "a", "b"]}.get(
+        kind, ["<sos>", "a", "b", "c", "<eos>"]
+    )
+
+
+def test_a_language_model_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, page = family("lm-grouped"), tmp_path / "page.html"
+    run.save(tmp_path / "run")
+    inspect.command(str(tmp_path / "run"), "abc", go_on=4, output=str(page))
+    ids = continuation(run, "abc", 4)
+    told = f"abc  →  {run.codec.decode_target(ids)}"
+    assert told in capsys.readouterr().err
+    with torch.no_grad():  # step by step as in one go
+        start = [run.config.start_id, *run.codec.target.encode(["abc"])[0]]
+        assert run.model(torch.tensor([[*start, *ids[:-1]]]), None)[0, len(start) - 1 :].argmax(-1).tolist() == ids
+    with pytest.raises(UserError, match="not both"):
+        inspect.command(str(tmp_path / "run"), "abc", target="b", go_on=4)
+
+
+def test_an_image_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    family("image").save(tmp_path / "run")
+    images = np.concatenate([picture(0), picture(1)])
+    np.savez("digits.npz", images=images, labels=np.array(["one", "two"]))
+    inspect.command("run", "digits.npz", index=1, output="page.html")
+    assert "label: two" in capsys.readouterr().err
+    assert '"height":8' in (tmp_path / "page.html").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="has 2 images"):
+        inspect.command("run", "digits.npz", index=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("masked", {"go_on": 3}, "only a language model"),
+        ("masked", {"target": "abc"}, "no output of its own"),
+        ("classes", {"target": "four"}, "label"),
+        ("lm", {"attention": "cross", "png": "a.png"}, "no cross attention"),
+    ],
+)
+def test_mistakes_with_one_tower(kind: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    family(kind).save(tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        inspect.command(str(tmp_path / "run"), "abc", **options)

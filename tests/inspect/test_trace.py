@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from little import check_scores
 
 from regard.errors import UserError
+from regard.inspect.maps import alignment_quality
 from regard.inspect.record import record, taps
-from regard.inspect.trace import Trace, alignment_quality, trace
+from regard.inspect.trace import Trace, trace
 from regard.run import Run
 from regard.text.example import Example
 
@@ -68,14 +70,6 @@ def test_maps_are_what_a_recording_sees(run: Run) -> None:
     assert not any(module._forward_hooks for module in run.model.modules())
 
 
-def scores_of(found: Trace) -> Any:
-    for walk in found.walks:
-        for _, cards in walk.layers:
-            for card in cards:
-                if card.show == "scores":
-                    yield card.scores
-
-
 @pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "additive", "cosine", "concat", "location"])
 def test_the_scores_of_the_walk_give_the_weights(position: str, score: str, make_letters: Callable[..., Run]) -> None:
@@ -95,21 +89,6 @@ def test_the_scores_of_grouped_and_pruned_heads_give_the_weights(make_letters: C
     found = traced(run)
     check_scores(found)
     assert [m.heads for m in found.maps if m.kind == "encoder"] == list(kept)
-
-
-def check_scores(found: Trace) -> None:
-    maps = {m.name: m.weights_HTS for m in found.maps}
-    seen = set()
-    for scores in scores_of(found):
-        logits_HTS = scores.raw_HTS * scores.scale
-        if scores.bias_HTS is not None:
-            logits_HTS = logits_HTS + scores.bias_HTS
-        if scores.seen_TS is not None:
-            logits_HTS = np.where(scores.seen_TS, logits_HTS, -np.inf)
-        shifted = np.exp(logits_HTS - logits_HTS.max(-1, keepdims=True))
-        assert np.allclose(shifted / shifted.sum(-1, keepdims=True), maps[scores.map], atol=1e-5)
-        seen.add(scores.map)
-    assert seen == set(maps)
 
 
 @pytest.mark.parametrize("norm_at", ["pre", "post"])

@@ -17,10 +17,17 @@ NAMES = ("attention", "layer", "head", "gradient", "ablation", "confidence", "en
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    pairs: Annotated[str, typer.Argument(metavar="[PAIRS]", help="A TSV of sources and targets; - is stdin.")] = "-",
+    pairs: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DATA]", help="A TSV of pairs; for a language model text, for images .npz; - is stdin."
+        ),
+    ] = "-",
     target: Target = None,
     columns: Columns = None,
-    examples: Annotated[int, typer.Option(min=1, help="Pairs to judge by: the first so many.")] = 200,
+    examples: Annotated[
+        int, typer.Option(min=1, help="Judge by the first so many pairs, images or stretches of text.")
+    ] = 200,
     no_ablation: Annotated[
         bool, typer.Option("--no-ablation", help="Leave out the slow part, a pass over the pairs for every head.")
     ] = False,
@@ -39,29 +46,32 @@ def command(
     threads: Threads = 1,
     device: Device = "cpu",
 ) -> None:
-    """Judge every head of every layer on pairs: its importance, how sharp it looks, how far, and at what.
+    """Judge every head of every layer: its importance, how sharp it looks, how far, and at what.
 
     gradient is the expected slope of the loss at a gate on the head, ablation the rise of the loss per symbol without
-    it. The heads that align best are kept in the run, and used by `generate --alignment` and `inspect`.
+    it. The heads that align best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language
+    model, induction heads are named.
     """
-    from itertools import islice
-
     from regard.data.account import Account
     from regard.decode.alignment import HEADS, save_heads
-    from regard.inspect.heads import best_alignment_heads, grids, measure_heads, read_links
+    from regard.inspect.heads import best_alignment_heads, grids, induction_heads, measure_heads
+    from regard.inspect.links import read_links
+    from regard.inspect.material import count_of, read_material
 
     (opened,) = open_runs([run], device, threads)
     account = Account(strict)
-    found = pairs_of(pairs, target, columns, opened.codec.columns).read(account)
-    chosen = [item.example for item in islice(found, examples)]
+    where = pairs_of(pairs, target, columns, opened.codec.columns)
+    material = read_material(opened, where.paths, where.columns, account, examples)
     if account.skipped:
         talk(account.summary())
-    given = None if links is None else read_links(links)[: len(chosen)]
-    heads = measure_heads(opened, chosen, ablation=not no_ablation, links=given)
+    given = None if links is None else read_links(links)[: len(material)]
+    heads = measure_heads(opened, material, ablation=not no_ablation, links=given)
     for head in heads if json else ():
         out_json(head.to_json())
     if not json:
-        _show(heads, run, len(chosen))
+        _show(heads, f"{run}, {count_of(material)}")
+    for head in induction_heads(heads):
+        talk(f"induction head: layer {head.layer + 1} head {head.head + 1}, {head.induction:.2f}")
     best = best_alignment_heads(heads)
     if best and len(heads) > 1:
         told = ", ".join(f"layer {head.layer + 1} head {head.head + 1}" for head in best)
@@ -78,21 +88,20 @@ def command(
         talk(f"{picture}: written")
 
 
-def _show(heads: list[Head], run: str, count: int) -> None:
+def _show(heads: list[Head], title: str) -> None:
     from rich.box import ROUNDED
     from rich.console import Console
     from rich.table import Table
 
+    names = NAMES if heads[0].induction is None else (*NAMES, "induction")
     rows = [_row(head) for head in heads]
     console = Console()
     if not console.is_terminal:
-        for row in (list(NAMES), *rows):
+        for row in (list(names), *rows):
             out("\t".join(row))
         return
-    table = Table(
-        title=f"{run}, {count:,} pairs", title_justify="left", title_style="bold", header_style="dim", box=ROUNDED
-    )
-    for name in NAMES:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED)
+    for name in names:
         table.add_column(name, justify="left" if name in ("attention", "looks at") else "right", no_wrap=True)
     for before, head, row in zip([None, *heads], heads, rows, strict=False):
         if before is not None and before.name != head.name:
@@ -110,4 +119,5 @@ def _row(head: Head) -> list[str]:
         f"{head.entropy:.2f}",
         f"{head.distance:.1f}",
     ]
-    return [head.kind, str(head.layer + 1), str(head.head + 1), *numbers, head.what, f"{head.share:.2f}"]
+    row = [head.kind, str(head.layer + 1), str(head.head + 1), *numbers, head.what, f"{head.share:.2f}"]
+    return row if head.induction is None else [*row, f"{head.induction:.2f}"]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from regard.inspect.trace import Trace
+    from regard.run import Run
 
 EXAMPLE = "regard inspect runs/g2p hello -o hello.html"
 SELECTION = "What --png, --svg and --terminal show"
@@ -19,8 +20,17 @@ SELECTION = "What --png, --svg and --terminal show"
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The source; - reads one line of stdin.")],
-    target: Annotated[str | None, typer.Option(help="The output to look at; by default what the model says.")] = None,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="The source, or an .npz of images; - reads one line of stdin.")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The output to look at, a continuation, or a class; by default what the model says."),
+    ] = None,
+    go_on: Annotated[
+        int, typer.Option("--continue", metavar="N", min=0, help="Symbols by which a language model goes on.")
+    ] = 0,
+    index: Annotated[int, typer.Option(min=0, help="Which image of the file, from 0.")] = 0,
     features: Annotated[str | None, typer.Option(help="Features of the source, as in their column.")] = None,
     output: Annotated[
         str | None, typer.Option("--out", "-o", metavar="FILE", help="The page; by default attention.html.")
@@ -45,16 +55,13 @@ def command(
     """Write the attention page of one example: one file, which any browser opens without a network.
 
     It shows the alignment, every head of every layer, how each output symbol was chosen, what each layer would have
-    said, positions, and one token's walk through a layer with the model's own numbers.
+    said, positions, and one token's walk through a layer with the model's own numbers. Of an image it shows where heads
+    look in it, and how far.
     """
     import sys
 
-    from regard.decode.alignment import load_heads
-    from regard.decode.generate import Decoder, Request
-    from regard.decode.options import Options
     from regard.errors import UserError, one_of
-    from regard.inspect.trace import trace
-    from regard.text.example import Example
+    from regard.inspect.trace import trace_text
 
     if attention not in (None, "cross", "encoder", "decoder"):
         raise one_of("--attention", attention, ("cross", "encoder", "decoder"))
@@ -65,15 +72,16 @@ def command(
     if not text.strip():
         raise UserError("there is nothing to look at: TEXT is empty")
     (opened,) = open_runs([run], device, threads)
-    if target is not None:
-        ids = opened.codec.encode_target([target])[0]
+    config = opened.config
+    if config.patches is not None:
+        found = _image(opened, text, index, target)
+    elif config.encoder is None or config.decoder is None:
+        found = trace_text(opened, text, target, go_on, features)
+        talk("  →  ".join(found.texts.values()))
+    elif go_on:
+        raise UserError("--continue: only a language model goes on with a text")
     else:
-        best = Decoder(opened, Options(beam=beam))([Request(text, features)])[0][0]
-        if not best.ids:
-            raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
-        talk(f"{text} → {best.text}")
-        ids = list(best.ids)
-    found = trace(opened, Example(text, None, features), ids, heads=load_heads(opened.path))
+        found = _pair(opened, text, target, features, beam)
     for note in found.notes:
         talk(note)
     for path in filter(None, (png, svg)):
@@ -83,6 +91,42 @@ def command(
         _draw(found, attention, layer, head)
     if output is not None or not (png or svg or terminal):
         _page(found, output or "attention.html")
+
+
+def _pair(opened: Run, text: str, target: str | None, features: str | None, beam: int) -> Trace:
+    from regard.decode.alignment import load_heads
+    from regard.decode.generate import Decoder, Request
+    from regard.decode.options import Options
+    from regard.errors import UserError
+    from regard.inspect.trace import trace
+    from regard.text.example import Example
+
+    if target is not None:
+        ids = opened.codec.encode_target([target])[0]
+    else:
+        best = Decoder(opened, Options(beam=beam))([Request(text, features)])[0][0]
+        if not best.ids:
+            raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
+        talk(f"{text} → {best.text}")
+        ids = list(best.ids)
+    return trace(opened, Example(text, None, features), ids, heads=load_heads(opened.path))
+
+
+def _image(opened: Run, path: str, index: int, label: str | None) -> Trace:
+    from pathlib import Path
+
+    from regard.data.images import read_images
+    from regard.errors import UserError
+    from regard.inspect.trace import trace_image
+
+    pictures = read_images(path, labelled=False)
+    if index >= len(pictures.images_NCHW):
+        raise UserError(f"--index {index}: {path} has {len(pictures.images_NCHW):,} images, the first being 0")
+    if label is None and pictures.labels is not None and pictures.labels[index] in opened.labels:
+        label = pictures.labels[index]
+    found = trace_image(opened, pictures.images_NCHW[index], label, f"{Path(path).name}, {index}")
+    talk(", ".join(f"{name}: {text}" for name, text in found.texts.items()))
+    return found
 
 
 def _page(found: Trace, path: str) -> None:
@@ -98,13 +142,19 @@ def _page(found: Trace, path: str) -> None:
 def _picture(found: Trace, path: str, attention: str | None, layer: int | None, head: int | None) -> None:
     from regard.inspect.picture import draw_alignment, draw_all_heads, draw_map, save
 
-    if attention is None and layer is None:
+    kind = attention or _kind(found)
+    if attention is None and layer is None and found.alignment:
         figure = draw_alignment(found)
     elif layer is None:
-        figure = draw_all_heads(found, attention or "cross")
+        figure = draw_all_heads(found, kind)
     else:
-        figure = draw_map(found, found.find(attention or "cross", layer - 1), None if head is None else head - 1)
+        figure = draw_map(found, found.find(kind, layer - 1), None if head is None else head - 1)
     save(figure, path)
+
+
+def _kind(found: Trace) -> str:
+    """The attention that is meant when none is named."""
+    return "cross" if found.alignment else found.maps[0].kind
 
 
 def _draw(found: Trace, attention: str | None, layer: int | None, head: int | None) -> None:
@@ -126,9 +176,9 @@ def _chosen(
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
     from regard.errors import UserError
 
-    if attention is None and layer is None:
+    if attention is None and layer is None and found.alignment:
         return next(iter(found.alignment.values())), found.tokens["output"], found.tokens["source"]
-    kind = attention or "cross"
+    kind = attention or _kind(found)
     last = max((m.layer for m in found.maps if m.kind == kind), default=0)
     chosen = found.find(kind, last if layer is None else layer - 1)
     if head is not None and head - 1 not in chosen.heads:

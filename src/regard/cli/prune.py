@@ -12,19 +12,28 @@ from regard.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from regard.data.account import Account
+    from regard.inspect.material import Material
     from regard.prune import Report
+    from regard.run import Run
 
-EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --tune 200"
+EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --valid dev.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
     new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
-    data: Annotated[str, typer.Option(metavar="PAIRS", help="A TSV to judge heads by and to tune on; - is stdin.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="DATA",
+            help="To judge heads by and to tune on: a TSV of pairs; for a language model text, for images .npz.",
+        ),
+    ],
     target: Target = None,
     columns: Columns = None,
     valid: Annotated[
-        str | None, typer.Option(metavar="PAIRS", help="A TSV to measure on; by default a tenth of --data.")
+        str | None, typer.Option(metavar="DATA", help="The same to measure on; by default a tenth of --data.")
     ] = None,
     heads: Annotated[
         str | None, typer.Option(metavar="AMOUNT", help="How many heads go: 0.4 or 40% of all, or a number like 12.")
@@ -37,8 +46,8 @@ def command(
     ] = False,
     by: Annotated[str, typer.Option(help="Judge by gradient, ablation, or gates (learned).")] = "gradient",
     tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Train for so many steps afterwards.")] = 0,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of the tuning.")] = 3e-4,
-    examples: Annotated[int, typer.Option(min=1, help="Pairs to judge heads by.")] = 256,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of the tuning.")] = 7e-4,
+    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or stretches of text to judge heads by.")] = 256,
     picture: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw the loss against heads removed: .png, .svg or .pdf.")
     ] = None,
@@ -57,6 +66,7 @@ def command(
     from regard.data.account import Account
     from regard.errors import one_of
     from regard.inspect.choose import Amount, Measure
+    from regard.inspect.material import count_of
     from regard.prune import prune, save, split
 
     if by not in get_args(Measure):
@@ -66,16 +76,15 @@ def command(
     amount = Amount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
     account = Account(strict)
-    pairs = [item.example for item in pairs_of(data, target, columns, opened.codec.columns).read(account)]
+    learn = _read(opened, data, target, columns, account)
     if valid is None:
-        learn, held_out = split(pairs)
+        learn, held_out = split(learn)
     else:
-        held_out = [item.example for item in pairs_of(valid, None, columns, opened.codec.columns).read(account)]
-        learn = pairs
+        held_out = _read(opened, valid, None, columns, account)
     if account.skipped:
         talk(account.summary())
-    if not learn or not held_out:
-        raise UserError(f"{data}: {len(pairs)} usable pairs are too few to judge heads and measure the result")
+    if not len(learn) or not len(held_out):
+        raise UserError(f"{data}: {count_of(learn)} are too few to judge heads and measure the result")
     smaller, report = prune(
         opened,
         learn,
@@ -96,6 +105,13 @@ def command(
     if picture:
         _picture(report, picture)
     talk(f"{new}: written")
+
+
+def _read(run: Run, path: str, target: str | None, columns: str | None, account: Account) -> Material:
+    from regard.inspect.material import read_material
+
+    where = pairs_of(path, target, columns, run.codec.columns)
+    return read_material(run, where.paths, where.columns, account)
 
 
 def _show(report: Report) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from regard.inspect.places import key_heads
 from regard.nn.attention import KV, Attention, Sight
 from regard.nn.position import Position
 
@@ -26,10 +27,11 @@ class Looked:
         self.scale = attention.score.scale
         q_1HTE = attention.query(x_1TD).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
         q_1HTE = position.rotate(q_1HTE, pos_1T)
-        groups = attention.groups or [h * attention.kv_heads // attention.heads for h in range(attention.heads)]
-        k_1HSE, v_1HSE = (x[:, groups] for x in kv)
+        if attention.relative is not None:  # the distances' part of the scores depends on the queries
+            q_1HTE, sight = attention.relative(q_1HTE, sight, self.scale)
+        k_1HSE, v_1HSE = (x[:, key_heads(attention)] for x in kv)
         scores_1HTS = attention.score.compare(attention.score.query(q_1HTE), k_1HSE, sight.k_pos_BS)
-        bias_BHTS = attention._of_kept(sight.bias_BHTS)
+        bias_BHTS = sight.bias_BHTS if attention.relative is not None else attention._of_kept(sight.bias_BHTS)
         self.q_HTE, self.k_HSE, self.v_HSE = q_1HTE[0], k_1HSE[0], v_1HSE[0]
         self.raw_HTS = scores_1HTS[0] / self.scale
         self.bias_HTS: Tensor | None = None if bias_BHTS is None else bias_BHTS[0]

@@ -83,7 +83,7 @@ const put = (parent, ...children) => { parent.replaceChildren(...children.flat()
 
 // A token as it can be seen: blanks and controls shown, a lone mark on a circle.
 function visible(token) {
-  let text = token.replace(/ /g, "␣").replace(/[\u0000-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)));
+  let text = token.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/[\u0000-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)));
   text = text.replace(/[\p{Cf}\p{Cs}\p{Zl}\p{Zp}\u007f-\u009f]/gu, "·");
   if (/^\p{M}/u.test(text)) text = "◌" + text;
   return text || "∅";

@@ -11,13 +11,14 @@ from torch import Tensor
 from regard.config import Config
 from regard.errors import UserError
 from regard.inspect.importance import Removed
-from regard.inspect.places import attentions, head_numbers, place
+from regard.inspect.places import attentions, head_numbers, key_heads, place
 from regard.model import Model
 from regard.nn.attention import Attention
 
 
 def cut(model: Model, removed: Removed) -> Model:
     """A model without the heads: the same as silencing them, and smaller."""
+    require_cuttable(model)
     kept = {
         name: [h for h in range(a.heads) if h not in set(removed.get(name, ()))]
         for name, a in attentions(model).items()
@@ -28,11 +29,18 @@ def cut(model: Model, removed: Removed) -> Model:
     small = Model(_config(model, kept)).to(next(model.parameters()).device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, attention in attentions(model).items():
+        assert isinstance(attention, Attention)
         weights |= {f"{name}.{key}": x for key, x in _cut_attention(attention, kept[name])}
     with torch.no_grad():
         for name, parameter in small.named_parameters():
             parameter.copy_(weights[name])
     return small
+
+
+def require_cuttable(model: Model) -> None:
+    """Heads that share queries with keys are not cut apart."""
+    if not all(isinstance(attention, Attention) for attention in attentions(model).values()):
+        raise UserError("heads of hashed attention (mixer lsh) cannot be removed")
 
 
 def _config(model: Model, kept: dict[str, list[int]]) -> Config:
@@ -56,13 +64,11 @@ def _cut_attention(attention: Attention, kept: list[int]) -> Iterator[tuple[str,
     """The parameters of an attention, by name, for some of its heads."""
     if len(kept) == attention.heads:
         return
-    each = attention.heads // attention.kv_heads
-    groups = attention.groups or [head // each for head in range(attention.heads)]
-    kept_groups = sorted({groups[head] for head in kept})
+    kept_groups = sorted({key_heads(attention)[head] for head in kept})
     for name, parameter in attention.named_parameters():
         x = parameter.detach()
         part, _, leaf = name.rpartition(".")
-        if part == "query":
+        if part in ("query", "relative.project"):
             x = x.unflatten(0, (attention.heads, -1))[kept].flatten(0, 1)
         elif part == "key_value":
             sides = x.tensor_split((attention.kv_heads * attention.head_width,))  # keys, then values

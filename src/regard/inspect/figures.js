@@ -80,7 +80,7 @@ function matrix(options) {
       pen.direction = rightToLeft([label]) ? "rtl" : "ltr";
       const x = left + s * wide + (wide - gap) / 2;
       if (fits[s]) { pen.textAlign = "center"; pen.fillText(label, x, top - 8); return; }
-      pen.save(); pen.translate(x + 4, top - 6); pen.rotate(-Math.PI / 3); pen.textAlign = "left"; pen.fillText(label, 0, 0, 126); pen.restore();
+      pen.save(); pen.translate(x + (fits.some(Boolean) ? -3 : 4), top - 6); pen.rotate(-Math.PI / 3); pen.textAlign = "left"; pen.fillText(label, 0, 0, 126); pen.restore();
     });
   } else ticks(S, first, (s, name) => { pen.textAlign = "center"; pen.fillText(name, left + (s + 0.5) * wide, top - 6); });
   function ticks(count, from, draw) {

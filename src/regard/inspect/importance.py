@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from regard.batch import Batch, Ids, collate
-from regard.config import Config
-from regard.errors import UserError
+from regard.batch import Batch
 from regard.inspect.places import attentions
 from regard.inspect.record import Change, patch, without
-from regard.loss import predict_and_compare
+from regard.loss import Loss, Objective
 from regard.model import Model
-from regard.run import Run
-from regard.text.example import Example
 
 Spot = tuple[str, int]  # the name of an attention, and the place of a head among those it has
 Removed = Mapping[str, Sequence[int]]  # heads that are silenced, by the name of their attention
-
-BATCH_TOKENS = 4096
-
-
-def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[Ids, Ids]]:
-    """Sources and targets as ids; an example without a target is left out."""
-    whole = [example for example in examples if example.target]
-    if not whole:
-        raise UserError("heads are judged on pairs, and there is none with a source and a target")
-    sources = run.codec.encode_source(whole)
-    targets = run.codec.encode_target([example.target or "" for example in whole])
-    return list(zip(sources, targets, strict=True))
-
-
-def make_batches(pairs: Sequence[tuple[Ids, Ids]], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Pairs in batches of about so many padded symbols, those of like length together."""
-    batches: list[Batch] = []
-    current: list[tuple[Ids, Ids]] = []
-    longest = 0
-    for pair in sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1]))):
-        length = max(len(pair[0]), len(pair[1]))
-        if current and max(longest, length) * (len(current) + 1) > tokens:
-            batches.append(_collate(current, config))
-            current, longest = [], 0
-        current.append(pair)
-        longest = max(longest, length)
-    return [*batches, _collate(current, config)] if current else batches
-
-
-def _collate(pairs: Sequence[tuple[Ids, Ids]], config: Config) -> Batch:
-    return collate([source for source, _ in pairs], [target for _, target in pairs], config)
 
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: Removed | None = None) -> dict[Spot, float]:
@@ -125,6 +90,5 @@ def _times(gate_BH11: Tensor) -> Change:
 
 
 def _nll(model: Model, batch: Batch) -> Tensor:
-    x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
-    keep_BT = torch.ones_like(batch.label_BT, dtype=torch.bool) if batch.keep_BT is None else batch.keep_BT
-    return predict_and_compare(x_BTD[keep_BT], model.output.weight, batch.label_BT[keep_BT], 0.0).smoothed
+    loss: Loss = Objective(model)(batch)
+    return loss.smoothed

@@ -19,9 +19,12 @@ from typing import Any
 import numpy as np
 
 from regard.inspect.cards import Card, Scores, Vector, Walk
-from regard.inspect.trace import Candidate, Map, Trace
+from regard.inspect.given import Shot
+from regard.inspect.maps import Map
+from regard.inspect.says import Candidate
+from regard.inspect.trace import Trace
 
-SCRIPTS = ("core.js", "figures.js", "views.js", "walk.js", "start.js")
+SCRIPTS = ("core.js", "figures.js", "views.js", "image.js", "walk.js", "start.js")
 NONE = -32768  # in signed arrays: no number
 MOST_TEXT = 4000  # letters
 FINE = 1_500_000  # weights up to which two bytes are spent on each
@@ -132,6 +135,9 @@ def data(trace: Trace) -> dict[str, Any]:
         "walks": [_walk(walk, packer) for walk in trace.walks],
         "notes": list(trace.notes),
         "score": _short(trace.score),
+        "unit": trace.unit,
+        "image": None if trace.shot is None else _image(trace.shot),
+        "distances": {name: [_short(x) for x in row] for name, row in trace.distances.items()},
         "numbers": packer.pack(),
     }
 
@@ -146,6 +152,12 @@ def _map(found: Map, packer: Packer, fine: bool) -> dict[str, Any]:
         "heads": list(found.heads),
         "weights": packer.weights(found.weights_HTS, fine),
     }
+
+
+def _image(shot: Shot) -> dict[str, Any]:
+    high, wide, channels = shot.pixels_HWC.shape
+    pixels = base64.b64encode(shot.pixels_HWC.tobytes()).decode("ascii")
+    return {"height": high, "width": wide, "channels": channels, "size": shot.size, "pixels": pixels}
 
 
 def _candidate(candidate: Candidate) -> list[Any]:

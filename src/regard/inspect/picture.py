@@ -13,7 +13,8 @@ import numpy as np
 
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.inspect.trace import Map, Trace
+from regard.inspect.maps import Map
+from regard.inspect.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

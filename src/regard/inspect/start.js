@@ -59,10 +59,9 @@ function build() {
     h("details", {}, h("summary", {}, "The model"), h("dl", {}, Object.entries(data.facts).map(([name, fact]) => [h("dt", {}, name), h("dd", {}, fact)]),
       h("dt", {}, "log-probability"), h("dd", {}, data.score === null ? "−∞" : show(data.score)))),
     h("div", { role: "tablist", "aria-label": "Views" }, tabs), panel);
-  const cross = data.maps.findIndex((m) => m.kind === "cross");
   const last = data.maps.map((m) => m.kind).lastIndexOf("cross");
-  state.map = last >= 0 ? last : Math.max(0, cross);
-  state.walk = Math.max(0, data.walks.findIndex((w) => w.rows === "input"));
+  state.map = last >= 0 ? last : data.image ? data.maps.length - 1 : 0;
+  state.walk = Math.max(0, speaking());
   const wanted = (() => { try { return location.hash.slice(1); } catch (error) { return ""; } })();
   state.view = shown.some((v) => v.name === wanted) ? wanted : shown[0] ? shown[0].name : "";
   refresh();

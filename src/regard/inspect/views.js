@@ -44,26 +44,47 @@ view("alignment", "Alignment", () => data.alignment.length > 0, (panel, room) =>
 
 const best = (m, t) => { let at = 0; for (let s = 1; s < m.S; s++) if (m.at(t, s) > m.at(t, at)) at = s; return at; };
 
+// Attention rollout: a layer passes on half of what it was given and half of what its heads brought, from the first on.
+const ROLLED = -2;
+const rolls = (map) => map.rows === map.columns && data.maps.filter((m) => m.kind === map.kind).length > 1;
+const rolled = new Map();
+function roll(map) {
+  if (rolled.has(map.name)) return rolled.get(map.name);
+  const m = plane(map.weights, -1), n = m.T, under = data.maps.find((o) => o.kind === map.kind && o.layer === map.layer - 1);
+  const below = under ? roll(under) : null, out = new Float32Array(n * n);
+  for (let t = 0; t < n; t++) for (let k = 0; k < n; k++) {
+    const share = 0.5 * m.data[t * n + k] + (t === k ? 0.5 : 0);
+    if (share < 1e-7) continue;
+    if (!below) { out[t * n + k] += share; continue; }
+    for (let s = 0; s < n; s++) out[t * n + s] += share * below.data[k * n + s];
+  }
+  const made = { T: n, S: n, data: out, max: out.reduce((a, b) => Math.max(a, b), 0), at: (t, s) => out[t * n + s] };
+  rolled.set(map.name, made);
+  return made;
+}
+const chosen = (map) => (state.head === ROLLED && rolls(map) ? roll(map) : plane(map.weights, map.heads.length > 1 ? Math.max(-1, state.head) : 0));
+const keepHead = () => { const map = data.maps[state.map]; state.head = state.head === ROLLED && !rolls(map) ? -1 : Math.min(state.head, map.heads.length - 1); };
+
 function mapControls() {
   const kinds = [...new Set(data.maps.map((m) => m.kind))];
   const current = data.maps[state.map];
   const layers = data.maps.map((m, i) => [m, i]).filter(([m]) => m.kind === current.kind);
-  const heads = ["mean", ...current.heads.map((n) => String(n + 1))];
+  const heads = ["mean", ...current.heads.map((n) => String(n + 1)), ...(rolls(current) ? ["rollout"] : [])];
   return [
     kinds.length > 1 ? choice("attention", kinds.map(kindName), kinds.indexOf(current.kind), (i) => {
       const same = data.maps.findIndex((m) => m.kind === kinds[i] && m.layer === current.layer);
       state.map = same >= 0 ? same : data.maps.findIndex((m) => m.kind === kinds[i]);
-      state.head = Math.min(state.head, data.maps[state.map].heads.length - 1); state.pinnedHead = undefined; refresh();
+      keepHead(); state.pinnedHead = undefined; refresh();
     }) : null,
     layers.length > 1 ? pick("layer", layers.map(([m]) => String(m.layer + 1)), layers.findIndex(([, i]) => i === state.map), (i) => {
-      state.map = layers[i][1]; state.head = Math.min(state.head, data.maps[state.map].heads.length - 1); refresh();
+      state.map = layers[i][1]; keepHead(); refresh();
     }) : null,
-    current.heads.length > 1 ? pick("head", heads, state.head + 1, (i) => { state.head = i - 1; refresh(); }) : null,
+    heads.length > 2 ? pick("head", heads, state.head === ROLLED ? heads.length - 1 : state.head + 1, (i) => { state.head = i > current.heads.length ? ROLLED : i - 1; refresh(); }) : null,
   ];
 }
 
 view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
-  const map = data.maps[state.map], m = plane(map.weights, map.heads.length > 1 ? state.head : 0);
+  const map = data.maps[state.map], m = chosen(map);
   const rows = tokensOf(map.rows), columns = tokensOf(map.columns);
   const strings = links({
     rows, columns, at: m.at, max: m.max, upright: true, chosen: state.pinnedHead, label: "Who looks at whom",
@@ -79,7 +100,7 @@ view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
   });
   put(panel, h("div", { class: "controls" }, mapControls(), legend(m.max)),
     h("section", { class: "card split" },
-      h("div", {}, h("h2", {}, "Who looks (left) at whom (right)"), strings.node),
+      h("div", {}, h("h2", {}, state.head === ROLLED && rolls(map) ? `What is left of each (right) in each (left) after layer ${map.layer + 1}` : "Who looks (left) at whom (right)"), strings.node),
       h("div", {}, h("h2", {}, "As a matrix"), grid.node)));
   return strings.settle;
 });
@@ -127,10 +148,13 @@ view("output", "Output", () => data.steps.length > 0, (panel) => {
   const step = data.steps[state.step];
   put(panel, h("div", { class: "split" },
     h("section", { class: "card scroll" }, h("table", { class: "steps" },
-      h("thead", {}, h("tr", {}, ["", "symbol", "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))), body)),
-    h("section", { class: "card" }, h("h2", {}, `Symbol ${state.step + 1}: `, word(step.token)), candidates(step),
-      h("button", { class: "quiet", type: "button", click: () => { const index = data.walks.findIndex((w) => w.rows === "input"); if (index >= 0) { state.walk = index; state.walkLayer = data.walks[index].layers.length - 1; state.walkRow = state.step; go("walk"); } } }, "Walk through this step"))));
+      h("thead", {}, h("tr", {}, ["", data.unit, "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))), body)),
+    h("section", { class: "card" }, h("h2", {}, data.unit === "class" ? "Class: " : `Symbol ${state.step + 1}: `, word(step.token)), candidates(step),
+      speaking() >= 0 ? h("button", { class: "quiet", type: "button", click: () => { state.walk = speaking(); state.walkLayer = data.walks[state.walk].layers.length - 1; state.walkRow = state.step; go("walk"); } }, "Walk through this step") : null)));
 });
+
+// The walk that ends in a prediction.
+const speaking = () => data.walks.findIndex((w) => w.layers[w.layers.length - 1].cards.some((c) => c.show === "prediction"));
 
 function candidates(step) {
   const top = Math.max(...step.candidates.map((c) => c[1]), 1e-9);
@@ -141,7 +165,7 @@ function candidates(step) {
 
 view("lens", "Logit lens", () => data.lens.length > 0, (panel) => {
   const read = h("p", { class: "read", "aria-live": "polite" }, "Point at a cell to see the runners-up.");
-  const tell = (lens, t) => put(read, `${lens.label}, symbol ${t + 1}:  `, ...lens.steps[t].map(([token, p]) => h("span", { class: "chip" }, h("b", {}, word(token)), h("small", {}, percent(p)))));
+  const tell = (lens, t) => put(read, `${lens.label}, ${data.unit} ${t + 1}:  `, ...lens.steps[t].map(([token, p]) => h("span", { class: "chip" }, h("b", {}, word(token)), h("small", {}, percent(p)))));
   const line = (lens) => h("tr", {}, h("th", { scope: "row" }, lens.label), lens.steps.map((step, t) => {
     const [token, p] = step[0], rgb = colour(0.75 * p);
     return h("td", {}, h("span", { class: "cell" + (token === data.steps[t].token ? " chosen" : ""), tabindex: 0, style: { backgroundColor: css(rgb), color: inkOn(rgb) },

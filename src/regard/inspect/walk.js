@@ -63,8 +63,9 @@ function card(c, t, head, walk) {
     const lines = Array.from({ length: z.first.shape[0] }, (_, i) => { const [l, n] = headRow(z, i, t); return [italic(`z^{${(numbersOf ? numbersOf[i] : i) + 1}}`), l, `length ${show(n)}`, i === k]; });
     parts.push(rowsOfNumbers(lines, z.width), h("p", { class: "dim", style: { margin: "8px 0 4px" } }, "through W", h("sub", {}, "O")), rowsOfNumbers([vectorRow(c.vectors[1], t, "o_t")], c.vectors[1].width));
   } else if (c.show === "prediction") {
-    parts.push(rowsOfNumbers(c.vectors.map((v) => vectorRow(v, t, v.label + "_t")), c.vectors[0].width));
-    const step = data.steps[t];
+    const only = c.vectors[0].first.shape[0] === 1 ? 0 : t; // a class is said once, whoever walks
+    parts.push(rowsOfNumbers(c.vectors.map((v) => vectorRow(v, only, v.label + "_t")), c.vectors[0].width));
+    const step = data.steps[only];
     if (step) parts.push(h("div", { style: { marginTop: "10px" } }, candidates(step)), h("p", { class: "dim", style: { margin: "6px 0 0" } },
       `p = exp(logit − ${show(step.normaliser)}), where ${show(step.normaliser)} is the logarithm of the sum over all symbols. Entropy ${step.entropy.toFixed(2)} bits.`));
   } else parts.push(rowsOfNumbers(c.vectors.map((v) => vectorRow(v, t)), Math.max(...c.vectors.map((v) => v.width))));

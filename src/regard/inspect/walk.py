@@ -5,22 +5,19 @@ What a sub-layer was given and made is known from the pass; only what happens in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
 from regard.inspect.calls import Calls, Looked
 from regard.inspect.cards import MOST_STEPS, Card, Scores, Vector, Walk
+from regard.inspect.walk_ends import embedding, prediction
 from regard.model import Model
 from regard.nn.attention import Attention
 from regard.nn.block import Block, Residual
 from regard.nn.position import Position
-from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
 
 FORMULAS = {
@@ -34,14 +31,19 @@ FORMULAS = {
 }
 
 
-def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int]) -> Walk:
-    """The walk through an attention tower."""
+def can_walk(tower: Transformer) -> bool:
+    """Whether a tower is made of layers that the cards tell of; hashed attention and reversible layers are not."""
+    return all(type(block) is Block and isinstance(block.attention, Attention) for block in tower.blocks)
+
+
+def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int] | None) -> Walk:
+    """The walk through an attention tower; without ids, that of the squares of an image."""
     tower: Transformer = getattr(model, name)
     stack: Stack = getattr(model.config, name)
     layers = []
     for index, block in enumerate(tower.blocks):
-        assert isinstance(block, Block)
-        cards = [_embedding(model, name, calls, ids) if index == 0 else _incoming(calls, block, index, stack.width)]
+        assert isinstance(block, Block) and isinstance(block.attention, Attention)
+        cards = [embedding(model, name, calls, ids) if index == 0 else _incoming(calls, block, index, stack.width)]
         cards += _attention(f"{name}.blocks.{index}.attention", block.attention, stack, calls, tower.position, name)
         cards += [_add(block.attention_residual, block.attention, calls, stack, "attention")]
         if block.cross is not None:
@@ -49,33 +51,12 @@ def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int]) 
             cards += [_add(block.cross_residual, block.cross, calls, stack, "cross-attention")]
         cards += [_feed_forward(block, stack, calls)]
         cards += [_add(block.feed_forward_residual, block.feed_forward, calls, stack, "feed-forward")]
-        if index == stack.layers - 1 and name == "decoder":
-            cards.append(_prediction(model, calls, tower.norm))
+        # Where symbols are hidden in turn, what is said is not what this pass would say.
+        if index == stack.layers - 1 and (name == "decoder" or model.config.output == "classes"):
+            cards.append(prediction(model, calls, tower.norm))
         layers.append((f"layer {index + 1}", tuple(cards)))
     rows = "source" if name == "encoder" else "input"
     return Walk(name, rows, tuple(layers))
-
-
-def _embedding(model: Model, name: str, calls: Calls, ids: Sequence[int]) -> Card:
-    table = model.source_embedding if name == "encoder" else model.target_embedding
-    tower: Transformer = getattr(model, name)
-    assert table is not None
-    width = table.embedding_dim
-    scale = math.sqrt(width) if model.config.scale_embeddings else 1.0
-    device = table.weight.device
-    embedded_TD = table(torch.tensor(list(ids), device=device)) * scale
-    pos_TD = tower.position.embed(torch.arange(len(ids), device=device).unsqueeze(0))
-    vectors = [Vector.of("embedding", embedded_TD)]
-    factor = "√d · " if scale != 1.0 else ""
-    formula = f"x_t = {factor}E[token_t]"
-    text = "The token's row of the embedding table" + (f", times √{width} = {scale:.2f}" if scale != 1 else "")
-    if pos_TD is not None:
-        vectors += [Vector.of("position", pos_TD[0]), Vector.of("x", embedded_TD + pos_TD[0])]
-        formula += " + P[t]"
-        text += ", plus the vector of its position"
-    else:
-        text += "; position enters later, in the attention"
-    return Card("Embedding and position", formula, text + ".", f"E: {len(table.weight)} × {width}", tuple(vectors))
 
 
 def _incoming(calls: Calls, block: Block, index: int, width: int) -> Card:
@@ -91,7 +72,7 @@ def _attention(
     cross = kind == "cross"
     width, head, value = stack.width, attention.head_width, stack.value
     where = "Cross-attention: " if cross else ""
-    scores = _scores(name, looked)
+    scores = scores_of(name, looked)
     head_count = attention.heads
     turned = " Position is turned into q and k by rotation." if _turns(position) else ""
     asked = "All three come from the same tokens: that is what makes it self-attention."
@@ -113,7 +94,7 @@ def _attention(
             scores,
             "qkv",
         ),
-        _score_card(where, stack, attention, looked, scores, kind),
+        score_card(where, stack, attention, looked, scores, kind),
         Card(
             where + "weighted sum",
             "z_t = Σ_s a_{ts} v_s",
@@ -147,7 +128,7 @@ def _mixed(calls: Calls, attention: Attention) -> Tensor:
     return mixed_TD.unflatten(-1, (attention.heads, -1)).transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def _scores(name: str, looked: Looked) -> Scores:
+def scores_of(name: str, looked: Looked) -> Scores:
     def cut(x_HTS: Tensor | None) -> np.ndarray | None:
         return None if x_HTS is None else x_HTS[..., :MOST_STEPS, :].float().cpu().numpy()
 
@@ -170,7 +151,7 @@ def _scores(name: str, looked: Looked) -> Scores:
     )
 
 
-def _score_card(where: str, stack: Stack, attention: Attention, looked: Looked, scores: Scores, kind: str) -> Card:
+def score_card(where: str, stack: Stack, attention: Attention, looked: Looked, scores: Scores, kind: str) -> Card:
     formula = f"score_{{ts}} = {FORMULAS[stack.score]}"
     text = "How well the query fits each key."
     if scores.scale != 1:
@@ -179,6 +160,8 @@ def _score_card(where: str, stack: Stack, attention: Attention, looked: Looked, 
     if scores.bias_HTS is not None:
         formula += " + b_{t−s}"
         text += " A number for the distance is added."
+    if attention.relative is not None:
+        text += " It depends on this query: (q_t + v) · W_R r_{t−s}, and the keys met q_t + u."
     if kind == "decoder":
         text += " What comes later is masked: a score of −∞, a weight of 0."
     elif scores.seen_TS is not None:
@@ -221,88 +204,3 @@ def _feed_forward(block: Block, stack: Stack, calls: Calls) -> Card:
         Vector.of("o", calls.output(part)),
     )
     return Card("Feed-forward", formula, text, shape, vectors)
-
-
-def _prediction(model: Model, calls: Calls, norm: nn.Module) -> Card:
-    x_TD = calls.input(model.output)
-    vocab, width = model.output.weight.shape
-    normed = "" if isinstance(norm, nn.Identity) else " after a last normalisation"
-    tied = " W is the embedding table of the target, used a second time." if model.config.tie_output else ""
-    return Card(
-        "Prediction: logits and softmax",
-        "logits = x_t W^T    p = softmax(logits)",
-        f"The vector of the last layer{normed} is compared with every symbol of the vocabulary.{tied}",
-        f"1 × {width}  ·  {width} × {vocab}  =  1 × {vocab}",
-        (Vector.of("x", x_TD),),
-        None,
-        "prediction",
-    )
-
-
-def walk_recurrent(model: Model, calls: Calls, ids: Sequence[int]) -> Walk:
-    """One step of a recurrent decoder."""
-    decoder = model.decoder
-    assert isinstance(decoder, RecurrentDecoder) and model.target_embedding is not None
-    stack, cross = decoder.stack, decoder.cross
-    looked = calls.looked(cross)
-    name = f"decoder.blocks.{stack.layers - 1}.cross"
-    scores = _scores(name, looked)
-    scores = replace(scores, key_first=scores.value_first)  # one vector is both, whatever the score makes of it
-    scale = math.sqrt(stack.width) if model.config.scale_embeddings else 1.0
-    embedded_TD = model.target_embedding(torch.tensor(list(ids), device=looked.q_HTE.device)) * scale
-    states = [calls.output(block.cell) for block in decoder.blocks]  # type: ignore[arg-type]
-    query = "h_{t−1}" if stack.attend_first else "h_t"
-    cell = stack.mixer.upper()
-    fed = [part for part, on in (("c_t", stack.attend_first), ("h̃_{t−1}", stack.input_feeding)) if on]
-    inside = " ; ".join(["y_{t−1}", *fed])
-    embedding = Card(
-        "The symbol before",
-        "y_{t−1} = E[token_{t−1}]",
-        "The embedding of the symbol that was just produced (at the start, the start symbol).",
-        f"E: {len(model.target_embedding.weight)} × {stack.width}",
-        (Vector.of("y", embedded_TD),),
-    )
-    state = Card(
-        "The state",
-        f"h_t = {cell}([{inside}], h_{{t−1}})" if fed else f"h_t = {cell}(y_{{t−1}}, h_{{t−1}})",
-        f"The decoder's memory moves on by one symbol, through {stack.layers} layer{'s' * (stack.layers > 1)}."
-        + (" The last attentional vector is fed in again." if stack.input_feeding else "")
-        + (" The context joins the input." if stack.attend_first else ""),
-        f"1 × {stack.width}",
-        tuple(Vector.of(f"h, layer {i + 1}" if len(states) > 1 else "h", x) for i, x in enumerate(states)),
-    )
-    ask = Card(
-        "Who asks, and who is asked",
-        f"q_t = {query}    k_s = v_s = e_s",
-        "The query is the decoder's state; keys and values are what the encoder wrote, a vector e per source symbol.",
-        f"q: 1 × {stack.width}, e: {looked.v_HSE.shape[1]} × {stack.width}",
-        (Vector.of("q", looked.q_HTE),),
-        scores,
-        "qkv",
-    )
-    similarity = _score_card("", stack, cross, looked, scores, "cross")
-    context = Card(
-        "Context",
-        "c_t = Σ_s a_{ts} e_s",
-        "The source, seen through the weights: one vector for this step.",
-        f"1 × {stack.width}",
-        (Vector.of("c", calls.output(cross).unsqueeze(0)),),
-        scores,
-        "sum",
-    )
-    joined = calls.input(decoder.combine)
-    combine = Card(
-        "Concatenation",
-        "h̃_t = tanh(W [c_t ; h_t])",
-        "Context and state side by side, through one matrix and a tanh.",
-        f"1 × {2 * stack.width}  ·  {2 * stack.width} × {stack.width}  =  1 × {stack.width}",
-        (
-            Vector.of("c", joined[:, : stack.width]),
-            Vector.of("h", joined[:, stack.width :]),
-            Vector.of("h̃", calls.output(decoder.combine).tanh()),
-        ),
-    )
-    attend = [ask, similarity, context]
-    order = [embedding, *attend, state, combine] if stack.attend_first else [embedding, state, *attend, combine]
-    prediction = _prediction(model, calls, nn.Identity())
-    return Walk("decoder", "input", (("one step", (*order, prediction)),))

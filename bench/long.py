@@ -1,0 +1,144 @@
+"""Training on long texts: memory and time of one step, hashed attention in reversible layers beside full attention.
+
+    python bench/long.py
+
+Each contender trains the same shape of causal language model on one row of random symbols, in a process of its own per
+length. Memory is the peak of the process less what it held before its first step; time is that of the fastest step
+after the first, and work the time of processors in it, over all threads. `hashed` is this project's attention by
+hashing in reversible layers, `full` the same model with ordinary attention and residuals, and `peer` is transformers'
+ReformerModelWithLMHead with the values of `hashed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+SHAPE = {"layers": 4, "width": 256, "heads": 4, "ff": 1024}
+HASHES, CHUNK, VOCABULARY = 2, 64, 256
+CONTENDERS = ("hashed", "full", "peer")
+
+
+def ours(length: int, hashed: bool) -> tuple[Callable[[], None], int]:
+    """-> a step of training, and the number of parameters."""
+    import torch
+
+    from regard.batch import Batch
+    from regard.config import Axial, Config, Lsh, Stack
+    from regard.loss import Objective
+    from regard.model import Model
+
+    axial = Axial(rows=length // CHUNK, columns=CHUNK, row_width=SHAPE["width"] // 4)
+    shape = SHAPE | {"norm_at": "pre", "bias": "ff", "position": "axial", "axial": axial, "dropout": 0.0}
+    if hashed:
+        shape |= {"mixer": "lsh", "lsh": Lsh(hashes=HASHES, chunk=CHUNK), "residual": "reversible"}
+    config = Config(source_vocab=VOCABULARY, target_vocab=VOCABULARY, decoder=Stack(**shape), tie_output=False)
+    objective = Objective(Model(config)).train()
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-4)
+    tokens = torch.randint(4, VOCABULARY, (1, length + 1))
+    batch = Batch(tokens[:, :0], None, tokens[:, :-1], tokens[:, 1:], None, length, length)
+
+    def step() -> None:
+        (objective(batch).smoothed / length).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, sum(weight.numel() for weight in objective.parameters())
+
+
+def peer(length: int) -> tuple[Callable[[], None], int]:
+    import torch
+    from transformers import ReformerConfig, ReformerModelWithLMHead
+
+    config = ReformerConfig(
+        vocab_size=VOCABULARY,
+        attn_layers=["lsh"] * SHAPE["layers"],
+        hidden_size=SHAPE["width"],
+        num_attention_heads=SHAPE["heads"],
+        attention_head_size=SHAPE["width"] // SHAPE["heads"],
+        feed_forward_size=SHAPE["ff"],
+        axial_pos_shape=(length // CHUNK, CHUNK),
+        axial_pos_embds_dim=(SHAPE["width"] // 4, SHAPE["width"] * 3 // 4),
+        lsh_attn_chunk_length=CHUNK,
+        num_hashes=HASHES,
+        is_decoder=True,
+        max_position_embeddings=length,
+        hidden_dropout_prob=0.0,
+        use_cache=False,
+    )
+    model = ReformerModelWithLMHead(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(4, VOCABULARY, (1, length))
+
+    def step() -> None:
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, sum(weight.numel() for weight in model.parameters())
+
+
+def measure(contender: str, length: int, steps: int) -> dict[str, float]:
+    """Run in a process of its own: memory is never handed back for the next one to look at."""
+    step, parameters = peer(length) if contender == "peer" else ours(length, contender == "hashed")
+    with open("/proc/self/statm") as file:
+        before = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    times = []
+    for _ in range(steps):
+        began, worked = time.perf_counter(), time.process_time()
+        step()
+        times.append((time.perf_counter() - began, time.process_time() - worked))
+    seconds, work = min(times[1:] or times)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"bytes": peak - before, "seconds": seconds, "work": work, "parameters": parameters}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=SHAPE["layers"])
+    parser.add_argument(
+        "--threads", type=int, help="threads of each process; on a busy machine 1 gives the steadiest work"
+    )
+    parser.add_argument("--child", nargs=2, metavar=("CONTENDER", "LENGTH"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    SHAPE["layers"] = arguments.layers
+    if arguments.child:
+        if arguments.threads:
+            import torch
+
+            torch.set_num_threads(arguments.threads)
+        contender, length = arguments.child
+        print(json.dumps(measure(contender, int(length), arguments.steps)))
+        return
+    print(
+        "symbols  contender  parameters  memory MB  kB/symbol  time s  work s  memory:hashed  time:hashed  work:hashed"
+    )
+    # glibc keeps freed blocks of up to 32 MB. Handed back at once, the peak is what a step needs.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    for length in arguments.lengths:
+        found: dict[str, dict[str, float]] = {}
+        for contender in arguments.contenders:
+            command = [sys.executable, __file__, *sys.argv[1:], "--child", contender, str(length)]
+            said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            one = found[contender] = json.loads(said.splitlines()[-1])
+            against = found.get("hashed", one)
+            print(
+                f"{length:7d}  {contender:9s}  {one['parameters']:10d}  {one['bytes'] / 2**20:9.0f}"
+                f"  {one['bytes'] / 1024 / length:9.1f}  {one['seconds']:6.2f}  {one['work']:6.2f}"
+                f"  {one['bytes'] / against['bytes']:13.2f}  {one['seconds'] / against['seconds']:11.2f}"
+                f"  {one['work'] / against['work']:11.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Circuits of language models: attribution adds up, products are what the model computes, induction is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from little import LITTLE, family
+
+from regard.errors import UserError
+from regard.inspect.circuits import attribute, ov, qk
+from regard.inspect.cut import cut
+from regard.inspect.heads import induction_heads, measure_heads
+from regard.inspect.induction import induction_scores
+from regard.inspect.neurons import top_neurons
+from regard.inspect.record import record
+from regard.inspect.rollout import roll, rollout
+from regard.inspect.trace import trace
+from regard.model import Model
+from regard.presets import preset
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.example import Example
+from regard.text.tokenizer import Tokenizer
+
+WORDS = ["abcdef"]
+
+
+def lm(preset_name: str = "gpt-tiny", **stack: Any) -> Run:
+    """A language model with random weights, and biases and gains that are not zero and one."""
+    tokenizer = Tokenizer.train("char", WORDS)
+    torch.manual_seed(3)
+    model = Model(preset(preset_name, tokenizer.size, changes={"decoder": LITTLE | stack, "output_bias": True})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return Run(model.config, Codec(tokenizer, frame="none"), model, Path("runs/little"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.text("abcdef", min_size=1, max_size=8),
+    st.sampled_from(["gpt-tiny", "llama-tiny", "xl-tiny"]),
+    st.sampled_from(["pre", "post"]),
+    st.sampled_from(["layer", "rms"]),
+    st.integers(-3, -1),
+)
+def test_the_parts_of_a_logit_add_up_to_it(text: str, name: str, norm_at: str, norm: str, place: int) -> None:
+    run = lm(name, norm_at=norm_at, norm=norm, bias="all", gated=norm == "rms")
+    place = max(place, -len(text))
+    for token in (None, "c"):
+        found = attribute(run, text, token, place)
+        assert found.total == pytest.approx(found.logit, abs=1e-4)
+        assert sum(value for _, value in found.table()) == pytest.approx(found.logit, abs=1e-4)
+
+
+def test_the_parts_of_a_pruned_model_add_up_too() -> None:
+    run = lm()
+    small = cut(run.model, {"decoder.blocks.0.attention": [0, 2]})
+    found = attribute(Run(small.config, run.codec, small, run.path), "abca")
+    assert found.total == pytest.approx(found.logit, abs=1e-4)
+    assert found.heads_LH[0, 0] == found.heads_LH[0, 2] == 0.0 and found.heads_LH[0, 1] != 0.0
+
+
+def test_a_symbol_is_one_symbol() -> None:
+    with pytest.raises(UserError, match="is 2 symbols"):
+        attribute(lm(), "abc", "ab")
+    for kind in ("masked", "lm-hashed"):
+        with pytest.raises(UserError, match="language models"):
+            attribute(family(kind), "abc")
+
+
+@pytest.mark.parametrize("stack", [{}, {"kv_heads": 2}, {"norm_at": "post"}, {"score": "general"}, {"score": "dot"}])
+@torch.no_grad()
+def test_products_are_what_the_first_layer_computes(stack: dict[str, Any]) -> None:
+    """Without positions, scores and what heads add to logits follow from the symbols alone."""
+    run = lm(position="none", layers=1, **stack)
+    text = "abcadb"
+    ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
+    with record(run.model, "*.weights") as maps:
+        run.model(torch.tensor([ids]), None)
+    weights_HTS = maps["decoder.blocks.0.attention.weights"][0]
+    for head in range(4):
+        scores_TS = qk(run, 0, head).matrix()[ids][:, ids]
+        seen_TS = torch.ones_like(scores_TS).tril().bool()
+        expected_TS = scores_TS.masked_fill(~seen_TS, -torch.inf).softmax(-1)
+        assert torch.allclose(expected_TS, weights_HTS[head], atol=1e-5)
+    if stack.get("norm_at") == "post":
+        return
+    found = attribute(run, text, "c")
+    with record(run.model, "decoder.blocks.0.output") as made:
+        run.model(torch.tensor([ids]), None)
+    x_D = made["decoder.blocks.0.output"][0, -1]
+    scale = ((x_D - x_D.mean()).pow(2).mean() + 1e-5).rsqrt()
+    token = run.codec.target.encode(["c"])[0][0]
+    for head in range(4):
+        said_S = ov(run, 0, head).matrix()[ids, token]
+        assert float((weights_HTS[head, -1] * said_S).sum() * scale) == pytest.approx(
+            float(found.heads_LH[0, head]), abs=1e-4
+        )
+
+
+def test_the_top_of_a_product_is_its_largest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    circuit = ov(lm(), 1, 2)
+    matrix_VV = circuit.matrix()
+    assert torch.linalg.matrix_rank(matrix_VV) <= 4 and torch.allclose(circuit.row("b"), matrix_VV[5], atol=1e-5)
+    expected = [pair.value for pair in circuit.top(7)]
+    assert expected == pytest.approx(matrix_VV.flatten().topk(7).values.tolist(), abs=1e-5)
+    top = circuit.top(1)[0]
+    assert matrix_VV[circuit.names.index(top.row), circuit.names.index(top.column)] == pytest.approx(top.value)
+    monkeypatch.setattr("regard.inspect.circuits.MOST_PAIRS", 30)  # gone through in pieces, never whole
+    assert [pair.value for pair in circuit.top(7)] == pytest.approx(expected)
+    with pytest.raises(UserError, match="ask for the top"):
+        circuit.matrix()
+    with pytest.raises(UserError, match="no head 9"):
+        qk(lm(), 0, 9)
+
+
+def inducing() -> Run:
+    """Two layers of attention made by hand: one looks at the symbol before, one at what followed the same symbol.
+
+    A vector holds a symbol, a place, and the symbol before, each as one of so many ones.
+    """
+    tokenizer = Tokenizer.train("char", ["abcdefghijkl"])
+    symbols, places = tokenizer.size, 25
+    width = symbols + places + symbols
+    stack = LITTLE | {
+        "heads": 1, "width": width, "head_width": places, "value_width": symbols, "max_length": places,
+        "norm": "rms", "bias": "none", "ff": 4,
+    }  # fmt: skip
+    config = preset("gpt-tiny", symbols, changes={"decoder": stack, "tie_output": False})
+    model = Model(config).eval()
+    symbol, place, before = slice(0, symbols), slice(symbols, symbols + places), slice(symbols + places, width)
+    decoder: Any = model.decoder
+    embedding: Any = model.target_embedding
+    output: Any = model.output
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.zero_()
+        embedding.weight[:, symbol] = torch.eye(symbols)
+        decoder.position.table.weight[:, place] = torch.eye(places)
+        first, second = decoder.blocks[0].attention, decoder.blocks[1].attention
+        first.query.weight[:, place] = 10 * torch.eye(places).roll(-1, 0)  # place p asks for p - 1
+        first.key_value.weight[:places, place] = torch.eye(places)
+        first.key_value.weight[places:, symbol] = torch.eye(symbols)
+        first.out.weight[before] = torch.eye(symbols)
+        second.query.weight[:symbols, symbol] = 10 * torch.eye(symbols)
+        second.key_value.weight[:symbols, before] = torch.eye(symbols)
+        second.key_value.weight[places:, symbol] = torch.eye(symbols)
+        second.out.weight[symbol] = 4 * torch.eye(symbols)
+        output.weight[:, symbol] = torch.eye(symbols)
+    return Run(config, Codec(tokenizer, frame="none"), model, Path("runs/induction"))
+
+
+def test_an_induction_head_made_by_hand_is_found_and_named() -> None:
+    run = inducing()
+    scores = induction_scores(run.model)
+    assert scores["decoder.blocks.1.attention", 0] > 0.9 and scores["decoder.blocks.0.attention", 0] < 0.1
+    heads = measure_heads(run, "abcdefghijklabcdefghijkl" * 4)
+    assert [head.what for head in heads] == ["previous token", "induction"]
+    assert [head.layer for head in induction_heads(heads)] == [1]
+    found = attribute(run, "kdbaikd")  # b followed d before
+    assert found.token == "b" and found.table()[0][0] == "layer 2 head 1"
+    assert found.total == pytest.approx(found.logit, abs=1e-4)
+    top = qk(run, 0, 0).top(1)[0].value, ov(run, 1, 0).top(1)[0]
+    assert top[0] == pytest.approx(0.0, abs=1e-5), "the first head does not care for symbols"
+    assert top[1].row == top[1].column, "the second copies them"
+
+
+def test_a_model_that_never_repeats_has_no_induction_heads() -> None:
+    run = family("lm")
+    assert not induction_heads(measure_heads(run, "abcab" * 20))
+    assert all(0 <= score <= 1 for score in induction_scores(run.model).values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text("abcd ", min_size=1, max_size=12), st.sampled_from(["lm", "lm-grouped", "masked", "classes"]))
+def test_rollout_shares_sum_to_one(text: str, kind: str) -> None:
+    found = rollout(trace(family(kind), Example(text)))
+    assert len(found) == 2
+    for share_TS in found:
+        assert np.allclose(share_TS.sum(-1), 1.0, atol=1e-5) and (share_TS >= 0).all()
+        if kind.startswith("lm"):
+            assert np.allclose(np.triu(share_TS, 1), 0.0), "nothing comes from later"
+
+
+def test_rollout_multiplies_layers() -> None:
+    maps = trace(family("masked"), Example("abc")).maps
+    first, second = (0.5 * m.weights_HTS.mean(0) + 0.5 * np.eye(5) for m in maps)
+    assert np.allclose(roll(maps)[1], second @ first, atol=1e-5)
+    with pytest.raises(UserError, match="no self-attention"):
+        rollout(trace(family("masked"), Example("abc")), "decoder")
+
+
+@torch.no_grad()
+def test_neurons_tell_what_sets_them_off_and_what_they_say() -> None:
+    run = family("lm")
+    text = "abcab dcba " * 4
+    neurons = top_neurons(run, text, 1, count=6, triggers=3)
+    assert len(neurons) == 6 and len({neuron.index for neuron in neurons}) == 6
+    ids = torch.tensor([[run.config.start_id, *run.codec.target.encode([text])[0]][:-1]])
+    with record(run.model, "decoder.blocks.1.feed_forward.neurons") as made:
+        run.model(ids, None)
+    value_TF = made["decoder.blocks.1.feed_forward.neurons"][0]
+    decoder: Any = run.model.decoder
+    output: Any = run.model.output
+    for neuron in neurons:
+        best = value_TF[:, neuron.index].topk(3)
+        assert [t.value for t in neuron.triggers] == pytest.approx([v for v in best.values.tolist() if v > 0], abs=1e-4)
+        place = int(best.indices[0])
+        assert neuron.triggers[0].token == run.codec.target_pieces([int(ids[0, place])])[0]
+        down_D = decoder.blocks[1].feed_forward.down.weight[:, neuron.index]
+        said_V = ((down_D - down_D.mean()) * decoder.norm.weight) @ output.weight.T
+        assert neuron.promotes[0][1] == pytest.approx(float(said_V.max()), abs=1e-4)
+    with pytest.raises(UserError, match="no layer 2"):
+        top_neurons(run, text, 2)

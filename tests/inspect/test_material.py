@@ -1,0 +1,155 @@
+"""What heads are judged by in models that are not an encoder and a decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from little import FAMILIES, LANGUAGE, family, picture
+
+from regard.cli import heads
+from regard.data.account import Account
+from regard.data.images import Pictures
+from regard.errors import UserError
+from regard.inspect.distance import between_squares
+from regard.inspect.heads import measure_heads
+from regard.inspect.importance import ablation_importance, gradient_importance, loss
+from regard.inspect.looks import look_squares
+from regard.inspect.material import HIDE_EVERY, STRETCH, Material, batches_of, read_material
+from regard.inspect.record import patch
+from regard.text.example import Example
+
+TEXT = "abcab dcba cabba " * 20
+LABELLED = [Example("abc", "one"), Example("cab a", "two"), Example("d", "one")]
+PICTURES = Pictures(np.stack([picture(i) for i in range(5)]), ["one", "two", "three", "one", "two"])
+
+
+def material(kind: str) -> Material:
+    return PICTURES if kind == "image" else LABELLED if kind == "classes" else TEXT
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "vectors"])
+def test_every_head_is_measured(kind: str) -> None:
+    run = family(kind)
+    found = measure_heads(run, material(kind))
+    assert len(found) == 8
+    for head in found:
+        assert head.gradient >= 0 and head.ablation is not None and head.alignment is None
+        assert 0 <= head.confidence <= 1 and head.entropy >= 0 and head.distance >= 0 and head.what
+        assert (head.induction is not None) == kind.startswith("lm")
+    assert not any(module._forward_hooks for module in run.model.modules())
+
+
+@pytest.mark.parametrize("kind", LANGUAGE)
+@torch.no_grad()
+def test_a_text_is_cut_into_stretches_that_follow_each_other(kind: str) -> None:
+    run = family(kind)
+    batches = batches_of(run, TEXT, tokens=3 * STRETCH)
+    labels = torch.cat([batch.label_BT.flatten() for batch in batches])
+    ids = run.codec.target.encode([TEXT])[0]
+    assert labels.tolist() == ids[: len(labels)] and len(ids) - len(labels) < STRETCH
+    inputs = torch.cat([batch.input_BT.flatten() for batch in batches])
+    assert inputs.tolist() == [run.config.start_id, *ids[: len(labels) - 1]]
+    expected = torch.cat([run.model(batch.input_BT, None).log_softmax(-1).flatten(0, 1) for batch in batches])
+    assert loss(run.model, batches) == pytest.approx(-float(expected[range(len(labels)), labels].mean()), abs=1e-4)
+
+
+def test_symbols_are_hidden_and_marks_are_not() -> None:
+    run = family("masked")
+    (batch,) = batches_of(run, TEXT)
+    assert batch.keep_BT is not None
+    hidden = torch.eq(batch.source_BS, run.config.ids.mask or 0)
+    assert torch.equal(hidden, batch.keep_BT) and batch.tokens == int(hidden.sum())
+    assert torch.equal(batch.source_BS[~hidden], batch.label_BT[~hidden])
+    assert not hidden[:, 0].any() and not hidden[:, -1].any()
+    assert batch.tokens == pytest.approx(batch.label_BT.numel() / HIDE_EVERY, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["lm-hashed", "lm-distances", "masked", "image"])
+def test_a_silenced_head_has_no_importance_left(kind: str) -> None:
+    run = family(kind)
+    batches = batches_of(run, material(kind))
+    name = next(iter(ablation_importance(run.model, batches)))[0]
+    with patch(run.model, {f"{name}.mixed": torch.zeros_like}):
+        found = gradient_importance(run.model, batches)
+        assert all(found[name, head] == 0 for head in range(4)) and max(found.values()) > 0
+
+
+def test_squares_look_as_far_as_their_weights_say() -> None:
+    run = family("image")
+    far_SS = between_squares(4, 4, 2)
+
+    def row(x_BHTS: torch.Tensor) -> torch.Tensor:
+        """The first head looks at itself, the second one to the right, the third at the image, the fourth evenly."""
+        out = torch.full_like(x_BHTS, 1 / 17)
+        out[:, :3] = 0.0
+        out[:, 0] = torch.eye(17)
+        right = [0, *(t + 1 if t % 4 else t - 3 for t in range(1, 17))]
+        out[:, 1, range(17), right] = 1.0
+        out[:, 2, :, 0] = 1.0
+        return out
+
+    with patch(run.model, {"encoder.blocks.1.attention.weights": row}):
+        heads_ = [h for h in measure_heads(run, PICTURES, ablation=False) if h.layer == 1]
+        sums = look_squares(run.model, batches_of(run, PICTURES))["encoder.blocks.1.attention"]
+    assert [h.what for h in heads_] == ["own square", "same row", "whole image", "everything evenly"]
+    assert heads_[0].distance == heads_[2].distance == 0.0
+    assert heads_[1].distance == pytest.approx((3 * 2 + 6) / 4)
+    assert heads_[3].distance == pytest.approx(float(far_SS.mean()), rel=1e-5)
+    assert sums.queries == 16 * len(PICTURES.images_NCHW)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        ("lm", "", "there is none"),
+        ("classes", [Example("abc", "on")], "did you mean 'one'"),
+        ("image", Pictures(PICTURES.images_NCHW, None), "these have none"),
+        ("image", Pictures(PICTURES.images_NCHW[:1], ["four"]), "label"),
+    ],
+)
+def test_mistakes(kind: str, wrong: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        batches_of(family(kind), wrong)
+
+
+def test_links_need_a_source_and_an_output() -> None:
+    with pytest.raises(UserError, match="links are for"):
+        measure_heads(family("lm"), TEXT, links=[[]])
+
+
+def test_files_are_read_as_the_model_has_it(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT + "\n" + TEXT, encoding="utf-8")
+    (tmp_path / "labels.tsv").write_text("abc\tone\ncab\ttwo\n", encoding="utf-8")
+    np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
+
+    def read(kind: str, name: str, most: int) -> Material:
+        return read_material(family(kind), (str(tmp_path / name),), ("source", "target"), Account(), most)
+
+    assert read("lm", "text.txt", 1) == TEXT + "\n" and read("masked", "text.txt", 9) == TEXT + "\n" + TEXT + "\n"
+    assert read("classes", "labels.tsv", 1) == [Example("abc", "one")]
+    found = read("image", "images.npz", 2)
+    assert isinstance(found, Pictures) and len(found.images_NCHW) == 2 and found.labels == ["one", "two"]
+
+
+def test_heads_of_a_language_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family("lm").save(tmp_path / "run")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    heads.command(str(tmp_path / "run"), str(tmp_path / "text.txt"), no_ablation=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("\t") == [*heads.NAMES, "induction"] and len(lines) == 9
+    assert not (tmp_path / "run" / "alignment.json").exists()
+    heads.command(str(tmp_path / "run"), str(tmp_path / "text.txt"), no_ablation=True, json=True)
+    assert "induction" in json.loads(capsys.readouterr().out.splitlines()[0])
+
+
+def test_heads_of_an_image_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family("image").save(tmp_path / "run")
+    np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
+    heads.command(str(tmp_path / "run"), str(tmp_path / "images.npz"), json=True)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 8 and all(row["distance"] > 0 for row in rows)
