@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from regard.prune import Report
     from regard.run import Run
 
-EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --valid dev.tsv --heads 0.4 --greedy --by ablation --tune 1000"
+EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
 
 def command(
