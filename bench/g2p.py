@@ -236,6 +236,7 @@ def watch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **(environment or {})},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of the background ignores it
     ) as process:
         for piece in pieces(process):
             said.append(piece)

@@ -16,8 +16,10 @@ def test_more_data_never_means_a_smaller_model() -> None:
 
 
 def test_processes() -> None:
-    def workers(train: Train, device: str = "cpu", cores: int = 4, examples: int = 8000, batches: int = 100) -> str:
-        return choose_workers(train, device, cores, examples, batches).value
+    def workers(
+        train: Train, device: str = "cpu", cores: int = 4, examples: int = 8000, rows: int = 80, length: int = 10
+    ) -> str:
+        return choose_workers(train, device, cores, examples, rows, rows * length).value
 
     assert workers(Train()) == "4"
     assert workers(Train(workers=3), cores=1) == "3"
@@ -26,5 +28,7 @@ def test_processes() -> None:
     assert workers(Train(), examples=500) == "1"
     assert workers(Train(steps=50)) == "1"
     assert workers(Train(minutes=0.1)) == "1"
-    assert workers(Train(), batches=500) == "2"  # 16 rows in a batch
-    assert workers(Train(), batches=8000) == "1"
+    assert workers(Train(), rows=16) == "2"
+    assert workers(Train(), rows=1) == "1"
+    assert workers(Train(), rows=16, length=64) == "4"  # few rows, but long ones
+    assert workers(Train(), rows=3, length=1000) == "3"

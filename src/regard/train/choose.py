@@ -11,7 +11,8 @@ MANY_EXAMPLES = 100_000
 WORTH_EXAMPLES = 1_000  # below, starting processes takes longer than they save
 WORTH_STEPS = 200
 WORTH_MINUTES = 0.5
-LEAST_ROWS = 8  # of a batch, per process
+LEAST_ROWS = 8  # of a batch, per process; fewer will do if they are long
+LEAST_SYMBOLS = 256
 
 
 class Choice(NamedTuple):
@@ -33,8 +34,11 @@ def choose_preset(examples: int, symbols: int, device: str) -> Choice:
     return Choice("transformer-small", size)
 
 
-def choose_workers(train: Train, device: str, cores: int, examples: int, batches: int) -> Choice:
-    """How many processes; several one-thread processes do more on a CPU than one with several threads."""
+def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, symbols: int) -> Choice:
+    """How many processes; several one-thread processes do more on a CPU than one with several threads.
+
+    `rows` and `symbols` are those of a batch.
+    """
     if train.workers:
         return Choice(str(train.workers), "as asked for")
     if device != "cpu":
@@ -44,8 +48,7 @@ def choose_workers(train: Train, device: str, cores: int, examples: int, batches
     short = (train.steps or WORTH_STEPS) < WORTH_STEPS or (train.minutes or WORTH_MINUTES) < WORTH_MINUTES
     if examples < WORTH_EXAMPLES or short:
         return Choice("1", "too little to do for more")
-    rows = examples / max(1, batches)
-    workers = min(cores, max(1, int(rows / LEAST_ROWS)))
+    workers = min(cores, max(1, rows // LEAST_ROWS, min(rows, symbols // LEAST_SYMBOLS)))
     if workers < cores:
-        return Choice(str(workers), f"{cores} cores, but only {rows:.0f} examples per batch")
+        return Choice(str(workers), f"{cores} cores, but only {rows} examples per batch")
     return Choice(str(workers), "one per core")

@@ -57,9 +57,10 @@ def share_out(recipe: Recipe, feed: Feed, config: Config, talk: Talk, processes:
     elif config.reads_on and not train.workers:
         chosen = Choice("1", "the model remembers the text it has read, in order")
     else:
-        batches = feed.batches_in(0)
-        examples = sum(map(len, feed.order(0)))
-        chosen = choose_workers(train, choose_device(train.device).type, cores(), examples, batches)
+        first, examples = feed.portion(0, 0), sum(map(len, feed.order(0)))
+        rows = max(1, examples // feed.batches_in(0))
+        symbols = rows * first.symbols // first.examples
+        chosen = choose_workers(train, choose_device(train.device).type, cores(), examples, rows, symbols)
     if config.reads_on and int(chosen.value) > 1:
         raise UserError("train.workers: a model that remembers the text it has read is trained by one process")
     if not train.workers:
