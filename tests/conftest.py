@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from toykit import call, small, spell, toy_words
 
 torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as jobs in the background inherit it; some tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
