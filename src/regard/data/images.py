@@ -55,7 +55,7 @@ def read_images(path: str, labelled: bool = True) -> Pictures:
                     )
             images = arrays["images"]
             labels = arrays["labels"] if "labels" in names else None
-        except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
             told = "it holds Python objects" if "pickle" in str(error) else str(error)
             raise UserError(f"{path}: not a readable .npz file: {told}") from None
     images_NCHW = _channels_first(images, path)
