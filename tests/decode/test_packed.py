@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from regard.decode import packed
 from regard.decode.packed import Packed
@@ -36,3 +37,13 @@ def test_an_error_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError), Packed([model]).used():
         model(torch.randn(4, 511))
     assert "forward" not in model.__dict__
+
+
+def test_bf16_is_each_matrix_and_input_rounded() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 7, bias=False)), torch.randn(2, 3, 64)
+    with torch.inference_mode():
+        with Packed([model], bf16=True).used():
+            narrow = model(x)
+        inner = F.linear(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
+        assert narrow.dtype == torch.float32
+        assert torch.equal(narrow, F.linear(inner, model[1].weight.bfloat16()).float())

@@ -139,3 +139,12 @@ def test_bf16_is_close_to_fp32() -> None:
     b = make(config(), precision="bf16").backward(1, [batch(ROWS, config(), 9)])
     assert a != b
     assert a == pytest.approx(b, rel=0.05)
+
+
+def test_bf16_moves_the_weights_that_fp32_moves() -> None:
+    steppers = [make(config(), precision=precision) for precision in ("fp32", "bf16")]
+    for stepper in steppers:
+        stepper.backward(1, [batch(ROWS, config(), 9)])
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in stepper.model.parameters())
+    one, other = (torch.cat([p.grad.flatten() for p in stepper.model.parameters()]) for stepper in steppers)
+    assert torch.cosine_similarity(one, other, dim=0) > 0.99

@@ -129,6 +129,12 @@ def command(
     window: Annotated[
         Whole, typer.Option(help="Lines read ahead, to be sorted by length. (default: 4096)", rich_help_panel=OUTPUT)
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16: faster where the processor has it, scores less exact. (default: fp32)", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     json: Json = False,
     workers: Workers = None,
     threads: Threads = None,
@@ -146,6 +152,7 @@ def command(
     from regard.cli.lines import Input, staffed
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
+    from regard.train.machine import bf16_problem, choose_device
 
     given = locals()
     told: dict[str, Any] = {
@@ -157,6 +164,9 @@ def command(
         told["alignment_heads"] = [_head(pair) for pair in alignment_heads.split(",")]
     options = Options.of(**told)
     runs = open_runs([run, *(ensemble or [])], device, threads)
+    if options.precision == "bf16" and (problem := bf16_problem(choose_device(device))):
+        talk(f"precision: fp32 instead of bf16: {problem}")
+        options = options.model_copy(update={"precision": "fp32"})
     decoder = Decoder(runs, options)
     lines, number = Input(file, runs[0].codec, prefix_column, decoder.scorer.continues), 0
     with ExitStack() as stack:

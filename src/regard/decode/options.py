@@ -66,6 +66,7 @@ class Options(Value):
     max_source: Count = 2048  # a longer source is not searched: its output is empty and flagged
     batch_tokens: Count = 8192  # padded source symbols times hypotheses
     window: Count = 4096  # lines read ahead, to be sorted by length
+    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products; bf16: see that `bf16_problem` has none first
 
     @field_validator("beam", "nbest", "mbr", "groups")
     @classmethod

@@ -1,42 +1,39 @@
-"""Weights in the order in which the processor reads them, for as long as a search runs.
+"""Weights as the processor reads them fastest, for as long as a search runs.
 
 A step of decoding multiplies few rows by every matrix of the model. oneDNN, which torch brings along, does that up to
 three times as fast when the matrix has been put into its own order beforehand. torch has no public name for this yet,
-so where it is missing everything goes the usual way.
+so where it is missing everything goes the usual way. In bfloat16, on processors that have it, weights need no order.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from regard.nn.products import Forward, plain_linears, replaced
 
 SMALL, WORK = 1 << 16, 1 << 19  # numbers in a matrix; times rows. Below these the usual way is as fast
 ROWS = 32  # what the order is best for; it is good for all
 
 
 class Packed:
-    """The matrices of some models as they are now, each put into order when it is first used."""
+    """The matrices of some models as they are now, each put into order when it is first used, or made narrow."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = {id(module): module for model in models for module in model.modules()}.values()
-        linears = [module for module in modules if type(module) is nn.Linear and _can_be_packed(module)]
-        self.forwards = [(linear, _forward(linear)) for linear in linears]
+    def __init__(self, models: Sequence[nn.Module], bf16: bool = False) -> None:
+        linears = plain_linears(*models)
+        if bf16:
+            self.forwards = [(linear, _narrow(linear)) for linear in linears]
+        else:
+            self.forwards = [(linear, _ordered(linear)) for linear in linears if _can_be_packed(linear)]
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> AbstractContextManager[None]:
         """While open, the models compute with them."""
-        for linear, forward in self.forwards:
-            linear.__dict__["forward"] = forward  # as an attribute of the object it goes before that of its class
-        try:
-            yield
-        finally:
-            for linear, _ in self.forwards:
-                linear.__dict__.pop("forward", None)
+        return replaced(self.forwards)
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:
@@ -46,7 +43,13 @@ def _can_be_packed(linear: nn.Linear) -> bool:
     return known and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALL
 
 
-def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _narrow(linear: nn.Linear) -> Forward:
+    weight = linear.weight.detach().bfloat16()
+    bias = None if linear.bias is None else linear.bias.detach().bfloat16()
+    return lambda x: F.linear(x.bfloat16(), weight, bias).float()
+
+
+def _ordered(linear: nn.Linear) -> Forward:
     weight, bias = linear.weight, linear.bias
     packed: Tensor | None = None
 

@@ -48,7 +48,7 @@ class Preparer:
         ids = runs[0].config.ids
         marks = {ids.pad, ids.sos, ids.mask, *([] if options.unknown else [ids.unk])} - {ids.eos, None}
         blocked = [*marks, *range(self.codec.target.size, runs[0].config.target_vocab)]
-        self.scorer = Scorer([run.model for run in runs], options.weights, blocked)
+        self.scorer = Scorer([run.model for run in runs], options.weights, blocked, options.precision)
         self.longest_source, self.longest_target = position_limits(self.scorer.models)
         for name in ("alignment", "coverage_penalty"):
             if getattr(options, name) and self.scorer.continues:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +38,13 @@ class Task:
 class Scorer:
     """Next-symbol log-probabilities of an ensemble: the weighted mean of the models' own, made to sum to one again."""
 
-    def __init__(self, models: Sequence[Model], weights: Sequence[float] = (), blocked: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        models: Sequence[Model],
+        weights: Sequence[float] = (),
+        blocked: Sequence[int] = (),
+        precision: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
         self.models = list(models)
         self.config = config = check(self.models)
         if weights and len(weights) != len(models):
@@ -48,7 +55,7 @@ class Scorer:
         self.eos = config.ids.eos
         self.vocab = config.target_vocab
         self.device = next(self.models[0].parameters()).device
-        self.packed = Packed(self.models)
+        self.packed = Packed(self.models, precision == "bf16")
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
 
     def start(self, tasks: Sequence[Task]) -> States:

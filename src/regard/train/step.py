@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from regard.batch import Batch
 from regard.loss import Loss, Objective
 from regard.model import Model
 from regard.nn.dropout import MaskPool, use_pool
+from regard.nn.products import bf16_products, replaced
 from regard.settings import Train
 from regard.train.optim import make_optimizer, set_rate
 from regard.train.world import World
@@ -33,8 +35,14 @@ class Stepper:
         self._parameters = list(model.parameters())
         self.objective = objective = Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
         self._module: nn.Module = objective
+        # On a processor bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
+        self._narrow = bf16_products(model) if train.precision == "bf16" and world.device.type == "cpu" else []
         if world.size > 1:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
+            if self._narrow:
+                self._module.register_comm_hook(
+                    world.size, lambda size, bucket: _exchange_narrow(size, bucket.buffer())
+                )
         self._pool: MaskPool | None = None
         if world.device.type == "cpu":
             self._pool = MaskPool(train.seed * _RANKS + world.rank)
@@ -54,7 +62,8 @@ class Stepper:
         smoothed = torch.zeros((), device=self.world.device)
         for index, (batch, weight) in enumerate(shares):
             last = index == len(shares) - 1
-            with nullcontext() if last or self.world.size == 1 else self._module.no_sync():  # type: ignore[operator]
+            alone = nullcontext() if last or self.world.size == 1 else self._module.no_sync()  # type: ignore[operator]
+            with alone, replaced(self._narrow):  # a reversible model computes forward in backward again
                 loss = self._loss(batch.to(self.world.device))
                 # Averaging over processes is undone. A loss that is not finite makes its gradients NaN, whatever they
                 # were: then everyone sees it in the norm.
@@ -67,7 +76,7 @@ class Stepper:
         return sums
 
     def _loss(self, batch: Batch) -> Loss:
-        bf16 = self.train.precision == "bf16"
+        bf16 = self.train.precision == "bf16" and not self._narrow
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16):
             loss: Loss = self._module(batch)
         return loss
@@ -84,3 +93,10 @@ class Stepper:
         set_rate(self.optimizer, rate)
         self.optimizer.step()
         return True
+
+
+def _exchange_narrow(size: int, gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """The mean of everyone's gradients, sent in bfloat16."""
+    sent = dist.all_reduce(gradients.div(size).bfloat16(), async_op=True).get_future()
+    received: torch.futures.Future[Tensor] = sent.then(lambda future: gradients.copy_(future.value()[0]))
+    return received
