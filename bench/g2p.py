@@ -59,13 +59,14 @@ class Toolkit:
 # regard
 
 
-def regard() -> Toolkit:
+def regard(precision: str) -> Toolkit:
     command = [sys.executable, "-m", "regard"]
 
     def train(job: Job) -> float:
         sizes = {"layers": LAYERS, "width": WIDTH, "ff": FF, "heads": HEADS, "dropout": DROPOUT}
         settings = [f"{key}={value}" for key, value in sizes.items()]
         settings += [f"batch_examples={BATCH}", "log_every=5", f"validate_every={10**9}"]  # the peers have no pauses
+        settings += [f"precision={precision}"]
         given = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
         budget = ["--workers", 2, "--minutes", job.seconds / 60]
         run([*command, "train", "g2p", *given, *budget, *(x for s in settings for x in ("--set", s))])
@@ -76,7 +77,7 @@ def regard() -> Toolkit:
         return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
-        options = ["--beam", beam, "--max-length", job.longest, "--workers", 2]
+        options = ["--beam", beam, "--max-length", job.longest, "--workers", 2, "--precision", precision]
         return run([*command, "generate", job.work / "run", words, *options]).splitlines()
 
     return Toolkit(train, decode, (1000, 9000))
@@ -310,7 +311,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if importlib.util.find_spec("regard") is None:
         sys.exit("install regard first")
-    kits = {"regard": regard()}
+    kits = {f"regard {precision}": regard(precision) for precision in ("fp32", "bf16")}
     if arguments.yoyodyne:
         kits["yoyodyne"] = yoyodyne(arguments.yoyodyne)
     if arguments.joeynmt:
@@ -319,10 +320,11 @@ def main() -> None:
     longest = max(len(said.split()) for path in (data, valid) for _, said in pairs(path))
     mean = statistics.mean(len(said.split()) for _, said in pairs(valid))
     print(
-        f"{arguments.seconds:.0f} s of training each; Nx: regard is N times as fast; pronunciations are {mean:.1f} long"
+        f"{arguments.seconds:.0f} s of training each; Nx Mx: regard in fp32 is N times as fast, in bf16 M times;"
+        f" pronunciations are {mean:.1f} long"
     )
-    print(f"{'':10}  {'examples/s':>15}  {'words/s greedy':>36}  {'words/s beam 5':>36}")
-    ours: list[float] = []
+    print(f"{'':12}  {'examples/s':>20}  {'words/s greedy':>41}  {'words/s beam 5':>41}")
+    ours: list[list[float]] = []
     for name, kit in kits.items():
         with tempfile.TemporaryDirectory() as work:
             job = Job(data, valid, Path(work), arguments.seconds, longest)
@@ -331,12 +333,13 @@ def main() -> None:
                 speed, remark = words_per_second(kit, job, beam, arguments.rounds)
                 speeds.append(speed)
                 remarks.append(f"  {remark}")
-        ours = ours or speeds
+        if name.startswith("regard"):
+            ours.append(speeds)
         cells = [
-            f"{speed:8,.0f} {best / speed:5.1f}x{remark}"
-            for speed, best, remark in zip(speeds, ours, remarks, strict=True)
+            f"{speed:7,.0f} {' '.join(f'{best[i] / speed:5.1f}x' for best in ours):13}{remarks[i]}"
+            for i, speed in enumerate(speeds)
         ]
-        print(f"{name:10}  {cells[0]:>15}  {cells[1]:>36}  {cells[2]:>36}", flush=True)
+        print(f"{name:12}  {cells[0]:>20}  {cells[1]:>41}  {cells[2]:>41}", flush=True)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ def test_wrong_types_are_refused(value: object) -> None:
         ),
         ({"residual": "reversible", "norm_at": "pre", "position": "rotary", "memory": 2}, "reversible has no memory"),
         ({"memory": 4}, "positions that count distances (relative, rotary ...), not sinusoid"),
+        ({"reach": 4}, "reach belongs to position relative, not sinusoid"),
         ({"rotary": {"low": 4, "high": 4}}, "high must be above low, not 4 against 4"),
         ({"rotary": {"factor": 0.5}}, "greater than or equal to 1, not 0.5"),
         ({"lsh": {"buckets": 3}}, "multiple of 2"),

@@ -131,7 +131,8 @@ def test_links_lead_somewhere():
     ],
 )
 def test_the_table_of_variations(settings, millions):
-    from regard.info import configure, count_parameters
+    from regard.count import count_parameters
+    from regard.info import configure
     from regard.model import on_meta
     from regard.settings import assign
 

@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from regard.config import Config, parse
 from regard.data.account import Account
 from regard.data.source import Source
-from regard.data.stream import Units, read_pieces, tokenised
+from regard.data.stream import Stream, Units, read_pieces, tokenised
 from regard.errors import UserError
 from regard.evaluate import classify, evaluate_text, judge_text
+from regard.model import Model
 from regard.run import Run
-from regard.textscore import context_of, score_hidden, score_text
+from regard.textscore import context_of, score_hidden, score_stretches, score_text
+from regard.train.record import saved_recipe
+from regard.train.task import first_sentinel
+from regard.train.text_feed import Spans
+from regard.train.valid import judge
+from regard.train.world import World
 from toykit import call
 
 TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6
@@ -43,6 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained(path / "bytes", "--task", "lm", "--data", path / "text.txt", "--source-tokens", "byte", sets=("context=8",))
     trained(path / "xl", "--task", "lm", *text, sets=("context=8", "memory=8", "position=relative"))
     trained(path / "masked", "--task", "masked", *text, sets=("context=16",))
+    trained(path / "span", "--task", "span", *text, sets=("context=16", "span_rate=0.3", "span_mean=2"))
     trained(path / "classify", "--task", "classify", "--data", path / "labels.tsv", "--source-tokens", "char")
     trained(path / "image", "--task", "image", "--data", path / "images.npz")
     return path
@@ -87,9 +95,26 @@ def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(place: Path) -
     run = Run.load(place / "xl")
     ids = units(run, place / "text.txt").ids[:200]
     whole = score_text(run, ids, 1000).nll
-    assert score_text(run, ids, 8, memory=1000).nll == pytest.approx(whole, abs=1e-4)
     assert np.abs(score_text(run, ids, 8).nll - whole).max() > 1e-4
-    assert run.model.decoder.memory == 8  # as it was
+    run.model.decoder.memory = 1000
+    assert score_text(run, ids, 8).nll == pytest.approx(whole, abs=1e-4)
+
+
+@pytest.mark.parametrize("memory", [3, 8, 9, 15, 16, 40])
+def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(place: Path, memory: int) -> None:
+    """The same weights under settings that say so in full."""
+    run = Run.load(place / "xl")  # which was trained with a memory and a context of 8
+    table = run.config.model_dump()
+    table["decoder"] |= {"memory": memory} | ({"window": 15, "reach": 8} if memory > 8 else {})
+    plain = Run(parse(Config, table, "test"), run.codec, Model(parse(Config, table, "test")).eval(), run.path)
+    plain.model.load_state_dict(run.model.state_dict())
+    ids = units(run, place / "text.txt").ids[:200]
+    nll = score_text(run, ids, 8, memory).nll
+    assert nll == pytest.approx(score_text(plain, ids, 8).nll, abs=1e-5)
+    if memory > 15:  # what is farther than anything seen in training has no influence
+        assert nll == pytest.approx(score_text(run, ids, 8, 15).nll, abs=1e-5)
+    decoder = run.model.decoder  # all is as it was
+    assert (decoder.memory, decoder.window, decoder.blocks[0].attention.relative.reach) == (8, None, None)
 
 
 def test_hidden_symbols_are_the_same_each_time_and_text_only(place: Path) -> None:
@@ -100,6 +125,28 @@ def test_hidden_symbols_are_the_same_each_time_and_text_only(place: Path) -> Non
     assert all(np.array_equal(a, b) for a, b in zip(judged, again, strict=True))
     assert judged.asked.mean() == pytest.approx(0.15, abs=0.03)
     assert (judged.nll[judged.asked == 0] == 0).all() and (judged.nll[judged.asked == 1] > 0).all()
+
+
+def test_hidden_stretches_are_scored_as_in_training(place: Path) -> None:
+    """Against the batches that training makes, whose every label is asked for once."""
+    run = Run.load(place / "span")
+    ids = units(run, place / "text.txt").ids[: 1 + 16 * 7]
+    judged = score_stretches(run, ids, 16)
+    first = first_sentinel(run.codec, run.config)
+    train = saved_recipe(place / "span").train
+    assert first is not None and train.span_rate == 0.3
+    spans = Spans(Stream.of(ids[1:], 0), first, run.config, train)
+    whole = spans.whole(np.arange(0, 16 * 7, 16), (0, 0, 0))
+    batch = whole.part(slice(None), whole.tokens)
+    scores = judge(run.model, [batch], World())
+    assert judged.asked.sum() == batch.tokens
+    assert judged.nll.sum() / judged.asked.sum() == pytest.approx(scores["loss"], rel=1e-4)
+    assert 100 * judged.right.sum() / judged.asked.sum() == pytest.approx(scores["accuracy"], rel=1e-4)
+    text = (batch.label_BT > run.codec.ids.eos) & (batch.label_BT < run.codec.target_vocab)
+    hidden = enumerate(spans.places(7, (0, 0, 0)))
+    places = [place for row, pieces in hidden for a, b in pieces for place in range(16 * row + a, 16 * row + b)]
+    assert np.flatnonzero(judged.asked).tolist() == places
+    assert ids[1:][places].tolist() == batch.label_BT[text].tolist()
 
 
 def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
@@ -113,6 +160,10 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
     assert told["metrics"]["perplexity"]["low"] < told["metrics"]["perplexity"]["score"]
     assert set(told["against"]) == set(told["metrics"])
     assert list(metrics("masked", "text.txt")["metrics"]) == ["accuracy", "pseudo_perplexity", "loss"]
+    told = metrics("span", "text.txt")
+    assert list(told["metrics"]) == ["accuracy", "perplexity", "loss"] and told["examples"] == 18
+    assert told == metrics("span", "text.txt")
+    assert told["metrics"]["perplexity"]["score"] == pytest.approx(math.exp(told["metrics"]["loss"]["score"]))
     shorter, longer = (metrics("xl", "text.txt", "--memory", n)["metrics"]["loss"]["score"] for n in (1, 64))
     assert shorter != longer
     accuracy = metrics("classify", "labels.tsv")["metrics"]["accuracy"]
@@ -127,6 +178,8 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
         (("lm", "text.txt", "--memory", "9"), "does not remember"),
         (("lm", "text.txt", "--context", "1"), "--context: 1 is out of range"),
         (("masked", "text.txt", "--context", "5000"), "from 2 to 512"),
+        (("masked", "text.txt", "--memory", "9"), "does not remember"),
+        (("span", "text.txt", "--metric", "bits_per_char"), "metric: 'bits_per_char' is not known"),
         (("classify", "labels.tsv", "--context", "5"), "for models of plain text"),
         (("image", "labels.tsv"), "not an .npz file"),
         (("lm", "none.txt"), "no such file"),

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.config import Config
+from regard.count import cache_bytes, count_flops, count_parameters
 from regard.errors import UserError
-from regard.info import (
-    Load,
-    cache_bytes,
-    configure,
-    count_activations,
-    count_flops,
-    count_parameters,
-    describe,
-    duration,
-    measure_rate,
-    si,
-)
+from regard.footprint import Alive, count_activations
+from regard.info import configure, describe, duration, measure_rate, si
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.state import State
@@ -141,7 +133,7 @@ def test_hashing_saves_comparisons():
 
 @pytest.mark.parametrize("name", ["transformer-tiny", "rnn-bahdanau"])
 def test_activations_are_about_what_a_real_pass_keeps(name):
-    config, load = preset(name, 50, changes=both(position="learned")), Load(length=16, batch_tokens=64)
+    config = preset(name, 50, changes=both(position="learned"))
     model, kept = Model(config).train(), {}
     own = {p.data_ptr() for p in model.parameters()}
 
@@ -154,7 +146,29 @@ def test_activations_are_about_what_a_real_pass_keeps(name):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.hidden(ids, None, ids)
     real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert count_activations(config, load) == pytest.approx(real, rel=0.2)
+    assert count_activations(config, 16, 64) == pytest.approx(real, rel=0.2)
+
+
+@pytest.mark.parametrize(("mixer", "length", "within"), [("lsh", 1024, 0.02), ("attention", 128, 0.1)])
+def test_reversible_layers_take_what_is_alive_at_once(mixer, length, within):
+    """As much without numbers as with them, and with more layers hardly more."""
+    changes = {"mixer": mixer, "layers": 2, "width": 64, "ff": 128, "position": "rotary", "axial": None}
+    config = preset("reformer-tiny", 50, changes={"decoder": changes})
+    model, ids = Model(config).train(), torch.zeros(1024 // length, length, dtype=torch.int64)
+    with Alive() as alive:
+        x = model.hidden(ids, None, ids)
+        x.backward(torch.empty_like(x))
+    own = {StorageWeakRef(t.untyped_storage()) for p in model.parameters() for t in (p, p.grad) if t is not None}
+    found = count_activations(config, length, 1024)
+    assert found == pytest.approx(alive.most(without=own), rel=within)
+    deeper = preset("reformer-tiny", 50, changes={"decoder": changes | {"layers": 4}})
+    assert found <= count_activations(deeper, length, 1024) < 1.1 * found
+
+
+def test_attention_keeps_no_weights_of_pairs():
+    """The fused kernel computes them again, so twice as many symbols take about twice the memory."""
+    config = preset("llama-tiny", 50)
+    assert count_activations(config, 1024, 1024) < 2.3 * count_activations(config, 512, 512)
 
 
 def test_cache_is_what_decoding_holds():

@@ -29,7 +29,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = {
     "errors": 0, "config": 0.1, "files": 0.1, "settings": 0.2,
     "nn": 1, "text": 1, "batch": 1, "metrics": 1, "draw": 1, "shipped": 1,
-    "model": 2, "presets": 2, "loss": 2.1, "data": 2.1,
+    "model": 2, "presets": 2, "loss": 2.1, "data": 2.1, "count": 2.1, "footprint": 2.2,
     "run": 3, "convert": 3.1,
     "train": 4, "decode": 4, "inspect": 4,
     "validate": 4.5, "label": 4.5, "textscore": 4.5,

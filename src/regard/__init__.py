@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from regard.settings import Recipe as Recipe
     from regard.text.example import Example as Example
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "Config": "regard.config",

@@ -131,6 +131,7 @@ class Stack(Value):
     axial: Axial | None = None
     lsh: Lsh = Lsh()
     memory: int = Field(default=0, ge=0)  # symbols of earlier segments that are remembered while reading on
+    reach: Count | None = None  # relative positions: distances beyond this one count as it; None: all are told apart
     max_length: Count = 1024  # rows of a learned position table or of the location score; nothing else is bounded
     dropout: Rate = 0.1
     attention_dropout: Rate = 0.0
@@ -193,6 +194,8 @@ class Stack(Value):
             raise ValueError("residual reversible needs norm_at pre")
         if self.residual == "reversible" and (self.position == "bucket" or self.memory):
             raise ValueError("residual reversible has no memory, nor bucket positions, which layers share")
+        if self.reach is not None and self.position != "relative":
+            raise ValueError(f"reach belongs to position relative, not {self.position}")
         if self.memory and self.position not in ("none", "relative", "rotary", "alibi", "bucket"):
             raise ValueError(f"memory needs positions that count distances (relative, rotary ...), not {self.position}")
         for name in ("kept_heads", "kept_cross_heads"):

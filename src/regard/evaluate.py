@@ -31,7 +31,7 @@ from regard.metrics import (
 )
 from regard.run import Run
 from regard.text.example import Example
-from regard.textscore import context_of, score_hidden, score_text
+from regard.textscore import context_of, score_hidden, score_stretches, score_text
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,18 @@ def text_metrics(run: Run) -> tuple[str, ...]:
     """What plain text is judged by, by the kind of model."""
     if run.config.decoder is None:
         return ("accuracy", "pseudo_perplexity", "loss")
-    return ("perplexity", "bits_per_char", "loss")
+    return ("perplexity", "bits_per_char", "loss") if run.config.encoder is None else ("accuracy", "perplexity", "loss")
 
 
 def judge_text(run: Run, units: Units, context: int | None = None, memory: int | None = None) -> TextScores:
-    """Let a language model, or one that guesses hidden symbols, read a text."""
-    if run.config.decoder is not None:
-        judged = score_text(run, units.ids, context_of(run, context), memory)
+    """Let a language model, or one that guesses hidden symbols or stretches, read a text."""
+    if memory is not None and not run.config.reads_on:
+        raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
+    context = context_of(run, context)
+    if run.config.encoder is None:
+        judged = score_text(run, units.ids, context, memory)
     else:
-        judged = score_hidden(run, units.ids, context_of(run, context))
+        judged = (score_hidden if run.config.decoder is None else score_stretches)(run, units.ids, context)
     lines = np.repeat(np.arange(len(units.symbols)), units.symbols)
     asked, nll, right = (np.bincount(lines, x, len(units.symbols)) for x in (judged.asked, judged.nll, judged.right))
     return TextScores(asked, nll, right, units.characters.astype(float))

@@ -10,7 +10,8 @@ FLOPs         matrix products of one forward pass, a multiply and an add counted
               text or an image as a whole is shared by its symbols. Biases, softmax and normalisation are left out.
               Training costs three times the forward pass.
 Training      weights, gradients and two Adam moments (16 bytes per parameter), and what a forward pass over one batch
-              keeps for the backward pass, which is counted by tracing it.
+              keeps for the backward pass, which is counted by tracing it. Reversible layers keep almost nothing and
+              compute it again one by one: there it is the most that is alive at once in both passes.
 Decoding      weights, and keys and values for every symbol of the source and of each hypothesis.
 Time          the FLOPs of training at the rate that this machine reaches in a matrix product of the model's width.
 """
@@ -18,23 +19,19 @@ Time          the FLOPs of training at the rate that this machine reaches in a m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from regard.config import Config
+from regard.count import BYTES, cache_bytes, count_flops, count_parameters
 from regard.errors import UserError
-from regard.model import Model, on_meta
-from regard.nn.attention import Attention
-from regard.nn.lsh import LSHAttention
+from regard.footprint import count_activations
+from regard.model import on_meta
 from regard.presets import preset
 from regard.settings import Train, load_recipe
 
-BYTES = 4  # of a number in fp32
 ADAM_BYTES = 16  # a weight, its gradient and two moments
 
 
@@ -133,7 +130,7 @@ def describe(config: Config, load: Load | None = None) -> Info:
         target_flops=target_flops,
         weights=BYTES * total,
         optimizer=ADAM_BYTES * total,
-        activations=count_activations(config, load),
+        activations=count_activations(config, load.length, load.batch_tokens),
         cache=load.length * (load.sentences * per_source + hypotheses * per_target),
         cache_per_symbol=per_target,
         load=load,
@@ -150,199 +147,6 @@ def configure(tables: dict[str, Any], vocab: int | None, where: str) -> tuple[Co
         for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
     )
     return preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model), recipe.train
-
-
-def count_parameters(model: Model) -> dict[str, int]:
-    """Parameters by part, each tensor once. `prediction` is 0 when it is the target table transposed."""
-    parts = {} if model.output is None else {"prediction": 0}
-
-    def add(part: str, count: int) -> None:
-        parts[part] = parts.get(part, 0) + count
-
-    for name, tensor in model.named_parameters(remove_duplicate=True):
-        part = part_of(name)
-        if part.endswith(".key_value"):  # one matrix: keys above, values below
-            attention = model.get_submodule(name.partition(".key_value")[0])
-            assert isinstance(attention, Attention)
-            keys = tensor[: attention.kv_heads * attention.head_width].numel()
-            add(part.replace("key_value", "key"), keys)
-            add(part.replace("key_value", "value"), tensor.numel() - keys)
-        elif part in ("source_embedding", "target_embedding"):
-            add(_table(model.config, part), tensor.numel())
-        else:
-            add(part, tensor.numel())
-    return {part: parts[part] for part in sorted(parts, key=_place)}
-
-
-def _table(config: Config, part: str) -> str:
-    """What a table of embeddings is called: which side it serves matters where there are two."""
-    if config.share_embeddings:
-        return "shared_embedding"
-    return part if config.encoder is not None and config.decoder is not None else "embedding"
-
-
-_ORDER: tuple[str, ...] = (
-    "embedding",
-    "shared_embedding",
-    "source_embedding",
-    "target_embedding",
-    "token_type_embedding",
-    "image",
-    "encoder",
-    "decoder",
-    "pooler",
-    "transform",
-    "prediction",
-    "positions",
-)
-_ORDER += ("self_attention", "cross_attention", "query", "query_key", "key", "value", "out", "score")
-_ORDER += ("feed_forward", "recurrent", "bridge", "combine", "norms")
-
-
-def _place(part: str) -> list[int]:
-    return [_ORDER.index(step) for step in part.split(".")]
-
-
-_PROJECTIONS = ("query", "query_key", "key_value", "value", "out")
-_LEAVES = {
-    "feed_forward": "feed_forward",
-    "position": "positions",
-    "cell": "recurrent",
-    "bridges": "bridge",
-    "combine": "combine",
-}
-
-
-def part_of(name: str) -> str:
-    """The part that a parameter belongs to, from its name."""
-    tower, *path = name.split(".")
-    if tower not in ("encoder", "decoder"):
-        return {"output": "prediction"}.get(tower, tower)
-    if "norm" in path or "embed_norm" in path:
-        return f"{tower}.norms"
-    for step, kind in (("attention", "self_attention"), ("cross", "cross_attention")):
-        if step in path:
-            owner = path[path.index(step) + 1]
-            return f"{tower}.{kind}.{owner if owner in _PROJECTIONS else 'score'}"
-    return next((f"{tower}.{part}" for step, part in _LEAVES.items() if step in path), f"{tower}.recurrent")
-
-
-def count_flops(model: Model, length: int) -> tuple[int, int]:
-    """FLOPs of a forward pass per source symbol and per target symbol, when both sides have `length` symbols."""
-    config = model.config
-    keys = length + (config.decoder.memory if config.reads_on and config.decoder is not None else 0)
-    per_source = per_target = 0.0
-    for name, tensor in model.named_parameters(remove_duplicate=True):
-        if _multiplies(name, tensor):
-            flops, share = 2 * tensor.numel(), _source_share(config, name)
-            if name.startswith("pooler"):
-                flops //= length
-            elif name.startswith("image"):
-                flops = flops * (length - 1) // length  # the first vector is no square
-            elif ".attention.key_value." in name or ".attention.relative." in name:
-                flops = flops * keys // length  # what is remembered is looked at with the weights of now
-            per_source += flops * share
-            per_target += flops * (1 - share)
-    for tower, attention in _attentions(model):
-        flops = 2 * _compared(attention, keys) * _per_key(attention)
-        per_source += flops if tower == "encoder" else 0
-        per_target += flops if tower == "decoder" else 0
-    prediction = 2 * _prediction(model) // (length if config.output == "classes" else 1)
-    per_source += prediction if config.decoder is None else 0
-    per_target += 0 if config.decoder is None else prediction
-    return int(per_source), int(per_target)
-
-
-def _prediction(model: Model) -> int:
-    return 0 if model.output is None else model.output.weight.numel()
-
-
-def _compared(attention: Attention | LSHAttention, keys: int) -> int:
-    """How many keys a query is compared with."""
-    if isinstance(attention, Attention):
-        return keys
-    lsh = attention.lsh
-    return min(keys, lsh.hashes * lsh.chunk * (1 + lsh.before + lsh.after))
-
-
-def _per_key(attention: Attention | LSHAttention) -> int:
-    """Multiplications of a query with a key, with a distance if it counts apart, and of a weight with a value."""
-    score = _key_width(attention) * (2 if isinstance(attention, Attention) and attention.relative is not None else 1)
-    return attention.heads * (score + _value_width(attention))
-
-
-_ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")
-
-
-def _multiplies(name: str, tensor: Tensor) -> bool:
-    """Whether a parameter is a matrix that every symbol is multiplied by. Vectors that are part of a score are not."""
-    if tensor.dim() < 2 or name.endswith(_ADDED):
-        return False
-    return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
-
-
-def _source_share(config: Config, name: str) -> float:
-    """How much of a matrix is used per source symbol: all of the encoder, and the decoder's keys and values."""
-    if config.decoder is None:
-        return 1.0
-    if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
-        return 1.0
-    concat = config.decoder is not None and config.decoder.score == "concat"
-    return 0.5 if concat and name.endswith(".cross.score.weight") else 0.0
-
-
-def _attentions(model: Model) -> Iterator[tuple[str, Attention | LSHAttention]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | LSHAttention):
-            yield name.partition(".")[0], module
-
-
-def _key_width(attention: Attention | LSHAttention) -> int:
-    if isinstance(attention, LSHAttention):
-        return attention.query_key.out_features // attention.heads
-    return attention.head_width
-
-
-def _value_width(attention: Attention | LSHAttention) -> int:
-    out = attention.out
-    return out.in_features // attention.heads if isinstance(out, nn.Linear) else _key_width(attention)
-
-
-def cache_bytes(model: Model) -> tuple[int, int]:
-    """Bytes that decoding keeps per source symbol of a sentence, and per target symbol of a hypothesis.
-
-    A recurrent decoder's own state does not grow with the output.
-    """
-    per_source = per_target = 0
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | LSHAttention) and name.startswith("decoder"):
-            heads = module.kv_heads if isinstance(module, Attention) else module.heads
-            size = BYTES * heads * (_key_width(module) + _value_width(module))
-            per_source += size if name.endswith("cross") else 0
-            per_target += 0 if name.endswith("cross") else size
-    return per_source, per_target
-
-
-def count_activations(config: Config, load: Load) -> int:
-    """Bytes that a forward pass over one training batch keeps for the backward pass."""
-    model = on_meta(config).train()
-    own = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
-    kept: dict[StorageWeakRef, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage not in own:
-            kept.setdefault(storage, tensor)
-        return tensor
-
-    rows = max(1, load.batch_tokens // load.length)
-    ids = torch.zeros(rows, load.length, dtype=torch.int64, device="meta")
-    if (patches := config.patches) is not None:
-        ids = torch.zeros(rows, patches.channels, patches.height, patches.width, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        x_BTD = model.hidden(ids, None, ids)
-    prediction = x_BTD.numel() + _prediction(model)  # the gradients that the loss makes on its way
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) + BYTES * prediction
 
 
 def measure_rate(width: int, seconds: float = 0.2) -> float:

@@ -1,7 +1,9 @@
-"""How probable plain text is to a model: every symbol of it, or hidden ones."""
+"""How probable plain text is to a model: every symbol of it, or hidden ones, one by one or in stretches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.config import Stack
+from regard.data.order import Indices
 from regard.data.stream import Stream
 from regard.errors import UserError
 from regard.model import Model
+from regard.nn.attention import Relative
 from regard.nn.transformer import Carried, Transformer
 from regard.run import Run
-from regard.settings import Train
+from regard.settings import Recipe, Train
 from regard.train.record import RECIPE, saved_recipe
-from regard.train.text_feed import Masks
+from regard.train.task import first_sentinel
+from regard.train.text_feed import Masks, Spans, Windows
 
 LOGITS = 1 << 22  # held at once
 ROWS = 4096  # symbols read at once
@@ -28,7 +33,11 @@ Numbers = NDArray[np.float64]
 
 
 class Judged(NamedTuple):
-    """Per symbol: its negative log-probability, whether it scored highest, and whether it was asked for at all."""
+    """Per symbol: its negative log-probability, whether it scored highest, and whether it was asked for at all.
+
+    Where hidden stretches are said, the first of each counts the symbol that stands for it too, and the last of all
+    what closes the answer.
+    """
 
     nll: Numbers
     right: Numbers
@@ -45,8 +54,14 @@ def context_of(run: Run, given: int | None = None) -> int:
             room = "at least 2" if most is None else f"from 2 to {most}, the positions of the model"
             raise UserError(f"--context: {given} is out of range; it goes {room}")
         return given
-    trained = saved_recipe(run.path).train.context if (Path(run.path) / RECIPE).is_file() else None
+    recipe = recipe_of(run)
+    trained = None if recipe is None else recipe.train.context
     return trained or min(most or CONTEXT, CONTEXT)
+
+
+def recipe_of(run: Run) -> Recipe | None:
+    """How a run was trained; one that was not trained here does not say."""
+    return saved_recipe(run.path) if (Path(run.path) / RECIPE).is_file() else None
 
 
 def _positions(stack: Stack) -> int | None:
@@ -63,8 +78,6 @@ def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | No
     """
     if run.config.reads_on:
         return _score_segments(run.model, ids, context, memory)
-    if memory is not None:
-        raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
     last = len(ids) - 1
     context = min(context, last)
     starts = np.unique(np.minimum(np.arange(0, last, max(1, context // 2)), last - context))
@@ -90,23 +103,43 @@ def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | No
 def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory: int | None) -> Judged:
     decoder = model.decoder
     assert isinstance(decoder, Transformer)
-    trained, last = decoder.memory, len(ids) - 1
+    last = len(ids) - 1
     judged = Judged(*(np.zeros(last) for _ in Judged._fields))
     carried: Carried | None = None
     device = next(model.parameters()).device
-    try:
-        decoder.memory = trained if memory is None else memory
-        with torch.inference_mode():
-            for start in range(0, last, context):
-                end = min(start + context, last)
-                tokens = torch.from_numpy(ids[start : end + 1].astype(np.int64)).to(device)
-                x_1TD, carried = model.read_segment(tokens[None, :-1], carried)
-                nll, right = _compare(model, x_1TD, tokens[None, 1:])
-                judged.nll[start:end], judged.right[start:end] = nll[0], right[0]
-    finally:
-        decoder.memory = trained
+    with torch.inference_mode(), _remembering(decoder, decoder.memory if memory is None else memory, context):
+        for start in range(0, last, context):
+            end = min(start + context, last)
+            tokens = torch.from_numpy(ids[start : end + 1].astype(np.int64)).to(device)
+            x_1TD, carried = model.read_segment(tokens[None, :-1], carried)
+            nll, right = _compare(model, x_1TD, tokens[None, 1:])
+            judged.nll[start:end], judged.right[start:end] = nll[0], right[0]
     judged.asked[:] = 1
     return judged
+
+
+@contextmanager
+def _remembering(decoder: Transformer, memory: int, context: int) -> Iterator[None]:
+    """Let a model remember so many symbols for a while.
+
+    If these are more than in training, every symbol of a segment sees as far back as its last one did, and not farther:
+    each further key would take its share of the attention without the model having learned what to do with it. Among
+    those, distances that only the later symbols of a segment met in training count as the longest that all of them did.
+    """
+    relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
+    trained, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
+    try:
+        decoder.memory = memory
+        if memory > trained:
+            farthest = trained + context - 1
+            decoder.window = farthest if window is None else min(window, farthest)
+            for relative in relatives:
+                relative.reach = min(relative.reach or trained, trained)
+        yield
+    finally:
+        decoder.memory, decoder.window = trained, window
+        for relative, reach in zip(relatives, reaches, strict=True):
+            relative.reach = reach
 
 
 def score_hidden(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
@@ -115,11 +148,8 @@ def score_hidden(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
     stream = Stream.of(text, 0)
     masks = Masks(stream, run.codec.source, run.config, Train(context=context))
     judged = Judged(*(np.zeros(len(text)) for _ in Judged._fields))
-    starts = np.unique(np.minimum(np.arange(0, len(text), masks.windows.length), masks.windows.last))
-    rows = max(1, ROWS // context)
     device = next(run.model.parameters()).device
-    for at in range(0, len(starts), rows):
-        part = starts[at : at + rows]
+    for part in _parts(masks.windows, len(text), context):
         whole = masks.whole(part, (0, 0, int(part[0])))
         batch = whole.part(slice(None), whole.tokens).to(device)
         assert batch.keep_BT is not None
@@ -132,6 +162,39 @@ def score_hidden(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
             judged.nll[places], judged.right[places] = nll_BS[row, keep], right_BS[row, keep]
             judged.asked[places] = 1
     return judged
+
+
+def score_stretches(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
+    """Hide some stretches as in training, the same ones every time, and score what is to be said about them."""
+    first, recipe = first_sentinel(run.codec, run.config), recipe_of(run)
+    if first is None:
+        raise UserError(f"{run.path}: has no symbols that stand for hidden stretches of a text")
+    text = ids[1:]
+    train = (Train() if recipe is None else recipe.train).model_copy(update={"context": context})
+    spans = Spans(Stream.of(text, 0), first, run.config, train)
+    judged = Judged(*(np.zeros(len(text)) for _ in Judged._fields))
+    device = next(run.model.parameters()).device
+    for part in _parts(spans.windows, len(text), context):
+        key = (0, 0, int(part[0]))
+        whole = spans.whole(part, key)
+        batch = whole.part(slice(None), whole.tokens).to(device)
+        with torch.inference_mode():
+            x_BTD = run.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+            nll_BT, right_BT = _compare(run.model, x_BTD, batch.label_BT)
+        for row, (start, hidden) in enumerate(zip(part, spans.places(len(part), key), strict=True)):
+            places = [place for begin, end in hidden for place in (begin, *range(begin, end))]
+            places += 2 * places[-1:]  # the symbol that closes the answer, and the end
+            for numbers, found in zip(judged, (nll_BT[row], right_BT[row], np.ones(len(places))), strict=True):
+                np.add.at(numbers, start + np.asarray(places), found[: len(places)])
+    return judged
+
+
+def _parts(windows: Windows, symbols: int, context: int) -> Iterator[Indices]:
+    """Where windows begin that together cover a text, as many as are read at once."""
+    starts = np.unique(np.minimum(np.arange(0, symbols, windows.length), windows.last))
+    rows = max(1, ROWS // context)
+    for at in range(0, len(starts), rows):
+        yield starts[at : at + rows]
 
 
 def _compare(model: Model, x_BTD: Tensor, label_BT: Tensor) -> tuple[Numbers, Numbers]:

@@ -1,13 +1,14 @@
-"""Scores by distance against the formula of the paper in plain loops, and against the reference implementation."""
+"""Scores by distance against the formula of the paper in plain loops, and how they go on beyond a reach.
+
+The reference implementation is met in tests/convert/test_transfo_xl.py.
+"""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from regard.model import Model
@@ -15,14 +16,14 @@ from regard.nn.attention import Attention, Sight
 from regard.nn.block import NOWHERE
 from regard.presets import preset
 
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "relative.safetensors"
 VOCAB = 19
 TINY = {"width": 12, "layers": 2, "heads": 2, "ff": 16, "dropout": 0.0}
 
 
-def build(memory: int = 64, seed: int = 0) -> Model:
+def build(memory: int = 64, seed: int = 0, reach: int | None = None) -> Model:
     torch.manual_seed(seed)
-    model = Model(preset("xl-tiny", VOCAB, changes={"decoder": TINY | {"memory": memory}})).eval()
+    changes = {"decoder": TINY | {"memory": memory, "reach": reach}}
+    model = Model(preset("xl-tiny", VOCAB, changes=changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -132,45 +133,30 @@ def test_no_gradient_flows_into_what_is_carried() -> None:
     assert gradient[tokens[:, 4:].flatten()].any(-1).all()
 
 
-NAMES = {
-    "word_emb.emb_layers.0.weight": "target_embedding.weight",
-    "dec_attn.r_w_bias": "attention.relative.content",
-    "dec_attn.r_r_bias": "attention.relative.place",
-    "dec_attn.r_net.weight": "attention.relative.project.weight",
-    "dec_attn.o_net.weight": "attention.out.weight",
-    "dec_attn.layer_norm": "attention_residual.norm",
-    "pos_ff.CoreNet.0": "feed_forward.up",
-    "pos_ff.CoreNet.3": "feed_forward.down",
-    "pos_ff.layer_norm": "feed_forward_residual.norm",
-    "layers.": "decoder.blocks.",
-}
+@pytest.mark.parametrize("reach", [1, 4, 10])
+def test_within_reach_nothing_changes(reach: int) -> None:
+    free, bound, tokens = build(), build(reach=reach), text(11)
+    close(bound(tokens, None)[:, : reach + 1], free(tokens, None)[:, : reach + 1])
+    beyond = (bound(tokens, None) - free(tokens, None)).abs().amax(-1)[:, reach + 1 :]
+    assert (beyond > 1e-4).all()
 
 
-def ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's parameters under our names; its one matrix of queries, keys and values is two here."""
-    state = {}
-    for name, x in weights.items():
-        for old, new in NAMES.items():
-            name = name.replace(old, new)
-        if "dec_attn.qkv_net" in name:
-            query, key, value = x.chunk(3)
-            state[name.replace("dec_attn.qkv_net", "attention.query")] = query
-            state[name.replace("dec_attn.qkv_net", "attention.key_value")] = torch.cat((key, value))
-        else:
-            state[name] = x
-    return state | {"output.weight": state["target_embedding.weight"]}
+def test_beyond_reach_all_distances_are_the_same() -> None:
+    """The same key at any distance from the reach on gets the same score."""
+    stack = build(reach=3).config.decoder
+    assert stack is not None
+    relative = Attention(stack, stack.width, relative=True).requires_grad_(False).relative
+    assert relative is not None
+    for parameter in relative.parameters():
+        parameter.normal_()
+    places = torch.arange(9).unsqueeze(0)
+    _, seen = relative(torch.randn(2, 2, 1, 6), Sight.of(places[:, -1:], places, None, True), 1.0)
+    scores = seen.bias_BHTS[:, :, 0].flip(-1)  # by distance
+    close(scores[..., 3:], scores[..., 3:4].expand(-1, -1, 6))
+    assert (scores[..., :4].diff(dim=-1).abs() > 1e-3).all()
 
 
-def test_equals_the_reference() -> None:
-    """Three segments with carried memory, against what fixtures/make_relative.py wrote down."""
-    with safe_open(FIXTURE, "pt") as file:
-        data, made = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    sizes = {name: int(made[name]) for name in ("width", "heads", "layers", "ff", "memory")}
-    model = Model(preset("transformer-xl", int(made["vocab"]), changes={"decoder": sizes})).eval()
-    model.load_state_dict(ours({name[8:]: x for name, x in data.items() if name.startswith("weights.")}))
-    carried = None
-    for i in range(3):
-        x, carried = model.read_segment(data[f"tokens.{i}"], carried)
-        close(x, data[f"out.{i}"])
-        for layer, memory in enumerate(carried):
-            close(memory, data[f"memory.{i}.{layer}"])
+@pytest.mark.parametrize("lengths", [(4, 4, 3), (1,) * 11])
+def test_a_reach_does_not_depend_on_how_a_text_is_cut(lengths: tuple[int, ...]) -> None:
+    model, tokens = build(reach=2), text(11)
+    close(model.predict(read(model, tokens, *lengths)), model(tokens, None))

@@ -81,9 +81,9 @@ def command(
     """Score a run on what it has not seen.
 
     Of pairs, the sources are decoded and compared with the targets. Language models are judged by the probability of a
-    text, encoders by the symbols they guess when some are hidden, classifiers by their labels. Scores come with 95%
-    bootstrap intervals. wer is the share of sequences that are wrong, per and cer count edits per symbol and character.
-    Shares are in percent.
+    text, encoders by the symbols they guess when some are hidden, models that were trained to fill in hidden stretches
+    by those, classifiers by their labels. Scores come with 95% bootstrap intervals. wer is the share of sequences that
+    are wrong, per and cer count edits per symbol and character. Shares are in percent.
     """
     from regard.data.account import Account
     from regard.decode.options import Options
@@ -96,7 +96,7 @@ def command(
     kinds = [_kind(each) for each in runs]
     if len(set(kinds)) > 1:
         raise UserError(f"--against: {against} is a model of another kind than {run}")
-    plain = kinds[0] in ("text", "hidden")
+    plain = kinds[0] in ("text", "hidden", "stretches")
     if not plain and (context is not None or memory is not None):
         raise UserError("--context and --memory are for models of plain text")
     account = Account(strict)
@@ -140,7 +140,12 @@ def _kind(run: Run) -> str:
         return "labels"
     if config.encoder is None:
         return "text"
-    return "hidden" if config.decoder is None else "pairs"
+    if config.decoder is None:
+        return "hidden"
+    from regard.textscore import recipe_of
+
+    recipe = recipe_of(run)
+    return "stretches" if recipe is not None and recipe.task == "span" else "pairs"
 
 
 def _text(

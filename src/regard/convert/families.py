@@ -13,12 +13,13 @@ from regard.convert.marian import MARIAN
 from regard.convert.reformer import REFORMER
 from regard.convert.t5 import T5
 from regard.convert.table import Table, rules
+from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import VIT
 from regard.errors import UserError, closest
 from regard.model import on_meta
 from regard.run import weights_of
 
-FAMILIES = {family.model_type: family for family in (MARIAN, BERT, GPT2, T5, LLAMA, REFORMER, VIT)}
+FAMILIES = {family.model_type: family for family in (MARIAN, BERT, GPT2, T5, LLAMA, TRANSFO_XL, REFORMER, VIT)}
 TRAINING = ("dropout", "attention_dropout", "ff_dropout")  # what a finished model does not need
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from regard.config import Activation, Config, Ids, Stack
 from regard.convert.table import Table
 from regard.errors import UserError, closest
@@ -105,8 +107,9 @@ class Family:
     prefix: str = ""  # of the names of a model without its head, which may be left out
     heads: tuple[str, ...] = ()  # names that never have the prefix begin with one of these
     same: Callable[[Fields], Json] = lambda hf: {}  # second names of a tensor -> its first
-    zeros: Callable[[Config], Mapping[str, tuple[int, ...]]] = lambda config: {}  # tensors there that ours does without
+    extra: Callable[[Config], Mapping[str, Tensor]] = lambda config: {}  # tensors there that ours does without
     ignored: tuple[str, ...] = ()  # patterns of names that hold nothing we need
+    gone: str = ""  # why no transformers of today can prove it, and what is certain all the same
 
     def full(self, name: str) -> str:
         """A name with its prefix, as it is written today."""

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save
 
 from regard.config import Config, Frame, Ids
-from regard.convert.families import find_architecture, find_family, our_config, their_config
+from regard.convert.families import FAMILIES, find_architecture, find_family, our_config, their_config
 from regard.convert.family import Family, Fields
 from regard.convert.labels import PREPROCESSOR, label_names, pixels_of, their_labels, their_pixels
 from regard.convert.numbers import has_text, numbers
@@ -48,7 +47,8 @@ class Report:
     def told(self) -> str:
         """The proof in a sentence."""
         if self.proof is None:
-            return "not proven: there is no transformers here that has this model (the extra hf has it)"
+            gone = FAMILIES[self.model_type].gone
+            return f"not proven: {gone or 'there is no transformers here that has this model (the extra hf has it)'}"
         proof = self.proof
         return (
             f"proven: {proof.samples} random inputs through this model and through transformers {proof.version} differ"
@@ -83,7 +83,8 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) ->
         report.parameters = _size(model)
         Run(config, codec, model, path, labels, pixels).save(path)
         del model  # there is not always room for three of them
-        report.proof = prove(Run.load(path).model, source, architecture, samples, READING)
+        if not family.gone:
+            report.proof = prove(Run.load(path).model, source, architecture, samples, READING)
         _require(report)
         write_json(path / RECORD, report.to_json())
         _write_card(path, out.resolve().name, report)
@@ -114,8 +115,7 @@ def to_hf(run: Run, out: str | Path, samples: int, talk: Talk) -> Report:
     out = _new(out)
     family, settings, table = their_config(run.config, str(run.path))
     architecture = settings["architectures"][0]
-    zeros = {name: torch.zeros(shape) for name, shape in family.zeros(run.config).items()}
-    tensors = unfill(weights_of(run.model), table) | zeros
+    tensors = {**unfill(weights_of(run.model), table), **family.extra(run.config)}
     if architecture == "BertModel":  # a model without a head has no prefix
         tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
     report = Report(run.path.resolve().name, family.model_type, architecture, _size(run.model), None)
@@ -129,7 +129,8 @@ def to_hf(run: Run, out: str | Path, samples: int, talk: Talk) -> Report:
             report.notes += [message.replace(str(path), str(out)) for message in notes]  # where it will be
         else:
             write_json(path / PREPROCESSOR, their_pixels(run.pixels, run.config.patches))
-        report.proof = prove(run.model, path, architecture, samples, WRITING)
+        if not family.gone:
+            report.proof = prove(run.model, path, architecture, samples, WRITING)
         _require(report)
 
     replace_directory(out, write)

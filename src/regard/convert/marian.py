@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from regard.config import Config, Ids
 from regard.convert.family import ACTIVATIONS, Family, Fields, Json, stack_of, start_at, word_for
 from regard.convert.table import Changed, Table, shaped
@@ -114,6 +116,6 @@ MARIAN = Family(
     table=table,
     towers=("encoder", "decoder"),
     same=same,
-    zeros=lambda config: {} if config.output_bias else {"final_logits_bias": (1, config.target_vocab)},
+    extra=lambda config: {} if config.output_bias else {"final_logits_bias": torch.zeros(1, config.target_vocab)},
     ignored=("model.*.embed_positions.weight",),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from regard.config import Config, Ids
 from regard.convert.family import ACTIVATIONS, Family, Fields, Json, stack_of, start_at, word_for
 from regard.convert.table import Changed, Table, shaped
@@ -131,7 +133,7 @@ REFORMER = Family(
     theirs=theirs,
     table=table,
     towers=("decoder",),
-    zeros=lambda config: {"lm_head.bias": (config.target_vocab,)},
+    extra=lambda config: {"lm_head.bias": torch.zeros(config.target_vocab)},
     # A bias of the prediction layer is stored, but transformers 5 does not add it.
     ignored=("lm_head.bias", "lm_head.decoder.bias"),
 )

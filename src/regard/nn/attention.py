@@ -140,7 +140,7 @@ class Attention(nn.Module):
             self.out = nn.Linear(self.heads * stack.value, stack.width, bias=bias)
         self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
         self.center = Center(self.heads, self.head_width, center_predicted) if center_predicted else None
-        self.relative = Relative(self.heads, self.head_width, stack.width) if relative else None
+        self.relative = Relative(self.heads, self.head_width, stack.width, stack.reach) if relative else None
         self.dropout = Dropout(stack.attention_dropout)
         self.weights = Tap()  # (B, H, T, S) after the softmax
         self.mixed = Tap()  # (B, H, T, E): what each head brings back
@@ -220,10 +220,14 @@ def _even(groups: list[int]) -> bool:
 
 
 class Relative(nn.Module):
-    """Scores by distance: (q + u) . k + (q + v) . W r(i - j), r being sinusoids; u, v and W are trained per layer."""
+    """Scores by distance: (q + u) . k + (q + v) . W r(i - j), r being sinusoids; u, v and W are trained per layer.
 
-    def __init__(self, heads: int, head_width: int, width: int) -> None:
+    What is farther away than `reach` counts as just so far.
+    """
+
+    def __init__(self, heads: int, head_width: int, width: int, reach: int | None = None) -> None:
         super().__init__()
+        self.reach = reach
         self.content = nn.Parameter(torch.zeros(heads, head_width))
         self.place = nn.Parameter(torch.zeros(heads, head_width))
         self.project = nn.Linear(width, heads * head_width, bias=False)
@@ -231,13 +235,14 @@ class Relative(nn.Module):
     def forward(self, q_BHTE: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Sight]:
         """-> queries that meet keys, and the same sight with the distances' part of the scores as its bias."""
         keys = sight.k_pos_BS.shape[-1]
-        far_S = torch.arange(keys, device=q_BHTE.device)
-        r_SD = sinusoid(far_S, self.project.in_features, halves=True).to(q_BHTE.dtype)
-        r_HSE = self.project(r_SD).unflatten(-1, (len(self.place), -1)).transpose(0, 1)
-        by_distance_BHTS = ((q_BHTE + self.place.unsqueeze(1)) @ r_HSE.transpose(-1, -2)) * scale
         # What comes later is masked anyway, and nothing is farther away than there are keys.
-        distance_BTS = (sight.q_pos_BT.unsqueeze(-1) - sight.k_pos_BS.unsqueeze(-2)).clamp(0, keys - 1)
-        bias_BHTS = by_distance_BHTS.gather(-1, distance_BTS.unsqueeze(1).expand(*q_BHTE.shape[:-1], keys))
+        farthest = keys - 1 if self.reach is None else min(keys - 1, self.reach)
+        far_R = torch.arange(farthest + 1, device=q_BHTE.device)
+        r_RD = sinusoid(far_R, self.project.in_features, halves=True).to(q_BHTE.dtype)
+        r_HRE = self.project(r_RD).unflatten(-1, (len(self.place), -1)).transpose(0, 1)
+        by_distance_BHTR = ((q_BHTE + self.place.unsqueeze(1)) @ r_HRE.transpose(-1, -2)) * scale
+        distance_BTS = (sight.q_pos_BT.unsqueeze(-1) - sight.k_pos_BS.unsqueeze(-2)).clamp(0, farthest)
+        bias_BHTS = by_distance_BHTR.gather(-1, distance_BTS.unsqueeze(1).expand(*q_BHTE.shape[:-1], keys))
         seen = Sight(sight.q_pos_BT, sight.k_pos_BS, sight.mask_B1TS, bias_BHTS)
         return q_BHTE + self.content.unsqueeze(1), seen
 

@@ -150,12 +150,15 @@ class Spans:
         if self.windows.length < 2:
             raise UserError("train.context: to hide a part of a text, it needs two symbols at least")
 
+    def places(self, rows: int, key: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+        """Where the hidden stretches of each row begin and end, which depends on the key."""
+        random, train, length = generator(*key), self._train, self.windows.length
+        return [stretches(length, train.span_rate, train.span_mean, SENTINELS - 1, random) for _ in range(rows)]
+
     def whole(self, starts: Indices, key: tuple[int, ...]) -> Whole:
-        random, train = generator(*key), self._train
-        pairs = []
-        for row in self._stream.windows(starts, self.windows.length):
-            places = stretches(len(row), train.span_rate, train.span_mean, SENTINELS - 1, random)
-            pairs.append(hide_stretches(row, places, self._first))
+        rows = self._stream.windows(starts, self.windows.length)
+        hidden = zip(rows, self.places(len(rows), key), strict=True)
+        pairs = [hide_stretches(row, places, self._first) for row, places in hidden]
         tokens = sum(len(said) + 1 for _, said in pairs)
         symbols = tokens + sum(len(read) for read, _ in pairs)
         return Whole(len(pairs), tokens, symbols, lambda part, total: span_batch(pairs[part], self._config, total))
