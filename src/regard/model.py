@@ -180,7 +180,12 @@ def on_meta(config: Config) -> Model:
 
 def unfilled(config: Config, device: str | torch.device = "cpu") -> Model:
     """A model whose parameters are yet to be loaded: nothing is spent on initialising them."""
-    model: Model = on_meta(config).to_empty(device=device)  # no module keeps numbers that are not parameters
+    return allocate(on_meta(config), device)
+
+
+def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
+    """Give memory to a model that has none; what is in it is anything."""
+    model.to_empty(device=device)  # no module keeps numbers that are not parameters
     model._tie()  # moving made two tensors of what was one
     return model
 

@@ -9,6 +9,7 @@ import torch
 from decode_kit import NAMES, names, run_of, seeds, sources, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from regard.decode.beam import beam_search
 from regard.decode.follow import follow
@@ -19,6 +20,7 @@ from regard.decode.prepare import Preparer
 from regard.decode.score import force
 from regard.decode.scorer import Scorer, Task, best
 from regard.decode.search import make_rules, search
+from regard.nn.kv import KV, Cache
 from regard.run import Run
 
 
@@ -95,6 +97,31 @@ def test_nbest_is_in_order_and_all_different(name: str) -> None:
             assert len({h.ids for h in hypotheses}) == len(hypotheses) >= 4
             values = [h.normalized for h in hypotheses]
             assert all(a >= b - 1e-5 for a, b in pairwise(values))
+
+
+def test_a_step_does_not_copy_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are never reordered; they move when there is no room for more, which is ever more seldom."""
+    run, copied = run_of("transformer-tiny", 1), []
+    scorer, take = Scorer([run.model]), KV.take
+
+    def count(kv: KV, rows_A: Tensor, place_AL: Tensor, room: int) -> KV:
+        copied.append(place_AL.shape[1])
+        return take(kv, rows_A, place_AL, room)
+
+    def refuse(kv: KV, rows: Tensor) -> KV:
+        raise AssertionError("beam search reordered its keys")
+
+    monkeypatch.setattr(KV, "take", count)
+    monkeypatch.setattr(Cache, "select", refuse)
+    for groups, width in ((1, 4), (2, 3)):
+        copied.clear()
+        tasks = [Task(([4, 5, 6, 3],), 60, minimum=60), Task(([7, 3],), 60, minimum=60)]
+        rules = make_rules(scorer, tasks, Options(), False)
+        with torch.inference_mode():
+            found = beam_search(scorer, tasks, rules, width=width, groups=groups, diversity=0.5)
+        assert [len(outputs[0].ids) for outputs in found] == [61, 61]
+        symbols = 60 * width * groups * 2  # of two layers
+        assert len(copied) <= 60 * 2 // 4 and sum(copied) < 3 * symbols  # copying all at every step: 30 times
 
 
 @pytest.mark.parametrize("name", NAMES)

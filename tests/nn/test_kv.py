@@ -49,6 +49,33 @@ def test_growing_costs_the_new_symbols_only() -> None:
         assert cache.select(torch.tensor([1, 0])).k_BGSE.data_ptr() != place
 
 
+def test_a_memory_that_is_cut_grows_in_place_too() -> None:
+    """With the last 40 symbols kept, 100 steps copy a few times only."""
+    with torch.no_grad():
+        cache, starts = draw(2, 40).extend(draw(2, 1)), set()
+        for _ in range(100):
+            cache = cache.last(40).extend(draw(2, 1))
+            assert isinstance(cache, Cache) and cache.length == 41
+            starts.add(cache.buffer.k_BSGE.data_ptr())
+        assert len(starts) <= 6
+
+
+@given(st.data())
+def test_taking_is_indexing(data: st.DataObject) -> None:
+    with torch.no_grad():
+        kv = draw(3, 4)
+        for made in (kv, kv.extend(draw(3, 2)), kv.extend(draw(3, 3)).last(5)):
+            rows = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)))
+            places = torch.tensor([[data.draw(st.integers(0, made.length - 1)) for _ in range(2)] for _ in rows])
+            taken = made.take(rows, places, 7)
+            assert taken.room == 7 and all(
+                torch.equal(x[i, :, s], y[row, :, place])
+                for x, y in zip(taken, made, strict=True)
+                for i, (row, pair) in enumerate(zip(rows, places, strict=True))
+                for s, place in enumerate(pair)
+            )
+
+
 def test_a_gradient_passes_through_what_was_seen() -> None:
     first, second = (KV(torch.randn(1, 1, 2, 3, requires_grad=True), torch.randn(1, 1, 2, 3)) for _ in range(2))
     with torch.no_grad():

@@ -120,6 +120,14 @@ def test_rotated_products_depend_on_the_difference_alone(a: int, b: int, shift: 
     assert float(rotary.rotate(q, torch.tensor([[a]])).norm()) == pytest.approx(float(q.norm()))
 
 
+def test_rotary_at_known_positions_is_rotary() -> None:
+    rotary, x_BHTE = Rotary(8), torch.randn(2, 3, 4, 8)
+    known, other = torch.arange(4).unsqueeze(0), torch.tensor([[3, 0, 7, 7], [1, 2, 3, 4]])
+    at = rotary.at(known)
+    for pos_BT in (known, known.clone(), other):
+        assert torch.equal(at.rotate(x_BHTE, pos_BT), rotary.rotate(x_BHTE, pos_BT))
+
+
 def test_rotary_turns_pairs_by_the_formula() -> None:
     x = torch.randn(1, 2, 3, 6)
     found, positions = Rotary(6).rotate(x, torch.tensor([[0, 4, 9]])), [0, 4, 9]

@@ -1,6 +1,6 @@
 """Beam search: the best few hypotheses of every sentence, side by side, as tensors.
 
-Shapes: A sentences alive, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F kept.
+Shapes: A sentences in the batch, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F kept.
 
 A hypothesis ends when its end symbol is among the `width` best candidates of its step. A sentence ends when `width`
 hypotheses have ended (this is the definition; with `exact` it is waived), or when no hypothesis alive can overtake the
@@ -22,7 +22,7 @@ from regard.decode.constraint import Constraint
 from regard.decode.coverage import Coverage
 from regard.decode.hypothesis import Found
 from regard.decode.rules import Rule, steer
-from regard.decode.scorer import Scorer, Task, best, select
+from regard.decode.scorer import Scorer, Task, best, branching, select, time_to_leave
 
 
 class Picked(NamedTuple):
@@ -159,8 +159,9 @@ def beam_search(
     device, enough = scorer.device, enough or width
     constraint = next((rule for rule in rules if isinstance(rule, Constraint) and rule.requires), None)
     alive_A = torch.arange(len(tasks), device=device)
-    longest_B = torch.tensor([task.limit + 1 for task in tasks], dtype=torch.float32, device=device) ** penalty
-    states = scorer.start(tasks)
+    limit_B = torch.tensor([task.limit for task in tasks], device=device)
+    longest_B = (limit_B + 1).float() ** penalty
+    states = branching(scorer.start(tasks), len(tasks), device)
     if groups > 1:
         first_N = alive_A.repeat_interleave(groups)
         states = select(states, first_N)
@@ -205,13 +206,15 @@ def beam_search(
         stay_A = bound_A > kept.worst(alive_A)
         rows_N = (parent_AGW + lanes).flatten()
         sentences = None
+        if not bool(stay_A.any()):
+            break
         if not bool(stay_A.all()):
-            sentences = stay_A.nonzero().squeeze(1)
-            if not len(sentences):
-                break
-            stay_N = stay_A.repeat_interleave(len(rows_N) // len(alive_A))
-            rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
-            alive_A, sum_next_AGW = alive_A[sentences], sum_next_AGW[sentences]
+            sum_next_AGW = sum_next_AGW.masked_fill(~stay_A[:, None, None], -math.inf)  # nothing more comes of them
+            if time_to_leave(~stay_A, limit_B[alive_A] <= t):
+                sentences = stay_A.nonzero().squeeze(1)
+                stay_N = stay_A.repeat_interleave(len(rows_N) // len(alive_A))
+                rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
+                alive_A, sum_next_AGW = alive_A[sentences], sum_next_AGW[sentences]
         trace.grow(rows_N, tokens_N, logp_NV[rows_N, tokens_N])
         states = select(states, rows_N, sentences)
         if coverage is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.decode.hypothesis import Found
 from regard.decode.rules import Rule, steer
-from regard.decode.scorer import Scorer, Task, best, select
+from regard.decode.scorer import Scorer, Task, best, select, time_to_leave
 
 Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> symbols (N,)
 
@@ -39,6 +39,7 @@ def steps(
     """
     states = scorer.start(tasks)
     alive_B = torch.arange(len(tasks), device=scorer.device)
+    limit_B = torch.tensor([task.limit for task in tasks], device=scorer.device)
     rows_N = torch.arange(len(tasks) * count, device=scorer.device)
     if count > 1:
         states = select(states, rows_N // count)
@@ -58,11 +59,10 @@ def steps(
         yield Step(rows_N, tokens_N, scores_N)
         done_N = done_N | (tokens_N == scorer.eos)
         left_B = done_N.view(-1, count).all(1)
-        gone = int(left_B.sum())
-        if gone == len(left_B):
+        if bool(left_B.all()):
             return
         stay_M = torch.arange(len(rows_N), device=scorer.device)
-        if gone * 8 >= len(left_B):  # leaving one by one would copy what is remembered more often than it saves
+        if time_to_leave(left_B, limit_B[alive_B] <= t):
             stay_B = (~left_B).nonzero().squeeze(1)
             stay_M = (stay_B.unsqueeze(1) * count + torch.arange(count, device=scorer.device)).flatten()
             states = select(states, stay_M, stay_B)

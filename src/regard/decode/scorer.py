@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,15 +64,17 @@ class Scorer:
             return tuple(self._start(model, [task.sources[i] for task in tasks]) for i, model in enumerate(self.models))
 
     def _start(self, model: Model, sources: Sequence[Ids]) -> State:
-        if self.continues:  # the last symbol is the first to be answered
-            sources = [source[-2::-1] for source in sources]
-        source_BS, keep_BS = pad(sources, model.config.ids.pad)
-        if self.continues:  # padding comes before
-            source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)
-        source_BS, keep_BS = source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)
+        pad_id = model.config.ids.pad
         if not self.continues:
-            return model.encode(source_BS, keep_BS)
+            return State.join([model.encode(*self._padded(part, pad_id)) for part in alike(sources)])
+        # The last symbol is the first to be answered, and padding comes before.
+        source_BS, keep_BS = self._padded([source[-2::-1] for source in sources], pad_id)
+        source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)
         return model.read(source_BS, State(()), keep_BS)[1] if source_BS.shape[1] else State(())
+
+    def _padded(self, sources: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor | None]:
+        source_BS, keep_BS = pad(sources, pad_id)
+        return source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)
 
     def first(self, tasks: Sequence[Task], count: int = 1) -> list[Tensor]:
         """What each model reads first, `count` times for every task."""
@@ -109,6 +111,34 @@ class Scorer:
 def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> States:
     """Carry on these rows (and, if some left, these sentences) in every model."""
     return tuple(state.select(rows, sentences) for state in states)
+
+
+def branching(states: States, sentences: int, device: torch.device) -> States:
+    """The states of `sentences` rows for a search whose hypotheses part."""
+    return tuple(state.branching(sentences, device) for state in states)
+
+
+def time_to_leave(gone_A: Tensor, full_A: Tensor) -> bool:
+    """Whether sentences that are done leave the batch now.
+
+    Leaving one by one would copy what is remembered more often than it saves. But one that is `full`, having reached
+    its limit, must not read on: it may have come to the end of the model's positions.
+    """
+    return int(gone_A.sum()) * 8 >= len(gone_A) or bool((gone_A & full_A).any())
+
+
+def alike(sources: Sequence[Ids], enough: int = 512) -> Iterator[Sequence[Ids]]:
+    """Parts, in order, in which lengths differ little: reading padding costs as much as reading.
+
+    A part of `enough` symbols is worth a pass of its own. Sources that come sorted give the fewest.
+    """
+    start = longest = 0
+    for i, source in enumerate(sources):
+        if len(source) * 4 < longest * 3 and (i - start) * longest >= enough:
+            yield sources[start:i]
+            start, longest = i, 0
+        longest = max(longest, len(source))
+    yield sources[start:]
 
 
 def check(models: Sequence[Model]) -> Config:

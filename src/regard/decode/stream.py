@@ -39,6 +39,8 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
     prepare = Preparer([runs] if isinstance(runs, Run) else list(runs), options)
     (task,) = prepare([item])
     if not isinstance(task, Task):
+        if "unsatisfied" in task:
+            raise UserError(f"stream: {task['unsatisfied']}")
         return
     scorer, codec = prepare.scorer, prepare.codec
     rules = make_rules(scorer, [task], options, one_path=True)

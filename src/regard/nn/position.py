@@ -31,6 +31,10 @@ class Position(nn.Module):
         """What to add to the scores, (batch or 1, heads, T, S); asked once per pass, not per layer."""
         return None
 
+    def at(self, pos_BT: Tensor) -> Position:
+        """The same for all layers of a pass over these positions: what `rotate` needs to know is computed once."""
+        return self
+
 
 def sinusoid(pos_BT: Tensor, width: int, halves: bool = False) -> Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i/width)), PE(pos, 2i+1) = cos of the same, for any position.
@@ -111,11 +115,34 @@ class Rotary(Position):
         kept = ((turns - turning.low) / (turning.high - turning.low)).clamp(0, 1)
         return rate * (kept + (1 - kept) / turning.factor)
 
-    def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
+    def waves(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosine for both parts of each pair, and the sine, negative for the first."""
         angle_B1TE = (pos_BT.unsqueeze(-1) * self.rates(pos_BT.device)).unsqueeze(1)
-        cos, sin = angle_B1TE.cos().to(x_BHTE.dtype), angle_B1TE.sin().to(x_BHTE.dtype)
-        a, b = x_BHTE.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        cos, sin = angle_B1TE.cos(), angle_B1TE.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
+        return _turn(x_BHTE, *self.waves(pos_BT))
+
+    def at(self, pos_BT: Tensor) -> Position:
+        return RotaryAt(self, pos_BT)
+
+
+class RotaryAt(Position):
+    """The rotation at given positions."""
+
+    def __init__(self, rotary: Rotary, pos_BT: Tensor) -> None:
+        super().__init__()
+        self.rotary, self.pos_BT, self.waves = rotary, pos_BT, rotary.waves(pos_BT)
+
+    def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
+        return _turn(x_BHTE, *self.waves) if pos_BT is self.pos_BT else self.rotary.rotate(x_BHTE, pos_BT)
+
+
+def _turn(x_BHTE: Tensor, cos_B1TE: Tensor, sin_B1TE: Tensor) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of every vector."""
+    cos, sin = cos_B1TE.to(x_BHTE.dtype), sin_B1TE.to(x_BHTE.dtype)
+    return torch.addcmul(x_BHTE * cos, x_BHTE.roll(x_BHTE.shape[-1] // 2, dims=-1), sin)
 
 
 class Alibi(Position):

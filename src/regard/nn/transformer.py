@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.nn.attention import Sight
+from regard.nn.attention import KV, Sight
 from regard.nn.block import NOWHERE, Block, make_norm
 from regard.nn.dropout import Dropout
 from regard.nn.position import make_position
 from regard.nn.reversible import ReversibleBlock, run_reversible
-from regard.nn.state import Encoded, Memory, Source, State
+from regard.nn.state import Encoded, Source, State
+from regard.nn.tree import Tree
 
 Carried = tuple[Tensor, ...]  # per layer, what went into it for the last symbols read
 
@@ -48,6 +51,8 @@ class Transformer(nn.Module):
         """Read on from `state`: one symbol or many, the same outputs. `keep_BT` is False at padding."""
         if state.length and not state.layers:
             raise ValueError("reversible layers keep no keys in training: nothing can be read on from there")
+        if state.tree is not None:
+            return self._branch(x_BTD, state, state.tree)
         length = x_BTD.shape[1]
         keep_BP = state.kept(length, keep_BT)
         pos_BP = state.positions(length, keep_BP if self.causal else None, x_BTD.device)
@@ -62,16 +67,36 @@ class Transformer(nn.Module):
             x_BTD = torch.cat((x_BTD, x_BTD), dim=-1)
             if self.training and torch.is_grad_enabled() and not state.length:
                 blocks = [block for block in self.blocks if isinstance(block, ReversibleBlock)]
-                x_BTD = run_reversible(blocks, x_BTD, pos_BT, sight, self.position)
+                x_BTD = run_reversible(blocks, x_BTD, pos_BT, sight, self.position.at(pos_BT))
                 return self.norm(x_BTD), state.advance((), length, keep_BT)  # keys are not stored either
+        x_BTD, layers = self._run(x_BTD, pos_BT, sight, state)
+        if self.memory:
+            layers = [seen.last(self.memory) for seen in layers]
+        return x_BTD, state.advance(tuple(layers), length, keep_BT)
+
+    def _branch(self, x_N1D: Tensor, state: State, tree: Tree) -> tuple[Tensor, State]:
+        """Read one symbol for every hypothesis. Those of a sentence stand side by side, as if they were its symbols."""
+        grown = tree.grow(self.memory)
+        x_AWD = self._embed(x_N1D.view(len(grown.seen_AWP), -1, x_N1D.shape[-1]), tree.next_A1)
+        if self.reversible:
+            x_AWD = torch.cat((x_AWD, x_AWD), dim=-1)
+        bias = self.position.bias(tree.next_A1, grown.pos_AP)
+        sight = Sight(tree.next_A1, grown.pos_AP, grown.seen_AWP.unsqueeze(1), bias, None, self.causal, self.window)
+        x_AWD, layers = self._run(x_AWD, tree.next_A1, sight, state)
+        state = replace(state, layers=tuple(layers), length=state.length + 1, tree=grown)
+        return x_AWD.flatten(0, 1).unsqueeze(1), state
+
+    def _run(self, x_BTD: Tensor, pos_BT: Tensor, sight: Sight, state: State) -> tuple[Tensor, list[KV]]:
+        """All layers -> their output, and the keys that each one saw."""
         cross_sight = None if state.source is None else self._cross_sight(pos_BT, len(x_BTD), state.source)
-        layers: list[Memory] = []
+        position = self.position.at(pos_BT)
+        layers: list[KV] = []
         for i, block in enumerate(self.blocks):
             past = state.layers[i] if state.layers else None
             source = None if cross_sight is None or state.source is None else (state.source.keys[i], cross_sight)
-            x_BTD, seen = block(x_BTD, pos_BT, sight, self.position, past, source)
-            layers.append(seen.last(self.memory) if self.memory else seen)
-        return self.norm(x_BTD), state.advance(tuple(layers), length, keep_BT)
+            x_BTD, seen = block(x_BTD, pos_BT, sight, position, past, source)
+            layers.append(seen)
+        return self.norm(x_BTD), layers
 
     def read_segment(self, x_BTD: Tensor, carried: Carried | None) -> tuple[Tensor, Carried]:
         """Read a segment of a long text after the `carried` inputs of every layer, which take no gradient.
@@ -83,13 +108,14 @@ class Transformer(nn.Module):
         pos_1T = pos_1P[:, past:]
         x_BTD = self._embed(x_BTD, pos_1T)
         sight = Sight.of(pos_1T, pos_1P, None, self.causal, self.window, self.position.bias(pos_1T, pos_1P))
+        position = self.position.at(pos_1T)
         kept = []
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             seen = x_BTD if carried is None else torch.cat((carried[i], x_BTD), dim=1)
             kept.append(seen[:, max(0, seen.shape[1] - self.memory) :].detach())
             remembered = None if carried is None else block.remember(carried[i], pos_1P[:, :past], self.position)
-            x_BTD, _ = block(x_BTD, pos_1T, sight, self.position, remembered)
+            x_BTD, _ = block(x_BTD, pos_1T, sight, position, remembered)
         return self.norm(x_BTD), tuple(kept)
 
     def _embed(self, x_BTD: Tensor, pos_BT: Tensor) -> Tensor:

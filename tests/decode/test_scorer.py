@@ -1,0 +1,51 @@
+"""What comes before and between the steps of a search: reading sources in parts, and who leaves the batch when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_kit import NAMES, run_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.batch import pad
+from regard.decode.scorer import Scorer, Task, alike, select, time_to_leave
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(1, 200))
+def test_parts_are_all_sources_in_order_and_large_enough(counts: list[int], enough: int) -> None:
+    sources = [[4] * count for count in counts]
+    parts = list(alike(sources, enough))
+    assert [source for part in parts for source in part] == sources
+    for part in parts[:-1]:
+        assert len(part) * max(map(len, part)) >= enough
+    in_order = sorted(sources, key=len, reverse=True)
+    for part in alike(in_order, 0):
+        assert len(part[-1]) * 4 >= len(part[0]) * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_read_in_parts_is_read_at_once(name: str) -> None:
+    model, draws = run_of(name, 1).model, torch.Generator().manual_seed(0)
+    counts = [20] * 30 + [11] * 40 + [12, 9] * 20 + [2] * 7
+    sources = [[*torch.randint(4, 10, (count,), generator=draws).tolist(), 3] for count in counts]
+    assert len(list(alike(sources))) == 3
+    scorer, tasks = Scorer([model]), [Task((source,), 5) for source in sources]
+    with torch.inference_mode():
+        states, others = scorer.start(tasks), (model.encode(*pad(sources, 0)),)
+        tokens = scorer.first(tasks)[0]
+        everyone = torch.arange(len(tasks))
+        for rows, stay in ((everyone, None), (everyone[1:], everyone[1:])):
+            states, others, tokens = select(states, rows, stay), select(others, rows, stay), tokens[rows]
+            (logp_NV, states), (expected_NV, others) = scorer.step(tokens, states), scorer.step(tokens, others)
+            torch.testing.assert_close(logp_NV, expected_NV, atol=1e-5, rtol=1e-5)
+            tokens = expected_NV.argmax(1)
+
+
+def test_who_is_done_leaves_in_company_or_at_its_limit() -> None:
+    gone, none = torch.arange(16) < 1, torch.zeros(16, dtype=torch.bool)
+    assert not time_to_leave(gone, none)
+    assert time_to_leave(torch.arange(16) < 2, none)
+    assert time_to_leave(gone, gone) and not time_to_leave(gone, ~gone)

@@ -1,0 +1,131 @@
+"""Hypotheses that share what they remember go on as those that each have their own, and nothing of it moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from familykit import BOTH, DECODERS, VOCAB, build, close, left_padded, shrunk
+from regard.model import Model
+from regard.nn.kv import KV
+from regard.nn.state import State
+from regard.nn.tree import Tree
+from test_alone import ROWS, VARIANTS, decoder
+
+SOURCES = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0], [10, 4, 4, 3, 0]])
+CPU = torch.device("cpu")
+
+
+def together(model: Model, state: State, draws: torch.Generator, steps: int = 6, width: int = 3) -> None:
+    """Search at random from one hypothesis of each of three sentences, in a tree and without one; a sentence leaves."""
+    count, rows = 3, 3
+    tree = state.branching(count, CPU)
+    tokens_N = torch.randint(4, VOCAB, (rows,), generator=draws)
+    for t in range(steps):
+        logits_NV, state = model.step(tokens_N, state)
+        ours_NV, tree = model.step(tokens_N, tree)
+        close(ours_NV, logits_NV)
+        assert tree.length == state.length
+        stay_A = torch.tensor([0, 2]) if t == 3 else torch.arange(count)
+        parents_AW = torch.randint(rows // count, (len(stay_A), width), generator=draws)
+        rows_N = (stay_A.unsqueeze(1) * (rows // count) + parents_AW).flatten()
+        left = stay_A if t == 3 else None
+        state, tree = state.select(rows_N, left), tree.select(rows_N, left)
+        count, rows = len(stay_A), len(rows_N)
+        tokens_N = torch.randint(4, VOCAB, (rows,), generator=draws)
+
+
+def memories(name: str) -> list[dict[str, int]]:
+    """Everything is remembered, and where positions count distances that may be the last few symbols only."""
+    stack = decoder(name).config.decoder
+    assert stack is not None
+    short = stack.position in ("relative", "rotary", "alibi", "bucket") and stack.residual == "add"
+    return [{}, {"memory": 3}] if short else [{}]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("name", "memory"), [(name, m) for name in (*DECODERS, *VARIANTS) for m in memories(name)])
+@torch.no_grad()
+def test_a_decoder_alone_in_a_tree(name: str, memory: dict[str, int], padded: bool) -> None:
+    model = decoder(name, **memory)
+    for seed in range(3):
+        draws = torch.Generator().manual_seed(seed)
+        prompt, keep = left_padded(ROWS) if padded else (torch.randint(4, VOCAB, (3, 2), generator=draws), None)
+        together(model, model.read(prompt, State(()), keep)[1], draws)
+        together(model, State(()), draws)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@torch.no_grad()
+def test_a_decoder_with_a_source_in_a_tree(name: str) -> None:
+    model = build(shrunk(name))
+    for seed in range(3):
+        together(model, model.encode(SOURCES, SOURCES > 0), torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("center", ["step", "predicted"])
+@torch.no_grad()
+def test_a_decoder_that_looks_at_part_of_the_source(center: str) -> None:
+    changes = {"decoder": {"cross_window": 1, "cross_center": center, "window": 2}}
+    model = build(shrunk("transformer-base", changes=changes))
+    together(model, model.encode(SOURCES, SOURCES > 0), torch.Generator().manual_seed(1))
+
+
+def places(state: State) -> list[int]:
+    return [x.data_ptr() for memory in state.layers for x in memory]
+
+
+@torch.inference_mode()
+def test_no_key_moves_while_there_is_room() -> None:
+    """In 60 steps what is remembered is put together anew a few times, ever more seldom, and only what is alive."""
+    model = build(shrunk("transformer-base"))
+    state = model.encode(SOURCES, SOURCES > 0).branching(3, CPU)
+    draws = torch.Generator().manual_seed(0)
+    moves, tokens_N = [], torch.tensor([4, 5, 6])
+    for t in range(60):
+        _, after = model.step(tokens_N, state)
+        if t:
+            assert places(after) == places(state), "growing copied what was there"
+        each = len(tokens_N) // 3
+        rows_N = (torch.arange(3).unsqueeze(1) * each + torch.randint(each, (3, 4), generator=draws)).flatten()
+        state = after.select(rows_N)
+        if places(state) != places(after):
+            moves.append(t)
+            assert isinstance(state.layers[0], KV) and state.layers[0].room >= 16
+            assert state.tree is not None and state.tree.seen_AWP.flatten(0, 1).any(0).all(), "the dead came along"
+        tokens_N = torch.randint(4, VOCAB, (12,), generator=draws)
+    assert len(moves) <= 15 and moves[-1] - moves[-2] > 4
+    assert state.tree is not None and state.tree.seen_AWP.sum(2).eq(60).all()
+
+
+def test_a_recurrent_memory_needs_no_tree() -> None:
+    state = build(shrunk("rnn-luong")).encode(SOURCES, SOURCES > 0)
+    assert state.branching(3, CPU) is state
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_a_tree_knows_the_past_of_each(data: st.DataObject, sentences: int, width: int) -> None:
+    """Against lists: every symbol has a number, and paths are lists of them; the dead may be dropped at any time."""
+    none = torch.ones(sentences, 1, 0, dtype=torch.bool)
+    tree = Tree(none, torch.zeros(sentences, 0, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
+    names_AP: Tensor = torch.zeros(sentences, 0, dtype=torch.long)
+    paths: list[list[int]] = [[] for _ in range(sentences)]
+    for t in range(5):
+        each = len(paths) // sentences
+        tree = tree.grow(0)
+        names_AP = torch.cat((names_AP, t * 10 + torch.arange(each).expand(sentences, -1)), 1)
+        paths = [[*path, t * 10 + i % each] for i, path in enumerate(paths)]
+        parents = [data.draw(st.integers(0, each - 1)) for _ in range(sentences * width)]
+        rows = [i // width * each + parent for i, parent in enumerate(parents)]
+        tree, paths = tree.select(torch.tensor(rows), None), [paths[row] for row in rows]
+        if data.draw(st.booleans()):
+            place_AL = tree.alive()
+            tree, names_AP = tree.take(place_AL), names_AP.gather(1, place_AL)
+        for i, path in enumerate(paths):
+            seen_P = tree.seen_AWP[i // width, i % width]
+            assert names_AP[i // width, seen_P].tolist() == path
+            assert tree.pos_AP[i // width, seen_P].tolist() == list(range(len(path)))
