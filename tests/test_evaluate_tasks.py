@@ -15,9 +15,11 @@ from regard.data.account import Account
 from regard.data.source import Source
 from regard.data.stream import Stream, Units, read_pieces, tokenised
 from regard.errors import UserError
-from regard.evaluate import classify, evaluate_text, judge_text
+from regard.evaluate import evaluate_text, judge_text
+from regard.label import classify, classify_images
 from regard.model import Model
 from regard.run import Run
+from regard.text.example import Example
 from regard.textscore import context_of, score_hidden, score_stretches, score_text
 from regard.train.record import saved_recipe
 from regard.train.task import first_sentinel
@@ -180,10 +182,15 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
         (("masked", "text.txt", "--context", "5000"), "from 2 to 512"),
         (("masked", "text.txt", "--memory", "9"), "does not remember"),
         (("span", "text.txt", "--metric", "bits_per_char"), "metric: 'bits_per_char' is not known"),
-        (("classify", "labels.tsv", "--context", "5"), "for models of plain text"),
+        (("classify", "labels.tsv", "--context", "5"), "--context: no meaning for"),
+        (("classify", "labels.tsv", "--metric", "bleu"), "allowed: accuracy"),
+        (("classify", "labels.tsv", "--beam", "5", "--workers", "2"), "--beam, --workers: no meaning for"),
+        (("image", "images.npz", "--strict", "--max-source", "5"), "--max-source, --strict: no meaning for"),
+        (("lm", "text.txt", "--beam", "3", "--columns", "source"), "which is a language model"),
+        (("span", "text.txt", "--target", "x"), "--target: no meaning for"),
         (("image", "labels.tsv"), "not an .npz file"),
         (("lm", "none.txt"), "no such file"),
-        (("lm", "text.txt", "--against", "masked"), "another kind"),
+        (("lm", "text.txt", "--against", "masked"), "is an encoder that guesses hidden symbols"),
     ],
 )
 def test_mistakes(place: Path, args: tuple[str, ...], told: str) -> None:
@@ -202,10 +209,70 @@ def test_labels_have_probabilities_in_any_company(place: Path) -> None:
         assert labelled.probability == max(labelled.probabilities.values())
         (alone,) = classify(run, [text])
         assert alone.probabilities == pytest.approx(labelled.probabilities, abs=1e-5)
-    with pytest.raises(UserError, match="longer than the 512"):
-        classify(run, ["a" * 600])
+    short, long, far = classify(run, ["a", "a" * 600, Example("b" * 9)], max_source=10)
+    assert short.probabilities == pytest.approx(together[0].probabilities, abs=1e-5) and not short.flags
+    assert long.label == "" and "602 symbols" in long.flags["too_long"] and "512 learned" in long.flags["too_long"]
+    assert "more than 10 (max_source)" in far.flags["too_long"] and math.isnan(far.probability)
+    assert far.as_dict() == {"label": None, "probabilities": {}, "flags": far.flags}
     with pytest.raises(UserError, match="reads images"):
         classify(Run.load(place / "image"), ["a"])
+
+
+def test_a_classifier_tells_labels_line_by_line(place: Path) -> None:
+    run = Run.load(place / "classify")
+    lines = ["aaa", "", "b\todd", "x\ty\tz", "a" * 600, "bß"]
+    said = call("generate", place / "classify", stdin="\n".join(lines))
+    right = [labelled.label for labelled in classify(run, ["aaa", "b", "bß"])]
+    assert said.code == 0 and said.lines == [right[0], "", right[1], "", "", right[2]]
+    assert "wrong column count (stdin:4)" in said.err and "too long (stdin:5: the text has 602 symbols" in said.err
+    assert "1 unknown symbol" in said.err and "target column" in said.err
+    rows = [json.loads(line) for line in call("generate", place / "classify", "--json", stdin="\n".join(lines)).lines]
+    assert [row["label"] for row in rows] == [right[0], None, right[1], None, None, right[2]]
+    assert rows[0]["source"] == "aaa" and sum(rows[0]["probabilities"].values()) == pytest.approx(1)
+    assert "empty" in rows[1]["flags"] and "too_long" in rows[4]["flags"] and "flags" not in rows[0]
+    said = call("generate", place / "classify", "--beam", 2, "--prefix-column", "--window", 9, stdin="a\n")
+    assert (
+        said.code == 2 and "--beam, --prefix-column: " in said.err and "--window" in said.err.split("tells labels")[1]
+    )
+
+
+def test_a_classifier_of_images_tells_labels(place: Path) -> None:
+    images = np.load(place / "images.npz")["images"]
+    np.savez(place / "unlabelled.npz", images=images[:5])
+    said = call("generate", place / "image", place / "unlabelled.npz", "--json")
+    assert said.code == 0, said.err
+    right = classify_images(Run.load(place / "image"), images[:5, None])
+    assert [json.loads(line) for line in said.lines] == [labelled.as_dict() for labelled in right]
+    assert call("generate", place / "image", place / "images.npz").lines[:5] == [labelled.label for labelled in right]
+    said = call("generate", place / "image", place / "images.npz", "--window", 2)
+    assert said.code == 2 and "--window: " in said.err
+
+
+def test_what_a_run_does_not_know_is_said(place: Path) -> None:
+    (place / "strange.tsv").write_text("ab\teven\nßb\todd\naß\tnever\n" + "a" * 600 + "\teven\n")
+    said = call("evaluate", place / "classify", place / "strange.tsv", "--json", "--bootstrap", 0)
+    result = json.loads(said.out)
+    assert result["examples"] == 3 and result["skipped"] == {"too long": 1}
+    assert result["unknown"] == {"source": 2, "target": 1}
+    assert "strange.tsv:4: the text has 602" in said.err and "unknown label in 1 line: 'never'" in said.err
+    strict = call("evaluate", place / "classify", place / "strange.tsv", "--strict")
+    assert strict.code == 2 and "strange.tsv:4: too long: the text has 602" in strict.err
+    np.savez(place / "strange.npz", images=np.load(place / "images.npz")["images"][:3], labels=np.array([0, 7, 7]))
+    said = call("evaluate", place / "image", place / "strange.npz", "--json")
+    assert json.loads(said.out)["unknown"] == {"target": 2} and "'7' 2x" in said.err
+
+    (place / "strange.txt").write_text("the cät\nsat\n")
+    metrics = ["perplexity", "loss"]
+    for other, named in (((), ""), (("--against", place / "bytes"), f"{place / 'lm'}: ")):
+        said = call("evaluate", place / "lm", place / "strange.txt", "--json", *other)
+        result = json.loads(said.out)
+        assert list(result["metrics"]) == metrics and result["unknown"] == {"source": 1}
+        assert said.err.startswith(f"{named}8.3 % of the text: 1 unknown symbol in 1 line: 'ä'")
+        assert "bits per character are left out" in said.err
+    said = call("evaluate", place / "lm", place / "strange.txt", "--metric", "bits_per_char")
+    assert said.lines[1].startswith("bits_per_char") and "are too few" in said.err
+    said = call("evaluate", place / "bytes", place / "strange.txt", "--json")  # for which nothing is unknown
+    assert "bits_per_char" in json.loads(said.out)["metrics"] and said.err == ""
 
 
 def test_scores_of_lines(place: Path) -> None:

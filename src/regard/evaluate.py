@@ -14,10 +14,9 @@ from regard.data.stream import Units
 from regard.decode.crew import Crew
 from regard.decode.generate import Decoder
 from regard.decode.options import Options
-from regard.decode.score import score
+from regard.decode.score import overlong, score
 from regard.errors import UserError, one_of
 from regard.label import Labelled
-from regard.label import classify as classify
 from regard.metrics import (
     METRICS,
     SAMPLES,
@@ -72,6 +71,7 @@ class Evaluation:
 
 
 Staff = Callable[[Decoder, int], AbstractContextManager[Decoder | Crew]]  # who decodes so many inputs
+Skip = Callable[[int, str], object]  # told the place of an example that cannot be used, and why
 
 
 def alone(decoder: Decoder, inputs: int) -> AbstractContextManager[Decoder]:
@@ -87,8 +87,14 @@ def evaluate(
     against: Run | None = None,
     samples: int = SAMPLES,
     staff: Staff = alone,
+    skip: Skip = lambda place, reason: None,
 ) -> Evaluation:
-    """Evaluate a run; without `metrics`, those that fit its task. `samples` are those of the bootstrap, 0 for none."""
+    """Evaluate a run; without `metrics`, those that fit its task. `samples` are those of the bootstrap, 0 for none.
+
+    Pairs that are too long for one of the runs are left out; `skip` is told of each.
+    """
+    reasons = [overlong(each, examples, options or Options()) for each in (run, against) if each is not None]
+    examples = [examples[place] for place in _usable(reasons, skip)]
     if not examples:
         raise UserError("there is nothing to evaluate: not one usable pair was found")
     references = [example.target or "" for example in examples]
@@ -104,6 +110,14 @@ def evaluate(
     others = {name: _measure(name, theirs, references, samples) for name in names}
     p_values = {name: _compare(name, outputs, theirs, references, samples or SAMPLES) for name in names}
     return Evaluation(len(examples), scores, outputs, others, p_values)
+
+
+def _usable(reasons: Sequence[Sequence[str]], skip: Skip) -> list[int]:
+    """The places with which nothing is wrong; `reasons` are, for each run, what is."""
+    wrong = {place: reason for each in reversed(reasons) for place, reason in enumerate(each) if reason}
+    for place in sorted(wrong):
+        skip(place, wrong[place])
+    return [place for place in range(len(reasons[0])) if place not in wrong]
 
 
 def default_metrics(run: Run, references: Sequence[str]) -> list[str]:
@@ -150,16 +164,24 @@ def evaluate_labels(
     said: Sequence[Labelled],
     others: Sequence[Labelled] | None = None,
     samples: int = SAMPLES,
+    skip: Skip = lambda place, reason: None,
 ) -> Evaluation:
-    """Evaluate told labels against the right ones; `others` are those of another run."""
+    """Evaluate told labels against the right ones; `others` are those of another run.
+
+    What was too long to get a label is left out; `skip` is told of each.
+    """
+    both = [said] if others is None else [said, others]
+    reasons = [["".join(labelled.flags.values()) for labelled in each] for each in both]
+    kept = _usable(reasons, skip)
+    references = [references[place] for place in kept]
     if not references:
         raise UserError("there is nothing to evaluate: not one usable example was found")
-    texts = [labelled.label for labelled in said]
+    texts = [said[place].label for place in kept]
     outputs = Outputs(texts, [], [])
     metrics = {"accuracy": measure("accuracy", texts, references, samples)}
     if others is None:
         return Evaluation(len(references), metrics, outputs)
-    theirs = [labelled.label for labelled in others]
+    theirs = [others[place].label for place in kept]
     p_value = compare("accuracy", texts, theirs, references, samples or SAMPLES)
     other = {"accuracy": measure("accuracy", theirs, references, samples)}
     return Evaluation(len(references), metrics, outputs, other, {"accuracy": p_value})
@@ -175,6 +197,7 @@ class TextScores(NamedTuple):
     nll: np.ndarray
     right: np.ndarray
     characters: np.ndarray
+    unknown: int = 0  # symbols of the text
 
     def sums(self, name: str) -> Sums:
         """Amount and total of a metric, by line; in the logarithm where it is a perplexity."""
@@ -205,7 +228,8 @@ def judge_text(run: Run, units: Units, context: int | None = None, memory: int |
         judged = (score_hidden if run.config.decoder is None else score_stretches)(run, units.ids, context)
     lines = np.repeat(np.arange(len(units.symbols)), units.symbols)
     asked, nll, right = (np.bincount(lines, x, len(units.symbols)) for x in (judged.asked, judged.nll, judged.right))
-    return TextScores(asked, nll, right, units.characters.astype(float))
+    unknown = run.codec.source.unknown(units.ids[1:].tolist())
+    return TextScores(asked, nll, right, units.characters.astype(float), unknown)
 
 
 def evaluate_text(
@@ -215,8 +239,13 @@ def evaluate_text(
     others: TextScores | None = None,
     samples: int = SAMPLES,
 ) -> Evaluation:
-    """Evaluate what `judge_text` found; `others` is what it found for another run on the same text."""
-    names = list(metrics) or list(text_metrics(run))
+    """Evaluate what `judge_text` found; `others` is what it found for another run on the same text.
+
+    Bits per character are only given if asked for where a symbol is unknown: who reads them back would not know which
+    it was, so they are too few.
+    """
+    clear = not scores.unknown and (others is None or not others.unknown)
+    names = list(metrics) or [name for name in text_metrics(run) if clear or name != "bits_per_char"]
     for name in names:
         if name not in text_metrics(run):
             raise one_of("metric", name, text_metrics(run))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from regard.run import Run
 from regard.text.example import Example
 
 BATCH_TOKENS = 8192
+MAX_SOURCE = 2048  # symbols of a text
 IMAGES = 256  # at once
 
 
@@ -24,12 +26,18 @@ IMAGES = 256  # at once
 class Labelled:
     """The most probable label, and the probability of every one, most probable first."""
 
-    label: str
+    label: str  # empty if there is none
     probabilities: dict[str, float]
+    flags: dict[str, str] = field(default_factory=dict)  # why there is none: name -> reason
 
     @property
     def probability(self) -> float:
-        return self.probabilities[self.label]
+        return self.probabilities.get(self.label, math.nan)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON shape that scripts rely on; flags only where there are any, and then no label."""
+        out: dict[str, Any] = {"label": None if self.flags else self.label, "probabilities": self.probabilities}
+        return {**out, "flags": dict(self.flags)} if self.flags else out
 
 
 def labels_of(run: Run) -> tuple[str, ...]:
@@ -39,28 +47,34 @@ def labels_of(run: Run) -> tuple[str, ...]:
     return run.labels or tuple(map(str, range(run.config.classes)))
 
 
-def classify(run: Run, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> list[Labelled]:
-    """The labels of texts, in order."""
+def classify(
+    run: Run, texts: Sequence[str | Example], batch_tokens: int = BATCH_TOKENS, max_source: int = MAX_SOURCE
+) -> list[Labelled]:
+    """The labels of texts, in order; one that is too long has none, and a flag."""
     if run.config.patches is not None:
         raise UserError(f"{run.path}: its model reads images, not text")
-    rows = run.codec.encode_source([Example(text) for text in texts])
-    encoder = run.config.encoder
-    assert encoder is not None
-    if encoder.position == "learned":
-        for text, row in zip(texts, rows, strict=True):
-            if len(row) > encoder.max_length:
-                raise UserError(
-                    f"a text of {len(row)} symbols is longer than the {encoder.max_length} that the model reads: "
-                    f"{text[:60]!r}"
-                )
-    found: list[Labelled | None] = [None] * len(rows)
+    labels_of(run)
+    rows = run.codec.encode_source([Example(text) if isinstance(text, str) else text for text in texts])
+    found = [Labelled("", {}, _too_long(run, len(row), max_source)) for row in rows]
     device = next(run.model.parameters()).device
-    for part in _alike(rows, batch_tokens):
+    for part in _alike(rows, [index for index, labelled in enumerate(found) if not labelled.flags], batch_tokens):
         source_BS, keep_BS = pad([rows[index] for index in part], run.config.ids.pad)
         told = _told(run, source_BS.to(device), None if keep_BS is None else keep_BS.to(device))
         for index, labelled in zip(part, told, strict=True):
             found[index] = labelled
-    return [labelled for labelled in found if labelled is not None]
+    return found
+
+
+def _too_long(run: Run, symbols: int, most: int) -> dict[str, str]:
+    stack = run.config.encoder
+    assert stack is not None
+    if stack.position == "learned" and symbols > stack.max_length:
+        room = f"the {stack.max_length} learned positions of the model"
+    elif symbols > most:
+        room = f"{most} (max_source)"
+    else:
+        return {}
+    return {"too_long": f"the text has {symbols} symbols with the marks around it, more than {room}"}
 
 
 def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Labelled]:
@@ -82,9 +96,9 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Labelled]:
     return found
 
 
-def _alike(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
-    """Numbers of rows of similar length, as many at once as there is room for."""
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+def _alike(rows: Sequence[Sequence[int]], chosen: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Some rows by their numbers: those of similar length together, as many at once as there is room for."""
+    order = sorted(chosen, key=lambda index: -len(rows[index]))
     while order:
         count = max(1, batch_tokens // max(1, len(rows[order[0]])))
         yield order[:count]

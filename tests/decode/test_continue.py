@@ -96,12 +96,25 @@ def test_a_prompt_and_its_continuation_fit_the_positions() -> None:
     (found,) = next(generate(run, ["abc" * 12], Options(min_length=3)))
     assert len(found.ids) == 3 and "limit of 3 symbols" in found.flags["max_length"]
     assert "too_long" in next(generate(run, ["a" * 39]))[0].flags
-    with pytest.raises(UserError, match=r"min_length.*learned positions"):
-        list(generate(run, ["abc" * 12], Options(min_length=4)))
-    with pytest.raises(UserError, match="40 learned positions"):
-        list(score(run, [("abc" * 12, "abcd")]))
+    (none,), (some,) = generate(run, ["abc" * 12, "abc"], Options(min_length=4))
+    assert "learned positions" in none.flags["unsatisfied"] and len(some.ids) >= 4
+    with pytest.raises(UserError, match=r"min_length.*learned positions for 39"):
+        list(generate(run, ["abc"], Options(min_length=40)))
+    none, some = score(run, [("abc" * 12, "abcd"), ("abc" * 12, "abc")])
+    assert "the text has 41 symbols, more than the 40" in none.flags["too_long"] and some.score < 0
     (unbounded,) = next(generate(language_model("rotary", 0), ["a"], Options(forbid=tuple("abcdef"), min_length=0)))
     assert unbounded.ids == (3,)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"beam": 3}, {"sample": True}])
+def test_a_prompt_that_leaves_little_room_among_many_that_do_not(chosen: dict[str, object]) -> None:
+    """Whoever has come to the end of the positions reads no further, also when it ends long before the others."""
+    run, long = language_model("learned", 1, "none"), "abcdef" * 6 + "ab"
+    options = Options.of(min_ratio=0.05, forbid=("ff",), **chosen)
+    others = [Request(text, prefix="abcabcabcabc") for text in ("ab", "fade", "c") * 6]
+    rows = list(generate(run, [long, *others], options))
+    assert 1 < len(rows[0][0].ids) <= 3 and min(len(row[0].ids) for row in rows[1:]) > 12
+    assert same(next(generate(run, [long], options)), rows[0])
 
 
 def test_a_hundred_symbols_by_default() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from regard.decode.batches import by_length, windows
 from regard.decode.generate import Decoder, Request, generate
 from regard.decode.options import Options
+from regard.decode.score import score
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset
@@ -81,6 +83,9 @@ def test_a_hundred_thousand_characters_are_refused_not_read(name: str) -> None:
     (h,), (other,) = generate(run_of(name, 1), [long, "abc"], Options(max_length=5))
     assert h.text == "" and "102000 symbols, more than 2048 (max_source)" in h.flags["too_long"]
     assert "too_long" not in other.flags
+    one, two, three = score(run_of(name, 1), [(long, "abc"), ("abc", long), ("abc", "cab")])
+    assert "source has 102000" in one.flags["too_long"] and "target has 102000" in two.flags["too_long"]
+    assert not three.flags and three.score < 0
 
 
 @settings(max_examples=50, deadline=None)
@@ -102,7 +107,14 @@ def test_learned_positions_bound_both_sides() -> None:
     torch.manual_seed(0)
     run = Run(config, codec, Model(config).eval(), Path("here"))
     (fits,), (too_long,) = generate(run, ["abcdabcd", "abcdabcda"], Options(min_length=8))
-    assert len(fits.ids) == 9 and "more than 8" in too_long.flags["too_long"]
+    assert len(fits.ids) == 9 and "9 symbols, more than the 8 that fit" in too_long.flags["too_long"]
+    pairs = [("abcdabcd", "abcdabcd"), ("abcdabcda", "abc"), ("abc", "abcdabcda"), ("abc", "fed")]
+    scored = list(score(run, pairs))
+    (alone,) = score(run, pairs[-1:])
+    assert [bool(item.flags) for item in scored] == [False, True, True, False] and scored[3].score == alone.score
+    assert math.isnan(scored[1].score) and scored[1].as_dict()["score"] is None
+    for item, side in zip(scored[1:3], ("source", "target"), strict=True):
+        assert f"the {side} has 9 symbols, more than the 8 that fit" in item.as_dict()["flags"]["too_long"]
     with pytest.raises(UserError, match="learned positions"):
         list(generate(run, ["abc"], Options(min_length=9)))
 

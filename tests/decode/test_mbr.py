@@ -36,6 +36,16 @@ def test_candidates_come_by_expected_utility(settings: dict[str, object]) -> Non
         assert all(0 <= u <= 1 for u in utilities)
 
 
+def test_all_candidates_are_told_with_the_chosen_ones() -> None:
+    run, chosen = run_of("rnn-luong", 2), {"mbr": 6, "utility": "edit", "max_length": 9}
+    few, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **chosen))) for n in (1, 6))
+    for (best,), every in zip(few, all_, strict=True):
+        assert [candidate._asdict() for candidate in best.candidates] == [
+            {"text": h.text, "utility": h.utility, "score": h.score} for h in every
+        ]
+    assert not any(h.candidates for (h,) in generate(run, ["abc"]))
+
+
 @pytest.mark.parametrize("utility", UTILITIES)
 def test_the_middle_of_a_crowd_wins(utility: str) -> None:
     texts = ["the cat sat on a mat", "the cat sat on the mat", "the cat sat on the mat", "a dog ran away there"]

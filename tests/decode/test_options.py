@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from decode_kit import run_of
+from pathlib import Path
 
-from regard.decode.generate import Request, generate
+import pytest
+from decode_kit import blank, run_of, tokenizer
+
+from regard.decode.generate import Decoder, Request, generate
 from regard.decode.options import Options
 from regard.errors import UserError
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.tokenizer import Tokenizer
 
 NAN = float("nan")
 
@@ -48,7 +53,15 @@ NAN = float("nan")
         ({"min_ratio": 2.0, "max_ratio": 1.0}, "min_ratio 2.0 is more than max_ratio 1.0"),
         ({"max_length": 0}, "max_length"),
         ({"require": ("",)}, "require"),
-        ({"require": ("abc",), "forbid": ("b",)}, "require 'abc' contains a phrase that forbid rules out"),
+        ({"temperature": 0.5}, "temperature needs sample, or mbr without a beam"),
+        ({"top_k": 3, "mbr": 2, "beam": 2}, "top_k needs sample"),
+        ({"top_p": 0.5, "beam": 2}, "top_p needs sample"),
+        ({"min_p": 0.5}, "min_p needs sample"),
+        ({"utility": "edit", "beam": 2}, "utility needs mbr"),
+        ({"diversity": 1.0, "beam": 2}, "diversity needs groups"),
+        ({"exact": True}, "exact needs a beam"),
+        ({"coverage_penalty": 1.0}, "coverage_penalty needs a beam"),
+        ({"alignment_heads": [[0, 0]]}, "alignment_heads needs alignment or coverage_penalty"),
         ({"weights": (1.0, 0.0)}, "weights"),
         ({"batch_tokens": 0}, "batch_tokens"),
         ({"beem": 3}, "beem: no such key; did you mean 'beam'"),
@@ -61,10 +74,26 @@ def test_options_that_make_no_sense(settings: dict[str, object], message: str) -
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+        {"mbr": 3, "temperature": 0.5, "utility": "edit"},
+        {"beam": 4, "groups": 2, "diversity": 1.0, "exact": True, "coverage_penalty": 0.5, "alignment_heads": [[0, 0]]},
+        {"alignment": True, "alignment_heads": [[0, 0]]},
+        {"seed": 3},
+        {"temperature": 1.0, "utility": "chrf"},
+    ],
+)
+def test_options_that_are_heard(settings: dict[str, object]) -> None:
+    options = Options.of(**settings)
+    assert Options.of(**options.model_dump()) == options
+
+
+@pytest.mark.parametrize(
     ("request_", "settings", "message"),
     [
         (Request("abc", prefix="aß"), {}, "prefix 'aß': 'ß' is not in the target vocabulary"),
-        (Request("abc", prefix="abcdef"), {"max_length": 4}, "prefix 'abcdef': its 6 symbols are more"),
+        (Request("abc", prefix="abcdef"), {"max_length": 5}, "prefix 'abcdef': its 6 symbols are more"),
         (Request("abc", prefix="ab", forbid=("b",)), {}, "prefix 'ab' contains a phrase that forbid rules out"),
         (Request("abc", require=("abcdef",)), {"max_length": 4}, "require 'abcdef': this needs at least 6 symbols"),
         (Request("abc", prefix="ff", require=("abc",)), {"max_length": 4}, "needs at least 5 symbols"),
@@ -77,13 +106,49 @@ def test_options_that_make_no_sense(settings: dict[str, object], message: str) -
         ),
         (Request("abc", prefix="abc"), {"alternatives": 2, "alternatives_at": 1}, "alternatives_at 1 lies within"),
         (Request("abcdef"), {"min_ratio": 2.0, "max_length": 5}, "min_ratio"),
+        (Request("abc"), {"prefix": "abcd", "max_ratio": 1.0}, "prefix 'abcd': its 4 symbols are more"),
     ],
 )
-def test_wishes_that_cannot_be_met(request_: Request, settings: dict[str, object], message: str) -> None:
+def test_wishes_of_a_line_that_cannot_be_met_are_flagged(
+    request_: Request, settings: dict[str, object], message: str
+) -> None:
+    run, others = run_of("rnn-luong", 1), [Request("ab", prefix="fade"), Request("fa", prefix="fade")]
     for strategy in ({}, {"beam": 2}, {"sample": True}):
-        with pytest.raises(UserError) as error:
-            list(generate(run_of("rnn-luong", 1), [request_], Options.of(**settings, **strategy)))
-        assert message in str(error.value)
+        options = Options.of(**settings, **strategy)
+        first, bad, last = generate(run, [others[0], request_, others[1]], options)
+        assert bad[0].text == "" and message in bad[0].flags["unsatisfied"]
+        assert [first, last] == list(generate(run, others, options))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefix": "aß"}, "prefix 'aß': 'ß' is not in the target vocabulary"),
+        ({"prefix": "abcdef", "max_length": 4}, "prefix 'abcdef': its 6 symbols are more"),
+        ({"prefix": "ab", "forbid": ("b",)}, "prefix 'ab' contains a phrase that forbid rules out"),
+        ({"require": ("abcdef",), "max_length": 4}, "require 'abcdef': this needs at least 6 symbols"),
+        ({"require": ("abc",), "forbid": ("b",)}, "require 'abc': no output contains this"),
+        ({"prefix": "abc", "alternatives": 2, "alternatives_at": 1}, "alternatives_at 1 lies within"),
+    ],
+)
+def test_options_that_no_line_can_meet_are_refused_before_any_is_read(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        Decoder(run_of("rnn-luong", 1), Options.of(**settings))
+    assert message in str(error.value)
+
+
+def test_a_phrase_within_another_is_no_contradiction_where_symbols_are_spaced() -> None:
+    codec = Codec(tokenizer("char"), Tokenizer.train("space", ["S SH H A AH"]))
+    model = blank("rnn-luong", 1, codec)
+    run = Run(model.config, codec, model, Path("here"))
+    for strategy in ({}, {"beam": 3}, {"sample": True}):
+        options = Options.of(require=("SH",), forbid=("S", "H"), max_length=6, **strategy)
+        (h,) = next(generate(run, ["abc"], options))
+        assert "SH" in h.text.split(" ") and not {"S", "H"} & set(h.text.split(" "))
+    with pytest.raises(UserError, match="no output contains this"):
+        Decoder(run, Options(require=("A SH",), forbid=("SH",)))
 
 
 def test_phrases_of_separated_symbols() -> None:

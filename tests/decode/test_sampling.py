@@ -41,13 +41,13 @@ def test_samples_come_as_often_as_their_probability(temperature: float) -> None:
 def test_what_is_cut_off(weights: list[float], top_k: int, top_p: float, min_p: float) -> None:
     prob = torch.tensor([sorted(weights, reverse=True)], dtype=torch.float64)
     prob /= prob.sum()
-    by_k = (kept(prob, Options(top_k=top_k)) > 0).sum()
+    by_k = (kept(prob, Options(sample=True, top_k=top_k)) > 0).sum()
     assert by_k == min(top_k or len(weights), len(weights))
-    by_p = int((kept(prob, Options(top_p=top_p)) > 0).sum())
+    by_p = int((kept(prob, Options(sample=True, top_p=top_p)) > 0).sum())
     assert by_p >= 1 and prob[0, : by_p - 1].sum() < top_p <= prob[0, :by_p].sum() + 1e-6
-    by_min = kept(prob, Options(min_p=min_p))[0]
+    by_min = kept(prob, Options(sample=True, min_p=min_p))[0]
     assert torch.equal(by_min > 0, prob[0] >= min_p * prob[0, 0])
-    every = kept(prob, Options(top_k=top_k, top_p=top_p, min_p=min_p))[0]
+    every = kept(prob, Options(sample=True, top_k=top_k, top_p=top_p, min_p=min_p))[0]
     assert every[0] == prob[0, 0] and (every > 0).sum() <= min(int(by_k), by_p, int((by_min > 0).sum()))
 
 
@@ -55,7 +55,8 @@ def test_what_is_cut_off(weights: list[float], top_k: int, top_p: float, min_p: 
 def test_top_k_of_one_is_greedy(name: str) -> None:
     run, texts = run_of(name, 3), sources(2, 8)
     greedy = [row[0].ids for row in generate(run, texts, Options(max_length=9))]
-    for chosen in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.9999}, {"temperature": 1e-4}):
+    cold = [{"temperature": 10.0**-power} for power in (4, 40, 300)]  # what is no number in single precision, too
+    for chosen in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.9999}, *cold):
         rows = generate(run, texts, Options.of(sample=True, max_length=9, **chosen))
         assert [row[0].ids for row in rows] == greedy
 

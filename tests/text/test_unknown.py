@@ -26,3 +26,4 @@ def test_the_summary_is_short_and_tells_look_alikes_apart() -> None:
     assert told.startswith("12 unknown symbols in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
     assert told.endswith(" and 3 more")
     assert len(told) < 200
+    assert report.summary(1, what="label").startswith("12 unknown labels in 1 line: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,11 +24,7 @@ from regard.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from regard.data.account import Account
     from regard.evaluate import Evaluation
-    from regard.run import Run
-
-T = TypeVar("T")
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
 
@@ -62,6 +58,9 @@ def command(
     max_length: Annotated[
         int | None, typer.Option(help="Most output symbols. (default: 3 times the source and 50)")
     ] = None,
+    max_source: Annotated[
+        int | None, typer.Option(help="A longer source or target is left out. (default: 2048)")
+    ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(help="Source symbols times hypotheses at once. (default: 8192)")
     ] = None,
@@ -85,95 +84,46 @@ def command(
     by those, classifiers by their labels. Scores come with 95% bootstrap intervals. wer is the share of sequences that
     are wrong, per and cer count edits per symbol and character. Shares are in percent.
     """
+    from functools import partial
+
+    from regard.cli import kinds
+    from regard.cli.labels import left_out, option_name
+    from regard.cli.lines import staffed
     from regard.data.account import Account
     from regard.decode.options import Options
     from regard.errors import UserError
-    from regard.evaluate import evaluate
 
-    settings = dict(beam=beam, length_penalty=length_penalty, max_length=max_length, batch_tokens=batch_tokens)
-    options = Options.of(**{name: value for name, value in settings.items() if value is not None})
+    given = locals()
+    names = {name for allowed in kinds.OPTIONS.values() for name in allowed}
+    told = {name: given[name] for name in sorted(names) if not left_out(given[name])}
+    options = Options.of(**{name: value for name, value in told.items() if name in Options.model_fields})
     runs = open_runs([run, *([against] if against else [])], device, threads)
-    kinds = [_kind(each) for each in runs]
-    if len(set(kinds)) > 1:
-        raise UserError(f"--against: {against} is a model of another kind than {run}")
-    plain = kinds[0] in ("text", "hidden", "stretches")
-    if not plain and (context is not None or memory is not None):
-        raise UserError("--context and --memory are for models of plain text")
-    account = Account(strict)
-    if plain:
-        result = _text(runs, file, account, metric or [], bootstrap, context, memory)
-    elif kinds[0] == "image":
-        result = _images(runs, file, bootstrap)
-    else:
+    kind, *other = [kinds.kind_of(each) for each in runs]
+    if other and other[0] != kind:
+        raise UserError(f"--against: {against} is {kinds.NAMES[other[0]]}, {run} is {kinds.NAMES[kind]}")
+    if strange := [option_name(name) for name in told if name not in kinds.OPTIONS[kind]]:
+        raise UserError(f"{', '.join(strange)}: no meaning for {run}, which is {kinds.NAMES[kind]}")
+    if length_penalty is not None and options.beam == 1:
+        raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
+    account, metrics = Account(strict), metric or []
+    if kind in ("pairs", "labels"):
         source = pairs_of(file, target, columns, runs[0].codec.columns)
-        examples = [item.example for item in source.read(account)]
-        if kinds[0] == "labels":
-            from regard.evaluate import classify, evaluate_labels
-
-            said = [classify(each, [example.source for example in examples]) for each in runs]
-            result = evaluate_labels([e.target or "" for e in examples], said[0], _second(said), bootstrap)
+        if kind == "labels":
+            found = kinds.evaluate_labelled(runs, source, account, options, metrics, bootstrap)
         else:
-            from functools import partial
-
-            from regard.cli.lines import staffed
-
-            other, staff = runs[1] if against else None, partial(staffed, workers=workers, threads=threads)
-            result = evaluate(runs[0], examples, options, metric or (), other, bootstrap, staff)
-    if account.skipped:
-        talk(account.summary())
-    if json:
-        out_json(result.to_json(dict(account.skipped)))
+            staff = partial(staffed, workers=workers, threads=threads)
+            found = kinds.evaluate_pairs(runs, source, account, options, metrics, bootstrap, staff)
+    elif kind == "image":
+        found = kinds.evaluate_images(runs, file, metrics, bootstrap)
     else:
-        _show(result, run, against)
-
-
-def _second(found: list[T]) -> T | None:
-    return found[1] if len(found) > 1 else None
-
-
-def _kind(run: Run) -> str:
-    """What a run is evaluated on."""
-    config = run.config
-    if config.patches is not None:
-        return "image"
-    if config.output == "classes":
-        return "labels"
-    if config.encoder is None:
-        return "text"
-    if config.decoder is None:
-        return "hidden"
-    from regard.textscore import recipe_of
-
-    recipe = recipe_of(run)
-    return "stretches" if recipe is not None and recipe.task == "span" else "pairs"
-
-
-def _text(
-    runs: list[Run],
-    file: str,
-    account: Account,
-    metrics: list[str],
-    samples: int,
-    context: int | None,
-    memory: int | None,
-) -> Evaluation:
-    from regard.data.source import Source
-    from regard.data.stream import read_pieces, tokenised
-    from regard.evaluate import evaluate_text, judge_text
-
-    pieces = list(read_pieces(Source((file,)), account))
-    scores = [judge_text(run, tokenised(pieces, run.codec.source, file), context, memory) for run in runs]
-    return evaluate_text(runs[0], scores[0], metrics, _second(scores), samples)
-
-
-def _images(runs: list[Run], file: str, samples: int) -> Evaluation:
-    from regard.data.images import read_images
-    from regard.evaluate import evaluate_labels
-    from regard.label import classify_images
-
-    pictures = read_images(file)
-    said = [classify_images(run, pictures.images_NCHW) for run in runs]
-    return evaluate_labels(pictures.labels or [], said[0], _second(said), samples)
+        found = kinds.evaluate_plain(runs, file, account, metrics, bootstrap, context, memory)
+    for remark in [account.summary()] * bool(account.skipped) + found.remarks:
+        talk(remark)
+    if json:
+        shape = found.result.to_json(dict(account.skipped))
+        out_json({**shape, "unknown": found.unknown} if found.unknown else shape)
+    else:
+        _show(found.result, run, against)
 
 
 def _show(result: Evaluation, run: str, against: str | None) -> None:

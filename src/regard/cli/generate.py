@@ -22,7 +22,9 @@ Real = float | None
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Sources, one per line; - is stdin.")] = "-",
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Sources, one per line, or images (.npz); - is stdin.")
+    ] = "-",
     beam: Annotated[
         Whole, typer.Option(help="Hypotheses kept at each step. (default: 1, greedy)", rich_help_panel=SEARCH)
     ] = None,
@@ -145,10 +147,11 @@ def command(
     Lines come from FILE or stdin, outputs in the same order. A language model is given prompts and says how they go
     on. A plain output is one line of text. With several outputs per line (--nbest, --alternatives) each becomes a
     line of its own: number of the input line, score, text, separated by tabs. With --alignment the links follow,
-    written source-target from 0.
+    written source-target from 0. A classifier gives a label for every line, or for every image of an .npz.
     """
     from contextlib import ExitStack
 
+    from regard.cli.labels import left_out, tell_labels
     from regard.cli.lines import Input, staffed
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
@@ -156,7 +159,7 @@ def command(
 
     given = locals()
     told: dict[str, Any] = {
-        name: given[name] for name in Options.model_fields if name in given and not _left_out(given[name])
+        name: given[name] for name in Options.model_fields if name in given and not left_out(given[name])
     }
     if weights is not None:
         told["weights"] = weights.split(",")
@@ -164,6 +167,10 @@ def command(
         told["alignment_heads"] = [_head(pair) for pair in alignment_heads.split(",")]
     options = Options.of(**told)
     runs = open_runs([run, *(ensemble or [])], device, threads)
+    if runs[0].config.output == "classes":
+        others = [name for name in ("prefix_column", "ensemble", "workers") if not left_out(given[name])]
+        tell_labels(runs[0], file, options, [*told, *others], json)
+        return
     if options.precision == "bf16" and (problem := bf16_problem(choose_device(device))):
         talk(f"precision: fp32 instead of bf16: {problem}")
         options = options.model_copy(update={"precision": "fp32"})
@@ -177,6 +184,7 @@ def command(
                 answer = stack.enter_context(staffed(decoder, most, workers, threads))
             for request, hypotheses in zip(batch, answer(batch), strict=True):
                 number += 1
+                lines.note(number, hypotheses[0].flags)
                 _show(request.source, number, hypotheses, json, options.nbest > 1 or options.alternatives > 0)
             flush()
     for remark in lines.remarks():
@@ -185,7 +193,9 @@ def command(
 
 def _show(source: str, number: int, hypotheses: list[Hypothesis], json: bool, several: bool) -> None:
     if json:
-        out_json({"source": source, "hypotheses": [h.as_dict() for h in hypotheses]})
+        candidates = [candidate._asdict() for candidate in hypotheses[0].candidates]
+        told = {"source": source, "hypotheses": [h.as_dict() for h in hypotheses]}
+        out_json({**told, "candidates": candidates} if candidates else told)
     elif several:
         for hypothesis in hypotheses:
             out(f"{number}\t{hypothesis.score:.4f}\t{_line(hypothesis)}")
@@ -199,10 +209,6 @@ def _head(pair: str) -> tuple[int, int]:
     if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
         raise UserError(f"--alignment-heads: {pair!r} is not LAYER.HEAD, both counted from 1, such as 2.1")
     return int(layer) - 1, int(head) - 1
-
-
-def _left_out(value: Any) -> bool:
-    return value is None or value is False  # not `in`: 0 equals False, and an option of 0 is to be refused, not ignored
 
 
 def _line(hypothesis: Hypothesis) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from queue import Empty, Queue
@@ -16,11 +16,13 @@ import torch
 
 from regard.cli import READER
 from regard.cli.common import SMALL
-from regard.data.account import COLUMNS, Account
+from regard.data.account import COLUMNS, LONG, UNMET, Account
 from regard.data.lines import STDIN, Line, read_lines, shown
 from regard.decode.crew import Crew
 from regard.decode.generate import Decoder, Request
 from regard.errors import UserError
+from regard.label import labels_of
+from regard.run import Run
 from regard.text.codec import Codec
 from regard.text.example import Example
 from regard.text.unknown import Unknown
@@ -53,13 +55,20 @@ class Input:
             self.codec.note_unknown(examples, self.codec.encode_source(examples), self.unknown)
             yield requests
 
+    def note(self, number: int, flags: dict[str, str]) -> None:
+        """Count a line whose output is empty for what these flags say."""
+        for name, reason in (("too_long", LONG), ("unsatisfied", UNMET)):
+            if name in flags:
+                self.account.skip(reason, f"{shown(self.path)}:{number}", flags[name], tell=True)
+
     def remarks(self) -> list[str]:
         """What a person should know about the lines read."""
         remarks = []
         if self.account.skipped:
             remarks.append(f"{self.account.summary()}; their outputs are empty")
         if self.targets_ignored:
-            remarks.append(f"{self.targets_ignored:,} lines have a target column, which was ignored")
+            lines = "line has" if self.targets_ignored == 1 else "lines have"
+            remarks.append(f"{self.targets_ignored:,} {lines} a target column, which was ignored")
         if self.unknown:
             remarks.append(self.unknown.summary())
         return remarks
@@ -85,6 +94,44 @@ class Input:
         return Request(row["source"], row.get("features"), prefix)
 
 
+class UnknownParts:
+    """What a run does not know of some examples: symbols of the source, and of the target or labels."""
+
+    def __init__(self, run: Run) -> None:
+        self.codec = run.codec
+        self.labels = None if run.config.classes is None else set(labels_of(run))
+        self.source, self.target = Unknown(), Unknown()
+
+    def note(self, examples: Sequence[Example]) -> None:
+        """Count what is unknown in these."""
+        self.codec.note_unknown(examples, self.codec.encode_source(examples), self.source)
+        targets = [example.target or "" for example in examples]
+        if self.labels is None:
+            self.target.add(self.codec.target, targets, self.codec.target.encode(targets))
+        else:
+            self.note_labels(targets)
+
+    def note_labels(self, labels: Sequence[str]) -> None:
+        """Count the labels that the run does not know."""
+        for label in labels:
+            if label not in (self.labels or ()):
+                self.target.count([label], label)
+
+    def remarks(self) -> list[str]:
+        """What a person should know about it."""
+        remarks = [f"source: {self.source.summary()}"] if self.source else []
+        if self.target and self.labels is None:
+            remarks.append(f"target: {self.target.summary()}")
+        elif self.target:
+            remarks.append(f"target: {self.target.summary(what='label')}; none of these can be right")
+        return remarks
+
+    def to_json(self) -> dict[str, int]:
+        """How many symbols or labels are unknown, by side."""
+        sides = {"source": self.source, "target": self.target}
+        return {side: unknown.total for side, unknown in sides.items() if unknown}
+
+
 @contextmanager
 def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | None) -> Iterator[Decoder | Crew]:
     """A decoder with as many processes as were asked for, or as pay off for so many inputs at a time."""
@@ -107,7 +154,8 @@ def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | N
 def _is_file(path: str) -> bool:
     try:
         return S_ISREG((os.fstat(sys.stdin.fileno()) if path == STDIN else os.stat(path)).st_mode)
-    except (OSError, ValueError):  # let the reader say what is wrong with it; a stdin without a number is no pipe
+    except (OSError, ValueError, AttributeError):
+        # Let the reader say what is wrong with it; a stdin without a number is no pipe, and a closed one is None.
         return True
 
 

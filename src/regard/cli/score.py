@@ -11,6 +11,7 @@ from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, op
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from regard.cli.lines import UnknownParts
     from regard.data.account import Account
     from regard.data.source import Located
 
@@ -24,6 +25,12 @@ def command(
     columns: Columns = None,
     ensemble: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="A further run to score with. Repeatable.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="W,W,...", help="Of RUN and each --ensemble. (default: equal)")
+    ] = None,
+    max_source: Annotated[
+        int | None, typer.Option(help="A longer source or target is not scored. (default: 2048)")
     ] = None,
     strict: Strict = False,
     batch_tokens: Annotated[int | None, typer.Option(help="Symbols at once. (default: 8192)")] = None,
@@ -40,20 +47,25 @@ def command(
     """
     from itertools import tee
 
-    from regard.data.account import Account
+    from regard.cli.lines import UnknownParts
+    from regard.data.account import LONG, Account
+    from regard.data.lines import shown
     from regard.decode.options import Options
     from regard.decode.score import score
 
+    told = {"batch_tokens": batch_tokens, "max_source": max_source, "weights": weights and weights.split(",")}
+    options = Options.of(**{name: value for name, value in told.items() if value is not None})
     runs = open_runs([run, *(ensemble or [])], device, threads)
-    account = Account(strict)
-    options = Options.of(**({} if batch_tokens is None else {"batch_tokens": batch_tokens}))
+    account, unknown = Account(strict), UnknownParts(runs[0])
     if runs[0].config.encoder is None and target is None and columns is None:
         located = _texts(pairs, account)
     else:
         located = pairs_of(pairs, target, columns, runs[0].codec.columns).read(account)
-    ahead, behind = tee(located)
+    ahead, behind = tee(_noted(located, unknown, options.window))
     printed = 0
     for scored, (number, example) in zip(score(runs, (item.example for item in ahead), options), behind, strict=False):
+        if scored.flags:
+            account.skip(LONG, f"{shown(pairs)}:{number}", scored.flags["too_long"], tell=True)
         if json:
             out_json({"line": number, "source": example.source, "target": example.target, **scored.as_dict()})
         else:
@@ -64,8 +76,17 @@ def command(
     if not json:
         for _ in range(printed, account.read):
             out("nan")
-    if account.skipped:
-        talk(account.summary())
+    for remark in [account.summary()] * bool(account.skipped) + unknown.remarks():
+        talk(remark)
+
+
+def _noted(located: Iterator[Located], unknown: UnknownParts, most: int) -> Iterator[Located]:
+    """The same, with what is unknown in them counted."""
+    from regard.decode.batches import windows
+
+    for window in windows(located, most):
+        unknown.note([item.example for item in window])
+        yield from window
 
 
 def _texts(path: str, account: Account) -> Iterator[Located]:

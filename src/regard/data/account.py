@@ -12,6 +12,7 @@ COLUMNS = "wrong column count"
 EMPTY = "empty side"
 ENCODING = "invalid UTF-8"
 LONG = "too long"
+UNMET = "with a wish that cannot be met"
 NAMED = 5  # places kept per reason
 
 
@@ -29,8 +30,11 @@ class Account:
     def kept(self) -> int:
         return self.read - self.skipped.total()
 
-    def skip(self, reason: str, place: str, detail: str = "") -> None:
-        """Count a line (already counted as read) as skipped; in strict mode it is the end."""
+    def skip(self, reason: str, place: str, detail: str = "", *, tell: bool = False) -> None:
+        """Count a line (already counted as read) as skipped; in strict mode it is the end.
+
+        The detail is named there, and with `tell` in the summary too, where it is not the same for all such lines.
+        """
         if self.strict:
             raise UserError(
                 f"{place}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
@@ -38,7 +42,7 @@ class Account:
         self.skipped[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < NAMED:
-            places.append(place)
+            places.append(f"{place}: {detail}" if tell else place)
 
     def summary(self) -> str:
         """Say in a sentence what became of the lines."""

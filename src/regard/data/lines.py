@@ -71,6 +71,8 @@ def open_raw(path: str) -> Iterator[BinaryIO]:
     """Open a file as it is, or `-` for stdin."""
     try:
         if path == STDIN:
+            if sys.stdin is None:
+                raise UserError("stdin: is closed; name a file to read")
             stdin = sys.stdin.buffer
             yield stdin if hasattr(stdin, "peek") else cast(BinaryIO, io.BufferedReader(stdin))
         else:

@@ -9,7 +9,7 @@ from regard.decode.alignment import align, load_heads
 from regard.decode.batches import by_length, windows
 from regard.decode.constraint import banks
 from regard.decode.flags import collapsed, degenerate
-from regard.decode.hypothesis import Found, Hypothesis, normalize
+from regard.decode.hypothesis import Candidate, Found, Hypothesis, normalize
 from regard.decode.mbr import expected, shares
 from regard.decode.options import Options
 from regard.decode.prepare import Input, Preparer, Request
@@ -26,7 +26,7 @@ def generate(
     """The best outputs for every input, in order; several runs make an ensemble.
 
     Lines are read `window` ahead. An empty line gives an empty output without asking the model, and so does one that is
-    too long; both are flagged.
+    too long or has a wish that cannot be met; all are flagged. What the options ask for in vain is an error.
     """
     decoder = Decoder(runs, options)
     for window in windows(inputs, decoder.options.window):
@@ -104,7 +104,8 @@ class Decoder:
         utilities = expected([h.text for h in hypotheses], weights, self.options.utility, spaced)
         different = {h.text: replace(h, utility=u) for h, u in reversed(list(zip(hypotheses, utilities, strict=True)))}
         ranked = sorted(different.values(), key=lambda h: (-(h.utility or 0.0), -h.score, h.text))
-        return ranked[: self.options.nbest]
+        candidates = tuple(Candidate(h.text, h.utility or 0.0, h.score) for h in ranked)
+        return [replace(ranked[0], candidates=candidates), *ranked[1 : self.options.nbest]]
 
     def _align(self, tasks: dict[int, Task], results: list[list[Hypothesis]]) -> None:
         places = [(i, rank) for i in tasks for rank, h in enumerate(results[i]) if h.ids]

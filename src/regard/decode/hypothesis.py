@@ -35,6 +35,14 @@ class Alignment:
         return [(int(place), t) for t, place in enumerate(self.soft[:, :-1].argmax(1))] if self.soft.size else []
 
 
+class Candidate(NamedTuple):
+    """An output that minimum Bayes risk chose from."""
+
+    text: str
+    utility: float  # expected
+    score: float
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """One output of the model for one source."""
@@ -48,9 +56,13 @@ class Hypothesis:
     alignment: Alignment | None = None
     utility: float | None = None  # expected, of minimum Bayes risk
     flags: dict[str, str] = field(default_factory=dict)  # what looks wrong: name -> reason
+    candidates: tuple[Candidate, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape that scripts rely on; alignment, utility and flags only where there are any."""
+        """The JSON shape that scripts rely on; alignment, utility and flags only where there are any.
+
+        The candidates are told once per source, not here.
+        """
         out: dict[str, Any] = {
             "text": self.text,
             "score": self.score,

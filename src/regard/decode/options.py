@@ -63,7 +63,7 @@ class Options(Value):
     # reporting and batching
     alignment: bool = False
     alignment_heads: tuple[Head, ...] = ()  # (layer, head) of the decoder, from 0; none: see `decode.alignment`
-    max_source: Count = 2048  # a longer source is not searched: its output is empty and flagged
+    max_source: Count = 2048  # a longer source is not searched, a longer source or target not scored: it is flagged
     batch_tokens: Count = 8192  # padded source symbols times hypotheses
     window: Count = 4096  # lines read ahead, to be sorted by length
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products; bf16: see that `bf16_problem` has none first
@@ -97,10 +97,25 @@ class Options(Value):
             raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}")
         if self.max_ratio is not None and self.min_ratio > self.max_ratio:
             raise ValueError(f"min_ratio {self.min_ratio} is more than max_ratio {self.max_ratio}")
-        contradictory = [word for word in self.require if any(bad in word for bad in self.forbid)]
-        if contradictory:
-            raise ValueError(f"require {contradictory[0]!r} contains a phrase that forbid rules out")
+        self._heard()
         return self
+
+    def _heard(self) -> None:
+        """Refuse what would be ignored. A seed is heard without draws: the output is the same for every seed."""
+        drawn, searched = self.samples, self.beam > 1
+        for name, heard, needed in (
+            ("temperature", drawn, "sample, or mbr without a beam"),
+            ("top_k", drawn, "sample, or mbr without a beam"),
+            ("top_p", drawn, "sample, or mbr without a beam"),
+            ("min_p", drawn, "sample, or mbr without a beam"),
+            ("utility", self.mbr > 0, "mbr"),
+            ("exact", searched, "a beam of at least 2"),
+            ("coverage_penalty", searched, "a beam of at least 2"),
+            ("diversity", self.groups > 1, "groups, at least 2"),
+            ("alignment_heads", self.alignment or self.coverage_penalty > 0, "alignment or coverage_penalty"),
+        ):
+            if not heard and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs {needed}")
 
     @property
     def samples(self) -> bool:

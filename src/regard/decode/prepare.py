@@ -57,6 +57,7 @@ class Preparer:
         self.joining = joining(self.codec.target)
         self._speller: Speller | None = None
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
+        self._check_options()
 
     def __call__(self, inputs: Sequence[Input]) -> list[Task | dict[str, str]]:
         """A task for every input, or flags that say why there is nothing to search."""
@@ -81,17 +82,35 @@ class Preparer:
     def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> Task | dict[str, str]:
         if request.skip or not (request.source.strip() or self.scorer.continues):
             return {"empty": "the source is empty"}
-        most = min(self.options.max_source, self.longest_source)
         if sources is None:
             return {"too_long": f"the source has {len(request.source)} characters"}
         length = max(map(len, sources)) - (not self.scorer.continues)
-        if length > most:
-            return {"too_long": f"the source has {length} symbols, more than {most} (max_source)"}
-        return self._task(request, sources)
+        if flags := too_long("source", length, self.longest_source, self.options.max_source):
+            return flags
+        try:
+            return self._task(request, sources)
+        except UserError as error:  # of this line: what no line can be given was refused before
+            return {"unsatisfied": str(error)}
+
+    def _check_options(self) -> None:
+        """Raise if the options alone ask for what no line can be given, however long it is."""
+        most = self.longest_target - self.scorer.continues
+        if self.options.min_length > most:
+            raise UserError(
+                f"min_length: an output of at least {self.options.min_length} symbols is asked for where the model has"
+                f" learned positions for {most}"
+            )
+        self._wishes(Request(""), min(most, self.options.max_length or most))
 
     def _task(self, request: Request, sources: tuple[list[int], ...]) -> Task:
         continues = self.scorer.continues
         minimum, limit = self._lengths(max(map(len, sources)) if continues else len(sources[0]) - 1)
+        prefix, phrases = self._wishes(request, limit)
+        key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
+        return Task(sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key, continues)
+
+    def _wishes(self, request: Request, limit: int) -> tuple[list[int], Phrases | None]:
+        """The prefix and the phrases of an output of at most `limit` symbols."""
         text = request.prefix or self.options.prefix
         prefix = self.codec.target.encode([text])[0] if text else []
         if unknown := self.codec.target.unknown_symbols(text) if text else []:
@@ -108,8 +127,7 @@ class Preparer:
         phrases = self._phrases(require, forbid) if require or forbid else None
         if phrases is not None:
             self._check(phrases, require, forbid, text, prefix, limit)
-        key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        return Task(sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key, continues)
+        return prefix, phrases
 
     def _lengths(self, source: int) -> tuple[int, int]:
         """Fewest and most output symbols for a source of so many."""
@@ -206,6 +224,14 @@ def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
     before = [run.config.ids.sos] if run.config.frame in ("both", "start") else []
     rows = run.codec.target.encode([example.source for example in examples])
     return [[*before, *row] or [run.config.start_id] for row in rows]
+
+
+def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:
+    """A flag if a side of so many symbols is more than a model has positions for, or than `most` (max_source)."""
+    if length > min(positions, most):
+        room = f"the {positions} that fit the model's learned positions" if positions < most else f"{most} (max_source)"
+        return {"too_long": f"the {side} has {length} symbols, more than {room}"}
+    return {}
 
 
 def position_limits(models: Sequence[Model]) -> tuple[int, int]:

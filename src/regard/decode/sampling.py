@@ -11,6 +11,8 @@ from torch import Tensor
 from regard.decode.options import Options
 from regard.decode.scorer import Task
 
+COLDEST = 1e-30  # below, a temperature may be zero in single precision; only ties are drawn from long before
+
 
 class Sampler:
     """Draws from the tempered, cut-off distribution, by one random number per row and step.
@@ -30,7 +32,9 @@ class Sampler:
         self.noise_RT = torch.from_numpy(noise).float().clamp_(max=1 - 2**-24).to(device)
 
     def __call__(self, value_NV: Tensor, t: int, rows_N: Tensor) -> Tensor:
-        prob_NV, place_NV = (value_NV / self.options.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        behind_NV = value_NV - value_NV.amax(-1, keepdim=True)  # first, lest all become infinite when it is very cold
+        prob_NV = (behind_NV / max(self.options.temperature, COLDEST)).softmax(-1)
+        prob_NV, place_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
         cumulative_NV = kept(prob_NV, self.options).cumsum(-1)
         at_N1 = self.noise_RT[rows_N, t, None] * cumulative_NV[:, -1:]
         rank_N1 = torch.searchsorted(cumulative_NV, at_N1, right=True).clamp_(max=value_NV.shape[1] - 1)

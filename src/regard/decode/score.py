@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from regard.batch import Ids, collate, pad
 from regard.decode.batches import by_length, windows
 from regard.decode.options import Options
-from regard.decode.prepare import check_vocabulary, encode, position_limits
+from regard.decode.prepare import check_vocabulary, encode, position_limits, too_long
 from regard.decode.scorer import Scorer
 from regard.errors import UserError
 from regard.model import Model
@@ -28,37 +29,48 @@ LOGITS = 1 << 22  # how many to hold at once
 class Scored:
     """A target's natural-log probability, in total and per symbol, the end included."""
 
-    score: float
+    score: float  # nan if there is none
     tokens: tuple[str, ...]
     token_scores: tuple[float, ...]
+    flags: dict[str, str] = field(default_factory=dict)  # why there is none: name -> reason
 
     def as_dict(self) -> dict[str, Any]:
-        return {"score": self.score, "tokens": list(self.tokens), "token_scores": list(self.token_scores)}
+        """The JSON shape that scripts rely on; flags only where there are any, and then no score."""
+        score = None if math.isnan(self.score) else self.score
+        out: dict[str, Any] = {"score": score, "tokens": list(self.tokens), "token_scores": list(self.token_scores)}
+        return {**out, "flags": dict(self.flags)} if self.flags else out
 
 
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
     """The score of every pair, in order; several runs make an ensemble. Of the options weights and batching matter.
 
-    An empty target for an empty source scores 0, as `generate` has it. For a language model the source is a prompt and
-    the target how it goes on; there too the end counts.
+    An empty target for an empty source scores 0, as `generate` has it; what is too long has no score, and a flag. For a
+    language model the source is a prompt and the target how it goes on; there too the end counts.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
     check_vocabulary(runs)
     scorer = Scorer([run.model for run in runs], options.weights)
-    longest = position_limits(scorer.models)
     for window in windows(pairs, options.window):
         examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
-        sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
-        targets = runs[0].codec.encode_target([_target(example) for example in examples])
-        for example, ids, target in zip(examples, sources, targets, strict=True):
-            _check(example, max(map(len, ids)), len(target), longest, scorer.continues)
-        totals = force(scorer, sources, targets, options.batch_tokens)
-        for example, target, token_scores in zip(examples, targets, totals, strict=True):
-            if not example.source.strip() and len(target) == 1 and not scorer.continues:
+        sources, targets = _encode(runs, examples)
+        flags = _flags(runs, sources, targets, options)
+        fit = [i for i, flag in enumerate(flags) if not flag]
+        found = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
+        totals = dict(zip(fit, found, strict=True))
+        for i, (example, target) in enumerate(zip(examples, targets, strict=True)):
+            if flags[i]:
+                yield Scored(math.nan, (), (), flags[i])
+            elif not example.source.strip() and len(target) == 1 and not scorer.continues:
                 yield Scored(0.0, (), ())
             else:
-                yield Scored(sum(token_scores), tuple(runs[0].codec.target_pieces(target)), token_scores)
+                yield Scored(sum(totals[i]), tuple(runs[0].codec.target_pieces(target)), totals[i])
+
+
+def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
+    """Why each pair is too long to be used with a run; empty if it is not."""
+    pairs = [example._replace(target=example.target or "") for example in examples]
+    return [flag.get("too_long", "") for flag in _flags([run], *_encode([run], pairs), options)]
 
 
 @torch.inference_mode()
@@ -108,17 +120,24 @@ def _target(example: Example) -> str:
     return example.target
 
 
-def _check(example: Example, source: int, target: int, longest: tuple[int, int], continues: bool) -> None:
-    if continues:  # both share the positions, and the end is not read
-        if source + target - 1 > longest[1]:
-            raise UserError(
-                f"score: the text {example.source[:40]!r}... and how it goes on have {source + target - 1} symbols"
-                f" together, more than the {longest[1]} learned positions of this model"
-            )
-        return
-    for side, length, most in (("source", source, longest[0]), ("target", target, longest[1])):
-        if length - 1 > most:
-            raise UserError(
-                f"score: the {side} {getattr(example, side)[:40]!r}... has {length - 1} symbols,"
-                f" more than the {most} learned positions of this model"
-            )
+def _encode(runs: Sequence[Run], examples: Sequence[Example]) -> tuple[list[tuple[list[int], ...]], list[list[int]]]:
+    """The ids of the sources, per run, and of the targets."""
+    sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
+    return sources, runs[0].codec.encode_target([_target(example) for example in examples])
+
+
+def _flags(
+    runs: Sequence[Run], sources: Sequence[tuple[list[int], ...]], targets: Sequence[list[int]], options: Options
+) -> list[dict[str, str]]:
+    """What keeps each pair from being scored. The two sides of a language model share its positions."""
+    (longest_source, longest_target), most = position_limits([run.model for run in runs]), options.max_source
+    shared = runs[0].config.encoder is None
+    flags = []
+    for ids, target in zip(sources, targets, strict=True):
+        first, second = max(map(len, ids)) - (not shared), len(target) - 1
+        if shared and first + second > longest_target:
+            flags.append(too_long("text", first + second, longest_target, first + second))
+        else:
+            source = too_long("source", first, longest_target if shared else longest_source, most)
+            flags.append(source or too_long("target", second, longest_target, most))
+    return flags

@@ -37,14 +37,14 @@ class Unknown:
     def __bool__(self) -> bool:
         return self.total > 0
 
-    def summary(self, most: int = 8) -> str:
+    def summary(self, most: int = 8, what: str = "symbol") -> str:
         """Say what was unknown, most frequent first; empty if nothing was."""
         if not self:
             return ""
         named = sorted(self.symbols.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{_shown(symbol)} {count:,}x" for symbol, count in named[:most])
         rest = f" and {len(named) - most:,} more" if len(named) > most else ""
-        times = f"{self.total:,} unknown symbol{'s' * (self.total > 1)}"
+        times = f"{self.total:,} unknown {what}{'s' * (self.total > 1)}"
         return f"{times} in {self.texts:,} line{'s' * (self.texts > 1)}: {shown}{rest}"
 
 
