@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import regard
+from regard.label import classify
 from regard.settings import assign
-from toykit import SMALL
+from toykit import SMALL, call, small
 
 
 def test_importing_is_light():
@@ -70,3 +72,92 @@ def test_train_is_a_function_even_when_its_package_is_loaded(toy, tmp_path):
     run = regard.train(tables, tmp_path / "run")
     assert isinstance(run, regard.LoadedRun) and run.generate(["abc"])[0][0].text is not None
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_stream_joins_to_the_output(toy):
+    run = regard.load(toy / "run")
+    pieces = list(run.stream("abc"))
+    whole = run.generate(["abc"])[0][0]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(piece.id for piece in pieces) == whole.ids
+    assert [piece.score for piece in pieces] == pytest.approx(whole.token_scores, abs=1e-4)
+    drawn = [[piece.id for piece in run.stream("abc", sample=True, temperature=3.0, seed=seed)] for seed in range(5)]
+    assert len(set(map(tuple, drawn))) > 1
+    with pytest.raises(regard.UserError, match="beam"):
+        list(run.stream("abc", beam=2))
+
+
+@pytest.fixture(scope="module")
+def labelling(tmp_path_factory):
+    """A classifier of texts and one of images, hardly trained."""
+    path = tmp_path_factory.mktemp("labels")
+    (path / "texts.tsv").write_text("".join(f"{'ab'[i % 2] * (1 + i % 5)}\t{'AB'[i % 2]}\n" for i in range(40)))
+    draw = np.random.default_rng(1)
+    np.savez(path / "images.npz", images=draw.integers(0, 17, (20, 8, 8), np.uint8), labels=np.arange(20) % 3)
+    for task, data in (("classify", "texts.tsv"), ("image", "images.npz")):
+        order = ["--task", task, "--data", path / data, "--out", path / task, "--steps", 2, "--workers", 1, *small()]
+        said = call("train", *order)
+        assert said.code == 0, said.err
+    return path
+
+
+def test_labels_of_texts_and_of_images(labelling):
+    run = regard.load(labelling / "classify")
+    found = run.classify(["a", "bb"])
+    assert found == classify(run, ["a", "bb"]) and {f.label for f in found} <= {"A", "B"}
+    assert sum(found[0].probabilities.values()) == pytest.approx(1, abs=1e-5)
+    with np.load(labelling / "images.npz") as file:
+        images = file["images"]
+    pictures = regard.load(labelling / "image")
+    told = pictures.classify(images)
+    assert len(told) == len(images) and told == pictures.classify(images[:, None])  # with and without channels
+    for wrong in ("abc", [1], images, None):
+        with pytest.raises(regard.UserError):
+            run.classify(wrong)
+    for wrong in (["abc"], images[0], images[:, :4]):
+        with pytest.raises(regard.UserError):
+            pictures.classify(wrong)
+    with pytest.raises(regard.UserError, match="reads images"):
+        pictures.logits([[1, 2]])
+    with pytest.raises(regard.UserError, match="one tower"):
+        run.logits([[1, 2]], [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        (r"generate: takes a list of inputs, such as \[\"abc\"\], not str 'abc'", lambda run: run.generate("abc")),
+        ("item 1 is NoneType None", lambda run: run.generate(["abc", None])),
+        ("item 0 is int 1", lambda run: run.generate([1])),
+        ("generate: takes a list", lambda run: run.generate(None)),
+        ("generate: takes a list", lambda run: run.generate(regard.Example("abc"))),
+        ("score: takes a list of pairs", lambda run: run.score("ab")),
+        ("item 0 is str 'ab'", lambda run: run.score(["ab"])),
+        ("a source and a target", lambda run: run.score([("a", "b", "c")])),
+        ("a source and a target", lambda run: run.score([("a", None)])),
+        ("a source and a target", lambda run: run.score([regard.Example("abc")])),
+        ("stream: takes one text", lambda run: run.stream(["abc"])),
+        ("options: takes a regard.Options", lambda run: run.generate(["abc"], options={"beam": 2})),
+        ("attention: takes one text", lambda run: run.attention(None)),
+        ("give target_ids", lambda run: run.logits([[4, 3]])),
+        ("equally long rows", lambda run: run.logits([[4, 5, 3], [4, 3]], [[2], [2]])),
+        ("equally long rows", lambda run: run.logits([4, 3], [[2]])),
+        ("equally long rows", lambda run: run.logits([[0.5]], [[2]])),
+        ("equally long rows", lambda run: run.logits([["a"]], [[2]])),
+        ("the ids of this vocabulary are 0 to", lambda run: run.logits([[4, 9999]], [[2]])),
+        ("not -1", lambda run: run.logits([[4, 3]], [[-1]])),
+        ("1 rows of source_ids, but 2", lambda run: run.logits([[4, 3]], [[2], [2]])),
+        ("device: is auto, cpu, cuda", lambda run: regard.load(run.path, device="gpu")),
+        ("device: is auto, cpu, cuda", lambda run: regard.load(run.path, device="cpu:x")),
+        ("train: takes a recipe", lambda run: regard.train(3)),
+    ],
+)
+def test_what_a_caller_gets_wrong_is_told(toy, said, wrong):
+    with pytest.raises(regard.UserError, match=said):
+        wrong(regard.load(toy / "run"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(toy):
+    with pytest.raises(regard.UserError, match="device: cuda was asked for, but torch finds no CUDA GPU"):
+        regard.load(toy / "run", device="cuda")

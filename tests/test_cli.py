@@ -91,6 +91,7 @@ def test_mistakes_are_the_users_and_told_once(args, told, tmp_path, monkeypatch)
         (["--temperature", "nan"], "temperature"),
         (["--metric", "blue"], "--metric"),
         (["--weights", "1,x"], "weights"),
+        (["--top-k", 3], "top_k needs sample"),
         (["--alignment-heads", "1"], "--alignment-heads"),
         (["--alignment-heads", "0.1"], "counted from 1"),
         (["--device", "tpu"], "tpu"),
@@ -180,6 +181,25 @@ def test_prefix_column(toy):
     assert [line.startswith(start) for line, start in zip(said.lines, ("F ", "K EH"), strict=True)] == [True, True]
 
 
+def test_what_cannot_be_used_is_counted_and_named(toy, spelled):
+    said = call("generate", toy / "run", "--prefix-column", stdin=f"abc\tZZ\nabc\t\n{'a' * 3000}\t\nabc\tK\n")
+    assert said.code == 0 and said.lines[0] == said.lines[2] == "" and said.lines[1] == spelled("abc")
+    assert said.lines[3].startswith("K") and said.err.startswith("2 of 4 lines; skipped ")
+    assert "1 with a wish that cannot be met (stdin:1: prefix 'ZZ'" in said.err
+    assert "1 too long (stdin:3: the source has 3000 symbols" in said.err
+    said = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # of every line: a mistake
+    assert said.code == 2 and "prefix 'ZZ'" in said.err
+
+
+def test_candidates_of_least_risk(toy):
+    answer = json.loads(call("generate", toy / "run", "--mbr", 6, "--temperature", 3, "--json", stdin="abc\n").out)
+    candidates = answer["candidates"]
+    assert len(answer["hypotheses"]) == 1 and len(candidates) > 1
+    assert {key: answer["hypotheses"][0][key] for key in ("text", "utility", "score")} == candidates[0]
+    assert [c["utility"] for c in candidates] == sorted((c["utility"] for c in candidates), reverse=True)
+    assert "candidates" not in json.loads(call("generate", toy / "run", "--json", stdin="abc\n").out)
+
+
 def test_a_pipe_is_answered_line_by_line(toy, spelled):
     with start("generate", toy / "run", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         for word in ("abc", "feed"):
@@ -226,17 +246,59 @@ def test_scores_line_by_line(toy):
     assert strict.code == 2 and "stdin:1" in strict.err
 
 
+def test_scores_of_what_is_unknown_or_too_long(toy):
+    lines = f"abc\tAH B K\n{'a' * 100_000}\tAH\nabß\tAH ZZ ZZ\nabc\tAH B K\n"
+    said = call("score", toy / "run", stdin=lines)
+    assert said.code == 0 and said.lines[1] == "nan" and said.lines[0] == said.lines[3]
+    assert "3 of 4 lines; skipped 1 too long (stdin:2: the source has 100000 symbols" in said.err
+    assert "source: 1 unknown symbol in 1 line: 'ß'" in said.err and "target: 2 unknown symbols" in said.err
+    rows = [json.loads(line) for line in call("score", toy / "run", "--json", "--max-source", 2, stdin=lines).lines]
+    assert [row["line"] for row in rows] == [1, 2, 3, 4] and all(row["score"] is None for row in rows)
+    strict = call("score", toy / "run", "--strict", stdin=lines)
+    assert strict.code == 2 and "stdin:2: too long: the source has" in strict.err
+
+
+def test_weights_of_an_ensemble(toy, tmp_path):
+    run = regard.load(toy / "run")
+    for parameter in run.model.parameters():
+        parameter.data *= 0.9
+    run.save(tmp_path / "other")
+    order = ["score", toy / "run", "--ensemble", tmp_path / "other"]
+    one, both, other = (
+        [float(line) for line in call(*order, *given, stdin="abc\tAH B K\n").lines]
+        for given in (["--weights", "1,1e-9"], [], ["--weights", "1e-9,1"])
+    )
+    assert one == pytest.approx([float(call("score", toy / "run", stdin="abc\tAH B K\n").out)], abs=1e-5)
+    assert len({one[0], both[0], other[0]}) == 3
+    assert "weights: 1 given for 2 runs" in call(*order, "--weights", "1", stdin="abc\tAH\n").err
+
+
 def test_evaluate_shape(toy, tmp_path):
     dirty = tmp_path / "dirty.tsv"
     dirty.write_text((toy / "test.tsv").read_text() + "one column\n")
     said = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 50)
     result = json.loads(said.out)
-    assert result["examples"] == 40 and result["skipped"] == {"wrong column count": 1}
+    assert result["examples"] == 40 and result["skipped"] == {"wrong column count": 1} and "unknown" not in result
     assert set(result["metrics"]) == {"wer", "per", "accuracy", "perplexity"}
     wer = result["metrics"]["wer"]
     assert 0 <= wer["low"] <= wer["score"] <= wer["high"] <= 100
     plain = call("evaluate", toy / "run", toy / "test.tsv", "--metric", "bleu", "--bootstrap", 0)
     assert plain.lines[1].startswith("bleu\t") and "tok:13a" in plain.out
+
+
+def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
+    dirty = tmp_path / "dirty.tsv"
+    dirty.write_text(f"{'a' * 100_000}\tAH\n" + (toy / "test.tsv").read_text() + "ß\tAH ZZ\n")
+    said = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 0)
+    result = json.loads(said.out)
+    assert result["examples"] == 41 and result["skipped"] == {"too long": 1}
+    assert result["unknown"] == {"source": 1, "target": 1}
+    assert "dirty.tsv:1: the source has 100000" in said.err and "target: 1 unknown symbol in 1 line: 'ZZ'" in said.err
+    strict = call("evaluate", toy / "run", dirty, "--strict")
+    assert strict.code == 2 and "dirty.tsv:1: too long" in strict.err
+    for options, told in ((["--length-penalty", 0.5], "give --beam too"), (["--memory", 3], "a model of pairs")):
+        said = call("evaluate", toy / "run", toy / "test.tsv", *options)
+        assert said.code == 2 and told in said.err
 
 
 def test_evaluate_parallel_files(toy, tmp_path):

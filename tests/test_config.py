@@ -147,6 +147,15 @@ def test_any_table_is_a_config_or_a_user_error(table: dict[str, Any]) -> None:
             assert str(error).startswith("here: not valid\n")
 
 
+@pytest.mark.parametrize("key", ["layers", "width", "heads", "ff", "head_width", "max_length", "memory", "reach"])
+def test_sizes_that_no_machine_has(key: str) -> None:
+    for size in (2**31, 10**30):
+        assert f"decoder.{key}: input should be less than or equal to" in message(
+            Config, BOTH | {"decoder": {key: size}}
+        )
+    assert "target_vocab: " in message(Config, BOTH | {"target_vocab": 2**31})
+
+
 def test_values_are_frozen_and_equal_by_value() -> None:
     config = parse(Config, BOTH, "here")
     with pytest.raises(ValidationError):

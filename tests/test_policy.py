@@ -173,13 +173,15 @@ def test_defaults_in_the_help_are_the_defaults():
             assert Options.model_fields[parameter.name].default == float(told[1]), parameter.name
 
 
-def test_the_readme_has_two_commands_and_ci_runs_its_tests():
+def test_the_readme_has_two_commands_and_ci_runs_both():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
     assert len(commands) == 2
     assert commands[0].endswith(".venv/bin/regard demo") and commands[1].endswith(".venv/bin/pytest")
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert commands[1] in ci
+    demo = commands[0].replace(".venv", ".ci/venv")  # where nothing else is installed
+    assert any(line.startswith(f"{demo} --minutes ") and line.endswith("|| exit 1") for line in ci)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 

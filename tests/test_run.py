@@ -110,6 +110,25 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     assert "decoder.norm.weight: shape [9] where the config says [8]" in text
 
 
+@pytest.mark.parametrize(
+    ("tower", "whole"),
+    [
+        ({"width": 1_000_000}, {}),
+        ({"ff": 1_000_000, "layers": 40}, {}),
+        ({"position": "learned", "max_length": 2**31 - 1}, {}),
+        ({}, {"source_vocab": 2**31 - 1, "target_vocab": 2**31 - 1}),
+    ],
+)
+def test_a_config_that_asks_for_more_than_there_is(
+    tmp_path: Path, tower: dict[str, Any], whole: dict[str, Any]
+) -> None:
+    """Somebody else's run must not get memory for weights that it does not have."""
+    model = saved(tmp_path).config.model_dump(mode="json")
+    change(tmp_path, model=model | whole | {side: model[side] | tower for side in ("encoder", "decoder")})
+    with pytest.raises(UserError, match=r"weights do not fit config\.json\n  \S*(: shape|missing:)"):
+        Run.load(tmp_path)
+
+
 def test_a_failed_load_leaves_the_model_alone(tmp_path: Path) -> None:
     run = saved(tmp_path)
     edit(tmp_path, **{"decoder.norm.weight": torch.zeros(9), "decoder.norm.bias": torch.full((8,), 5.0)})
@@ -244,6 +263,23 @@ def test_average_of_one_is_itself(tmp_path: Path) -> None:
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     assert run.config == read_config(tmp_path / "b").model
+
+
+def test_an_average_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "a")
+    (tmp_path / "a" / "alignment.json").write_text('{"heads": [[0, 1]]}')
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("regard.run.save_weights", stopped)
+        average([tmp_path / "a"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert average([tmp_path / "a"], tmp_path / "out").path == tmp_path / "out"
+    assert (tmp_path / "out" / "alignment.json").read_text() == '{"heads": [[0, 1]]}'
+    with pytest.raises(UserError, match="out: exists already"):
+        average([tmp_path / "a"], tmp_path / "out")
 
 
 def test_only_like_is_averaged_with_like(tmp_path: Path) -> None:

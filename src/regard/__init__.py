@@ -16,13 +16,21 @@ if TYPE_CHECKING:
     from regard.api import train as train
     from regard.config import Config as Config
     from regard.config import Stack as Stack
+    from regard.decode.options import Options as Options
     from regard.errors import UserError as UserError
+    from regard.inspect.circuits import attribute as attribute
+    from regard.inspect.circuits import ov as ov
+    from regard.inspect.circuits import qk as qk
+    from regard.inspect.induction import induction_scores as induction_scores
+    from regard.inspect.neurons import top_neurons as top_neurons
     from regard.inspect.record import patch as patch
     from regard.inspect.record import record as record
+    from regard.inspect.rollout import rollout as rollout
     from regard.model import Model as Model
     from regard.presets import preset as preset
     from regard.settings import Recipe as Recipe
     from regard.text.example import Example as Example
+    from regard.train.talk import make_talk as make_talk
 
 __version__ = "0.3.0"
 
@@ -31,13 +39,21 @@ _HOMES = {
     "Example": "regard.text.example",
     "LoadedRun": "regard.api",
     "Model": "regard.model",
+    "Options": "regard.decode.options",
     "Recipe": "regard.settings",
     "Stack": "regard.config",
     "UserError": "regard.errors",
+    "attribute": "regard.inspect.circuits",
+    "induction_scores": "regard.inspect.induction",
     "load": "regard.api",
+    "make_talk": "regard.train.talk",
+    "ov": "regard.inspect.circuits",
     "patch": "regard.inspect.record",
     "preset": "regard.presets",
+    "qk": "regard.inspect.circuits",
     "record": "regard.inspect.record",
+    "rollout": "regard.inspect.rollout",
+    "top_neurons": "regard.inspect.neurons",
     "train": "regard.api",
 }
 __all__ = ["__version__", *_HOMES]

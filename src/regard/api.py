@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,64 @@ from regard.batch import pad
 from regard.config import parse
 from regard.decode.alignment import load_heads
 from regard.decode.batches import by_length
-from regard.decode.generate import Input, generate
+from regard.decode.generate import Input, Request, generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.score import Pair, Scored, score
+from regard.decode.stream import Piece, stream
 from regard.errors import UserError
 from regard.fit import fit
 from regard.inspect.trace import Trace, trace, trace_image, trace_text
+from regard.label import Labelled, classify, classify_images
 from regard.run import Run
 from regard.settings import Recipe, load_recipe
 from regard.shipped import recipe_tables
 from regard.text.example import Example
+from regard.train.machine import choose_device
 from regard.train.talk import Silence, Talk
 
 
 class LoadedRun(Run):
-    """A run that answers: `generate`, `score`, `attention`, `embed` and `logits`."""
+    """A run that answers: `generate`, `stream`, `score`, `classify`, `attention`, `embed` and `logits`."""
 
     def generate(
         self, inputs: Iterable[Input], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
     ) -> list[list[Hypothesis]]:
         """The best outputs for every input, a list for each; settings are those of `Options`, such as `beam=5`."""
-        return list(generate([self, *ensemble], inputs, _options(options, settings)))
+        asked = _checked("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
+        return list(generate([self, *ensemble], asked, _options(options, settings)))
+
+    def stream(
+        self, item: Input, *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
+    ) -> Iterator[Piece]:
+        """The output for one input as it is decided, symbol by symbol; greedy unless `sample` is set."""
+        if not isinstance(item, str | Example | Request):
+            raise UserError(f"stream: takes one text or regard.Example, not {_shown(item)}")
+        return stream([self, *ensemble], item, _options(options, settings))
 
     def score(
         self, pairs: Iterable[Pair], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
     ) -> list[Scored]:
         """The log-probability of each target given its source, in total and per symbol."""
-        return list(score([self, *ensemble], pairs, _options(options, settings)))
+        asked = _checked("score", "pairs", pairs, (tuple, list), '[("abc", "AH B K")]')
+        for pair in asked:
+            texts = pair[:2] if isinstance(pair, Example) else pair
+            if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+                raise UserError(f"score: a pair is a source and a target, both texts, not {_shown(pair)}")
+        return list(score([self, *ensemble], asked, _options(options, settings)))
+
+    def classify(self, inputs: Iterable[str] | NDArray[Any]) -> list[Labelled]:
+        """The label of every text, or image, with the probabilities of all labels.
+
+        Images are an array (images, [channels,] height, width) with numbers as in the file of the training.
+        """
+        if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "biuf":
+            if inputs.ndim not in (3, 4):
+                raise UserError(
+                    f"classify: images are an array (images, [channels,] height, width), not {inputs.shape}"
+                )
+            return classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs)
+        return classify(self, _checked("classify", "texts", inputs, (str,), '["abc"]'))
 
     def attention(
         self, source: str | Example | NDArray[Any], target: str | None = None, *, beam: int = 5, more: int = 0
@@ -54,6 +84,8 @@ class LoadedRun(Run):
         """
         if isinstance(source, np.ndarray):
             return trace_image(self, source, target)
+        if not isinstance(source, str | Example):
+            raise UserError(f"attention: takes one text, regard.Example or image, not {_shown(source)}")
         example = Example(source) if isinstance(source, str) else source
         if self.config.encoder is None or self.config.decoder is None:
             return trace_text(self, example.source, target or example.target, more, example.features)
@@ -68,9 +100,19 @@ class LoadedRun(Run):
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
     ) -> Tensor:
         """Raw scores over the symbol after each given one; rows are equally long, targets begin with a start symbol."""
-        device = next(self.model.parameters()).device
-        source_BS = torch.as_tensor(source_ids, dtype=torch.int64, device=device)
-        input_BT = None if target_ids is None else torch.as_tensor(target_ids, dtype=torch.int64, device=device)
+        device, config = next(self.model.parameters()).device, self.config
+        if config.patches is not None:
+            raise UserError(f"{self.path}: logits reads ids of symbols, but this model reads images")
+        both = config.encoder is not None and config.decoder is not None
+        if both and target_ids is None:
+            raise UserError("logits: this run has an encoder and a decoder; give target_ids, from a start symbol on")
+        if not both and target_ids is not None:
+            raise UserError("logits: this run has one tower; give one table of ids")
+        vocab = config.target_vocab if config.encoder is None else config.source_vocab
+        source_BS = _ids("source_ids", source_ids, vocab).to(device)
+        input_BT = None if target_ids is None else _ids("target_ids", target_ids, config.target_vocab).to(device)
+        if input_BT is not None and len(input_BT) != len(source_BS):
+            raise UserError(f"logits: {len(source_BS)} rows of source_ids, but {len(input_BT)} of target_ids")
         out: Tensor = self.model(source_BS, None, input_BT)
         return out
 
@@ -80,6 +122,7 @@ class LoadedRun(Run):
         config = self.config
         if config.decoder is not None or config.encoder is None or config.patches or config.output == "classes":
             raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every symbol")
+        texts = _checked("embed", "texts", texts, (str,), '["abc"]')
         rows = self.codec.encode_source([Example(text) for text in texts])
         device = next(self.model.parameters()).device
         found = np.zeros((len(rows), config.encoder.out_width), np.float32)
@@ -94,8 +137,8 @@ class LoadedRun(Run):
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> LoadedRun:
-    """Open a run directory."""
-    run = LoadedRun.load(path, device)
+    """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one."""
+    run = LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device)
     assert isinstance(run, LoadedRun)
     return run
 
@@ -112,6 +155,8 @@ def train(
         recipe = load_recipe(recipe_tables(recipe), str(recipe))
     elif isinstance(recipe, dict):
         recipe = load_recipe(recipe)
+    elif not isinstance(recipe, Recipe):
+        raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {_shown(recipe)}")
     fit(recipe, out, resume=resume, talk=talk or Silence())
     return load(out)
 
@@ -119,4 +164,35 @@ def train(
 def _options(options: Options | None, settings: dict[str, Any]) -> Options:
     if options is None:
         return Options.of(**settings)
+    if not isinstance(options, Options):
+        raise UserError(f"options: takes a regard.Options, not {_shown(options)}; or write beam=5 and the like")
     return parse(Options, {**options.model_dump(), **settings}, "options") if settings else options
+
+
+def _checked(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
+    """A list of what a verb takes; one text alone would be taken for a list of its letters."""
+    if isinstance(items, str | bytes | Example | Request | dict) or not isinstance(items, Iterable):
+        raise UserError(f"{verb}: takes a list of {what}, such as {example}, not {_shown(items)}")
+    found = list(items)
+    for place, item in enumerate(found):
+        if not isinstance(item, kinds):
+            raise UserError(f"{verb}: takes a list of {what}, such as {example}; item {place} is {_shown(item)}")
+    return found
+
+
+def _ids(name: str, ids: Any, vocab: int) -> Tensor:
+    try:
+        found = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise UserError(f"logits: {name} are equally long rows of whole numbers, not {_shown(ids)}") from None
+    if found.ndim != 2 or found.numel() == 0 or found.dtype.is_floating_point or found.dtype == torch.bool:
+        raise UserError(f"logits: {name} are equally long rows of whole numbers, not {_shown(ids)}")
+    if int(found.min()) < 0 or int(found.max()) >= vocab:
+        worst = int(found.min()) if int(found.min()) < 0 else int(found.max())
+        raise UserError(f"logits: {name}: the ids of this vocabulary are 0 to {vocab - 1}, not {worst}")
+    return found.long()
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -24,8 +24,13 @@ PositionKind = Literal[
 Output = Literal["symbols", "transformed", "classes", "none"]
 Frame = Literal["end", "both", "start", "none"]
 
-Count = Annotated[int, Field(ge=1, strict=True)]  # strict: true is not 1
-Id = Annotated[int, Field(ge=0, strict=True)]
+# What is larger is a slip or an attack: the sizes of all tensors stay numbers that torch can count with.
+MOST = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]  # strict: true is not 1
+Id = Annotated[int, Field(ge=0, le=MOST, strict=True)]
+Width = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
+Few = Annotated[int, Field(ge=1, le=1000, strict=True)]
+Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]  # of an image
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -68,11 +73,11 @@ class Rotary(Value):
 class Lsh(Value):
     """Attention among symbols that hash alike, in chunks of the sorted sequence."""
 
-    hashes: Count = 2  # rounds
-    buckets: Annotated[int, Field(ge=2, multiple_of=2)] | None = None  # None: about twice as many as chunks
-    chunk: Count = 64
-    before: int = Field(default=1, ge=0)  # chunks seen beside one's own
-    after: int = Field(default=0, ge=0)
+    hashes: Few = 2  # rounds
+    buckets: Annotated[int, Field(ge=2, le=1_000_000, multiple_of=2)] | None = None  # None: about twice the chunks
+    chunk: Width = 64
+    before: Annotated[int, Field(ge=0, le=1000)] = 1  # chunks seen beside one's own
+    after: Annotated[int, Field(ge=0, le=1000)] = 0
     once: bool = False  # a key that was met in several rounds counts once; else each time
 
 
@@ -81,16 +86,16 @@ class Axial(Value):
 
     rows: Count
     columns: Count
-    row_width: Count  # of the vector; the rest tells the column
+    row_width: Width  # of the vector; the rest tells the column
 
 
 class Patches(Value):
     """Images cut into squares, each read like a symbol."""
 
-    height: Count
-    width: Count
-    channels: Count = 1
-    size: Count  # of a square's side
+    height: Side
+    width: Side
+    channels: Few = 1
+    size: Side  # of a square's side
 
     @property
     def count(self) -> int:
@@ -107,17 +112,17 @@ class Stack(Value):
     """One tower of layers."""
 
     mixer: Mixer = "attention"
-    layers: Count = 6
-    width: Count = 512
-    heads: Count = 8
-    kv_heads: Count | None = None  # None: as many as heads
-    head_width: Count | None = None  # of queries and keys; None: width / heads
-    value_width: Count | None = None  # of values; None: as wide as keys
+    layers: Few = 6
+    width: Width = 512
+    heads: Few = 8
+    kv_heads: Few | None = None  # None: as many as heads
+    head_width: Width | None = None  # of queries and keys; None: width / heads
+    value_width: Width | None = None  # of values; None: as wide as keys
     score: Score = "scaled_dot"
     window: Count | None = None  # self-attention sees at most this far to either side
     cross_window: Count | None = None  # the same for cross-attention
     cross_center: Center = "step"  # around the output step (local-m) or a predicted place (local-p)
-    ff: Count = 2048
+    ff: Width = 2048
     activation: Activation = "relu"
     gated: bool = False
     norm: Literal["layer", "rms"] = "layer"
@@ -130,7 +135,7 @@ class Stack(Value):
     rotary: Rotary = Rotary()
     axial: Axial | None = None
     lsh: Lsh = Lsh()
-    memory: int = Field(default=0, ge=0)  # symbols of earlier segments that are remembered while reading on
+    memory: Id = 0  # symbols of earlier segments that are remembered while reading on
     reach: Count | None = None  # relative positions: distances beyond this one count as it; None: all are told apart
     max_length: Count = 1024  # rows of a learned position table or of the location score; nothing else is bounded
     dropout: Rate = 0.1
@@ -232,7 +237,7 @@ class Config(Value):
     share_embeddings: bool = False  # source and target read the same table
     tie_output: bool = True  # the prediction layer is the target table transposed
     scale_embeddings: bool = True  # multiply embeddings by sqrt(width)
-    token_types: int = Field(default=0, ge=0)  # kinds of segments that the encoder tells apart
+    token_types: Id = 0  # kinds of segments that the encoder tells apart
     patches: Patches | None = None  # the encoder reads images
     output: Output = "symbols"
     output_bias: bool = False

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +34,9 @@ from regard.train.machine import choose_device, cores, tune_allocator
 from regard.train.progress import Progress
 from regard.train.record import begun, require_free, resumed_recipe, save_recipe, saved_recipe
 from regard.train.resolve import resolve, share_out
-from regard.train.start import choose_trained, fresh_weights, load_start, open_base, plan_start
+from regard.train.start import Opened, choose_trained, fresh_weights, load_start, open_base, plan_start
 from regard.train.talk import Silence, Talk, make_talk, score
-from regard.train.task import make_feed, make_valid, model_config
+from regard.train.task import check_model, make_feed, make_valid, model_config
 from regard.train.trainer import Trainer, Validate
 from regard.train.world import World, join, meet, started_by_others
 from regard.validate import Validation
@@ -137,6 +139,26 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Talk, processes: int
     else:
         require_free(path)
     base = open_base(recipe)
+    choose_device(recipe.train.device)
+    check_model(recipe, base and base.config)
+    with _tidy(path):
+        return _set_up_new(recipe, path, base, talk, processes)
+
+
+@contextmanager
+def _tidy(path: Path) -> Iterator[None]:
+    """Leave no empty directories behind that were made for a run which did not come about."""
+    made = [place for place in (path / TRAINING, path, *path.parents) if not place.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # there is something in it
+            for place in made:
+                place.rmdir()
+        raise
+
+
+def _set_up_new(recipe: Recipe, path: Path, base: Opened | None, talk: Talk, processes: int) -> Recipe:
     prepared = prepare(recipe, path / TRAINING / DATA, base=base and Base(base.codec, base.config.labels))
     for note in prepared.notes:
         talk.say(note)

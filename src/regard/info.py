@@ -29,7 +29,7 @@ from regard.count import BYTES, cache_bytes, count_flops, count_parameters
 from regard.errors import UserError
 from regard.footprint import count_activations
 from regard.model import on_meta
-from regard.presets import preset
+from regard.presets import PRESETS, preset, refuse_unread
 from regard.settings import Train, load_recipe
 
 ADAM_BYTES = 16  # a weight, its gradient and two moments
@@ -146,7 +146,9 @@ def configure(tables: dict[str, Any], vocab: int | None, where: str) -> tuple[Co
         vocab or (int(tokens.partition(":")[2]) if tokens.partition(":")[2].isdigit() else None)
         for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
     )
-    return preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model), recipe.train
+    config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
+    refuse_unread(PRESETS[recipe.preset], recipe.model)
+    return config, recipe.train
 
 
 def measure_rate(width: int, seconds: float = 0.2) -> float:

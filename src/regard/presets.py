@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from regard.config import Config, parse
-from regard.errors import one_of
+from regard.errors import UserError, one_of
 
 Table = dict[str, Any]
 
@@ -250,6 +250,36 @@ def fitting(base: Table, changes: Table) -> Table:
     alike = here.keys() & there.keys()
     spare = {name: changed.keys() - alike for name, changed in (("encoder", here), ("decoder", there))}
     return {key: value for key, value in changes.items() if key not in given or base.get(key) or spare[key]}
+
+
+# What a recurrent tower reads; only a decoder attends. All else belongs to layers of attention.
+_RECURRENT_KEYS = {"encoder": {"mixer", "layers", "width", "dropout"}}
+_RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
+    *("score", "cross_window", "cross_center", "max_length", "attention_dropout", "input_feeding", "attend_first")
+}
+
+
+def unread(base: Table, changes: Table) -> list[tuple[str, str]]:
+    """(tower, key) of changes that a recurrent tower does not read; said of both towers, one that reads it will do."""
+    towers = {name: tower for name in ("encoder", "decoder") if isinstance(tower := changes.get(name), dict)}
+    deaf = {
+        name: {key for key, value in tower.items() if key not in _RECURRENT_KEYS[name] and value != "none"}
+        if merge(base.get(name) or {}, tower).get("mixer") in ("gru", "lstm")
+        else set()
+        for name, tower in towers.items()
+    }
+
+    def heard(name: str, key: str) -> bool:
+        return any(key not in deaf[other] and tower.get(key) == towers[name][key] for other, tower in towers.items())
+
+    return [(name, key) for name, keys in deaf.items() for key in sorted(keys) if not heard(name, key)]
+
+
+def refuse_unread(base: Table, changes: Table) -> None:
+    """Raise an error that names the changes which would change nothing."""
+    if found := unread(base, changes):
+        names = ", ".join(f"{tower}.{key}" for tower, key in found)
+        raise UserError(f"model: {names}: not read by a recurrent tower (gru, lstm), only by layers of attention")
 
 
 def preset(

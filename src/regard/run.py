@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from regard.config import Config, Value, parse
 from regard.data.images import Pixels
 from regard.errors import UserError
-from regard.files import read_json, replace_file, write_json
-from regard.model import Model, unfilled
+from regard.files import read_json, replace_directory, replace_file, write_json
+from regard.model import Model, allocate, on_meta
 from regard.text.codec import Codec, TextConfig
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
+HEADS = "alignment.json"  # which heads tell alignments
 
 
 class RunConfig(Value):
@@ -49,8 +51,8 @@ class Run:
         """Open a run directory, reading only its own files."""
         path = Path(path)
         config = read_config(path)
-        model = unfilled(config.model, device)
-        load_weights(model, path / WEIGHTS)
+        model = on_meta(config.model)
+        load_weights(model, path / WEIGHTS, device)
         codec = Codec.load(path, config.text)
         for side in ("source", "target"):
             symbols, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
@@ -98,8 +100,11 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill a model from a file; all missing, extra and misshapen names come in one message."""
+def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
+    """Fill a model from a file; all missing, extra and misshapen names come in one message.
+
+    A model without memory is given it on `device`, but only once it is known to fit: a config.json may say anything.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file; the run has no weights yet")
     ours = {name: p for name, p in model.named_parameters(remove_duplicate=True)}
@@ -113,18 +118,26 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 if list(ours[name].shape) != shape:
                     wrong.append(f"{name}: shape {shape} where the config says {list(ours[name].shape)}")
             if wrong:
-                raise UserError(f"{path}: weights do not fit config.json\n  " + "\n  ".join(wrong[:20]))
+                more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+                raise UserError(f"{path}: weights do not fit config.json\n  " + "\n  ".join([*wrong[:20], *more]))
+            if next(model.parameters()).is_meta:
+                allocate(model, device)
             with torch.no_grad():
-                for name, parameter in ours.items():
+                for name, parameter in model.named_parameters(remove_duplicate=True):
                     parameter.copy_(file.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
 
 
 def average(paths: Sequence[str | Path], out: str | Path) -> Run:
-    """Save the mean of several runs' weights; they must be the same model over the same text."""
+    """Save the mean of several runs' weights; they must be the same model over the same text.
+
+    The new directory appears whole or not at all. Alignments are asked of the heads that the first run asks.
+    """
     if not paths:
         raise UserError("average needs at least one run")
+    if Path(out).exists():
+        raise UserError(f"{out}: exists already; name a new directory for the averaged run")
     first = Run.load(paths[0])
     total = {name: x.double() for name, x in weights_of(first.model).items()}
     for path in paths[1:]:
@@ -136,5 +149,11 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
     with torch.no_grad():
         for name, parameter in first.model.named_parameters(remove_duplicate=True):
             parameter.copy_(total[name] / len(paths))
-    first.save(out)
-    return first
+
+    def write(temporary: Path) -> None:
+        first.save(temporary)
+        if (first.path / HEADS).is_file():
+            shutil.copyfile(first.path / HEADS, temporary / HEADS)
+
+    replace_directory(Path(out), write)
+    return replace(first, path=Path(out))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from regard.config import Config, Count, Rate, Stack, Value, parse
+from regard.config import Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
 
 Column = Literal["source", "features", "target"]
@@ -93,7 +93,7 @@ class Train(Value):
     validate_every: Count | None = None  # steps; None: about once per epoch, at most 40 times in a run
     validate_beam: Count = 1
     log_every: Count = 50
-    seed: int = Field(default=1, ge=0)
+    seed: Id = 1
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "auto"
     workers: int = Field(default=0, ge=0)  # processes; 0: one per core on a CPU, one elsewhere

@@ -195,6 +195,27 @@ def test_parts_that_are_not_there(settings: dict[str, Any], told: str, bases: Pa
         fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", talk=Silence())
 
 
-def test_parts_without_a_run_to_start_from(tmp_path: Path) -> None:
-    train(tables("lm", tmp_path, steps=2, parts=["decoder"]), tmp_path / "run")
-    assert (tmp_path / "run/model.safetensors").is_file()
+@pytest.mark.parametrize("settings", [{"parts": ["decoder"]}, {"lora": 2}])
+def test_parts_and_adapters_need_a_run_to_start_from(settings: dict[str, Any], tmp_path: Path) -> None:
+    """What is not trained would stay random."""
+    with pytest.raises(UserError, match=rf"train\.{next(iter(settings))}: .*--from RUN"):
+        train(tables("lm", tmp_path, steps=2, **settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_no_layer_has(bases: Path, tmp_path: Path) -> None:
+    """It is told before anything of that size is made."""
+    order = tuned("lm", bases / "lm", tmp_path, lora=100_000_000)
+    with pytest.raises(UserError, match=r"train\.lora: a rank of at most 32 fits decoder\.blocks\.0\.attention"):
+        fit(load_recipe(order), tmp_path / "run", talk=Silence())
+
+
+@pytest.mark.parametrize("text", [{"source_tokens": "byte"}, {"target_tokens": "bpe:50"}, {"min_count": 3}])
+def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path: Path) -> None:
+    order = tuned("lm", bases / "lm", tmp_path) | {"text": text}
+    key, value = next(iter(text.items()))
+    with pytest.raises(UserError, match=rf"brings its own tokens; leave out what differs\n  text\.{key}: {value} here"):
+        fit(load_recipe(order), tmp_path / "run", talk=Silence())
+    own = Run.load(bases / "lm").codec.config.source_tokens
+    order["text"] = {"source_tokens": own, "target_tokens": "auto", "min_count": 1}
+    assert "tokens: those of" in heard(order, tmp_path / "run")

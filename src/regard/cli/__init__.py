@@ -16,6 +16,7 @@ def main() -> None:
     code = run()
     if any(thread.name == READER for thread in threading.enumerate()):
         # It holds stdin, which Python would wait for on its way out.
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)

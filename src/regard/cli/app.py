@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -15,8 +16,10 @@ import typer
 import typer.main
 
 from regard.cli import average, convert, demo, evaluate, generate, heads, info, inspect, prune, score, train
-from regard.cli.common import ReaderGone
+from regard.cli.common import ReaderGone, flush
 from regard.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a disk may say
 
 app = typer.Typer(
     name="regard",
@@ -67,13 +70,12 @@ def run() -> int:
         if hasattr(group, "rich_markup_mode"):
             group.rich_markup_mode = None  # the list of verbs is plain and quick; the verbs' own help is set in panels
         code = group(standalone_mode=False, prog_name="regard")
-        sys.stdout.flush()
+        flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _complain(str(error), 2)
     except (ReaderGone, BrokenPipeError):
-        # Whoever read our output has had enough. What is left in the buffer must not be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()  # whoever read it has had enough
         return 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -81,6 +83,8 @@ def run() -> int:
         told = getattr(error, "format_message", None)  # a usage error of the parser
         if told is not None:
             return _complain(f"{told()}\n  {_help_for(error)} tells more", 2)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+            return _complain(f"cannot write the output: {error.strerror}", 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
             return 1
@@ -90,8 +94,17 @@ def run() -> int:
         )
 
 
+def _give_up_output() -> None:
+    """What is left in the buffer must not be written at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _complain(message: str, code: int) -> int:
-    sys.stdout.flush()
+    try:
+        flush()
+    except (UserError, ReaderGone):
+        _give_up_output()
     print(f"error: {message}", file=sys.stderr)
     return code
 

@@ -19,12 +19,7 @@ def command(
 
     They must be the same model over the same vocabulary.
     """
-    from pathlib import Path
-
-    from regard.errors import UserError
     from regard.run import average
 
-    if Path(out).exists():
-        raise UserError(f"{out}: exists already; name a new directory for the averaged run")
     average(runs, out)
     talk(f"{out}: the mean of {len(runs)} run{'s' * (len(runs) > 1)}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from regard.errors import UserError
 
 if TYPE_CHECKING:
     from regard.data.source import Source
@@ -47,10 +51,8 @@ def talk(message: str) -> None:
 
 def out(line: str) -> None:
     """Write a line of data."""
-    try:
+    with _told():
         sys.stdout.write(line + "\n")
-    except BrokenPipeError:
-        raise ReaderGone from None
 
 
 def out_json(value: dict[str, Any]) -> None:
@@ -60,23 +62,32 @@ def out_json(value: dict[str, Any]) -> None:
 
 def flush() -> None:
     """Let whoever waits for our output have what there is."""
-    try:
+    with _told():
         sys.stdout.flush()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say what is wrong with our output, if it cannot be written."""
+    if sys.stdout is None:
+        raise UserError("cannot write the output: stdout is closed")
+    try:
+        yield
     except BrokenPipeError:
         raise ReaderGone from None
+    except OSError as error:
+        raise UserError(f"cannot write the output: {error.strerror or error}") from None
 
 
 def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
     """Load runs onto a device, and use so many threads from here on; small models are fastest with one."""
     import torch
 
-    from regard.config import parse
     from regard.run import Run
-    from regard.settings import Train
     from regard.train.machine import choose_device, tune_allocator
 
     tune_allocator()
-    where = choose_device(parse(Train, {"device": device}, "--device").device)
+    where = choose_device(device)
     runs = [Run.load(path, where) for path in paths]
     if threads is None and sum(p.numel() for run in runs for p in run.model.parameters()) < SMALL:
         threads = 1

@@ -53,10 +53,11 @@ def command(
     model, induction heads are named.
     """
     from regard.data.account import Account
-    from regard.decode.alignment import HEADS, save_heads
+    from regard.decode.alignment import save_heads
     from regard.inspect.heads import best_alignment_heads, grids, induction_heads, measure_heads
     from regard.inspect.links import read_links
     from regard.inspect.material import count_of, read_material
+    from regard.run import HEADS
 
     (opened,) = open_runs([run], device, threads)
     account = Account(strict)

@@ -63,12 +63,13 @@ def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Conf
     """The model that a run directory, a preset or a recipe means, with changed settings, and how it is trained."""
     from pathlib import Path
 
+    from regard.cli.train import recipe_with
     from regard.errors import UserError, closest
     from regard.info import configure
     from regard.presets import PRESETS
     from regard.run import read_config
     from regard.settings import Train, assign
-    from regard.shipped import recipe_names, recipe_tables
+    from regard.shipped import recipe_names
 
     if Path(what).is_dir():
         if settings or vocab:
@@ -77,7 +78,7 @@ def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Conf
     if what in PRESETS:
         tables = {"preset": what}
     elif what in recipe_names() or Path(what).suffix == ".toml":
-        tables = recipe_tables(what)
+        return configure(recipe_with(what, {}, settings), vocab, what)
     else:
         names = [*PRESETS, *recipe_names()]
         raise UserError(

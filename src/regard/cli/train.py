@@ -81,7 +81,7 @@ def command(
 
     if out is None:
         raise UserError("--out RUN is missing: the directory that the run is written to")
-    told = {
+    told: dict[str, Any] = {
         "task": task,
         "preset": preset,
         "train.start_from": from_,
@@ -102,19 +102,32 @@ def command(
         "train.workers": workers,
         "train.device": device,
     }
-    tables = recipe_with(recipe, {key: value for key, value in told.items() if value is not None}, settings or [])
+    told = {key: value for key, value in told.items() if value is not None}
+    tables = recipe_with(recipe, told, settings or [])
     from regard.fit import fit
     from regard.settings import load_recipe
 
-    fit(load_recipe(tables, recipe or "command line"), out, resume=resume)
+    where = "command line" if recipe is None else f"{recipe} and the command line" if told or settings else recipe
+    fit(load_recipe(tables, where), out, resume=resume)
 
 
 def recipe_with(recipe: str | None, told: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """Lay options over a recipe's tables, and `--set` over both."""
+    """Lay options over a recipe's tables, and `--set` over both.
+
+    A recipe's settings of its own preset that another one has no use for are left out.
+    """
+    from regard.presets import PRESETS, unread
     from regard.settings import assign
     from regard.shipped import recipe_tables
 
     tables = recipe_tables(recipe) if recipe is not None else {}
+    chosen: dict[str, Any] = {"preset": told.get("preset", tables.get("preset"))}
+    for setting in settings:
+        if setting.partition("=")[0].strip() == "preset":
+            assign(chosen, setting)
+    if chosen["preset"] != tables.get("preset") and isinstance(tables.get("model"), dict):
+        for tower, key in unread(PRESETS.get(chosen["preset"], {}), tables["model"]):
+            del tables["model"][tower][key]
     if {"train.minutes", "train.steps", "train.epochs"} & told.keys():  # a budget given here replaces the recipe's
         for key in ("minutes", "steps", "epochs"):
             tables.get("train", {}).pop(key, None)

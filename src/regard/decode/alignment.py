@@ -19,10 +19,8 @@ from regard.decode.options import Head
 from regard.errors import UserError
 from regard.files import read_json, write_json
 from regard.model import Model
-from regard.run import Run
+from regard.run import HEADS, Run
 from regard.text.example import Example
-
-HEADS = "alignment.json"  # in a run directory
 
 
 def to_words(run: Run, alignment: Alignment) -> Alignment:

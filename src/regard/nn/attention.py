@@ -7,6 +7,7 @@ N rows that are hypotheses (a multiple of the sentences B they belong to)
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cached_property
 
 import torch
@@ -216,7 +217,7 @@ class Attention(nn.Module):
 
 def _even(groups: list[int]) -> bool:
     """Does every key/value head serve equally many query heads?"""
-    return len({groups.count(group) for group in groups}) == 1
+    return len(set(Counter(groups).values())) == 1
 
 
 class Relative(nn.Module):

@@ -32,21 +32,24 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.lora_down), self.lora_up) * self.scale
 
 
+def adapted(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers inside modules of these names."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and set(name.split(".")) & set(on)
+    }
+
+
 def adapt(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -> list[str]:
     """Freeze a model and give adapters to its linear layers inside modules of these names -> the layers' names."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and set(name.split(".")) & set(on)
-    ]
-    for name in found:
+    found = adapted(model, on)
+    for name, inner in found.items():
         parent, _, leaf = name.rpartition(".")
-        inner = model.get_submodule(name)
-        assert isinstance(inner, nn.Linear)
         setattr(model.get_submodule(parent), leaf, LoraLinear(inner, rank, alpha))
-    return found
+    return list(found)
 
 
 @torch.no_grad()

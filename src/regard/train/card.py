@@ -46,9 +46,15 @@ USES = {
         "evaluate {run} text.txt",
         "train --task classify --data labelled.tsv --from {run} --out runs/classifier",
     ),
-    "span": ("evaluate {run} text.txt", "train --data pairs.tsv --from {run} --out runs/tuned",),
+    "span": (
+        "evaluate {run} text.txt",
+        "train --data pairs.tsv --from {run} --out runs/tuned",
+    ),
     "classify": ("generate {run} input.txt", "evaluate {run} labelled.tsv"),
-    "image": ("generate {run} images.npz", "evaluate {run} images.npz",),
+    "image": (
+        "generate {run} images.npz",
+        "evaluate {run} images.npz",
+    ),
 }
 
 

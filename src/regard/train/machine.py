@@ -59,18 +59,20 @@ def _quota() -> int | None:
 
 
 def choose_device(request: str, local_rank: int = 0) -> torch.device:
-    """The device of a recipe; `auto` takes a GPU if there is one."""
-    kind, _, index = request.partition(":")
+    """The device of that name; `auto` takes a GPU if there is one."""
+    kind, colon, index = request.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps") or (colon and kind != "cuda"):
+        raise UserError(f"device: is auto, cpu, cuda, cuda:N or mps, not {request!r}")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise UserError("train.device: cuda was asked for, but torch finds no CUDA GPU; use device=auto or cpu")
+            raise UserError("device: cuda was asked for, but torch finds no CUDA GPU; use auto or cpu")
         if index and (not index.isdigit() or int(index) >= torch.cuda.device_count()):
-            raise UserError(f"train.device: no GPU {request}; there are {torch.cuda.device_count()}, from cuda:0")
+            raise UserError(f"device: no GPU {request}; there are {torch.cuda.device_count()}, from cuda:0")
         return torch.device("cuda", int(index) if index else local_rank % torch.cuda.device_count())
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise UserError("train.device: mps was asked for, but this machine has none; use device=auto or cpu")
+        raise UserError("device: mps was asked for, but this machine has none; use auto or cpu")
     return torch.device(kind)
 
 

@@ -64,7 +64,7 @@ def resumed_recipe(given: Recipe, saved: Recipe, run: Path) -> Recipe:
     now, then = _flat(given.model_dump(mode="json", exclude_unset=True)), _flat(saved.model_dump(mode="json"))
     budget = {f"train.{key}" for key in BUDGET}
     changed = [
-        f"{key}: now {value!r}, then {then.get(key)!r}"
+        f"{key}: now {value!r}, then {_then(key, then)}"
         for key, value in now.items()
         if key not in budget and value != then.get(key) and not _open(key, value)
     ]
@@ -78,6 +78,10 @@ def resumed_recipe(given: Recipe, saved: Recipe, run: Path) -> Recipe:
     if any(value is not None for value in new.values()):
         return saved.model_copy(update={"train": saved.train.model_copy(update=new)})
     return saved
+
+
+def _then(key: str, then: dict[str, Any]) -> str:
+    return "as the preset has it" if key.startswith("model.") and key not in then else repr(then.get(key))
 
 
 def _open(key: str, value: Any) -> bool:

@@ -12,9 +12,9 @@ from regard.config import Config
 from regard.errors import UserError, closest
 from regard.files import read_json, write_json
 from regard.model import Model, on_meta
-from regard.nn.lora import adapt
+from regard.nn.lora import adapt, adapted
 from regard.run import WEIGHTS, RunConfig, read_config, weights_of
-from regard.settings import Recipe, Train
+from regard.settings import Recipe, Text, Train
 from regard.text.codec import Codec
 from regard.train.talk import Talk
 
@@ -32,12 +32,34 @@ class Opened(NamedTuple):
 def open_base(recipe: Recipe) -> Opened | None:
     """Open the run that a recipe starts from, if it does."""
     if recipe.train.start_from is None:
+        asked = "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None
+        if asked:
+            raise UserError(
+                f"train.{asked}: the rest of the model would stay as random as it begins; name a run to start from "
+                "(--from RUN)"
+            )
         return None
     if recipe.preset != "auto":
         raise UserError(f"{recipe.train.start_from} brings its own model; leave preset {recipe.preset} out")
     run = Path(recipe.train.start_from)
     config = read_config(run)
+    _same_text(recipe, config)
     return Opened(config, Codec.load(run, config.text))
+
+
+def _same_text(recipe: Recipe, base: RunConfig) -> None:
+    """Refuse settings of text that would not be followed: text becomes symbols as it does in the run."""
+    asked = {key: getattr(recipe.text, key) for key in sorted(recipe.text.model_fields_set)}
+    there = {key: getattr(base.text, key, Text.model_fields[key].default) for key in asked}
+    other = [
+        f"text.{key}: {value} here, {there[key]} there"
+        for key, value in asked.items()
+        if value not in ("auto", there[key])
+    ]
+    if other and recipe.task != "image":
+        raise UserError(
+            f"{recipe.train.start_from} brings its own tokens; leave out what differs\n  " + "\n  ".join(other)
+        )
 
 
 class Started(NamedTuple):
@@ -135,6 +157,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
             raise UserError(f"train.parts: the model has no part {part!r}{closest(part, prefixes)}")
     layers = []
     if train.lora:
+        _check_rank(model, train)
         layers = adapt(model, train.lora, train.lora_alpha or 2.0 * train.lora, train.lora_on)
         if not layers:
             raise UserError(f"train.lora_on: no layer is inside a part named {' or '.join(train.lora_on)}")
@@ -150,6 +173,14 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     what = f", adapters of rank {train.lora} on {len(layers)} layers" if layers else ""
     return f"trained: {trained:,} parameters; the model has {total:,}{what}"
+
+
+def _check_rank(model: Model, train: Train) -> None:
+    """A product of two thin matrices has no higher rank than the matrix that it is added to."""
+    for name, layer in adapted(model, train.lora_on).items():
+        if train.lora > (most := min(layer.in_features, layer.out_features)):
+            shape = f"{layer.out_features} x {layer.in_features}"
+            raise UserError(f"train.lora: a rank of at most {most} fits {name} ({shape}), not {train.lora}")
 
 
 def _within(name: str, part: str) -> bool:

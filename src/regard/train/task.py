@@ -8,7 +8,7 @@ from regard.config import Config, Stack, parse
 from regard.data.prepare import AnyPrepared, Prepared, PreparedImages, PreparedText
 from regard.errors import UserError
 from regard.model import stacks
-from regard.presets import PRESETS, fitting, merge, preset
+from regard.presets import PRESETS, TASK_PRESETS, fitting, merge, preset, refuse_unread
 from regard.run import RunConfig
 from regard.settings import TEXT_TASKS, Recipe
 from regard.text.codec import Codec
@@ -53,6 +53,39 @@ def model_config(recipe: Recipe, prepared: AnyPrepared, base: RunConfig | None) 
             config = preset(recipe.preset, **sizes, changes=merge(merge(needs, longer), changes))
     _check(config, recipe, prepared)
     return config
+
+
+def check_model(recipe: Recipe, base: RunConfig | None) -> None:
+    """Find mistakes in a model before its data is read; what only the data tells is made up."""
+    changes = {key: value for key, value in recipe.model.items() if key != "patches"}  # they depend on the images
+    needs: Table = {}
+    if recipe.task in ("classify", "image"):
+        needs = {"output": "classes", "classes": 2, "output_bias": True}
+    if base is not None:
+        table = base.model.model_dump()
+        _check_towers(merge(table, fitting(table, changes)), recipe)
+        refuse_unread(table, changes)
+        where = f"model of {recipe.train.start_from}, changed"
+        parse(Config, merge(merge(table, needs), fitting(table, changes)), where)
+        return
+    first: UserError | None = None
+    for name in _candidates(recipe):
+        try:
+            preset(name, vocab=8000, changes=merge(needs, changes))
+            _check_towers(merge(PRESETS[name], fitting(PRESETS[name], changes)), recipe)
+            refuse_unread(PRESETS[name], changes)
+            return
+        except UserError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _candidates(recipe: Recipe) -> tuple[str, ...]:
+    """The presets that a recipe may come to mean."""
+    if recipe.preset != "auto":
+        return (recipe.preset,)
+    return (TASK_PRESETS[recipe.task],) if recipe.task in TASK_PRESETS else ("transformer-small", "transformer-base")
 
 
 def _check_towers(table: Table, recipe: Recipe) -> None:

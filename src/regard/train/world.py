@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from regard.errors import UserError
 from regard.train.machine import choose_device
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -74,16 +75,33 @@ class World:
 
 def started_by_others() -> bool:
     """Whether something like torchrun has already started one process per rank."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return _number("WORLD_SIZE", 1) > 1
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """A number from the environment, where what starts the processes leaves it."""
+    value = os.environ.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise UserError(f"{name}: is not set, although WORLD_SIZE is; start the processes with torchrun, or unset both")
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"{name}: a whole number is expected in the environment, not {value!r}")
+    return int(value)
 
 
 def join(device: str) -> World:
     """Meet the other processes; the environment says who we are and where to meet."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= size:
+        raise UserError(f"RANK: of {size} processes (WORLD_SIZE) the last is {size - 1}, not {rank}")
     store_file = os.environ.get(STORE)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if store_file is None and name not in os.environ]
+    if missing:
+        raise UserError(f"{missing[0]}: is not set, so the {size} processes of WORLD_SIZE cannot meet; use torchrun")
     if store_file is not None:
         ready_file(store_file, rank).touch()
-    return meet(rank, size, choose_device(device, int(os.environ.get("LOCAL_RANK", rank))), store_file)
+    return meet(rank, size, choose_device(device, _number("LOCAL_RANK", rank)), store_file)
 
 
 def ready_file(store_file: str, rank: int) -> Path:

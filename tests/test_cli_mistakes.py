@@ -1,0 +1,119 @@
+"""Mistakes of a command line: told early, in its own words, and without leaving anything behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from regard.presets import PRESETS, unread
+from toykit import call, small
+
+
+def train(toy: Path, out: Path, *words: object):
+    return call("train", "--data", toy / "pairs.tsv", "--out", out, "--steps", 2, "--workers", 1, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--preset", "transformer-tinny"), "did you mean 'transformer-tiny'?"),
+        (("--set", "dropout=1.5"), "encoder.dropout: input should be less than 1, not 1.5"),
+        (("--preset", "transformer-tiny", "--set", "encoder.layers=two"), "encoder.layers: input should be a valid"),
+        (("--task", "classify", "--set", "layers=0"), "encoder.layers: "),
+        (("--task", "lm", "--preset", "bert-tiny"), "needs a model with a decoder without an encoder"),
+        (("--device", "gpu"), "device is auto, cpu, cuda"),
+        pytest.param(
+            ("--device", "cuda"),
+            "error: device: cuda was asked for",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (("--set", "lora=4"), "train.lora: "),
+        (("--seed", 10**30), "train.seed: input should be less than or equal to"),
+        (("--preset", "rnn-luong", "--set", "heads=3"), "model: encoder.heads, decoder.heads: not read by a recurrent"),
+    ],
+)
+def test_a_wrong_model_is_told_before_data_is_read(words, told, toy, tmp_path, monkeypatch):
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr("regard.fit.prepare", read)
+    said = train(toy, tmp_path / "new" / "run", *words)
+    assert said.code == 2 and told in said.err, said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_training_leaves_no_directories(toy, tmp_path):
+    (tmp_path / "bad.tsv").write_text("")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for out in (tmp_path / "new" / "run", kept):
+        said = call("train", "--data", tmp_path / "bad.tsv", "--out", out)
+        assert said.code == 2, said.err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tsv", "kept"]
+
+
+def test_the_command_line_is_named_beside_the_recipe(toy, tmp_path):
+    recipe = tmp_path / "small.toml"
+    recipe.write_text('preset = "transformer-tiny"')
+    said = call("train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--steps", 0)
+    assert f"error: {recipe} and the command line: not valid\n  train.steps: " in said.err
+
+
+def test_what_recurrent_towers_do_not_read():
+    rnn = PRESETS["rnn-luong"]
+    read = {"layers": 3, "width": 8, "dropout": 0.1, "position": "none"}
+    assert unread(rnn, {"encoder": read, "decoder": read | {"score": "dot", "max_length": 9}}) == []
+    assert unread(rnn, {"encoder": {"score": "dot"}}) == [("encoder", "score")]
+    assert unread(rnn, {"encoder": {"score": "dot"}, "decoder": {"score": "dot"}}) == []  # one tower reads it
+    assert unread(rnn, {"encoder": {"ff": 8}, "decoder": {"ff": 8}}) == [("encoder", "ff"), ("decoder", "ff")]
+    mixed = {"encoder": {"heads": 4}, "decoder": {"heads": 4, "mixer": "gru"}}
+    assert unread(PRESETS["transformer-tiny"], mixed) == []
+    mixed["decoder"]["heads"] = 2
+    assert unread(PRESETS["transformer-tiny"], mixed) == [("decoder", "heads")]
+    assert unread(PRESETS["transformer-tiny"], {"encoder": {"heads": 4, "norm": "rms"}}) == []
+
+
+def test_another_preset_than_the_recipes(toy, tmp_path):
+    """What the recipe says for its own preset is not the user's mistake; what --set says is."""
+    words = ("train", "g2p", "--data", toy / "pairs.tsv", "--preset", "rnn-luong", "--steps", 2, "--workers", 1)
+    said = call(*words, "--out", tmp_path / "run", "--set", "width=16", "--set", "layers=1")
+    assert said.code == 0, said.err
+    said = call(*words, "--out", tmp_path / "other", "--set", "ff=16")
+    assert said.code == 2 and "encoder.ff, decoder.ff: not read" in said.err
+    assert call("info", "g2p", "--set", "preset=rnn-luong").code == 0
+    assert "decoder.ff: not read" in call("info", "rnn-luong", "--set", "ff=16").err
+
+
+def test_a_key_that_was_not_said_before_resuming(toy, tmp_path):
+    assert train(toy, tmp_path / "run", *small()).code == 0
+    said = train(toy, tmp_path / "run", "--resume", "--set", "embed_norm=true")
+    assert "model.encoder.embed_norm: now True, then as the preset has it" in said.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("verb", [("generate", "RUN", "words"), ("info", "transformer-tiny"), ("--help",)])
+def test_output_that_cannot_be_written(verb, toy, tmp_path):
+    (tmp_path / "words").write_text("abc\n" * 3)
+    words = [{"RUN": str(toy / "run"), "words": str(tmp_path / "words")}.get(word, word) for word in verb]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "regard", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_closed_streams(toy):
+    for closed, told in (
+        (0, "stdin: is closed; name a file to read"),
+        (1, "cannot write the output: stdout is closed"),
+    ):
+        words = [sys.executable, "-m", "regard", "generate", str(toy / "run")]
+        done = subprocess.run(
+            words, input=None, stderr=subprocess.PIPE, text=True, check=False, preexec_fn=lambda fd=closed: os.close(fd)
+        )
+        assert done.returncode == 2 and told in done.stderr, done.stderr
