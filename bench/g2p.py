@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--yoyodyne", metavar="PYTHON", help="of an environment with yoyodyne 0.5")
     parser.add_argument("--joeynmt", metavar="PYTHON", help="of an environment with joeynmt 2.3")
     parser.add_argument("--seconds", type=float, default=60, help="of training, each")
-    parser.add_argument("--rounds", type=int, default=1, help="of decoding")
+    parser.add_argument("--rounds", type=int, default=1, help="of decoding; 0: training alone")
     arguments = parser.parse_args()
     if importlib.util.find_spec("regard") is None:
         sys.exit("install regard first")
@@ -329,7 +329,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             job = Job(data, valid, Path(work), arguments.seconds, longest)
             speeds, remarks = [kit.train(job)], [""]
-            for beam in (1, 5):
+            for beam in (1, 5) if arguments.rounds else ():
                 speed, remark = words_per_second(kit, job, beam, arguments.rounds)
                 speeds.append(speed)
                 remarks.append(f"  {remark}")
@@ -339,7 +339,7 @@ def main() -> None:
             f"{speed:7,.0f} {' '.join(f'{best[i] / speed:5.1f}x' for best in ours):13}{remarks[i]}"
             for i, speed in enumerate(speeds)
         ]
-        print(f"{name:12}  {cells[0]:>20}  {cells[1]:>41}  {cells[2]:>41}", flush=True)
+        print(f"{name:12}  {cells[0]:>20}  " + "  ".join(f"{cell:>41}" for cell in cells[1:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from regard.config import Stack
+from regard.nn.block import FeedForward
 from regard.nn.lora import LoraLinear
 from regard.nn.products import bf16_products, plain_linears, replaced
 
@@ -29,6 +31,22 @@ def test_value_and_gradients(shape: tuple[int, ...], bias: bool) -> None:
         torch.testing.assert_close(ours.double(), theirs, atol=1e-2, rtol=2**-7)  # the result is rounded too
     if bias:
         torch.testing.assert_close(linear.bias.grad, pull.flatten(0, -2).sum(0))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_feed_forward_layer_stays_narrow_inside(gated: bool) -> None:
+    layer, seen = FeedForward(Stack(width=16, ff=64, heads=2, gated=gated)), []
+    layer.neurons.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    wide = layer(x)
+    (expected,) = torch.autograd.grad(wide.square().sum(), x)
+    with replaced(bf16_products(layer)):
+        narrow = layer(x)
+    (found,) = torch.autograd.grad(narrow.square().sum(), x)
+    assert seen == [torch.float32, torch.bfloat16]
+    assert narrow.dtype == found.dtype == torch.float32
+    torch.testing.assert_close(narrow, wide, atol=0.02, rtol=0.02)
+    assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.nn.products import Forward, plain_linears, replaced
+from regard.nn.products import Forward, feeding, plain_linears, replaced
 
 SMALL, WORK = 1 << 16, 1 << 19  # numbers in a matrix; times rows. Below these the usual way is as fast
 ROWS = 32  # what the order is best for; it is good for all
@@ -27,7 +27,8 @@ class Packed:
     def __init__(self, models: Sequence[nn.Module], bf16: bool = False) -> None:
         linears = plain_linears(*models)
         if bf16:
-            self.forwards = [(linear, _narrow(linear)) for linear in linears]
+            stays_narrow = feeding(*models)
+            self.forwards = [(linear, _narrow(linear, linear in stays_narrow)) for linear in linears]
         else:
             self.forwards = [(linear, _ordered(linear)) for linear in linears if _can_be_packed(linear)]
 
@@ -43,10 +44,11 @@ def _can_be_packed(linear: nn.Linear) -> bool:
     return known and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALL
 
 
-def _narrow(linear: nn.Linear) -> Forward:
+def _narrow(linear: nn.Linear, stays_narrow: bool) -> Forward:
     weight = linear.weight.detach().bfloat16()
     bias = None if linear.bias is None else linear.bias.detach().bfloat16()
-    return lambda x: F.linear(x.bfloat16(), weight, bias).float()
+    kind = torch.bfloat16 if stays_narrow else torch.float32
+    return lambda x: F.linear(x.bfloat16(), weight, bias).to(kind)
 
 
 def _ordered(linear: nn.Linear) -> Forward:

@@ -1,7 +1,8 @@
 """How the matrix products of a model are computed, changed for a while: in bfloat16, or with weights put in order.
 
 torch's autocast leaves what it multiplied in bfloat16, and then every sum, norm and dropout pays for the conversion,
-which on a processor eats up the gain. Here only the products themselves are in bfloat16 and all else stays as it is.
+which on a processor eats up the gain. Here only the products are in bfloat16, and what lies between those of a
+feed-forward layer; all else stays as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from regard.nn.block import FeedForward
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -32,11 +35,19 @@ def replaced(forwards: Sequence[tuple[nn.Linear, Forward]]) -> Iterator[None]:
 
 def bf16_products(model: nn.Module) -> list[tuple[nn.Linear, Forward]]:
     """The linear layers of a model, each with a way to multiply in bfloat16, forward and backward."""
+    stays_narrow = feeding(model)
 
     def forward_of(linear: nn.Linear) -> Forward:
-        return lambda x: _Bf16.apply(x, linear.weight, linear.bias)
+        kind = torch.bfloat16 if linear in stays_narrow else torch.float32
+        return lambda x: _Bf16.apply(x, linear.weight, linear.bias, kind)
 
     return [(linear, forward_of(linear)) for linear in plain_linears(model)]
+
+
+def feeding(*models: nn.Module) -> set[nn.Linear]:
+    """Layers whose result goes into another product right away."""
+    inner = [module for model in models for module in model.modules() if isinstance(module, FeedForward)]
+    return {linear for module in inner for linear in (module.up, module.gate) if linear is not None}
 
 
 def plain_linears(*models: nn.Module) -> list[nn.Linear]:
@@ -47,10 +58,11 @@ def plain_linears(*models: nn.Module) -> list[nn.Linear]:
 
 class _Bf16(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kind: torch.dtype) -> Tensor:
         narrow, weight = x.bfloat16(), weight_OI.bfloat16()
         ctx.save_for_backward(narrow, weight)
-        return F.linear(narrow, weight, None if bias_O is None else bias_O.bfloat16()).float()
+        ctx.kind = x.dtype
+        return F.linear(narrow, weight, None if bias_O is None else bias_O.bfloat16()).to(kind)
 
     @staticmethod
     @once_differentiable
@@ -59,6 +71,6 @@ class _Bf16(torch.autograd.Function):
         needed = ctx.needs_input_grad
         grad_NO = grads[0].flatten(0, -2)
         narrow_NO = grad_NO.bfloat16()
-        x_grad = (narrow_NO @ weight_OI).float().view_as(x) if needed[0] else None
+        x_grad = (narrow_NO @ weight_OI).to(ctx.kind).view_as(x) if needed[0] else None
         weight_grad = (narrow_NO.T @ x.flatten(0, -2)).float() if needed[1] else None
-        return x_grad, weight_grad, grad_NO.sum(0) if needed[2] else None
+        return x_grad, weight_grad, grad_NO.sum(0, dtype=torch.float32) if needed[2] else None, None
