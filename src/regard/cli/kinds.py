@@ -162,7 +162,7 @@ def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> l
     unknown.add(run.codec.source, pieces, [row.tolist() for row in np.split(units.ids[1:], ends[:-1])])
     if not unknown:
         return []
-    remark = f"{100 * unknown.total / int(ends[-1]):.2g} % of the text: {unknown.summary()}"
+    remark = f"{100 * unknown.total / int(ends[-1]):.3g} % of the text: {unknown.summary()}"
     if "bits_per_char" in text_metrics(run):
         what = "are too few" if "bits_per_char" in result.metrics else "are left out"
         remark += f"; bits per character {what}, since an unknown symbol does not say which character it was"
