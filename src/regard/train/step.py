@@ -40,9 +40,8 @@ class Stepper:
         if world.size > 1:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
             if self._narrow:
-                self._module.register_comm_hook(
-                    world.size, lambda size, bucket: _exchange_narrow(size, bucket.buffer())
-                )
+                self._module.register_comm_hook(None, lambda _, bucket: _sum_narrow(bucket.buffer()))
+        self._averaged_over = 1 if self._narrow else world.size
         self._pool: MaskPool | None = None
         if world.device.type == "cpu":
             self._pool = MaskPool(train.seed * _RANKS + world.rank)
@@ -65,9 +64,9 @@ class Stepper:
             alone = nullcontext() if last or self.world.size == 1 else self._module.no_sync()  # type: ignore[operator]
             with alone, replaced(self._narrow):  # a reversible model computes forward in backward again
                 loss = self._loss(batch.to(self.world.device))
-                # Averaging over processes is undone. A loss that is not finite makes its gradients NaN, whatever they
-                # were: then everyone sees it in the norm.
-                scale = weight * self.world.size / batch.total + loss.smoothed.detach() * 0
+                # Averaging over processes, if any, is undone. A loss that is not finite makes its gradients NaN,
+                # whatever they were: then everyone sees it in the norm.
+                scale = weight * self._averaged_over / batch.total + loss.smoothed.detach() * 0
                 (loss.smoothed * scale).backward()
             nll += weight * loss.nll
             smoothed += weight * loss.smoothed.detach()
@@ -95,8 +94,8 @@ class Stepper:
         return True
 
 
-def _exchange_narrow(size: int, gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """The mean of everyone's gradients, sent in bfloat16."""
-    sent = dist.all_reduce(gradients.div(size).bfloat16(), async_op=True).get_future()
+def _sum_narrow(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """The sum of everyone's gradients, sent in bfloat16."""
+    sent = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
     received: torch.futures.Future[Tensor] = sent.then(lambda future: gradients.copy_(future.value()[0]))
     return received
