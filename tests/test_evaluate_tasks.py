@@ -267,7 +267,7 @@ def test_what_a_run_does_not_know_is_said(place: Path) -> None:
         said = call("evaluate", place / "lm", place / "strange.txt", "--json", *other)
         result = json.loads(said.out)
         assert list(result["metrics"]) == metrics and result["unknown"] == {"source": 1}
-        assert said.err.startswith(f"{named}8.3 % of the text: 1 unknown symbol in 1 line: 'ä'")
+        assert said.err.startswith(f"{named}8.33 % of the text: 1 unknown symbol in 1 line: 'ä'")
         assert "bits per character are left out" in said.err
     said = call("evaluate", place / "lm", place / "strange.txt", "--metric", "bits_per_char")
     assert said.lines[1].startswith("bits_per_char") and "are too few" in said.err
