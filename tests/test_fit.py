@@ -182,6 +182,8 @@ def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkey
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", talk=talk)
     assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in talk.lines
     assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
+    again = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, talk=Silence())
+    assert again.progress.step == 4  # the same order goes on with what was settled
 
 
 TOGETHER = """

@@ -86,12 +86,13 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "precision"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
 def test_interrupted_runs_end_like_uninterrupted_ones(
-    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, precision: str
 ) -> None:
     """Killed at a random moment, told to stop, bereft of a worker: with dropout on, the end is the same bit for bit."""
-    order = recipe(steps=40, validate_every=6, workers=workers, average=2, ema=0.9, metric="wer", accumulate=2)
+    settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
+    order = recipe(steps=40, validate_every=6, workers=workers, **settings)
     whole, run = tmp_path / "whole", tmp_path / "run"
     fit(order, whole, talk=Silence())
 

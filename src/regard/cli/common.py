@@ -49,6 +49,16 @@ def talk(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def left_out(value: object) -> bool:
+    """Whether an option was not given."""
+    return value is None or value is False  # not `in`: 0 equals False, and an option of 0 is to be refused, not ignored
+
+
+def option_name(name: str) -> str:
+    """An option as people write it."""
+    return "--" + name.replace("_", "-")
+
+
 def out(line: str) -> None:
     """Write a line of data."""
     with _told():

@@ -14,7 +14,9 @@ from regard.cli.common import (
     Target,
     Threads,
     Workers,
+    left_out,
     open_runs,
+    option_name,
     out,
     out_json,
     pairs_of,
@@ -87,7 +89,6 @@ def command(
     from functools import partial
 
     from regard.cli import kinds
-    from regard.cli.labels import left_out, option_name
     from regard.cli.lines import staffed
     from regard.data.account import Account
     from regard.decode.options import Options

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.common import Device, Json, Threads, Workers, flush, open_runs, out, out_json, talk
+from regard.cli.common import Device, Json, Threads, Workers, flush, left_out, open_runs, out, out_json, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def command(
     """
     from contextlib import ExitStack
 
-    from regard.cli.labels import left_out, tell_labels
+    from regard.cli.labels import tell_labels
     from regard.cli.lines import Input, staffed
     from regard.decode.generate import Decoder
     from regard.decode.options import Options

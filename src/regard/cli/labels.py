@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from regard.cli.common import flush, out, out_json, talk
+from regard.cli.common import flush, option_name, out, out_json, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,16 +25,6 @@ def tell_labels(run: Run, file: str, options: Options, told: Collection[str], js
         _images(run, file, json)
     else:
         _lines(run, file, options, json)
-
-
-def left_out(value: object) -> bool:
-    """Whether an option was not given."""
-    return value is None or value is False  # not `in`: 0 equals False, and an option of 0 is to be refused, not ignored
-
-
-def option_name(name: str) -> str:
-    """An option as people write it."""
-    return "--" + name.replace("_", "-")
 
 
 def _images(run: Run, file: str, json: bool) -> None:

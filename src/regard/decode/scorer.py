@@ -147,7 +147,7 @@ def check(models: Sequence[Model]) -> Config:
     for model in models:
         config = model.config
         if config.decoder is None:
-            raise UserError("only a run with a decoder can generate; this one has an encoder alone")
+            raise UserError("only a run with a decoder can generate or score a text; this one has an encoder alone")
         if (config.encoder is None) != (first.encoder is None):
             raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
         if config.target_vocab != first.target_vocab or config.ids != first.ids:

@@ -57,6 +57,8 @@ def plain_linears(*models: nn.Module) -> list[nn.Linear]:
 
 
 class _Bf16(torch.autograd.Function):
+    """x W' + b with x, W and b rounded; gradients of the weights come back in fp32, that of x as x came."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kind: torch.dtype) -> Tensor:
         narrow, weight = x.bfloat16(), weight_OI.bfloat16()

@@ -17,9 +17,7 @@ class Tree:
 
     seen_AWP: Tensor
     pos_AP: Tensor
-    next_A1: (
-        Tensor  # the position of the symbol to come, the same for all hypotheses; one row where all sentences agree
-    )
+    next_A1: Tensor  # the position of the symbol to come; one row where all sentences agree
 
     def grow(self, memory: int) -> Tree:
         """Every hypothesis gets its next symbol, and sees no farther back than its `memory` (0: all the way)."""

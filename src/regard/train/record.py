@@ -85,6 +85,8 @@ def _then(key: str, then: dict[str, Any]) -> str:
 
 
 def _open(key: str, value: Any) -> bool:
+    if key == "train.precision" and value == "bf16":  # wished for, where the machine is good at it: that was settled
+        return True
     return value == "auto" or value is None or (key == "train.workers" and value == 0)
 
 
