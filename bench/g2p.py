@@ -164,6 +164,7 @@ def joeynmt(python: str) -> Toolkit:
             "embeddings": {"embedding_dim": WIDTH, "scale": True, "dropout": DROPOUT},
             "hidden_size": WIDTH,
             "ff_size": FF,
+            "layer_norm": "pre",  # its encoder and decoder have different defaults, with which nothing is learned
             "dropout": DROPOUT,
         }
         table: dict[str, Any] = {

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,21 @@ def test_ema_is_its_recurrence() -> None:
         decay = min(0.9, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * model.weight.detach()
     torch.testing.assert_close(ema.weights["weight"], expected)
+
+
+def test_a_long_ema_that_looks_now_and_then_is_nearly_the_one_that_looks_at_every_step() -> None:
+    model, steps = nn.Linear(1, 1), 3000
+    ema, expected, looks = Ema(model, 0.998), model.weight.detach().clone(), 0
+    for step in range(1, steps):
+        with torch.no_grad():
+            model.weight.fill_(math.sin(step / 700))
+        before = ema.weights["weight"].clone()
+        ema.update(model, step)
+        looks += not torch.equal(before, ema.weights["weight"])
+        decay = min(0.998, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    torch.testing.assert_close(ema.weights["weight"], expected, rtol=0.01, atol=0.005)
+    assert looks < steps / 2
 
 
 def test_lent_weights_are_given_back_even_after_an_error() -> None:

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from regard.batch import Batch
@@ -18,6 +17,7 @@ from regard.model import Model
 from regard.nn.dropout import MaskPool, use_pool
 from regard.nn.products import bf16_products, replaced
 from regard.settings import Train
+from regard.train.exchange import Exchange, same_start
 from regard.train.optim import make_optimizer, set_rate
 from regard.train.world import World
 
@@ -35,16 +35,18 @@ class Stepper:
         self._parameters = list(model.parameters())
         self.objective = objective = Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
         self._module: nn.Module = objective
-        # On a processor bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
-        self._narrow = bf16_products(model) if train.precision == "bf16" and world.device.type == "cpu" else []
-        if world.size > 1:
+        on_processor = world.device.type == "cpu"
+        # There bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
+        self._narrow = bf16_products(model) if train.precision == "bf16" and on_processor else []
+        self._exchange: Exchange | None = None
+        self._averaged_over = 1
+        if world.size > 1 and on_processor:
+            same_start(self._parameters)
+            self._exchange = Exchange(self._parameters, narrow=bool(self._narrow))
+        elif world.size > 1:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
-            if self._narrow:
-                self._module.register_comm_hook(None, lambda _, bucket: _sum_narrow(bucket.buffer()))
-        self._averaged_over = 1 if self._narrow else world.size
-        self._pool: MaskPool | None = None
-        if world.device.type == "cpu":
-            self._pool = MaskPool(train.seed * _RANKS + world.rank)
+            self._averaged_over = world.size
+        self._pool = MaskPool(train.seed * _RANKS + world.rank) if on_processor else None
         use_pool(model, self._pool)
 
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
@@ -60,8 +62,8 @@ class Stepper:
         nll = torch.zeros((), device=self.world.device)
         smoothed = torch.zeros((), device=self.world.device)
         for index, (batch, weight) in enumerate(shares):
-            last = index == len(shares) - 1
-            alone = nullcontext() if last or self.world.size == 1 else self._module.no_sync()  # type: ignore[operator]
+            more = index < len(shares) - 1
+            alone = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
             with alone, replaced(self._narrow):  # a reversible model computes forward in backward again
                 loss = self._loss(batch.to(self.world.device))
                 # Averaging over processes, if any, is undone. A loss that is not finite makes its gradients NaN,
@@ -70,6 +72,8 @@ class Stepper:
                 (loss.smoothed * scale).backward()
             nll += weight * loss.nll
             smoothed += weight * loss.smoothed.detach()
+        if self._exchange is not None:
+            self._exchange()
         norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=True)
         sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one wait per step
         return sums
@@ -87,15 +91,9 @@ class Stepper:
         """Move the weights, with the gradient clipped; if it is not finite, nothing moves -> whether they moved."""
         if not math.isfinite(norm):
             return False
-        if self.train.clip and norm > self.train.clip:
-            torch._foreach_mul_(self._gradients(), self.train.clip / norm)
+        excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
+        # Fused optimizers divide the gradients by this while they read them, which saves a pass over all of them.
+        self.optimizer.grad_scale = torch.tensor(excess, device=self.world.device)  # type: ignore[attr-defined]
         set_rate(self.optimizer, rate)
         self.optimizer.step()
         return True
-
-
-def _sum_narrow(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """The sum of everyone's gradients, sent in bfloat16."""
-    sent = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
-    received: torch.futures.Future[Tensor] = sent.then(lambda future: gradients.copy_(future.value()[0]))
-    return received

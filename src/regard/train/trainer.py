@@ -98,18 +98,23 @@ class Trainer:
     # Steps
 
     def _step(self) -> int:
-        """Take one step -> the signal that asks to stop, or 0. All processes agree on everything."""
+        """Take one step -> the signal that asks to stop, or 0. All processes agree on everything.
+
+        The norm needs no telling: everyone has the same gradients.
+        """
         progress, window = self.progress, self.progress.window
         portion = self.feed.portion(progress.epoch, progress.batch)
         if portion.fresh:
             self.stepper.objective.carried = None
         step = progress.step + 1
         rate = learning_rate(self.train, step, self._done(), self._width)
-        sums = self.stepper.backward(step, portion.shares)
-        everyone = self.world.gather([*sums, self._clock(), float(self.signals.received)])
-        norm = everyone[0][2]
-        progress.seconds = everyone[0][3]
+        nll, smoothed, norm = self.stepper.backward(step, portion.shares)
+        told = self.world.gather_later([nll, smoothed, self._clock(), float(self.signals.received)])
         moved = self.stepper.update(rate, norm)
+        if moved and self.ema is not None:
+            self.ema.update(self.model, step)
+        everyone = told()
+        progress.seconds = everyone[0][2]
         progress.step = step
         progress.batch += portion.batches
         progress.examples += portion.examples
@@ -119,8 +124,6 @@ class Trainer:
         nll, smoothed = (sum(row[i] for row in everyone) for i in (0, 1))
         if moved:
             progress.skipped_in_a_row = 0
-            if self.ema is not None:
-                self.ema.update(self.model, step)
             window.steps += 1
             window.examples += portion.examples
             window.tokens += portion.tokens
@@ -132,7 +135,7 @@ class Trainer:
             self._skip(nll / portion.tokens, norm)
         if step % self.train.log_every == 0 and window.steps:
             self._log_window(rate)
-        return int(max(row[4] for row in everyone))
+        return int(max(row[3] for row in everyone))
 
     def _skip(self, loss: float, norm: float) -> None:
         progress = self.progress

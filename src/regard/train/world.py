@@ -6,12 +6,12 @@ import datetime
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from regard.errors import UserError
 from regard.train.machine import choose_device
@@ -35,11 +35,22 @@ class World:
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """The numbers of every process, by rank."""
+        return self.gather_later(values)()
+
+    def gather_later(self, values: list[float]) -> Callable[[], list[list[float]]]:
+        """The same, but they are only waited for when the result is called: there is work to do meanwhile."""
         if self.size == 1:
-            return [values]
+            return lambda: [values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        rows: list[list[float]] = self._gather(mine).tolist()
-        return rows
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        sent = dist.all_gather(everyone, mine, async_op=True)
+
+        def received() -> list[list[float]]:
+            sent.wait()
+            rows: list[list[float]] = torch.stack(everyone).tolist()
+            return rows
+
+        return received
 
     def gather_json(self, value: Any) -> list[Any]:
         """The values of every process, by rank; JSON rather than pickle."""
@@ -49,13 +60,9 @@ class World:
         sizes = [int(row[0]) for row in self.gather([float(len(data))])]
         padded = data.new_zeros(max(sizes))
         padded[: len(data)] = data
-        rows = self._gather(padded).tolist()
-        return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
-
-    def _gather(self, mine: Tensor) -> Tensor:
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
-        return torch.stack(everyone)
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
 
     def share(self, value: Any) -> Any:
         """What the first process has, for everyone."""
