@@ -58,6 +58,16 @@ def test_options_are_checked(toy):
         regard.load(toy / "nowhere")
 
 
+def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
+    run = regard.load(toy / "run")
+    expected = run.generate(["abc"])
+    monkeypatch.setattr("regard.api.bf16_problem", lambda device: "a trial crashed with SIGILL")
+    with pytest.warns(UserWarning, match="fp32 instead of bf16: a trial crashed with SIGILL"):
+        assert run.generate(["abc"], precision="bf16") == expected
+    with pytest.warns(UserWarning, match="fp32 instead of bf16"):
+        assert run.generate(["abc"], options=regard.Options(beam=2), precision="bf16") == run.generate(["abc"], beam=2)
+
+
 def test_models_by_name():
     model = regard.Model(regard.preset("transformer-tiny", vocab=50))
     assert isinstance(model.config, regard.Config)

@@ -186,6 +186,25 @@ def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkey
     assert again.progress.step == 4  # the same order goes on with what was settled
 
 
+def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[str | None] = [None, "a trial crashed with SIGILL"]
+    monkeypatch.setattr("regard.train.resolve.bf16_problem", lambda device: problems.pop(0))
+    order = {"precision": "bf16", "schedule": "constant"}
+    fit(load_recipe(tables(pairs, **order)), tmp_path / "run", talk=Silence())
+    assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()
+    for budget, told in (
+        (6, "fp32 instead of bf16: a trial crashed with SIGILL"),
+        (8, "fp32, which the run settled on"),
+    ):
+        talk = Heard()
+        more = load_recipe({"train": {"steps": budget, "precision": "bf16"}})
+        assert fit(more, tmp_path / "run", resume=True, talk=talk).progress.step == budget
+        assert f"precision: {told}" in talk.lines
+        assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
+
+
 TOGETHER = """
 import json, sys
 from regard.fit import fit

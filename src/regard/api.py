@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from regard.run import Run
 from regard.settings import Recipe, load_recipe
 from regard.shipped import recipe_tables
 from regard.text.example import Example
-from regard.train.machine import choose_device
+from regard.train.machine import bf16_problem, choose_device
 from regard.train.talk import Silence, Talk
 
 
@@ -40,7 +41,7 @@ class LoadedRun(Run):
     ) -> list[list[Hypothesis]]:
         """The best outputs for every input, a list for each; settings are those of `Options`, such as `beam=5`."""
         asked = _checked("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        return list(generate([self, *ensemble], asked, _options(options, settings)))
+        return list(generate([self, *ensemble], asked, self._options(options, settings)))
 
     def stream(
         self, item: Input, *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
@@ -48,7 +49,7 @@ class LoadedRun(Run):
         """The output for one input as it is decided, symbol by symbol; greedy unless `sample` is set."""
         if not isinstance(item, str | Example | Request):
             raise UserError(f"stream: takes one text or regard.Example, not {_shown(item)}")
-        return stream([self, *ensemble], item, _options(options, settings))
+        return stream([self, *ensemble], item, self._options(options, settings))
 
     def score(
         self, pairs: Iterable[Pair], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
@@ -59,7 +60,7 @@ class LoadedRun(Run):
             texts = pair[:2] if isinstance(pair, Example) else pair
             if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
                 raise UserError(f"score: a pair is a source and a target, both texts, not {_shown(pair)}")
-        return list(score([self, *ensemble], asked, _options(options, settings)))
+        return list(score([self, *ensemble], asked, self._options(options, settings)))
 
     def classify(self, inputs: Iterable[str] | NDArray[Any]) -> list[Labelled]:
         """The label of every text, or image, with the probabilities of all labels.
@@ -94,6 +95,18 @@ class LoadedRun(Run):
         else:
             ids = list(self.generate([example], beam=beam)[0][0].ids)
         return trace(self, example, ids, heads=load_heads(self.path))
+
+    def _options(self, options: Options | None, settings: dict[str, Any]) -> Options:
+        if options is not None and not isinstance(options, Options):
+            raise UserError(f"options: takes a regard.Options, not {_shown(options)}; or write beam=5 and the like")
+        asked = Options.of(**settings) if options is None else options
+        if options is not None and settings:
+            asked = parse(Options, {**options.model_dump(), **settings}, "options")
+        device = next(self.model.parameters()).device
+        if asked.precision == "bf16" and (problem := bf16_problem(device)):
+            warnings.warn(f"precision: fp32 instead of bf16: {problem}", stacklevel=3)
+            return asked.model_copy(update={"precision": "fp32"})
+        return asked
 
     @torch.inference_mode()
     def logits(
@@ -159,14 +172,6 @@ def train(
         raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {_shown(recipe)}")
     fit(recipe, out, resume=resume, talk=talk or Silence())
     return load(out)
-
-
-def _options(options: Options | None, settings: dict[str, Any]) -> Options:
-    if options is None:
-        return Options.of(**settings)
-    if not isinstance(options, Options):
-        raise UserError(f"options: takes a regard.Options, not {_shown(options)}; or write beam=5 and the like")
-    return parse(Options, {**options.model_dump(), **settings}, "options") if settings else options
 
 
 def _checked(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:

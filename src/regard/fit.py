@@ -33,7 +33,7 @@ from regard.train.launch import Workers, leave_with_parent
 from regard.train.machine import choose_device, cores, tune_allocator
 from regard.train.progress import Progress
 from regard.train.record import begun, require_free, resumed_recipe, save_recipe, saved_recipe
-from regard.train.resolve import resolve, share_out
+from regard.train.resolve import resolve, share_out, usable_precision
 from regard.train.start import Opened, choose_trained, fresh_weights, load_start, open_base, plan_start
 from regard.train.talk import Silence, Talk, make_talk, score
 from regard.train.task import check_model, make_feed, make_valid, model_config
@@ -127,10 +127,14 @@ def _finished(recipe: Recipe, path: Path) -> Report | None:
 def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Talk, processes: int = 1) -> Recipe:
     """Make the run directory ready, or find it so -> the complete recipe."""
     if resume and begun(path):
-        saved = saved_recipe(path)
+        saved, wished = saved_recipe(path), recipe.train.precision
         recipe = resumed_recipe(recipe, saved, path)
         if _finished(recipe, path) is None:
             restore_uncut(path, path / TRAINING / UNCUT)
+            if wished != recipe.train.precision == "fp32":
+                talk.say("precision: fp32, which the run settled on")
+            usable = usable_precision(recipe.train, talk)  # it may have come from another machine
+            recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": usable})})
         if recipe != saved:
             save_recipe(recipe, path)
         return recipe

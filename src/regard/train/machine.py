@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -100,6 +101,7 @@ print(clock(narrow) / clock(wide))
 """
 
 
+@cache
 def bf16_problem(device: torch.device, probe: str = _PROBE) -> str | None:
     """Why bfloat16 should not be used on a device, or None; on a CPU it is tried out in a process that may crash."""
     if device.type == "cuda":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from regard.config import Config
 from regard.data.prepare import AnyPrepared, Prepared
 from regard.errors import UserError
 from regard.presets import TASK_PRESETS
-from regard.settings import Recipe
+from regard.settings import Recipe, Train
 from regard.train.budget import DEFAULT_MINUTES
 from regard.train.choose import Choice, choose_preset, choose_workers
 from regard.train.feed import Feed
@@ -22,10 +24,7 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
     if train.minutes is None and train.steps is None and train.epochs is None:
         changes["minutes"] = DEFAULT_MINUTES
         talk.say(f"budget: {DEFAULT_MINUTES:g} minutes, since none is given")
-    problem = bf16_problem(device) if train.precision == "bf16" else None
-    if problem:
-        changes["precision"] = "fp32"
-        talk.say(f"precision: fp32 instead of bf16: {problem}")
+    changes["precision"] = usable_precision(train, talk)
     name = recipe.preset
     if name == "auto" and train.start_from is None:
         if isinstance(prepared, Prepared) and recipe.task == "pairs":
@@ -47,6 +46,14 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
             "train": train.model_copy(update=changes),
         }
     )
+
+
+def usable_precision(train: Train, talk: Talk) -> Literal["fp32", "bf16"]:
+    """The precision that is wished for, if this machine is good at it."""
+    if train.precision == "bf16" and (problem := bf16_problem(choose_device(train.device))):
+        talk.say(f"precision: fp32 instead of bf16: {problem}")
+        return "fp32"
+    return train.precision
 
 
 def share_out(recipe: Recipe, feed: Feed, config: Config, talk: Talk, processes: int) -> Recipe:
