@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from itertools import pairwise, product
 
 import pytest
@@ -18,7 +20,7 @@ from regard.decode.hypothesis import Found
 from regard.decode.options import Options
 from regard.decode.prepare import Preparer
 from regard.decode.score import force
-from regard.decode.scorer import Scorer, Task, best
+from regard.decode.scorer import Scorer, States, Task, best
 from regard.decode.search import make_rules, search
 from regard.nn.kv import KV, Cache
 from regard.run import Run
@@ -52,6 +54,40 @@ def test_a_beam_of_one_is_greedy_search(name: str, seed: int, texts: list[str]) 
     assert [found[0].ids for found in beam] == [found[0].ids for found in greedy]
     for ours, theirs in zip(beam, greedy, strict=True):
         assert ours[0].token_scores == pytest.approx(theirs[0].token_scores, abs=1e-5)
+
+
+class Sure(Scorer):
+    """Says 4, 5, 6, ... and then the end, and leaves the rest of the probability to all others, ends included."""
+
+    def __init__(self, length: int, rest: float) -> None:
+        self.length, self.rest, self.said = length, rest, 0
+        self.device, self.eos, self.vocab, self.continues = torch.device("cpu"), 3, 30, False
+
+    def start(self, tasks: Sequence[Task]) -> States:
+        self.said = 0
+        return ()
+
+    def first(self, tasks: Sequence[Task], count: int = 1) -> list[Tensor]:
+        return [torch.zeros(len(tasks) * count, dtype=torch.long)]
+
+    def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
+        rows = len(tokens_N[0] if isinstance(tokens_N, list) else tokens_N)
+        p_NV = torch.full((rows, self.vocab), self.rest / (self.vocab - 1))
+        p_NV[:, self.eos] *= 1.01  # first among equals
+        p_NV[:, 4 + self.said if self.said < self.length else self.eos] = 1 - self.rest
+        self.said += 1
+        return p_NV.log().log_softmax(-1), ()
+
+
+@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
+def test_many_poor_ends_do_not_close_a_beam_before_the_good_one(width: int, penalty: float) -> None:
+    scorer, length = Sure(12, 0.05), 12
+    for groups in (1, 2):
+        found = run_beam(scorer, [Task(((3,),), 20)] * 2, width=width, penalty=penalty, groups=groups, keep=width)
+        for row in found:
+            assert row[0].ids == (*range(4, 4 + length), 3)
+            assert row[0].score == pytest.approx((length + 1) * math.log(0.95), abs=0.02)
 
 
 def test_equal_values_go_to_the_lowest_id_in_any_company() -> None:

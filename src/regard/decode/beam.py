@@ -3,8 +3,10 @@
 Shapes: A sentences in the batch, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F kept.
 
 A hypothesis ends when its end symbol is among the `width` best candidates of its step. A sentence ends when `width`
-hypotheses have ended (this is the definition; with `exact` it is waived), or when no hypothesis alive can overtake the
-kept ones: values only fall, so the best that a live one can reach is its present sum over the longest length allowed.
+hypotheses have ended and none alive is better as it stands than the best of them (this is the definition; with `exact`
+it is waived), or when no hypothesis alive can overtake the kept ones: values only fall, so the best that a live one can
+reach is its present sum over the longest length allowed. To count ends alone would not do: a model that is sure of one
+continuation has only poor candidates beside it, early ends among them, and these would soon be `width`.
 """
 
 from __future__ import annotations
@@ -94,25 +96,28 @@ def _turns(stage_AC: Tensor) -> Tensor:
 
 
 class Kept:
-    """The best finished hypotheses of every sentence: their values, and where their paths end."""
+    """The best finished hypotheses of every group of every sentence: their values, and where their paths end."""
 
-    def __init__(self, sentences: int, count: int, device: torch.device) -> None:
-        self.value_BF = torch.full((sentences, count), -math.inf, device=device)
-        self.place_BF2 = torch.zeros((sentences, count, 2), dtype=torch.long, device=device)  # step, row
+    def __init__(self, sentences: int, groups: int, count: int, device: torch.device) -> None:
+        self.value_BGF = torch.full((sentences, groups, count), -math.inf, device=device)
+        self.place_BGF2 = torch.zeros((sentences, groups, count, 2), dtype=torch.long, device=device)  # step, row
 
-    def add(self, alive_A: Tensor, value_AC: Tensor, t: int, row_AC: Tensor) -> None:
+    def add(self, alive_A: Tensor, value_AGC: Tensor, t: int, row_AGC: Tensor) -> None:
         """Offer what ended at step `t` in these rows; of equal values the earlier stays."""
-        place_AC2 = torch.stack((torch.full_like(row_AC, t), row_AC), -1)
-        value_AX = torch.cat((self.value_BF[alive_A], value_AC), 1)
-        place_AX2 = torch.cat((self.place_BF2[alive_A], place_AC2), 1)
-        value_AX, index_AX = value_AX.sort(dim=1, descending=True, stable=True)
-        count = self.value_BF.shape[1]
-        self.value_BF[alive_A] = value_AX[:, :count]
-        self.place_BF2[alive_A] = place_AX2.gather(1, index_AX[:, :count, None].expand(-1, -1, 2))
+        place_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
+        value_AGX = torch.cat((self.value_BGF[alive_A], value_AGC), 2)
+        place_AGX2 = torch.cat((self.place_BGF2[alive_A], place_AGC2), 2)
+        value_AGX, index_AGX = value_AGX.sort(dim=2, descending=True, stable=True)
+        count = self.value_BGF.shape[2]
+        self.value_BGF[alive_A] = value_AGX[..., :count]
+        self.place_BGF2[alive_A] = place_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
+
+    def best(self, alive_A: Tensor) -> Tensor:
+        return self.value_BGF[alive_A, :, 0]
 
     def worst(self, alive_A: Tensor) -> Tensor:
-        """What a live hypothesis must overtake to matter."""
-        return self.value_BF[alive_A, -1]
+        """What a live hypothesis of a group must overtake to matter."""
+        return self.value_BGF[alive_A, :, -1]
 
 
 class Trace:
@@ -154,7 +159,7 @@ def beam_search(
 ) -> list[list[Found]]:
     """The `keep` best outputs of every task, best first; fewer if fewer ended.
 
-    Each of the groups is `width` wide and closed when `enough` of its hypotheses (None: `width`) have ended.
+    Each of the groups is `width` wide, and may be closed when `enough` of its hypotheses (None: `width`) have ended.
     """
     device, enough = scorer.device, enough or width
     constraint = next((rule for rule in rules if isinstance(rule, Constraint) and rule.requires), None)
@@ -173,8 +178,7 @@ def beam_search(
     stop_B = torch.tensor([task.limit if task.open_end else math.inf for task in tasks], device=device)
     sum_AGW = torch.zeros((len(tasks), groups, 1), device=device)
     ended_BG = torch.zeros((len(tasks), groups), dtype=torch.long, device=device)
-    room = keep if groups == 1 else max(keep, width * groups)  # groups may find the same, which counts once
-    kept, trace = Kept(len(tasks), room, device), Trace()
+    kept, trace = Kept(len(tasks), groups, keep if groups == 1 else width, device), Trace()
     for t in range(max(task.limit for task in tasks) + 1):
         with nullcontext() if coverage is None else coverage.watch():
             logp_NV, states = scorer.step(tokens, states)
@@ -198,12 +202,14 @@ def beam_search(
             if coverage is not None:
                 value_AGC += coverage.value(alive_A).flatten()[row_AGC.masked_fill(~ended_AGC, 0)]
             value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
-            kept.add(alive_A, value_AGC.flatten(1), t, row_AGC.flatten(1))
+            kept.add(alive_A, value_AGC, t, row_AGC)
             ended_BG[alive_A] += ended_AGC.sum(2)
-        if not exact:  # a group is closed when so many of its hypotheses have ended
-            sum_next_AGW = sum_next_AGW.masked_fill((ended_BG[alive_A] >= enough).unsqueeze(2), -math.inf)
-        bound_A = sum_next_AGW.flatten(1).amax(1) / longest_B[alive_A]
-        stay_A = bound_A > kept.worst(alive_A)
+        if not exact:
+            better_AG = sum_next_AGW.amax(2) / (t + 1) ** penalty > kept.best(alive_A)
+            closed_AG = (ended_BG[alive_A] >= enough) & ~better_AG
+            sum_next_AGW = sum_next_AGW.masked_fill(closed_AG.unsqueeze(2), -math.inf)
+        bound_AG = sum_next_AGW.amax(2) / longest_B[alive_A].unsqueeze(1)
+        stay_A = (bound_AG > kept.worst(alive_A)).any(1)
         rows_N = (parent_AGW + lanes).flatten()
         sentences = None
         if not bool(stay_A.any()):
@@ -245,9 +251,11 @@ def _pick_groups(
 
 
 def _read(kept: Kept, trace: Trace, tasks: Sequence[Task], eos: int) -> list[list[Found]]:
-    value_BF, place_BF2 = kept.value_BF.numpy(force=True), kept.place_BF2.numpy(force=True)
+    order_BF = kept.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
+    value_BF = kept.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
+    place_BF2 = kept.place_BGF2.flatten(1, 2).numpy(force=True)
     sentence, rank = np.nonzero(value_BF > -math.inf)
-    at, rows = place_BF2[sentence, rank].T
+    at, rows = place_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
     tokens, scores = trace.read(at, rows)
     found: list[list[Found]] = [[] for _ in tasks]
     for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
