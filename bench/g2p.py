@@ -7,8 +7,9 @@ toolkit is run by its own command line as its users run it, in an environment of
 one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress, from
 its first report on. Decoding is the command with few words and with many, and the difference of the two, so that
 neither start-up nor loading counts; all may write as many symbols as the longest pronunciation in the data has.
-What was decoded is described by its WER and its mean length: a model that has hardly been trained stops at once or
-never, and its speed says little. Raise --seconds until the lengths are alike.
+regard is shown in fp32, in bf16, and trained in bf16 and decoding in int8 by CTranslate2, if that is installed. What
+was decoded is described by its WER and its mean length: a model that has hardly been trained stops at once or never,
+and its speed says little. Raise --seconds until the lengths are alike.
 """
 
 from __future__ import annotations
@@ -59,14 +60,15 @@ class Toolkit:
 # regard
 
 
-def regard(precision: str) -> Toolkit:
+def regard(training: str, *decoding: str) -> Toolkit:
+    """Trained in a precision, and decoding with options."""
     command = [sys.executable, "-m", "regard"]
 
     def train(job: Job) -> float:
         sizes = {"layers": LAYERS, "width": WIDTH, "ff": FF, "heads": HEADS, "dropout": DROPOUT}
         settings = [f"{key}={value}" for key, value in sizes.items()]
         settings += [f"batch_examples={BATCH}", "log_every=5", f"validate_every={10**9}"]  # the peers have no pauses
-        settings += [f"precision={precision}"]
+        settings += [f"precision={training}"]
         given = ["--data", job.data, "--valid", job.valid, "--out", job.work / "run"]
         budget = ["--workers", 2, "--minutes", job.seconds / 60]
         run([*command, "train", "g2p", *given, *budget, *(x for s in settings for x in ("--set", s))])
@@ -77,7 +79,7 @@ def regard(precision: str) -> Toolkit:
         return statistics.harmonic_mean(rates[1:])  # over equal numbers of steps: all examples by all the time
 
     def decode(job: Job, words: Path, beam: int) -> list[str]:
-        options = ["--beam", beam, "--max-length", job.longest, "--workers", 2, "--precision", precision]
+        options = ["--beam", beam, "--max-length", job.longest, "--workers", 2, *decoding]
         return run([*command, "generate", job.work / "run", words, *options]).splitlines()
 
     return Toolkit(train, decode, (1000, 9000))
@@ -312,7 +314,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if importlib.util.find_spec("regard") is None:
         sys.exit("install regard first")
-    kits = {f"regard {precision}": regard(precision) for precision in ("fp32", "bf16")}
+    kits = {"regard fp32": regard("fp32"), "regard bf16": regard("bf16", "--precision", "bf16")}
+    if importlib.util.find_spec("ctranslate2"):
+        kits["regard int8"] = regard("bf16", "--engine", "ctranslate2", "--precision", "int8")
     if arguments.yoyodyne:
         kits["yoyodyne"] = yoyodyne(arguments.yoyodyne)
     if arguments.joeynmt:
@@ -321,10 +325,10 @@ def main() -> None:
     longest = max(len(said.split()) for path in (data, valid) for _, said in pairs(path))
     mean = statistics.mean(len(said.split()) for _, said in pairs(valid))
     print(
-        f"{arguments.seconds:.0f} s of training each; Nx Mx: regard in fp32 is N times as fast, in bf16 M times;"
+        f"{arguments.seconds:.0f} s of training each; Lx Mx ...: regard is so many times as fast, in each of its ways;"
         f" pronunciations are {mean:.1f} long"
     )
-    print(f"{'':12}  {'examples/s':>20}  {'words/s greedy':>41}  {'words/s beam 5':>41}")
+    print(f"{'':12}  {'examples/s':>27}  {'words/s greedy':>48}  {'words/s beam 5':>48}")
     ours: list[list[float]] = []
     for name, kit in kits.items():
         with tempfile.TemporaryDirectory() as work:
@@ -337,10 +341,10 @@ def main() -> None:
         if name.startswith("regard"):
             ours.append(speeds)
         cells = [
-            f"{speed:7,.0f} {' '.join(f'{best[i] / speed:5.1f}x' for best in ours):13}{remarks[i]}"
+            f"{speed:7,.0f} {' '.join(f'{best[i] / speed:5.1f}x' for best in ours):20}{remarks[i]}"
             for i, speed in enumerate(speeds)
         ]
-        print(f"{name:12}  {cells[0]:>20}  " + "  ".join(f"{cell:>41}" for cell in cells[1:]), flush=True)
+        print(f"{name:12}  {cells[0]:>27}  " + "  ".join(f"{cell:>48}" for cell in cells[1:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from regard.text.example import Example as Example
     from regard.train.talk import make_talk as make_talk
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _HOMES = {
     "Config": "regard.config",

@@ -11,6 +11,9 @@ from regard.errors import UserError
 
 if TYPE_CHECKING:
     from regard.decode.hypothesis import Hypothesis
+    from regard.decode.options import Options
+    from regard.engine.ctranslate2 import Engine, Scores
+    from regard.run import Run
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
 SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
@@ -134,7 +137,16 @@ def command(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bf16: faster where the processor has it, scores less exact. (default: fp32)", rich_help_panel=OUTPUT
+            help="bf16: faster where the processor has it, scores less exact. int8: of engine ctranslate2."
+            " (default: fp32)",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="ctranslate2: faster for a Transformer with encoder and decoder, on a CPU. (default: regard)",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     json: Json = False,
@@ -155,6 +167,7 @@ def command(
     from regard.cli.lines import Input, staffed
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
+    from regard.errors import one_of
     from regard.train.machine import bf16_problem, choose_device
 
     given = locals()
@@ -165,30 +178,63 @@ def command(
         told["weights"] = weights.split(",")
     if alignment_heads is not None:
         told["alignment_heads"] = [_head(pair) for pair in alignment_heads.split(",")]
-    options = Options.of(**told)
+    if engine not in (None, "regard", "ctranslate2"):
+        raise one_of("--engine", engine, ["regard", "ctranslate2"])
+    elsewhere = engine == "ctranslate2"
+    options = Options.of(**{name: value for name, value in told.items() if not (elsewhere and name == "precision")})
     runs = open_runs([run, *(ensemble or [])], device, threads)
     if runs[0].config.output == "classes":
-        others = [name for name in ("prefix_column", "ensemble", "workers") if not left_out(given[name])]
+        others = [name for name in ("prefix_column", "ensemble", "workers", "engine") if not left_out(given[name])]
         tell_labels(runs[0], file, options, [*told, *others], json)
         return
     if options.precision == "bf16" and (problem := bf16_problem(choose_device(device))):
         talk(f"precision: fp32 instead of bf16: {problem}")
         options = options.model_copy(update={"precision": "fp32"})
-    decoder = Decoder(runs, options)
+    several = options.nbest > 1 or options.alternatives > 0
+    if elsewhere:
+        scores: Scores = "symbols" if json else "totals" if several else "none"
+        decoder: Decoder = _ctranslate2(runs, options, precision or "fp32", device, workers, threads, scores)
+    else:
+        decoder = Decoder(runs, options)
     lines, number = Input(file, runs[0].codec, prefix_column, decoder.scorer.continues), 0
     with ExitStack() as stack:
         answer = None
         for batch in lines.batches(options.window):
             if answer is None:
                 most = len(batch) if lines.is_file else 1  # from a pipe they may come one by one
-                answer = stack.enter_context(staffed(decoder, most, workers, threads))
+                answer = decoder if elsewhere else stack.enter_context(staffed(decoder, most, workers, threads))
             for request, hypotheses in zip(batch, answer(batch), strict=True):
                 number += 1
                 lines.note(number, hypotheses[0].flags)
-                _show(request.source, number, hypotheses, json, options.nbest > 1 or options.alternatives > 0)
+                _show(request.source, number, hypotheses, json, several)
             flush()
     for remark in lines.remarks():
         talk(remark)
+
+
+def _ctranslate2(
+    runs: list[Run],
+    options: Options,
+    precision: str,
+    device: str,
+    workers: int | None,
+    threads: int | None,
+    scores: Scores,
+) -> Engine:
+    """The other engine, with a worker for every core unless something else is asked for."""
+    from regard.engine.ctranslate2 import Engine
+    from regard.errors import one_of
+    from regard.train.machine import cores
+
+    if precision not in ("fp32", "int8"):
+        raise one_of("--precision of engine ctranslate2", precision, ["fp32", "int8"])
+    if len(runs) > 1:
+        raise UserError("--ensemble: the engine ctranslate2 decodes with one run; use the engine regard")
+    if device != "cpu":
+        raise UserError(f"--device {device}: the engine ctranslate2 works on the CPU here; use the engine regard")
+    if workers is None:
+        workers = 1 if threads or options.sample else cores()
+    return Engine(runs[0], options, "int8" if precision == "int8" else "fp32", workers, threads or 1, scores)
 
 
 def _show(source: str, number: int, hypotheses: list[Hypothesis], json: bool, several: bool) -> None:

@@ -35,7 +35,7 @@ class Options(Value):
     coverage_penalty: float = Field(default=0.0, ge=0)  # rank lower what leaves source symbols unattended
     groups: Count = 1  # diverse beam search: so many groups, which avoid each other's symbols
     diversity: float = Field(default=0.5, ge=0)  # how much a symbol costs that an earlier group has chosen at this step
-    exact: bool = False  # stop only when nothing alive can overtake, not when `beam` hypotheses have ended
+    exact: bool = False  # stop only when nothing alive can overtake, not when `beam` have ended and none alive is better
 
     # sampling
     temperature: float = Field(default=1.0, gt=0)
@@ -66,7 +66,7 @@ class Options(Value):
     max_source: Count = 2048  # a longer source is not searched, a longer source or target not scored: it is flagged
     batch_tokens: Count = 8192  # padded source symbols times hypotheses
     window: Count = 4096  # lines read ahead, to be sorted by length
-    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products; bf16: see that `bf16_problem` has none first
+    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products
 
     @field_validator("beam", "nbest", "mbr", "groups")
     @classmethod
@@ -74,6 +74,13 @@ class Options(Value):
         if count > 10_000:
             raise ValueError(f"at most 10000, not {count}")
         return count
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _of_this_engine(cls, precision: Any) -> Any:
+        if precision == "int8":
+            raise ValueError("int8 is of the engine ctranslate2 (generate --engine ctranslate2); here fp32 or bf16")
+        return precision
 
     @model_validator(mode="after")
     def _agree(self) -> Options:

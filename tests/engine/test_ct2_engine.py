@@ -1,0 +1,319 @@
+"""CTranslate2 answers as our own search does: the same outputs, scores and flags, in order; no option is ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ct2kit import ids_of, random_run, tokenizer, words
+from familykit import build, shrunk
+from regard.decode.generate import Decoder, Request
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.example import Example
+from toykit import call
+
+pytest.importorskip("ctranslate2")
+from regard.engine.ctranslate2 import HEARD, Engine
+
+TOWERS: dict[str, dict[str, Any]] = {
+    "rotary": {"position": "rotary", "norm_at": "pre"},
+    "sinusoid": {"position": "sinusoid"},
+    "few-keys": {"position": "learned", "norm_at": "pre", "kv_heads": 2},
+    "buckets": {"position": "bucket", "norm": "rms", "gated": True, "norm_at": "pre", "score": "dot", "head_width": 3},
+    "nowhere": {"position": "none", "kv_heads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return random_run(TOWERS["rotary"], end=3.0)
+
+
+def same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
+    """Equal outputs with equal scores and flags."""
+    assert ids_of(ours) == ids_of(theirs)
+    for a, b in zip((h for row in ours for h in row), (h for row in theirs for h in row), strict=True):
+        assert (a.text, a.tokens) == (b.text, b.tokens) and a.flags.keys() == b.flags.keys()
+        assert b.token_scores == pytest.approx(a.token_scores, abs=1e-4)
+        assert (b.score, b.normalized) == pytest.approx((a.score, a.normalized), abs=1e-3)
+        assert sum(b.token_scores) == pytest.approx(b.score)
+
+
+def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
+    """What both give, which must be the same."""
+    asked = Options.of(**options)
+    ours, theirs = Decoder(run, asked)(inputs), Engine(run, asked)(inputs)
+    same(ours, theirs)
+    return theirs
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_greedy_outputs_are_ours(name):
+    found = []
+    for seed in range(4):
+        found += both(random_run(TOWERS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
+    assert [i for i, row in enumerate(found) if "empty" in row[0].flags] == [
+        x + 24 * n for n in range(4) for x in (0, 21)
+    ]
+    limited = sum("max_length" in row[0].flags for row in found)
+    assert 5 < limited < 70 and len({row[0].ids for row in found}) > 20
+
+
+@pytest.mark.parametrize("beam", [2, 5])
+@pytest.mark.parametrize("penalty", [0.6, 1.0])
+@pytest.mark.parametrize(("name", "seed"), [("rotary", 2), ("sinusoid", 0)])
+def test_beams_are_ours_for_the_most_part(name, seed, beam, penalty):
+    """The two stop at different moments, which random weights show more than trained ones."""
+    run, texts = random_run(TOWERS[name], end=4.0, seed=seed), words(40)
+    options = Options(beam=beam, nbest=beam, length_penalty=penalty)
+    pairs = list(zip(Decoder(run, options)(texts), Engine(run, options)(texts), strict=True))
+    ended = [(a, b) for a, b in pairs if not any("max_length" in h.flags for h in (*a, *b))]
+    alike = [(a[:1], b[:1]) for a, b in ended if a[0].ids == b[0].ids]
+    assert len(ended) > 30 and len(alike) > 0.7 * len(ended)
+    same([a for a, _ in alike], [b for _, b in alike])
+    for ours, theirs in pairs:
+        assert len(theirs) <= beam and all(len(h.ids) <= 3 * 12 + 51 for h in theirs)
+        assert len(set(ids_of([theirs])[0])) == len(theirs)
+        assert [h.normalized for h in theirs] == sorted((h.normalized for h in theirs), reverse=True)
+        assert ours[0].normalized > theirs[0].normalized - 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": 5},
+        {"max_length": 1},
+        {"min_length": 7},
+        {"min_ratio": 1.0, "max_ratio": 1.0},
+        {"max_ratio": 0.4, "min_length": 1},
+        {"no_repeat_ngram": 2},
+        {"no_repeat_ngram": 1},
+        {"prefix": "ab"},
+        {"prefix": "ab", "max_length": 2},
+        {"prefix": "a", "min_length": 6, "max_length": 8},
+        {"max_source": 6},
+        {"batch_tokens": 1},
+        {"batch_tokens": 40, "max_length": 20},
+    ],
+    ids=str,
+)
+def test_what_steers_means_the_same(options, run):
+    both(run, words(30), **options)
+
+
+def test_every_line_may_have_its_own_prefix(run):
+    inputs = [Request(word, prefix=word[:count]) for count, word in enumerate(words(12, longest=4))]
+    found = both(run, [*inputs, Request("abc", prefix="zz"), Request("abc", prefix="a" * 200)])
+    assert "unsatisfied" in found[-1][0].flags and "unsatisfied" in found[-2][0].flags
+
+
+def test_what_follows_a_prefix_does_not_change_its_last_character():
+    codec = Codec(tokenizer(), tokenizer("nfd", "aäeéo\u0308"))
+    run = random_run(TOWERS["rotary"], codec=codec, end=0.0)
+    joining = [i for i in range(4, codec.target.size) if codec.target.pieces([i])[0] in "\u0301\u0308"]
+    with torch.no_grad():
+        run.model.output.bias[joining] += 2.0
+    assert {row[0].text[0] for row in Engine(run, Options(max_length=3))(words(20))} & {"\u0301", "\u0308"}
+    found = both(run, words(20), prefix="aea", max_length=7)
+    assert all(row[0].text.startswith("aea") for row in found)
+
+
+def test_symbols_that_are_no_text_are_never_produced():
+    run = random_run(TOWERS["rotary"], spare=2, end=3.0, marks=4.0)
+    with torch.no_grad():
+        run.model.output.bias[-2:] = 4.0
+    found = both(run, words(30))
+    assert {i for row in found for i in row[0].ids} <= {3, *range(4, run.codec.target.size)}
+    known = both(run, words(30), unknown=True)
+    assert any(1 in row[0].ids for row in known)
+
+
+def test_text_that_looks_like_a_mark_is_text():
+    codec = Codec(tokenizer("space", ["< eos >", "< pad >", "a", "<", "eos", "pad", ">"]), tokenizer())
+    run = random_run(TOWERS["rotary"], codec=codec, end=3.0)
+    found = both(run, ["a < eos > a", "a a", "< pad >", "<eos>", "< feature N >"])
+    assert found[0][0].ids != found[1][0].ids
+
+
+def test_features_are_read():
+    codec = Codec(tokenizer(), tokenizer(), features=("N", "PL", "a"), columns=("source", "features", "target"))
+    run = random_run(TOWERS["rotary"], codec=codec, end=-1.0)
+    found = both(run, [Example("abc", None, names) for names in ("N", "PL", "N;PL", "a", "unheard", None)])
+    assert len({row[0].ids for row in found}) > 2
+
+
+def test_the_same_answer_in_any_company(run):
+    texts = words(60)
+    alone = {text: Engine(run, Options(beam=3))([text])[0] for text in texts[:10]}
+    mixed = random.Random(1).sample(texts, len(texts))
+    engine = Engine(run, Options(beam=3, batch_tokens=200), workers=2)
+    for text, row in zip(mixed, engine(mixed), strict=True):
+        if text in alone:
+            same([alone[text]], [row])
+    assert engine([]) == []
+
+
+def test_learned_positions_end():
+    run = random_run({"position": "learned", "max_length": 10}, end=-5.0)
+    found = both(run, ["abcdefgha", "abcdefghab", "a"])
+    assert "too_long" in found[1][0].flags and len(found[0][0].ids) == 10
+
+
+def test_computed_positions_end_late(monkeypatch):
+    run = random_run(TOWERS["sinusoid"], end=-5.0)
+    monkeypatch.setattr("regard.convert.ctranslate2.POSITIONS", 20)
+    monkeypatch.setattr("regard.engine.ctranslate2.POSITIONS", 20)
+    found = Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
+    assert len(found[0][0].ids) == 20 and "too_long" in found[1][0].flags
+
+
+def test_scores_are_worked_out_only_where_they_are_wanted(run):
+    texts = ["", *words(20)]
+    for settings in ({"beam": 3, "nbest": 3}, {"prefix": "ab"}, {"min_length": 4}, {"no_repeat_ngram": 1}, {}):
+        options = Options.of(**settings)
+        symbols, totals, none = (Engine(run, options, scores=kind)(texts) for kind in ("symbols", "totals", "none"))
+        assert ids_of(symbols) == ids_of(totals) == ids_of(none)
+        assert all(math.isnan(row[0].score) and not row[0].token_scores for row in none[1:])
+        for a, b in zip((h for row in symbols for h in row), (h for row in totals for h in row), strict=True):
+            assert (b.score, b.normalized) == pytest.approx((a.score, a.normalized), abs=1e-4)
+            assert not b.token_scores or b.token_scores == a.token_scores
+    assert not any(row[0].token_scores for row in totals if "max_length" not in row[0].flags)
+
+
+def test_eight_bits_are_near(run):
+    texts = words(40)
+    ours, theirs = Decoder(run)(texts), Engine(run, precision="int8")(texts)
+    alike = [(a[0], b[0]) for a, b in zip(ours, theirs, strict=True) if a[0].ids == b[0].ids]
+    assert len(alike) > 10
+    assert all(b.score == pytest.approx(a.score, abs=0.1 * len(a.ids)) for a, b in alike)
+    assert any(a.score != b.score for a, b in alike)
+
+
+def test_draws_follow_the_seed_and_the_distribution(run):
+    texts = words(8)
+
+    def draw(**options: Any) -> list[list[tuple[int, ...]]]:
+        return ids_of(Engine(run, Options.of(sample=True, max_length=6, **options))(texts))
+
+    assert draw(seed=1) == draw(seed=1) != draw(seed=2)
+    assert [row[:1] for row in draw(temperature=0.001)] == ids_of(Decoder(run, Options(max_length=6))(texts))
+    assert draw(top_k=1) == draw(top_p=1e-6) == ids_of(Decoder(run, Options(max_length=6))(texts))
+    assert draw(top_k=10**6, seed=7) == draw(seed=7)
+    many = Engine(run, Options(sample=True, nbest=300, max_length=1))(["abc"])[0]
+    assert len(many) == 300 and len({h.ids for h in many}) > 3
+    assert all(3 in h.ids and not {0, 1, 2} & set(h.ids) for h in many)
+    with pytest.raises(UserError, match="workers"):
+        Engine(run, Options(sample=True), workers=2)
+
+
+def test_a_repetition_penalty_avoids_what_is_there(run):
+    def repeats(rows: list[list[Hypothesis]]) -> int:
+        return sum(len(row[0].ids) - len(set(row[0].ids)) for row in rows)
+
+    plain, avoiding = (Engine(run, Options(repetition_penalty=p, max_length=10))(words(20)) for p in (1.0, 3.0))
+    assert repeats(avoiding) < repeats(plain) / 2
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "mbr": {"mbr": 4},
+    "utility": {"mbr": 4, "utility": "bleu"},
+    "weights": {"weights": (1.0,)},
+    "coverage_penalty": {"beam": 2, "coverage_penalty": 0.1},
+    "groups": {"beam": 2, "groups": 2},
+    "diversity": {"beam": 2, "groups": 2, "diversity": 1.0},
+    "exact": {"beam": 2, "exact": True},
+    "min_p": {"sample": True, "min_p": 0.1},
+    "require": {"require": ("a",)},
+    "forbid": {"forbid": ("a",)},
+    "alternatives": {"alternatives": 2},
+    "alternatives_at": {"alternatives": 2, "alternatives_at": 1},
+    "alignment": {"alignment": True},
+    "alignment_heads": {"alignment": True, "alignment_heads": ((0, 0),)},
+    "precision": {"precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_it_cannot_do_is_refused(name, run):
+    with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine regard"):
+        Engine(run, Options.of(**OTHERS[name]))
+
+
+def test_every_option_is_heard_or_refused(run):
+    assert OTHERS.keys() | HEARD == set(Options.model_fields) and not OTHERS.keys() & HEARD
+    with pytest.raises(UserError, match="forbid"):
+        Engine(run)([Request("abc", forbid=("a",))])
+    with pytest.raises(UserError, match="engine ctranslate2"):
+        Options.of(precision="int8")
+
+
+@pytest.mark.parametrize("preset", ["rnn-luong", "gpt-tiny", "transformer-xl"])
+def test_other_models_are_refused(preset):
+    config = shrunk(preset)
+    with pytest.raises(UserError, match="CTranslate2 has no place for"):
+        Engine(Run(config, Codec(tokenizer(text="abcdefg")), build(config), Path("other")))
+
+
+def test_nothing_is_left_behind(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = Engine(run)
+    assert not list(tmp_path.iterdir()) and engine(["abc"])[0][0].ids
+
+
+def test_no_room_is_told(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="TMPDIR"):
+        Engine(run)
+
+
+def test_the_command_line(toy):
+    lines = (toy / "test.tsv").read_text() + "\n" + "a\tb\tc\td\n" + "a" * 70 + "\n"
+    order = ["generate", toy / "run", "-", "--max-source", 60]
+    for more in (["--beam", 2, "--nbest", 2], ["--json"], ["--beam", 3], []):
+        ours, theirs = (call(*order, *more, *engine, stdin=lines) for engine in ([], ["--engine", "ctranslate2"]))
+        assert theirs.code == 0 and ours.err == theirs.err and len(ours.lines) == len(theirs.lines)
+        best: dict[str, bool] = {}  # of a beam, whose ends the two count differently: the same for most lines
+        for a, b in zip(ours.lines, theirs.lines, strict=True):
+            if "--json" in more:
+                (own,), (their,) = json.loads(a)["hypotheses"], json.loads(b)["hypotheses"]
+                assert own["text"] == their["text"]
+                assert their["token_scores"] == pytest.approx(own["token_scores"], abs=1e-4)
+            elif "--nbest" in more:
+                (n, score, text), (number, near, other) = a.split("\t"), b.split("\t")
+                assert n == number and (text != other or float(near) == pytest.approx(float(score), abs=2e-4))
+                best.setdefault(n, text == other)
+            elif more:
+                best[str(len(best))] = a == b
+            else:
+                assert a == b
+        assert sum(best.values()) >= 0.8 * len(best)
+    small = call(*order, "--engine", "ctranslate2", "--precision", "int8", "--workers", 2, "--threads", 1, stdin=lines)
+    assert small.code == 0 and len(small.lines) == len(ours.lines) == lines.count("\n")
+    for wrong, message in (
+        (["--engine", "ctranslate"], "did you mean 'ctranslate2'?"),
+        (["--engine", "ctranslate2", "--precision", "bf16"], "allowed: fp32, int8"),
+        (["--engine", "ctranslate2", "--ensemble", toy / "run"], "--ensemble"),
+        (["--engine", "ctranslate2", "--device", "cuda"], "cuda"),
+        (["--engine", "ctranslate2", "--sample", "--workers", 2], "workers"),
+        (["--precision", "int8"], "engine ctranslate2"),
+    ):
+        said = call(*order, *wrong, stdin="a\n")
+        assert said.code == 2 and message in said.err and not said.out, wrong
+
+
+def test_without_the_package(toy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    said = call("generate", toy / "run", "--engine", "ctranslate2", stdin="a\n")
+    assert said.code == 2 and "pip install 'regard[ctranslate2]'" in said.err
