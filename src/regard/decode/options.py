@@ -35,7 +35,7 @@ class Options(Value):
     coverage_penalty: float = Field(default=0.0, ge=0)  # rank lower what leaves source symbols unattended
     groups: Count = 1  # diverse beam search: so many groups, which avoid each other's symbols
     diversity: float = Field(default=0.5, ge=0)  # how much a symbol costs that an earlier group has chosen at this step
-    exact: bool = False  # stop only when nothing alive can overtake, not when `beam` have ended and none alive is better
+    exact: bool = False  # stop only when nothing alive can overtake, not when `beam` have ended, none alive better
 
     # sampling
     temperature: float = Field(default=1.0, gt=0)

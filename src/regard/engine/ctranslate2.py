@@ -25,8 +25,8 @@ HEARD = {
     "max_length", "min_ratio", "max_ratio", "no_repeat_ngram", "repetition_penalty", "unknown", "max_source",
     "batch_tokens", "window",
 }  # fmt: skip
-# CTranslate2 stops at so many times as many ends as the beam is wide, even if something better is alive. Ours goes on
-# then. With this much patience the two found the same for all of 2,000 words, with less CTranslate2 was worse than greedy.
+# CTranslate2 stops at so many times as many ends as the beam is wide, even if something better is alive; ours goes on
+# then. With this much patience both found the same for all of 2,000 words, with less CTranslate2 was worse than greedy.
 PATIENCE = 1.5
 CHANGED = ("sample", "no_repeat_ngram", "repetition_penalty")  # what makes the search's own sums others
 
