@@ -61,9 +61,10 @@ def test_options_are_checked(toy):
 def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
     run = regard.load(toy / "run")
     expected = run.generate(["abc"])
-    monkeypatch.setattr("regard.api.bf16_problem", lambda device: "a trial crashed with SIGILL")
-    with pytest.warns(UserWarning, match="fp32 instead of bf16: a trial crashed with SIGILL"):
+    monkeypatch.setattr("regard.train.machine.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
+    with pytest.warns(UserWarning, match="fp32 instead of bf16: a trial crashed with SIGILL") as heard:
         assert run.generate(["abc"], precision="bf16") == expected
+    assert heard[0].filename == __file__  # it points at the caller
     with pytest.warns(UserWarning, match="fp32 instead of bf16"):
         assert run.generate(["abc"], options=regard.Options(beam=2), precision="bf16") == run.generate(["abc"], beam=2)
 

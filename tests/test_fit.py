@@ -177,7 +177,7 @@ def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
 
 
 def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.train.resolve.bf16_problem", lambda device: "a trial crashed with SIGILL")
+    monkeypatch.setattr("regard.train.machine.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
     talk = Heard()
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", talk=talk)
     assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in talk.lines
@@ -190,7 +190,7 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[str | None] = [None, "a trial crashed with SIGILL"]
-    monkeypatch.setattr("regard.train.resolve.bf16_problem", lambda device: problems.pop(0))
+    monkeypatch.setattr("regard.train.machine.bf16_problem", lambda *_, **__: problems.pop(0))
     order = {"precision": "bf16", "schedule": "constant"}
     fit(load_recipe(tables(pairs, **order)), tmp_path / "run", talk=Silence())
     assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()

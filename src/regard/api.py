@@ -29,7 +29,7 @@ from regard.run import Run
 from regard.settings import Recipe, load_recipe
 from regard.shipped import recipe_tables
 from regard.text.example import Example
-from regard.train.machine import bf16_problem, choose_device
+from regard.train.machine import choose_device, usable_precision
 from regard.train.talk import Silence, Talk
 
 
@@ -103,10 +103,8 @@ class LoadedRun(Run):
         if options is not None and settings:
             asked = parse(Options, {**options.model_dump(), **settings}, "options")
         device = next(self.model.parameters()).device
-        if asked.precision == "bf16" and (problem := bf16_problem(device)):
-            warnings.warn(f"precision: fp32 instead of bf16: {problem}", stacklevel=3)
-            return asked.model_copy(update={"precision": "fp32"})
-        return asked
+        usable = usable_precision(asked.precision, device, lambda told: warnings.warn(told, stacklevel=5))
+        return asked.model_copy(update={"precision": usable})
 
     @torch.inference_mode()
     def logits(

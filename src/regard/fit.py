@@ -30,10 +30,10 @@ from regard.train.card import write_card
 from regard.train.checkpoint import TRAINING, Checkpoints
 from regard.train.curve import draw_curve
 from regard.train.launch import Workers, leave_with_parent
-from regard.train.machine import choose_device, cores, tune_allocator
+from regard.train.machine import choose_device, cores, tune_allocator, usable_precision
 from regard.train.progress import Progress
 from regard.train.record import begun, require_free, resumed_recipe, save_recipe, saved_recipe
-from regard.train.resolve import resolve, share_out, usable_precision
+from regard.train.resolve import resolve, share_out
 from regard.train.start import Opened, choose_trained, fresh_weights, load_start, open_base, plan_start
 from regard.train.talk import Silence, Talk, make_talk, score
 from regard.train.task import check_model, make_feed, make_valid, model_config
@@ -133,7 +133,9 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Talk, processes: int
             restore_uncut(path, path / TRAINING / UNCUT)
             if wished != recipe.train.precision == "fp32":
                 talk.say("precision: fp32, which the run settled on")
-            usable = usable_precision(recipe.train, talk)  # it may have come from another machine
+            # It may have come from another machine. To be slow is no reason to go on differently than it began.
+            device = choose_device(recipe.train.device)
+            usable = usable_precision(recipe.train.precision, device, talk.say, slow=False)
             recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": usable})})
         if recipe != saved:
             save_recipe(recipe, path)

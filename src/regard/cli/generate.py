@@ -168,7 +168,7 @@ def command(
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
     from regard.errors import one_of
-    from regard.train.machine import bf16_problem, choose_device
+    from regard.train.machine import choose_device, usable_precision
 
     given = locals()
     told: dict[str, Any] = {
@@ -187,9 +187,8 @@ def command(
         others = [name for name in ("prefix_column", "ensemble", "workers", "engine") if not left_out(given[name])]
         tell_labels(runs[0], file, options, [*told, *others], json)
         return
-    if options.precision == "bf16" and (problem := bf16_problem(choose_device(device))):
-        talk(f"precision: fp32 instead of bf16: {problem}")
-        options = options.model_copy(update={"precision": "fp32"})
+    usable = usable_precision(options.precision, choose_device(device), talk)
+    options = options.model_copy(update={"precision": usable})
     several = options.nbest > 1 or options.alternatives > 0
     if elsewhere:
         scores: Scores = "symbols" if json else "totals" if several else "none"

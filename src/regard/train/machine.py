@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -102,8 +104,11 @@ print(clock(narrow) / clock(wide))
 
 
 @cache
-def bf16_problem(device: torch.device, probe: str = _PROBE) -> str | None:
-    """Why bfloat16 should not be used on a device, or None; on a CPU it is tried out in a process that may crash."""
+def bf16_problem(device: torch.device, probe: str = _PROBE, slow: bool = True) -> str | None:
+    """Why bfloat16 should not be used on a device, or None; on a CPU it is tried out in a process that may crash.
+
+    With `slow`, to gain nothing is a reason too.
+    """
     if device.type == "cuda":
         return None if torch.cuda.is_bf16_supported() else "this GPU has no bfloat16"
     if device.type != "cpu":
@@ -117,4 +122,14 @@ def bf16_problem(device: torch.device, probe: str = _PROBE) -> str | None:
     if result.returncode:
         return f"a trial failed: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
     ratio = float(result.stdout)
-    return None if ratio < 1 else f"it takes {ratio:.1f} times as long as fp32 on this processor"
+    return None if ratio < 1 or not slow else f"it takes {ratio:.1f} times as long as fp32 on this processor"
+
+
+def usable_precision(
+    wished: Literal["fp32", "bf16"], device: torch.device, say: Callable[[str], None], slow: bool = True
+) -> Literal["fp32", "bf16"]:
+    """The precision that is wished for, unless this device has a problem with it, which is said."""
+    if wished == "bf16" and (problem := bf16_problem(device, slow=slow)):
+        say(f"precision: fp32 instead of bf16: {problem}")
+        return "fp32"
+    return wished

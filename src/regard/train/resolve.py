@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from regard.config import Config
 from regard.data.prepare import AnyPrepared, Prepared
 from regard.errors import UserError
 from regard.presets import TASK_PRESETS
-from regard.settings import Recipe, Train
+from regard.settings import Recipe
 from regard.train.budget import DEFAULT_MINUTES
 from regard.train.choose import Choice, choose_preset, choose_workers
 from regard.train.feed import Feed
-from regard.train.machine import bf16_problem, choose_device, cores
+from regard.train.machine import choose_device, cores, usable_precision
 from regard.train.talk import Talk
 
 
@@ -24,7 +22,7 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
     if train.minutes is None and train.steps is None and train.epochs is None:
         changes["minutes"] = DEFAULT_MINUTES
         talk.say(f"budget: {DEFAULT_MINUTES:g} minutes, since none is given")
-    changes["precision"] = usable_precision(train, talk)
+    changes["precision"] = usable_precision(train.precision, device, talk.say)
     name = recipe.preset
     if name == "auto" and train.start_from is None:
         if isinstance(prepared, Prepared) and recipe.task == "pairs":
@@ -46,14 +44,6 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
             "train": train.model_copy(update=changes),
         }
     )
-
-
-def usable_precision(train: Train, talk: Talk) -> Literal["fp32", "bf16"]:
-    """The precision that is wished for, if this machine is good at it."""
-    if train.precision == "bf16" and (problem := bf16_problem(choose_device(train.device))):
-        talk.say(f"precision: fp32 instead of bf16: {problem}")
-        return "fp32"
-    return train.precision
 
 
 def share_out(recipe: Recipe, feed: Feed, config: Config, talk: Talk, processes: int) -> Recipe:
