@@ -35,7 +35,7 @@ def write(path: Path, pairs: int) -> None:
 
 
 def recipe(path: Path):
-    from regard.settings import load_recipe
+    from regard.recipe import load_recipe
 
     return load_recipe(
         {"data": {"train": str(path)}, "text": {"source_tokens": "bpe:8000", "target_tokens": "bpe:8000"}}

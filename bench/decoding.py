@@ -24,9 +24,9 @@ from regard.batch import pad
 from regard.decode.options import Options
 from regard.decode.scorer import Scorer, Task
 from regard.decode.search import search
+from regard.device import tune_allocator
 from regard.model import Model
 from regard.presets import preset
-from regard.train.machine import tune_allocator
 
 SIZES = {
     "tiny": {"layers": 4, "width": 128, "heads": 4, "ff": 512},

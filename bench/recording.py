@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 
-from regard.inspect.record import record
 from regard.inspect.trace import trace
 from regard.model import Model
+from regard.nn.hooks import record
 from regard.presets import preset
 from regard.run import Run
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

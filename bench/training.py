@@ -30,7 +30,7 @@ VOCABULARY = 8000
 
 
 def recipe(arguments: argparse.Namespace, steps: int):
-    from regard.settings import load_recipe
+    from regard.recipe import load_recipe
 
     stack = SIZES[arguments.size] | {"dropout": 0.1, "norm_at": "post"}
     tokens = f"bpe:{VOCABULARY}"
@@ -55,8 +55,8 @@ def recipe(arguments: argparse.Namespace, steps: int):
 
 def ours(arguments: argparse.Namespace) -> float:
     """Real symbols per second of a whole `fit`, by its own log, without the first quarter."""
-    from regard.fit import fit
-    from regard.train.talk import Silence
+    from regard.training.fit import fit
+    from regard.training.report import Silence
 
     with tempfile.TemporaryDirectory() as out:
         fit(recipe(arguments, arguments.steps), Path(out) / "run", talk=Silence())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.config import Config
 from regard.model import Model
-from regard.nn.tap import Tap
+from regard.nn.hooks import Tap
 from regard.presets import PRESETS, merge, preset
 
 VOCAB = 11

@@ -13,7 +13,7 @@ from torch import Tensor
 from familykit import BOTH, DECODERS, ENCODERS, TINY, VOCAB, build, close, left_padded, pixels, shrunk, watched
 from regard.config import Config, Stack
 from regard.model import Model, unfilled
-from regard.nn.state import State
+from regard.nn.cache import State
 from regard.run import load_weights, save_weights, weights_of
 
 LATE = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import regard
-from regard.label import classify
-from regard.settings import assign
+from regard.decode.classify import classify
+from regard.recipe import assign
 from toykit import SMALL, call, small
 
 
@@ -61,7 +61,7 @@ def test_options_are_checked(toy):
 def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
     run = regard.load(toy / "run")
     expected = run.generate(["abc"])
-    monkeypatch.setattr("regard.train.machine.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
+    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
     with pytest.warns(UserWarning, match="fp32 instead of bf16: a trial crashed with SIGILL") as heard:
         assert run.generate(["abc"], precision="bf16") == expected
     assert heard[0].filename == __file__  # it points at the caller
@@ -75,7 +75,7 @@ def test_models_by_name():
 
 
 def test_train_is_a_function_even_when_its_package_is_loaded(toy, tmp_path):
-    import regard.train.talk  # the package `regard.train` now exists and must not be in the way
+    import regard.training.report  # the package `regard.train` now exists and must not be in the way
 
     tables = {"data": {"train": str(toy / "pairs.tsv")}, "train": {"steps": 2, "workers": 1}}
     for setting in SMALL:

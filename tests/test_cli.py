@@ -103,12 +103,12 @@ def test_wrong_options_are_named(toy, options, told):
 
 
 def test_our_own_faults_are_told_apart(monkeypatch, toy):
-    import regard.info
+    import regard.cost
 
     def fail(*_):
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(regard.info, "describe", fail)
+    monkeypatch.setattr(regard.cost, "describe", fail)
     said = call("info", toy / "run")
     assert said.code == 1 and "ZeroDivisionError: oh" in said.err and "REGARD_DEBUG=1" in said.err
     assert "Traceback" in call("--debug", "info", toy / "run").err

@@ -41,7 +41,7 @@ def test_a_wrong_model_is_told_before_data_is_read(words, told, toy, tmp_path, m
     def read(*_: object, **__: object) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr("regard.fit.prepare", read)
+    monkeypatch.setattr("regard.training.fit.prepare", read)
     said = train(toy, tmp_path / "new" / "run", *words)
     assert said.code == 2 and told in said.err, said.err
     assert list(tmp_path.iterdir()) == []

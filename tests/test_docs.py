@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from regard.config import Config, Stack
-from regard.settings import Data, Text, Train
+from regard.recipe import Data, Text, Train
 from toykit import SMALL, Said, call, small
 
 ROOT = Path(__file__).parent.parent
@@ -132,10 +132,9 @@ def test_links_lead_somewhere():
     ],
 )
 def test_the_table_of_variations(settings, millions):
-    from regard.count import count_parameters
-    from regard.info import configure
+    from regard.cost import configure, count_parameters
     from regard.model import on_meta
-    from regard.settings import assign
+    from regard.recipe import assign
 
     assert f"{millions:.1f}" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     tables = {"preset": "transformer-base"}

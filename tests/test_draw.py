@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from regard.draw import MARK, SHADES, colour, draw, draw_in_colour, shade, shown
+from regard.inspect.plots import MARK, SHADES, colour, draw, draw_in_colour, shade, shown
 
 PIECES = st.lists(st.text(max_size=5), min_size=1, max_size=9)
 

@@ -11,7 +11,7 @@ from regard import metrics
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import default_metrics, evaluate
-from regard.text.example import Example
+from regard.text.codec import Example
 
 
 @pytest.fixture(scope="module")

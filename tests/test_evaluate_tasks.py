@@ -11,21 +11,18 @@ import pytest
 import torch
 
 from regard.config import Config, parse
-from regard.data.account import Account
-from regard.data.source import Source
-from regard.data.stream import Stream, Units, read_pieces, tokenised
+from regard.data.objectives import Spans, first_sentinel
+from regard.data.plain import Stream, Units, read_pieces, tokenised
+from regard.data.reader import Account, Source
+from regard.decode.classify import classify, classify_images
+from regard.decode.text_score import context_of, score_hidden, score_stretches, score_text
 from regard.errors import UserError
 from regard.evaluate import evaluate_text, judge_text
-from regard.label import classify, classify_images
 from regard.model import Model
-from regard.run import Run
-from regard.text.example import Example
-from regard.textscore import context_of, score_hidden, score_stretches, score_text
-from regard.train.record import saved_recipe
-from regard.train.task import first_sentinel
-from regard.train.text_feed import Spans
-from regard.train.valid import judge
-from regard.train.world import World
+from regard.run import Run, saved_recipe
+from regard.text.codec import Example
+from regard.training.distributed import World
+from regard.training.validation import judge
 from toykit import call
 
 TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6

@@ -16,7 +16,7 @@ from torch import nn
 from familykit import IMAGE, VOCAB, build, close, pixels, shrunk
 from regard.config import Config, Stack
 from regard.model import Model
-from regard.nn.state import State
+from regard.nn.cache import State
 from regard.presets import PRESETS, preset
 
 FOLDER = Path(__file__).parent.parent / "docs" / "families"

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from regard.errors import UserError
-from regard.fit import fit
+from regard.recipe import Recipe, load_recipe
 from regard.run import Run
-from regard.settings import Recipe, load_recipe
-from regard.train.log import read_log
-from regard.train.talk import Silence
+from regard.training.fit import fit
+from regard.training.report import Silence, read_log
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0}
 
@@ -30,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("regard.fit.draw_curve", lambda run, metric: None)
+    monkeypatch.setattr("regard.training.fit.draw_curve", lambda run, metric: None)
     yield
     torch.set_num_threads(threads)
 
@@ -177,7 +176,7 @@ def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
 
 
 def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.train.machine.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
+    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
     talk = Heard()
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", talk=talk)
     assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in talk.lines
@@ -190,7 +189,7 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[str | None] = [None, "a trial crashed with SIGILL"]
-    monkeypatch.setattr("regard.train.machine.bf16_problem", lambda *_, **__: problems.pop(0))
+    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: problems.pop(0))
     order = {"precision": "bf16", "schedule": "constant"}
     fit(load_recipe(tables(pairs, **order)), tmp_path / "run", talk=Silence())
     assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()
@@ -207,9 +206,9 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
 
 TOGETHER = """
 import json, sys
-from regard.fit import fit
-from regard.settings import load_recipe
-from regard.train.talk import Silence
+from regard.training.fit import fit
+from regard.recipe import load_recipe
+from regard.training.report import Silence
 print(fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], talk=Silence()).progress.step)
 """
 

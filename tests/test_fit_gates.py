@@ -10,18 +10,17 @@ import torch
 
 from regard.decode.generate import generate
 from regard.errors import UserError
-from regard.fit import UNCUT, fit
-from regard.inspect.places import attentions
-from regard.inspect.shut import gate_heads, restore_uncut
-from regard.model import Model
+from regard.inspect.prune import gate_heads, restore_uncut
+from regard.model import Model, attentions
 from regard.nn.gates import gated
 from regard.presets import preset
+from regard.recipe import load_recipe
 from regard.run import Run, weights_of
-from regard.settings import load_recipe
-from regard.train.checkpoint import TRAINING, Checkpoints
-from regard.train.signals import Stopped
-from regard.train.talk import Silence
-from regard.train.trainer import Trainer
+from regard.training.checkpoint import TRAINING, Checkpoints
+from regard.training.distributed import Stopped
+from regard.training.fit import UNCUT, fit
+from regard.training.report import Silence
+from regard.training.trainer import Trainer
 
 SMALL = {"layers": 1, "width": 16, "heads": 4, "ff": 16, "dropout": 0.1}
 

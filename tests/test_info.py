@@ -7,14 +7,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+from regard.activations import Alive, count_activations
 from regard.config import Config
-from regard.count import cache_bytes, count_flops, count_parameters
+from regard.cost import cache_bytes, configure, count_flops, count_parameters, describe, duration, measure_rate, si
 from regard.errors import UserError
-from regard.footprint import Alive, count_activations
-from regard.info import configure, describe, duration, measure_rate, si
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
-from regard.nn.state import State
+from regard.nn.cache import State
 from regard.presets import PRESETS, preset
 from toykit import call
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from familykit import BOTH, TINY, VOCAB, build, close, left_padded, shrunk, watched
 from regard.config import Config, Stack
 from regard.model import Model, on_meta, stacks
-from regard.nn.state import State
+from regard.nn.cache import State
 from regard.presets import PRESETS, preset
 
 GRU, LSTM = {"mixer": "gru"}, {"mixer": "lstm"}

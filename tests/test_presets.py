@@ -10,7 +10,7 @@ from regard.config import Config, Stack
 from regard.errors import UserError
 from regard.model import on_meta
 from regard.presets import PRESETS, merge, preset
-from regard.settings import assign
+from regard.recipe import assign
 
 
 def count(config: Config) -> int:

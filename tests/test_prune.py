@@ -18,17 +18,14 @@ from regard.config import Config
 from regard.data.images import Pictures
 from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
-from regard.inspect.choose import Amount, by_attention, greedy_order, heads_of, how_many, ranking, removable
-from regard.inspect.cut import cut
 from regard.inspect.importance import loss, silencing
-from regard.inspect.material import batches_of, make_batches
-from regard.inspect.places import attentions, head_numbers
-from regard.inspect.record import patch
-from regard.model import Model
-from regard.prune import prune, quality_curve, save, split
+from regard.inspect.inputs import batches_of, make_batches
+from regard.inspect.prune import Amount, by_attention, cut, greedy_order, heads_of, how_many, ranking, removable
+from regard.model import Model, attentions, head_numbers
+from regard.nn.hooks import patch
 from regard.run import Run
-from regard.text.example import Example
-from regard.train.tune import tune
+from regard.text.codec import Example
+from regard.training.tune import prune, quality_curve, save, split, tune
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0

@@ -16,8 +16,7 @@ from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset
 from regard.run import Run, average, load_weights, read_config, save_weights, weights_of
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 TINY = {"width": 8, "layers": 1, "heads": 2, "ff": 8}

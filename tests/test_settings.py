@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from regard.config import Config, Stack
 from regard.errors import UserError
 from regard.presets import preset
-from regard.settings import Data, Recipe, Text, Train, assign, load_recipe, read_recipe
+from regard.recipe import Data, Recipe, Text, Train, assign, load_recipe, read_recipe
 
 
 def after(*settings: str) -> dict[str, Any]:

@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from regard.inspect.circuits import attribute as attribute
     from regard.inspect.circuits import ov as ov
     from regard.inspect.circuits import qk as qk
-    from regard.inspect.induction import induction_scores as induction_scores
+    from regard.inspect.circuits import rollout as rollout
+    from regard.inspect.neurons import induction_scores as induction_scores
     from regard.inspect.neurons import top_neurons as top_neurons
-    from regard.inspect.record import patch as patch
-    from regard.inspect.record import record as record
-    from regard.inspect.rollout import rollout as rollout
     from regard.model import Model as Model
+    from regard.nn.hooks import patch as patch
+    from regard.nn.hooks import record as record
     from regard.presets import preset as preset
-    from regard.settings import Recipe as Recipe
-    from regard.text.example import Example as Example
-    from regard.train.talk import make_talk as make_talk
+    from regard.recipe import Recipe as Recipe
+    from regard.text.codec import Example as Example
+    from regard.training.report import make_talk as make_talk
 
 __version__ = "0.4.0"
 
 _HOMES = {
     "Config": "regard.config",
-    "Example": "regard.text.example",
+    "Example": "regard.text.codec",
     "LoadedRun": "regard.api",
     "Model": "regard.model",
     "Options": "regard.decode.options",
-    "Recipe": "regard.settings",
+    "Recipe": "regard.recipe",
     "Stack": "regard.config",
     "UserError": "regard.errors",
     "attribute": "regard.inspect.circuits",
-    "induction_scores": "regard.inspect.induction",
+    "induction_scores": "regard.inspect.neurons",
     "load": "regard.api",
-    "make_talk": "regard.train.talk",
+    "make_talk": "regard.training.report",
     "ov": "regard.inspect.circuits",
-    "patch": "regard.inspect.record",
+    "patch": "regard.nn.hooks",
     "preset": "regard.presets",
     "qk": "regard.inspect.circuits",
-    "record": "regard.inspect.record",
-    "rollout": "regard.inspect.rollout",
+    "record": "regard.nn.hooks",
+    "rollout": "regard.inspect.circuits",
     "top_neurons": "regard.inspect.neurons",
     "train": "regard.api",
 }

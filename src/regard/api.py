@@ -15,22 +15,20 @@ from torch import Tensor
 from regard.batch import pad
 from regard.config import parse
 from regard.decode.alignment import load_heads
-from regard.decode.batches import by_length
-from regard.decode.generate import Input, Request, generate
+from regard.decode.classify import Labelled, classify, classify_images
+from regard.decode.generate import Input, Piece, Request, generate, stream
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.score import Pair, Scored, score
-from regard.decode.stream import Piece, stream
+from regard.decode.scorer import by_length
+from regard.device import choose_device, usable_precision
 from regard.errors import UserError
-from regard.fit import fit
 from regard.inspect.trace import Trace, trace, trace_image, trace_text
-from regard.label import Labelled, classify, classify_images
+from regard.recipe import Recipe, load_recipe, recipe_tables
 from regard.run import Run
-from regard.settings import Recipe, load_recipe
-from regard.shipped import recipe_tables
-from regard.text.example import Example
-from regard.train.machine import choose_device, usable_precision
-from regard.train.talk import Silence, Talk
+from regard.text.codec import Example
+from regard.training.fit import fit
+from regard.training.report import Silence, Talk
 
 
 class LoadedRun(Run):

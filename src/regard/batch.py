@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,3 +49,12 @@ def collate(sources: Sequence[Ids], targets: Sequence[Ids], config: Config, tota
         input_BT.masked_fill_(~keep_BT, config.ids.pad)
     tokens = label_BT.numel() if keep_BT is None else int(keep_BT.sum())
     return Batch(source_BS, source_keep_BS, input_BT, label_BT, keep_BT, tokens, tokens if total is None else total)
+
+
+class Whole(NamedTuple):
+    """A batch before it is shared: its numbers, and a function (rows, labels of the step) that makes a part of it."""
+
+    examples: int
+    tokens: int
+    symbols: int
+    part: Callable[[slice, int], Batch]

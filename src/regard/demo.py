@@ -14,21 +14,20 @@ from typing import Any
 
 import torch
 
-from regard.data.account import Account
-from regard.data.source import Source
+from regard.data.reader import Account, Source
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import Evaluation, evaluate
 from regard.files import replace_file
-from regard.fit import Report, fit
 from regard.inspect.trace import trace
 from regard.presets import merge
+from regard.recipe import Recipe, load_recipe
 from regard.run import Run
-from regard.settings import Recipe, load_recipe
-from regard.text.example import Example
-from regard.train.talk import Talk
+from regard.text.codec import Example
+from regard.training.fit import Report, fit
+from regard.training.report import Talk
 
 Pair = tuple[str, str]
 WORD = re.compile(r"[a-z]{3,14}")

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.data.stream import Units
-from regard.decode.crew import Crew
+from regard.data.plain import Units
+from regard.decode.classify import Labelled
 from regard.decode.generate import Decoder
 from regard.decode.options import Options
 from regard.decode.score import overlong, score
+from regard.decode.text_score import context_of, score_hidden, score_stretches, score_text
+from regard.decode.workers import Crew
 from regard.errors import UserError, one_of
-from regard.label import Labelled
 from regard.metrics import (
     METRICS,
     SAMPLES,
@@ -29,8 +30,7 @@ from regard.metrics import (
     measure_ratio,
 )
 from regard.run import Run
-from regard.text.example import Example
-from regard.textscore import context_of, score_hidden, score_stretches, score_text
+from regard.text.codec import Example
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from regard.config import Config, Stack
 from regard.nn.attention import Attention
-from regard.nn.ends import ImageEmbedding, Transform
+from regard.nn.cache import State
+from regard.nn.embedding import ImageEmbedding, Transform
+from regard.nn.lsh import LSHAttention
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
-from regard.nn.state import State
 from regard.nn.transformer import Carried, Transformer
 
 
@@ -193,3 +194,24 @@ def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
 def stacks(config: Config) -> dict[str, Stack]:
     """The towers a config has, by name."""
     return {name: stack for name in ("encoder", "decoder") if (stack := getattr(config, name)) is not None}
+
+
+AnyAttention = Attention | LSHAttention
+
+
+def attentions(model: Model) -> dict[str, AnyAttention]:
+    """Every attention of a model by name; one that two modules share has its first."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AnyAttention)}
+
+
+def place(name: str) -> tuple[str, int]:
+    """The kind of an attention, encoder, decoder or cross, and its layer."""
+    tower, _, index, role = name.split(".")
+    return ("cross" if role == "cross" else tower), int(index)
+
+
+def head_numbers(model: Model, name: str) -> tuple[int, ...]:
+    """The numbers of an attention's heads: those it had before any pruning."""
+    attention = attentions(model)[name]
+    kept = attention.kept if isinstance(attention, Attention) else None
+    return tuple(kept) if kept is not None else tuple(range(attention.heads))

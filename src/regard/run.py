@@ -18,6 +18,7 @@ from regard.data.images import Pixels
 from regard.errors import UserError
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.model import Model, allocate, on_meta
+from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.text.codec import Codec, TextConfig
 
 FORMAT = 1
@@ -157,3 +158,10 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
 
     replace_directory(Path(out), write)
     return replace(first, path=Path(out))
+
+
+RECIPE = "recipe.toml"
+
+
+def saved_recipe(run: Path) -> Recipe:
+    return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-import regard.convert.ctranslate2 as layout
+import regard.convert.to_ctranslate2 as layout
 from ct2kit import LETTERS, random_run, tokenizer, words
 from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
-from regard.convert.ctranslate2 import misfits, names_of, open_translator
-from regard.convert.ctranslate2_proof import compare, to_ctranslate2
+from regard.convert.to_ctranslate2 import compare, misfits, names_of, open_translator, to_ctranslate2
 from regard.decode.generate import Decoder
 from regard.errors import UserError
 from regard.run import Run

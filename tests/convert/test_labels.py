@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from familykit import shrunk
-from regard.convert.family import Fields
-from regard.convert.labels import PREPROCESSOR, label_names, pixels_of, their_labels, their_pixels
+from regard.convert.table import Fields
+from regard.convert.tokenizers import PREPROCESSOR, label_names, pixels_of, their_labels, their_pixels
 from regard.errors import UserError
 
 CONFIG = shrunk("vit-base")

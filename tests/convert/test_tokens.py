@@ -16,11 +16,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Ids, parse
-from regard.convert.pieces import read_pieces
-from regard.convert.tokens import Tokens, read_tokenizers, write_tokenizers
+from regard.convert.tokenizers import Tokens, read_tokenizers, write_tokenizers
+from regard.convert.vocabularies import read_pieces
 from regard.errors import UserError
-from regard.text.codec import Codec, TextConfig
-from regard.text.example import Example
+from regard.text.codec import Codec, Example, TextConfig
 from regard.text.foreign import HIDDEN
 from regard.text.tokenizer import Tokenizer
 

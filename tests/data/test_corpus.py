@@ -11,13 +11,11 @@ import torch
 
 from regard.config import Config, Stack
 from regard.data import corpus as module
-from regard.data.account import Account
 from regard.data.corpus import Corpus, CorpusWriter, load
 from regard.data.pairs import pairs_encoder
-from regard.data.source import Located, Source
+from regard.data.reader import Account, Located, Source
 from regard.errors import UserError
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 EXAMPLES = [Example("abc" * (n % 7 + 1) + "é" * (n % 3), " ".join("xyz"[: n % 3 + 1]), "N;V") for n in range(100)]

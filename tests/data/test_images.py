@@ -11,7 +11,7 @@ import pytest
 from regard.data.images import Pixels, label_names, read_images
 from regard.data.prepare import PreparedImages, open_prepared, prepare
 from regard.errors import UserError
-from regard.settings import load_recipe
+from regard.recipe import load_recipe
 
 DRAW = np.random.default_rng(1)
 GREY = DRAW.integers(0, 256, (60, 4, 6), np.uint8)

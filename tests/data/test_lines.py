@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.data import lines as module
-from regard.data.lines import open_bytes, read_lines
+from regard.data import reader as module
+from regard.data.reader import open_bytes, read_lines
 from regard.errors import UserError
 
 pieces = st.lists(

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from regard.data import prepare as module
-from regard.data import vocabulary
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.errors import UserError
-from regard.settings import load_recipe
-from regard.text.example import Example
+from regard.recipe import load_recipe
+from regard.text import learn as vocabulary
+from regard.text.codec import Example
 
 CHANCE = random.Random(3)
 WORDS = sorted({"".join(CHANCE.choices("abcdefgh", k=CHANCE.randint(3, 9))) for _ in range(420)})
@@ -278,7 +278,7 @@ def test_one_label_teaches_nothing(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_none(tmp_path: Path, monkeypatch) -> None:
-    from regard.data import scan
+    from regard.data import pairs as scan
 
     monkeypatch.setattr(scan, "LABELS", 10)
     with pytest.raises(UserError, match=r"t\.tsv:11: more than 10 different labels"):

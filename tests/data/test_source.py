@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from regard.data.account import Account
-from regard.data.source import Located, Source
+from regard.data.reader import Account, Located, Source
 from regard.errors import UserError
-from regard.text.example import Example
+from regard.text.codec import Example
 
 
 def good(source: str, target: str, end: bytes = b"") -> tuple[bytes, Example | str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.data.split import Splitter, wanted
+from regard.data.pairs import Splitter, wanted
 
 
 def split(sources: list[str], seed: int = 1) -> tuple[int, set[str]]:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data import corpus, stream
-from regard.data.account import Account
+from regard.data import corpus
+from regard.data import plain as stream
+from regard.data.plain import Stream, StreamWriter, divide, read_pieces, split_at, tokenised
 from regard.data.prepare import PreparedText, open_prepared, prepare
-from regard.data.source import Source
-from regard.data.stream import Stream, StreamWriter, divide, read_pieces, split_at, tokenised
+from regard.data.reader import Account, Source
 from regard.errors import UserError
-from regard.settings import load_recipe
+from regard.recipe import load_recipe
 from regard.text.tokenizer import Tokenizer
 
 TEXT = "".join(f"line {n}: the  quick (brown) fox,\n\n" for n in range(60)) + "Ende: äöü \u2028 and on\n"

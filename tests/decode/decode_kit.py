@@ -16,8 +16,7 @@ from regard.loss import Objective
 from regard.model import Model
 from regard.presets import preset
 from regard.run import Run
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 NAMES = ("transformer-tiny", "rnn-luong", "rnn-bahdanau")

@@ -10,16 +10,14 @@ import pytest
 import torch
 from decode_kit import NAMES, run_of, sources, trained
 
-from regard.decode.alignment import align, choose_heads, load_heads, save_heads, to_words
-from regard.decode.attention import cross_attentions, watching
+from regard.decode.alignment import align, choose_heads, cross_attentions, load_heads, save_heads, watching
 from regard.decode.generate import generate
-from regard.decode.hypothesis import Alignment
 from regard.decode.options import Options
-from regard.decode.prepare import Preparer
+from regard.decode.request import Preparer
 from regard.decode.scorer import Task
 from regard.decode.search import search
 from regard.errors import UserError
-from regard.text.example import Example
+from regard.text.codec import Example
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,17 +113,6 @@ def test_heads_are_kept_with_the_run(tmp_path: Path) -> None:
     (tmp_path / "alignment.json").write_text('{"heads": [[0, -1]]}')
     with pytest.raises(UserError, match=r"alignment\.json"):
         list(generate(run, ["abc"], Options(alignment=True)))
-
-
-def test_words_take_over_the_weights_of_their_symbols() -> None:
-    soft = np.array([[0.5, 0.2, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.5, 0.1], [0.0, 0.1, 0.0, 0.7, 0.2]])
-    pieces = Alignment(soft, ("ab", "c", " ", "de", "<eos>"), (" x", "y", " z"))
-    words = to_words(run_of("rnn-luong", 1, "char"), pieces)
-    assert words.source == ("abc", "de", "<eos>") and words.output == ("xy", "z")
-    assert words.soft[1] == pytest.approx(np.array([0.1, 0.7, 0.2])) and words.soft.sum(1) == pytest.approx(1)
-    assert words.hard == [(0, 0), (1, 1)]
-    symbols = to_words(run_of("rnn-luong", 1, "space"), Alignment(soft[:2], (*"abcd", "<eos>"), ("AA", "B")))
-    assert symbols.output == ("AA", "B") and symbols.source == ("abcd", "<eos>")
 
 
 def test_heads_can_be_set() -> None:

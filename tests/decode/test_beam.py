@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.decode.beam import beam_search
-from regard.decode.follow import follow
 from regard.decode.generate import generate
+from regard.decode.greedy import follow
 from regard.decode.hypothesis import Found
 from regard.decode.options import Options
-from regard.decode.prepare import Preparer
+from regard.decode.request import Preparer
 from regard.decode.score import force
 from regard.decode.scorer import Scorer, States, Task, best
 from regard.decode.search import make_rules, search
-from regard.nn.kv import KV, Cache
+from regard.nn.cache import KV, Cache
 from regard.run import Run
 
 

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_company import STRATEGIES
 
-from regard.decode.generate import Request, generate
+from regard.decode.generate import Request, generate, stream
 from regard.decode.options import Options
 from regard.decode.score import score
-from regard.decode.stream import stream
 from regard.errors import UserError
 from regard.model import Model
-from regard.nn.state import State
+from regard.nn.cache import State
 from regard.run import Run
 
 FRAMES = ("start", "none", "end", "both")

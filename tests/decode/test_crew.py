@@ -8,9 +8,9 @@ import pytest
 import torch
 from decode_kit import run_of, sources
 
-from regard.decode.crew import Crew
 from regard.decode.generate import Decoder, Request
 from regard.decode.options import Options
+from regard.decode.workers import Crew
 from regard.errors import UserError
 from regard.run import Run
 

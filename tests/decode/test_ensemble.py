@@ -13,8 +13,7 @@ from regard.decode.options import Options
 from regard.decode.score import score
 from regard.errors import UserError
 from regard.run import Run
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 
 
 @pytest.mark.parametrize("settings", [{}, {"beam": 3, "nbest": 3}, {"sample": True}])

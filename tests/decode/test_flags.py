@@ -8,9 +8,8 @@ from decode_kit import run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.decode.flags import collapsed, degenerate, longest_loop
 from regard.decode.generate import generate
-from regard.decode.hypothesis import Alignment
+from regard.decode.hypothesis import Alignment, collapsed, degenerate, longest_loop
 from regard.decode.options import Options
 
 

@@ -16,7 +16,7 @@ from regard.decode.options import Options
 from regard.decode.score import score
 from regard.errors import UserError
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 
 def check(run: Run, texts: list[str], options: Options) -> None:

@@ -13,16 +13,15 @@ from decode_kit import NAMES, blank, lesson, run_of, sources, tokenizer, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.batches import by_length, windows
 from regard.decode.generate import Decoder, Request, generate
 from regard.decode.options import Options
 from regard.decode.score import score
+from regard.decode.scorer import by_length, windows
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset
 from regard.run import Run
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 
 
 @pytest.mark.parametrize("name", NAMES)

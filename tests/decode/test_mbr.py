@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.decode.generate import generate
-from regard.decode.mbr import expected, shares
+from regard.decode.hypothesis import expected, shares
 from regard.decode.options import Options
 
 UTILITIES = ("chrf", "bleu", "edit", "exact")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from regard.decode import packed
-from regard.decode.packed import Packed
+from regard.nn import matmul as packed
+from regard.nn.matmul import Packed
 
 
 @pytest.mark.parametrize("bias", [True, False])

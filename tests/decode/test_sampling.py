@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.decode.generate import generate
+from regard.decode.greedy import Sampler, kept
 from regard.decode.options import Options
-from regard.decode.sampling import Sampler, kept
 from regard.decode.score import score
 from regard.decode.scorer import Task
 

@@ -12,14 +12,14 @@ from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.constraint import Constraint
 from regard.decode.generate import Request, generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.phrases import Spelling, make_phrases
+from regard.decode.request import joins
+from regard.decode.rules import Constraint
 from regard.decode.score import score
 from regard.decode.scorer import Task
-from regard.decode.spelling import joins
 
 STRATEGIES: list[dict[str, object]] = [
     {},

@@ -6,9 +6,8 @@ import pytest
 import torch
 from decode_kit import LETTERS, NAMES, run_of, sources
 
-from regard.decode.generate import Request, generate
+from regard.decode.generate import Request, generate, stream
 from regard.decode.options import Options
-from regard.decode.stream import stream
 from regard.errors import UserError
 
 

@@ -20,12 +20,11 @@ from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.run import Run
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 from toykit import call
 
 pytest.importorskip("ctranslate2")
-from regard.engine.ctranslate2 import HEARD, Engine
+from regard.engines.ctranslate2 import HEARD, Engine
 
 TOWERS: dict[str, dict[str, Any]] = {
     "rotary": {"position": "rotary", "norm_at": "pre"},
@@ -173,8 +172,8 @@ def test_learned_positions_end():
 
 def test_computed_positions_end_late(monkeypatch):
     run = random_run(TOWERS["sinusoid"], end=-5.0)
-    monkeypatch.setattr("regard.convert.ctranslate2.POSITIONS", 20)
-    monkeypatch.setattr("regard.engine.ctranslate2.POSITIONS", 20)
+    monkeypatch.setattr("regard.convert.to_ctranslate2.POSITIONS", 20)
+    monkeypatch.setattr("regard.engines.ctranslate2.POSITIONS", 20)
     found = Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
     assert len(found[0][0].ids) == 20 and "too_long" in found[1][0].flags
 

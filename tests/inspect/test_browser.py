@@ -12,10 +12,10 @@ import chromium
 import pytest
 from little import FAMILIES, family, picture
 
-from regard.inspect.rollout import rollout
+from regard.inspect.circuits import rollout
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 PROGRAM = chromium.find()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")

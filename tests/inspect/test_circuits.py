@@ -13,19 +13,16 @@ from hypothesis import strategies as st
 from little import LITTLE, family
 
 from regard.errors import UserError
-from regard.inspect.circuits import attribute, ov, qk
-from regard.inspect.cut import cut
+from regard.inspect.circuits import attribute, ov, qk, roll, rollout
 from regard.inspect.heads import induction_heads, measure_heads
-from regard.inspect.induction import induction_scores
-from regard.inspect.neurons import top_neurons
-from regard.inspect.record import record
-from regard.inspect.rollout import roll, rollout
+from regard.inspect.neurons import induction_scores, top_neurons
+from regard.inspect.prune import cut
 from regard.inspect.trace import trace
 from regard.model import Model
+from regard.nn.hooks import record
 from regard.presets import preset
 from regard.run import Run
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 WORDS = ["abcdef"]

@@ -8,10 +8,10 @@ import torch
 from little import FAMILIES, LABELS, LANGUAGE, TEXT_ALONE, check_scores, family, picture
 
 from regard.errors import UserError
-from regard.inspect.record import record, taps
 from regard.inspect.trace import Trace, trace, trace_image
+from regard.nn.hooks import record, taps
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 TEXT = "abcabba"
 

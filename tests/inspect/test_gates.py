@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from regard.inspect.gates import learn_gates
-from regard.inspect.material import make_batches
+from regard.inspect.inputs import make_batches
 from regard.model import Model
 from regard.nn.gates import gated
+from regard.training.tune import learn_gates
 
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]
 

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from regard.decode.alignment import alignment_merits, read_links
 from regard.errors import UserError
-from regard.inspect.heads import best_alignment_heads, grids, measure_heads
-from regard.inspect.links import alignment_merits, read_links
-from regard.inspect.looks import look
-from regard.inspect.material import encode_pairs, make_batches
-from regard.inspect.record import patch
+from regard.inspect.heads import best_alignment_heads, grids, look, measure_heads
+from regard.inspect.inputs import encode_pairs, make_batches
 from regard.model import Model
+from regard.nn.hooks import patch
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 EXAMPLES = [Example("abcab", "bcdab"), Example("bc", "abcd"), Example("dabcdab", "cab"), Example("a", "b")]
 

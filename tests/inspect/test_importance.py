@@ -7,13 +7,12 @@ import torch
 
 from regard.errors import UserError
 from regard.inspect.importance import ablation_importance, gradient_importance, loss
-from regard.inspect.material import encode_pairs, make_batches
-from regard.inspect.places import attentions
-from regard.inspect.record import patch
+from regard.inspect.inputs import encode_pairs, make_batches
 from regard.loss import Objective
-from regard.model import Model
+from regard.model import Model, attentions
+from regard.nn.hooks import patch
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 5, 6, 3], [7, 3]), ([4, 3], [3])]
 

@@ -12,16 +12,15 @@ import torch
 from little import FAMILIES, LANGUAGE, family, picture
 
 from regard.cli import heads
-from regard.data.account import Account
 from regard.data.images import Pictures
+from regard.data.reader import Account
 from regard.errors import UserError
-from regard.inspect.distance import between_squares
-from regard.inspect.heads import measure_heads
+from regard.inspect.heads import look_squares, measure_heads
 from regard.inspect.importance import ablation_importance, gradient_importance, loss
-from regard.inspect.looks import look_squares
-from regard.inspect.material import HIDE_EVERY, STRETCH, Material, batches_of, read_material
-from regard.inspect.record import patch
-from regard.text.example import Example
+from regard.inspect.inputs import HIDE_EVERY, STRETCH, Material, batches_of, read_material
+from regard.inspect.trace import between_squares
+from regard.nn.hooks import patch
+from regard.text.codec import Example
 
 TEXT = "abcab dcba cabba " * 20
 LABELLED = [Example("abc", "one"), Example("cab a", "two"), Example("d", "one")]

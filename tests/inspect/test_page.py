@@ -20,7 +20,7 @@ from little import letters
 from regard.inspect.page import Packer, data, frame, page
 from regard.inspect.trace import Trace, trace
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 NASTY = [
     "</script><script>alert(1)</script>",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from regard.errors import UserError
-from regard.inspect import picture
+from regard.inspect import plots as picture
 from regard.inspect.trace import Trace, trace
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 matplotlib = pytest.importorskip("matplotlib")
 

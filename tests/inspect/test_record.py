@@ -7,8 +7,8 @@ import torch
 
 from regard.config import Stack
 from regard.errors import UserError
-from regard.inspect.record import patch, record, taps, without
 from regard.model import Model
+from regard.nn.hooks import patch, record, taps, without
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0

@@ -8,12 +8,12 @@ import pytest
 import torch
 from little import check_scores
 
+from regard.decode.alignment import alignment_quality
 from regard.errors import UserError
-from regard.inspect.maps import alignment_quality
-from regard.inspect.record import record, taps
 from regard.inspect.trace import Trace, trace
+from regard.nn.hooks import record, taps
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 TEXT, OUTPUT = "abcab", "bcd"
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from regard.config import Patches, Stack
-from regard.nn.ends import ImageEmbedding, Transform
+from regard.nn.embedding import ImageEmbedding, Transform
 
 
 @pytest.mark.parametrize(("height", "width", "channels", "size"), [(6, 4, 3, 2), (4, 4, 1, 4), (3, 9, 2, 3)])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.nn.kv import KV, Cache
+from regard.nn.cache import KV, Cache
 
 
 def draw(rows: int, length: int) -> KV:

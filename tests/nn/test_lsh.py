@@ -11,9 +11,9 @@ from torch import Tensor
 from regard.config import Axial, Config, Lsh, Stack
 from regard.model import Model
 from regard.nn.attention import Sight
+from regard.nn.cache import State
 from regard.nn.lsh import LSHAttention, Order
 from regard.nn.position import Position
-from regard.nn.state import State
 
 NOWHERE = Position()
 

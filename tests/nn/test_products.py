@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.config import Stack
 from regard.nn.block import FeedForward
 from regard.nn.lora import LoraLinear
-from regard.nn.products import bf16_products, plain_linears, replaced
+from regard.nn.matmul import bf16_products, plain_linears, replaced
 
 
 def rounded(x: Tensor) -> Tensor:

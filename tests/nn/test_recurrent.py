@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from regard.config import Stack
 from regard.nn.attention import Attention
+from regard.nn.cache import Encoded
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
-from regard.nn.state import Encoded
 
 MIXERS = ["gru", "lstm"]
 

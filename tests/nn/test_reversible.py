@@ -9,10 +9,10 @@ from torch import Tensor
 from regard.config import Lsh, Stack
 from regard.nn import reversible
 from regard.nn.attention import Sight
+from regard.nn.cache import State
 from regard.nn.dropout import MaskPool, use_pool
 from regard.nn.position import Position
 from regard.nn.reversible import ReversibleBlock, run_reversible
-from regard.nn.state import State
 from regard.nn.transformer import Transformer
 
 NOWHERE = Position()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.nn.attention import KV
-from regard.nn.state import Source, State
+from regard.nn.cache import Source, State
 
 
 def state(rows: int, length: int, keep: Tensor | None = None) -> State:

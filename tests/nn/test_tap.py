@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from regard.nn.tap import Tap
+from regard.nn.hooks import Tap
 
 
 def test_a_tap_is_watched_while_it_is_hooked() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard.config import Stack
 from regard.nn.attention import Attention
-from regard.nn.state import Encoded, State
+from regard.nn.cache import Encoded, State
 from regard.nn.transformer import Transformer
 
 SIZE = {"width": 12, "heads": 3, "ff": 20, "layers": 2, "dropout": 0.0}

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from familykit import BOTH, DECODERS, VOCAB, build, close, left_padded, shrunk
 from regard.model import Model
-from regard.nn.kv import KV
-from regard.nn.state import State
-from regard.nn.tree import Tree
+from regard.nn.cache import KV, State, Tree
 from test_alone import ROWS, VARIANTS, decoder
 
 SOURCES = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0], [10, 4, 4, 3, 0]])

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from regard.text.auto import choose
+from regard.text.learn import choose
 
 RANDOM = random.Random(1)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

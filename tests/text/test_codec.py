@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from regard.config import parse
 from regard.errors import UserError
-from regard.text.codec import Codec, TextConfig, split_features
-from regard.text.example import Example
+from regard.text.codec import Codec, Example, TextConfig, Unknown, split_features
 from regard.text.tokenizer import Tokenizer
-from regard.text.unknown import Unknown
 
 CHAR = Tokenizer.train("char", ["Abmachungen"])
 SPACE = Tokenizer.train("space", ["a b c"])

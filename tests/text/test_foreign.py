@@ -13,12 +13,10 @@ from tokenizers import Tokenizer as Library
 
 from regard.config import Ids, parse
 from regard.errors import UserError
-from regard.text.codec import Codec, TextConfig
-from regard.text.example import Example
+from regard.text.codec import Codec, Example, TextConfig, Unknown
 from regard.text.foreign import HIDDEN, Foreign
-from regard.text.library import byte_letters
+from regard.text.learn import byte_letters
 from regard.text.tokenizer import Tokenizer
-from regard.text.unknown import Unknown
 
 NAMES = ["</s>", "<pad>", "<unk>", "<mask>"]
 IDS = Ids(pad=1, unk=2, sos=0, eos=0, mask=3)

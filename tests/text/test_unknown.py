@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from regard.text import unknown as module
+from regard.text import codec as module
+from regard.text.codec import Unknown
 from regard.text.tokenizer import Tokenizer
-from regard.text.unknown import Unknown
 
 
 def test_counts_add_up(monkeypatch) -> None:

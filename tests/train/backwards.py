@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from regard.settings import Recipe
+from regard.recipe import Recipe
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.2}
 MakeRecipe = Callable[..., Recipe]

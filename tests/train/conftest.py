@@ -10,7 +10,7 @@ import pytest
 import torch
 from backwards import TINY, MakeRecipe, write_pairs
 
-from regard.settings import Recipe, load_recipe
+from regard.recipe import Recipe, load_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("regard.fit.draw_curve", lambda run, metric: None)
+    monkeypatch.setattr("regard.training.fit.draw_curve", lambda run, metric: None)
     yield
     torch.set_num_threads(threads)
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.settings import Train
-from regard.train.budget import Budget, Since, validation_due
+from regard.recipe import Train
+from regard.training.trainer import Budget, Since, validation_due
 
 
 def test_without_a_budget_ten_minutes() -> None:

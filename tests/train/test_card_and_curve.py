@@ -6,9 +6,9 @@ from pathlib import Path
 
 from backwards import MakeRecipe
 
-from regard.train.card import write_card
-from regard.train.curve import draw_curve
-from regard.train.progress import Best, Progress
+from regard.training.checkpoint import Best, Progress
+from regard.training.model_card import write_card
+from regard.training.report import draw_curve
 
 
 def test_the_card_tells_what_why_and_how(recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.errors import UserError
-from regard.train.checkpoint import Checkpoints, read_tensors, replace_tensors
-from regard.train.progress import Best, Progress, Window
+from regard.training.checkpoint import Best, Checkpoints, Progress, Window, read_tensors, replace_tensors
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
 
@@ -84,8 +83,8 @@ FULL = """
 import resource, sys, torch
 from pathlib import Path
 from regard.errors import UserError
-from regard.train.checkpoint import Checkpoints
-from regard.train.progress import Progress
+from regard.training.checkpoint import Checkpoints
+from regard.training.checkpoint import Progress
 
 checkpoints = Checkpoints(Path(sys.argv[1]))
 checkpoints.save(Progress(step=1), {"model": {"a": torch.zeros(100)}})
@@ -114,7 +113,7 @@ def test_no_space_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("regard.train.checkpoint.save_file", full)
+    monkeypatch.setattr("regard.training.checkpoint.save_file", full)
     for write in (
         lambda: checkpoints.save(Progress(step=2), {"model": WEIGHTS}),
         lambda: checkpoints.keep(2, WEIGHTS),

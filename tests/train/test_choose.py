@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from regard.presets import PRESETS
-from regard.settings import Train
-from regard.train.choose import choose_preset, choose_workers
+from regard.recipe import Train
+from regard.training.fit import choose_preset, choose_workers
 
 
 def test_more_data_never_means_a_smaller_model() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard.train.exchange import MESSAGE, Exchange, same_start
-from regard.train.world import meet
+from regard.training.distributed import MESSAGE, Exchange, meet, same_start
 
 WIDTH = 2100  # two matrices of this width are more than one message
 

@@ -7,8 +7,8 @@ from backwards import MakeRecipe
 
 from regard.data.prepare import prepare
 from regard.presets import preset
-from regard.train.feed import CorpusFeed
-from regard.train.world import World
+from regard.training.distributed import World
+from regard.training.loader import CorpusFeed
 
 
 @pytest.fixture

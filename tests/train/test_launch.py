@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from regard.train.launch import WorkerDied, Workers
+from regard.training.distributed import WorkerDied, Workers
 
 SLEEP = ["-n1", "-r1", "import sys; sys.stdin.read()"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from regard.errors import UserError
-from regard.train.log import Log, read_log
+from regard.training.report import Log, read_log
 
 
 def test_a_reopened_log_is_cut_back_to_its_position(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from regard.device import bf16_problem, choose_device, cores, tune_allocator
 from regard.errors import UserError
-from regard.train.machine import bf16_problem, choose_device, cores, tune_allocator
 
 CPU = torch.device("cpu")
 

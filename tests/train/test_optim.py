@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from regard.settings import Train
-from regard.train.optim import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer, set_rate
+from regard.recipe import Train
+from regard.training.step import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer, set_rate
 
 
 def test_noam_is_the_papers_formula() -> None:

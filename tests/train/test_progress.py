@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from regard.train.progress import Best, Window, better
+from regard.training.checkpoint import Best, Window, better
 
 
 def best(metric: str, value: float, loss: float = 1.0) -> Best:

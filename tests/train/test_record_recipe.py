@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from regard.errors import UserError
-from regard.settings import Recipe, load_recipe
-from regard.train.record import require_free, resumed_recipe, save_recipe, saved_recipe
+from regard.recipe import Recipe, load_recipe
+from regard.run import saved_recipe
+from regard.training.start import require_free, resumed_recipe, save_recipe
 
 SAVED = {
     "preset": "transformer-tiny",

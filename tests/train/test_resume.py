@@ -18,19 +18,17 @@ import pytest
 from backwards import MakeRecipe
 
 from regard.errors import UserError
-from regard.fit import fit
+from regard.recipe import Recipe
 from regard.run import Run
-from regard.settings import Recipe
-from regard.train.launch import WorkerDied, Workers
-from regard.train.log import CLOCK_FIELDS, read_log
-from regard.train.signals import Stopped
-from regard.train.talk import Silence
+from regard.training.distributed import Stopped, WorkerDied, Workers
+from regard.training.fit import fit
+from regard.training.report import CLOCK_FIELDS, Silence, read_log
 
 DRIVER = """
 import json, os, signal, sys, threading
-from regard.fit import fit
-from regard.settings import load_recipe
-from regard.train.talk import Silence
+from regard.training.fit import fit
+from regard.recipe import load_recipe
+from regard.training.report import Silence
 
 class Killer(Silence):
     def tick(self, step, done, seconds):
@@ -66,7 +64,7 @@ def others(run: Path) -> list[int]:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"regard.fit" in words and str(run).encode() in words:
+        if b"regard.training.fit" in words and str(run).encode() in words:
             found.append(int(entry.parent.name))
     return found
 
@@ -184,20 +182,20 @@ def test_ctrl_c_saves_too(recipe: MakeRecipe, tmp_path: Path) -> None:
 def test_a_signal_during_validation_does_not_wait_for_its_end(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import regard.fit
+    import regard.training.fit
 
     order = recipe(steps=8, validate_every=4, ema=0.5)
     fit(order, tmp_path / "whole", talk=Silence())
-    original = regard.fit.Validation.__call__
+    original = regard.training.fit.Validation.__call__
 
     def endless(self: Any, model: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(regard.fit.Validation, "__call__", endless)
+    monkeypatch.setattr(regard.training.fit.Validation, "__call__", endless)
     with pytest.raises(Stopped):
         fit(order, tmp_path / "run", talk=Silence())
-    monkeypatch.setattr(regard.fit.Validation, "__call__", original)
+    monkeypatch.setattr(regard.training.fit.Validation, "__call__", original)
     fit(order, tmp_path / "run", resume=True, talk=Silence())
     assert result(tmp_path / "run") == result(tmp_path / "whole")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import Config, Ids, Stack
-from regard.train.rows import (
+from regard.data.objectives import (
     SENTINELS,
     generator,
     hide,

@@ -13,12 +13,12 @@ from test_resume import At, result, send
 from test_tasks import labelled_file, tables, train
 
 from regard.errors import UserError
-from regard.fit import fit
 from regard.nn.lora import adapt
+from regard.recipe import load_recipe
 from regard.run import Run, weights_of
-from regard.settings import load_recipe
-from regard.train.signals import Stopped
-from regard.train.talk import Silence
+from regard.training.distributed import Stopped
+from regard.training.fit import fit
+from regard.training.report import Silence
 
 
 class Heard(Silence):
@@ -32,11 +32,11 @@ class Heard(Silence):
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Little runs to start from: one that guesses hidden symbols, one language model, one of images."""
-    import regard.fit
+    import regard.training.fit
 
     path = tmp_path_factory.mktemp("bases")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regard.fit, "draw_curve", lambda run, metric: None)
+        patch.setattr(regard.training.fit, "draw_curve", lambda run, metric: None)
         for task in ("masked", "lm", "image"):
             train(tables(task, path, steps=20), path / task)
     return path

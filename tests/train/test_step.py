@@ -11,9 +11,9 @@ from regard.config import Config
 from regard.loss import Loss
 from regard.model import Model
 from regard.presets import PRESETS, preset
-from regard.settings import Train
-from regard.train.step import Stepper
-from regard.train.world import World
+from regard.recipe import Train
+from regard.training.distributed import World
+from regard.training.step import Stepper
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
 ROWS = [([5, 6, 3], [7, 3]), ([4, 3], [4, 5, 6, 3]), ([9, 9, 9, 3], [3]), ([8, 3], [10, 3])]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from regard.train.talk import Lines, Live, Talk, duration, make_talk
+from regard.training.report import Lines, Live, Talk, duration, make_talk
 
 EVENTS = [
     {"event": "train", "step": 50, "epoch": 0.5, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 9.0},

@@ -15,12 +15,11 @@ import pytest
 from test_resume import At, result, send
 
 from regard.errors import UserError
-from regard.fit import Report, fit
+from regard.recipe import load_recipe
 from regard.run import Run
-from regard.settings import load_recipe
-from regard.train.log import read_log
-from regard.train.signals import Stopped
-from regard.train.talk import Silence
+from regard.training.distributed import Stopped
+from regard.training.fit import Report, fit
+from regard.training.report import Silence, read_log
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "ff": 64, "dropout": 0.0, "attention_dropout": 0.0, "ff_dropout": 0.0}
 WORDS = ("sun", "moon", "star", "cloud", "rain")

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import Config, Stack
-from regard.data.stream import Stream
+from regard.data.objectives import Masks, Spans, Windows, lanes, lm_windows
+from regard.data.plain import Stream
 from regard.errors import UserError
-from regard.settings import Train
+from regard.recipe import Train
 from regard.text.tokenizer import Tokenizer
-from regard.train.feed import Feed
-from regard.train.text_feed import LaneFeed, LmFeed, MaskedFeed, Masks, SpanFeed, Spans, Windows, lanes, lm_windows
-from regard.train.world import World
+from regard.training.distributed import World
+from regard.training.loader import Feed, LaneFeed, LmFeed, MaskedFeed, SpanFeed
 
 TOKENIZER = Tokenizer.train("char", ["".join(map(chr, range(97, 123)))], mask=True)
 IDS = np.arange(5, 305, dtype=np.uint32) % 26 + 5

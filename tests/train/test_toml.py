@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.train.toml import dumps
+from regard.recipe import dumps
 
 scalars = (
     st.booleans()

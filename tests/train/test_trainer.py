@@ -9,14 +9,13 @@ import torch
 from backwards import MakeRecipe
 
 from regard.errors import UserError
-from regard.fit import fit
+from regard.recipe import Recipe
 from regard.run import Run
-from regard.settings import Recipe
-from regard.train.checkpoint import Checkpoints
-from regard.train.log import Event, read_log
-from regard.train.step import Stepper
-from regard.train.talk import Silence
-from regard.train.trainer import Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.fit import fit
+from regard.training.report import Event, Silence, read_log
+from regard.training.step import Stepper
+from regard.training.trainer import Trainer
 
 
 def events(run: Path, kind: str) -> list[Event]:
@@ -60,7 +59,7 @@ def test_three_in_a_row_stop_the_run_with_advice(
 def scripted(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> None:
     """Let validations say what a test wants."""
     left = iter(scores)
-    monkeypatch.setattr("regard.fit.Validation.__call__", lambda self, model: {"loss": 1.0, "wer": next(left)})
+    monkeypatch.setattr("regard.training.fit.Validation.__call__", lambda self, model: {"loss": 1.0, "wer": next(left)})
 
 
 def weights_at(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
@@ -136,6 +135,6 @@ def test_budgets(recipe: MakeRecipe, tmp_path: Path) -> None:
 
 def test_saving_changes_nothing(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = train(recipe(steps=8), tmp_path / "a")
-    monkeypatch.setattr("regard.train.trainer.CHECKPOINT_SECONDS", 0.0)  # after every step
+    monkeypatch.setattr("regard.training.trainer.CHECKPOINT_SECONDS", 0.0)  # after every step
     b = train(recipe(steps=8), tmp_path / "b")
     assert torch.equal(a, b)

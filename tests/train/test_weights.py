@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from regard.run import weights_of
-from regard.train.weights import Ema, lent, mean
+from regard.training.step import Ema, lent, mean
 
 
 def test_ema_is_its_recurrence() -> None:

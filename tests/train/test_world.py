@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from regard.errors import UserError
-from regard.train.world import join, started_by_others
+from regard.training.distributed import join, started_by_others
 
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "REGARD_STORE")
 

@@ -16,7 +16,7 @@ import typer
 import typer.main
 
 from regard.cli import average, convert, demo, evaluate, generate, heads, info, inspect, prune, score, train
-from regard.cli.common import ReaderGone, flush
+from regard.cli.tables import ReaderGone, flush
 from regard.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a disk may say

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.common import talk
+from regard.cli.tables import talk
 
 EXAMPLE = "regard average runs/mean runs/a runs/b runs/c"
 

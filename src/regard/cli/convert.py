@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import Json, out, out_json, talk
+from regard.cli.tables import Json, out, out_json, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
-    from regard.convert.ctranslate2_proof import Written
     from regard.convert.hf import Report
+    from regard.convert.to_ctranslate2 import Written
 
 EXAMPLE = "regard convert opus-mt-en-de runs/en-de"
 
@@ -34,8 +34,8 @@ def command(
     Both models answer sample inputs, and a difference stops the conversion. For Hugging Face directories that needs
     transformers to be installed.
     """
-    from regard.convert.ctranslate2_proof import to_ctranslate2
     from regard.convert.hf import from_hf, to_hf
+    from regard.convert.to_ctranslate2 import to_ctranslate2
     from regard.errors import one_of
     from regard.run import Run
 

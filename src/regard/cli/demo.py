@@ -31,7 +31,7 @@ def command(
     from rich.console import Console
 
     from regard import demo
-    from regard.cli.common import talk
+    from regard.cli.tables import talk
     from regard.run import Run
 
     place = _place(out)
@@ -104,7 +104,7 @@ def _show_word(console: Console, pronounced: Pronounced) -> None:
 def _picture(console: Console, pronounced: Pronounced) -> RenderableType | None:
     from rich.padding import Padding
 
-    from regard.draw import draw, draw_in_colour
+    from regard.inspect.plots import draw, draw_in_colour
 
     best = pronounced.hypotheses[0]
     if best.alignment is None or not best.alignment.soft.size:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import (
+from regard.cli.tables import (
     Columns,
     Device,
     Json,
@@ -89,8 +89,8 @@ def command(
     from functools import partial
 
     from regard.cli import kinds
-    from regard.cli.lines import staffed
-    from regard.data.account import Account
+    from regard.cli.input import staffed
+    from regard.data.reader import Account
     from regard.decode.options import Options
     from regard.errors import UserError
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.common import Device, Json, Threads, Workers, flush, left_out, open_runs, out, out_json, talk
+from regard.cli.tables import Device, Json, Threads, Workers, flush, left_out, open_runs, out, out_json, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
     from regard.decode.hypothesis import Hypothesis
     from regard.decode.options import Options
-    from regard.engine.ctranslate2 import Engine, Scores
+    from regard.engines.ctranslate2 import Engine, Scores
     from regard.run import Run
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
@@ -163,12 +163,11 @@ def command(
     """
     from contextlib import ExitStack
 
-    from regard.cli.labels import tell_labels
-    from regard.cli.lines import Input, staffed
+    from regard.cli.input import Input, staffed, tell_labels
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
+    from regard.device import choose_device, usable_precision
     from regard.errors import one_of
-    from regard.train.machine import choose_device, usable_precision
 
     given = locals()
     told: dict[str, Any] = {
@@ -221,9 +220,9 @@ def _ctranslate2(
     scores: Scores,
 ) -> Engine:
     """The other engine, with a worker for every core unless something else is asked for."""
-    from regard.engine.ctranslate2 import Engine
+    from regard.device import cores
+    from regard.engines.ctranslate2 import Engine
     from regard.errors import one_of
-    from regard.train.machine import cores
 
     if precision not in ("fp32", "int8"):
         raise one_of("--precision of engine ctranslate2", precision, ["fp32", "int8"])

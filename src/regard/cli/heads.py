@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
+from regard.cli.tables import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
 
 if TYPE_CHECKING:
     from regard.inspect.heads import Head
@@ -52,11 +52,10 @@ def command(
     it. The heads that align best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language
     model, induction heads are named.
     """
-    from regard.data.account import Account
-    from regard.decode.alignment import save_heads
+    from regard.data.reader import Account
+    from regard.decode.alignment import read_links, save_heads
     from regard.inspect.heads import best_alignment_heads, grids, induction_heads, measure_heads
-    from regard.inspect.links import read_links
-    from regard.inspect.material import count_of, read_material
+    from regard.inspect.inputs import count_of, read_material
     from regard.run import HEADS
 
     (opened,) = open_runs([run], device, threads)
@@ -82,7 +81,7 @@ def command(
             save_heads(opened.path, [(head.layer, head.index) for head in best])
             talk(f"{opened.path / HEADS}: written")
     if picture:
-        from regard.inspect.picture import draw_heads, save
+        from regard.inspect.plots import draw_heads, save
 
         by = (lambda head: head.gradient) if no_ablation else (lambda head: head.ablation)
         save(draw_heads(grids(heads, by), "gradient" if no_ablation else "rise of the loss"), picture)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import Json, Set, out, out_json
+from regard.cli.tables import Json, Set, out, out_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.config import Config
-    from regard.info import Info
-    from regard.settings import Train
+    from regard.cost import Info
+    from regard.recipe import Train
 
 EXAMPLE = "regard info transformer-base --vocab 37000"
 
@@ -41,7 +41,7 @@ def command(
     if what is None:
         _list()
         return
-    from regard.info import Load, describe, measure_rate
+    from regard.cost import Load, describe, measure_rate
 
     config, train = find_config(what, vocab, settings or [])
     load = Load(length, batch_tokens or train.batch_tokens, sentences, beam)
@@ -64,12 +64,11 @@ def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Conf
     from pathlib import Path
 
     from regard.cli.train import recipe_with
+    from regard.cost import configure
     from regard.errors import UserError, closest
-    from regard.info import configure
     from regard.presets import PRESETS
+    from regard.recipe import Train, assign, recipe_names
     from regard.run import read_config
-    from regard.settings import Train, assign
-    from regard.shipped import recipe_names
 
     if Path(what).is_dir():
         if settings or vocab:
@@ -91,7 +90,7 @@ def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Conf
 
 def _list() -> None:
     from regard.presets import PRESETS
-    from regard.shipped import recipe_names
+    from regard.recipe import recipe_names
 
     for name in PRESETS:
         out(f"preset\t{name}")
@@ -102,7 +101,7 @@ def _list() -> None:
 def _show(what: str, config: Config, info: Info, rate: float, symbols: int | None) -> None:
     from rich.console import Console
 
-    from regard.info import si
+    from regard.cost import si
 
     rows, costs = _rows(info), _costs(config, info, rate, symbols)
     console = Console()
@@ -117,7 +116,7 @@ def _show(what: str, config: Config, info: Info, rate: float, symbols: int | Non
 
 def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list[tuple[str, str, str]]:
     """What there is to pay, in the words of what the model reads and writes."""
-    from regard.info import duration, si
+    from regard.cost import duration, si
 
     load, pairs = info.load, config.encoder is not None and config.decoder is not None
     symbol = "squares" if config.patches is not None else "target symbols" if pairs else "symbols"
@@ -178,7 +177,7 @@ def _show_tables(
     from rich.box import ROUNDED
     from rich.table import Table
 
-    from regard.info import si
+    from regard.cost import si
 
     table = Table(title=what, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED)
     for name in ("part", "parameters", "", "share"):

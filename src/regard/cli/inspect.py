@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import Device, Threads, open_runs, out, talk
+from regard.cli.tables import Device, Threads, open_runs, out, talk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,7 +99,7 @@ def _pair(opened: Run, text: str, target: str | None, features: str | None, beam
     from regard.decode.options import Options
     from regard.errors import UserError
     from regard.inspect.trace import trace
-    from regard.text.example import Example
+    from regard.text.codec import Example
 
     if target is not None:
         ids = opened.codec.encode_target([target])[0]
@@ -140,7 +140,7 @@ def _page(found: Trace, path: str) -> None:
 
 
 def _picture(found: Trace, path: str, attention: str | None, layer: int | None, head: int | None) -> None:
-    from regard.inspect.picture import draw_alignment, draw_all_heads, draw_map, save
+    from regard.inspect.plots import draw_alignment, draw_all_heads, draw_map, save
 
     kind = attention or _kind(found)
     if attention is None and layer is None and found.alignment:
@@ -160,7 +160,7 @@ def _kind(found: Trace) -> str:
 def _draw(found: Trace, attention: str | None, layer: int | None, head: int | None) -> None:
     from rich.console import Console
 
-    from regard.draw import draw, draw_in_colour
+    from regard.inspect.plots import draw, draw_in_colour
 
     weights, rows, columns = _chosen(found, attention, layer, head)
     console = Console()

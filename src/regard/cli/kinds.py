@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from regard.cli.lines import UnknownParts
-    from regard.data.account import Account
-    from regard.data.source import Located, Source
-    from regard.data.stream import Units
+    from regard.cli.input import UnknownParts
+    from regard.data.plain import Units
+    from regard.data.reader import Account, Located, Source
     from regard.decode.options import Options
     from regard.evaluate import Evaluation, Skip, Staff
     from regard.run import Run
-    from regard.text.example import Example
+    from regard.text.codec import Example
 
 T = TypeVar("T")
 
@@ -76,8 +75,8 @@ def evaluate_labelled(
     runs: list[Run], source: Source, account: Account, options: Options, metrics: list[str], samples: int
 ) -> Found:
     """Tell the labels of texts and compare."""
+    from regard.decode.classify import classify
     from regard.evaluate import evaluate_labels
-    from regard.label import classify
 
     _only_accuracy(metrics)
     located = list(source.read(account))
@@ -90,7 +89,7 @@ def evaluate_labelled(
 
 
 def _unknown(runs: list[Run], examples: list[Example]) -> list[UnknownParts]:
-    from regard.cli.lines import UnknownParts
+    from regard.cli.input import UnknownParts
 
     found = [UnknownParts(run) for run in runs]
     for each in found:
@@ -99,7 +98,7 @@ def _unknown(runs: list[Run], examples: list[Example]) -> list[UnknownParts]:
 
 
 def _skipper(source: Source, located: list[Located], account: Account) -> Skip:
-    from regard.data.account import LONG
+    from regard.data.reader import LONG
 
     return lambda place, reason: account.skip(LONG, source.place(located[place].number), reason, tell=True)
 
@@ -123,7 +122,7 @@ def kind_of(run: Run) -> str:
         return "text"
     if config.decoder is None:
         return "hidden"
-    from regard.textscore import recipe_of
+    from regard.decode.text_score import recipe_of
 
     recipe = recipe_of(run)
     return "stretches" if recipe is not None and recipe.task == "span" else "pairs"
@@ -139,8 +138,8 @@ def evaluate_plain(
     memory: int | None,
 ) -> Found:
     """Let a model read a text, and say what it does not know of it."""
-    from regard.data.source import Source
-    from regard.data.stream import read_pieces, tokenised
+    from regard.data.plain import read_pieces, tokenised
+    from regard.data.reader import Source
     from regard.evaluate import evaluate_text, judge_text
 
     pieces = list(read_pieces(Source((file,)), account))
@@ -156,7 +155,7 @@ def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> l
     import numpy as np
 
     from regard.evaluate import text_metrics
-    from regard.text.unknown import Unknown
+    from regard.text.codec import Unknown
 
     unknown, ends = Unknown(), units.symbols.cumsum()
     unknown.add(run.codec.source, pieces, [row.tolist() for row in np.split(units.ids[1:], ends[:-1])])
@@ -171,10 +170,10 @@ def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> l
 
 def evaluate_images(runs: list[Run], file: str, metrics: list[str], samples: int) -> Found:
     """Tell the labels of images and compare."""
-    from regard.cli.lines import UnknownParts
+    from regard.cli.input import UnknownParts
     from regard.data.images import read_images
+    from regard.decode.classify import classify_images
     from regard.evaluate import evaluate_labels
-    from regard.label import classify_images
 
     _only_accuracy(metrics)
     pictures = read_images(file)

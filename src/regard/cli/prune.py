@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
+from regard.cli.tables import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from regard.data.account import Account
-    from regard.inspect.material import Material
-    from regard.prune import Report
+    from regard.data.reader import Account
+    from regard.inspect.inputs import Material
     from regard.run import Run
+    from regard.training.tune import Report
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
@@ -63,11 +63,11 @@ def command(
     from pathlib import Path
     from typing import get_args
 
-    from regard.data.account import Account
+    from regard.data.reader import Account
     from regard.errors import one_of
-    from regard.inspect.choose import Amount, Measure
-    from regard.inspect.material import count_of
-    from regard.prune import prune, save, split
+    from regard.inspect.inputs import count_of
+    from regard.inspect.prune import Amount, Measure
+    from regard.training.tune import prune, save, split
 
     if by not in get_args(Measure):
         raise one_of("--by", by, get_args(Measure))
@@ -108,7 +108,7 @@ def command(
 
 
 def _read(run: Run, path: str, target: str | None, columns: str | None, account: Account) -> Material:
-    from regard.inspect.material import read_material
+    from regard.inspect.inputs import read_material
 
     where = pairs_of(path, target, columns, run.codec.columns)
     return read_material(run, where.paths, where.columns, account)
@@ -142,7 +142,7 @@ def _show(report: Report) -> None:
 
 
 def _picture(report: Report, path: str) -> None:
-    from regard.inspect.picture import draw_lines, save
+    from regard.inspect.plots import draw_lines, save
 
     across, up = zip(*report.curve, strict=True)
     lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {"silenced": (across, up)}

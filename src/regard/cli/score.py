@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
+from regard.cli.tables import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from regard.cli.lines import UnknownParts
-    from regard.data.account import Account
-    from regard.data.source import Located
+    from regard.cli.input import UnknownParts
+    from regard.data.reader import Account, Located
 
 EXAMPLE = "regard score runs/g2p pairs.tsv --json"
 
@@ -47,9 +46,8 @@ def command(
     """
     from itertools import tee
 
-    from regard.cli.lines import UnknownParts
-    from regard.data.account import LONG, Account
-    from regard.data.lines import shown
+    from regard.cli.input import UnknownParts
+    from regard.data.reader import LONG, Account, shown
     from regard.decode.options import Options
     from regard.decode.score import score
 
@@ -82,7 +80,7 @@ def command(
 
 def _noted(located: Iterator[Located], unknown: UnknownParts, most: int) -> Iterator[Located]:
     """The same, with what is unknown in them counted."""
-    from regard.decode.batches import windows
+    from regard.decode.scorer import windows
 
     for window in windows(located, most):
         unknown.note([item.example for item in window])
@@ -91,10 +89,8 @@ def _noted(located: Iterator[Located], unknown: UnknownParts, most: int) -> Iter
 
 def _texts(path: str, account: Account) -> Iterator[Located]:
     """Lines that are a text, which goes on from nothing, or a prompt and how it goes on."""
-    from regard.data.account import BLANK, COLUMNS
-    from regard.data.lines import read_lines, shown
-    from regard.data.source import Located
-    from regard.text.example import Example
+    from regard.data.reader import BLANK, COLUMNS, Located, read_lines, shown
+    from regard.text.codec import Example
 
     for number, text, problem in read_lines(path):
         account.read += 1

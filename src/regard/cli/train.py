@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.common import Set
+from regard.cli.tables import Set
 
 EXAMPLE = "regard train --data pairs.tsv --out runs/first --minutes 5"
 DATA, MODEL, TRAINING = "Data", "Model and text", "Training"
@@ -104,8 +104,8 @@ def command(
     }
     told = {key: value for key, value in told.items() if value is not None}
     tables = recipe_with(recipe, told, settings or [])
-    from regard.fit import fit
-    from regard.settings import load_recipe
+    from regard.recipe import load_recipe
+    from regard.training.fit import fit
 
     where = "command line" if recipe is None else f"{recipe} and the command line" if told or settings else recipe
     fit(load_recipe(tables, where), out, resume=resume)
@@ -117,8 +117,7 @@ def recipe_with(recipe: str | None, told: dict[str, Any], settings: list[str]) -
     A recipe's settings of its own preset that another one has no use for are left out.
     """
     from regard.presets import PRESETS, unread
-    from regard.settings import assign
-    from regard.shipped import recipe_tables
+    from regard.recipe import assign, recipe_tables
 
     tables = recipe_tables(recipe) if recipe is not None else {}
     chosen: dict[str, Any] = {"preset": told.get("preset", tables.get("preset"))}

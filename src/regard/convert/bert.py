@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from regard.config import Config, Ids
-from regard.convert.family import ACTIVATIONS, Family, Fields, Json, class_count, stack_of, word_for
-from regard.convert.labels import their_labels
-from regard.convert.table import Table
+from regard.convert.table import ACTIVATIONS, Family, Fields, Json, Table, class_count, stack_of, word_for
+from regard.convert.tokenizers import their_labels
 
 OUTPUTS: dict[str, Json] = {
     "BertForMaskedLM": {"output": "transformed", "output_bias": True},

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from regard.config import Config, Ids
-from regard.convert.family import ACTIVATIONS, Family, Fields, Json, stack_of, start_at, tied_to, word_for
-from regard.convert.table import TURNED, Changed, Table
+from regard.convert.table import (
+    ACTIVATIONS,
+    TURNED,
+    Changed,
+    Family,
+    Fields,
+    Json,
+    Table,
+    stack_of,
+    start_at,
+    tied_to,
+    word_for,
+)
 
 
 def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:

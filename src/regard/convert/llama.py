@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from regard.config import Config, Ids
-from regard.convert.family import ACTIVATIONS, Family, Fields, Json, stack_of, start_at, tied_to, word_for
-from regard.convert.table import Table
+from regard.convert.table import ACTIVATIONS, Family, Fields, Json, Table, stack_of, start_at, tied_to, word_for
 from regard.errors import UserError
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from regard.convert.family import Family, Fields
+from regard.convert.table import Family, Fields
 from regard.errors import UserError
 from regard.files import read_json
 

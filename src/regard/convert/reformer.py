@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from regard.config import Config, Ids
-from regard.convert.family import ACTIVATIONS, Family, Fields, Json, stack_of, start_at, word_for
-from regard.convert.table import Changed, Table, shaped
+from regard.convert.table import ACTIVATIONS, Changed, Family, Fields, Json, Table, shaped, stack_of, start_at, word_for
 from regard.errors import UserError
 
 

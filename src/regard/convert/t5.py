@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from regard.config import Config, Ids
-from regard.convert.family import ACTIVATIONS, Family, Fields, Json, stack_of, start_at, word_for
-from regard.convert.table import SAME, Changed, Table, scaled
+from regard.convert.table import (
+    ACTIVATIONS,
+    SAME,
+    Changed,
+    Family,
+    Fields,
+    Json,
+    Table,
+    scaled,
+    stack_of,
+    start_at,
+    word_for,
+)
 from regard.errors import UserError
 
 

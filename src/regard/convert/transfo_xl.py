@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from regard.config import Config, Ids
-from regard.convert.family import Family, Fields, Json, stack_of, start_at
-from regard.convert.table import Changed, Table, Transform
+from regard.convert.table import Changed, Family, Fields, Json, Table, Transform, stack_of, start_at
 from regard.errors import UserError
 
 CUTOFFS = [20000, 40000, 200000]  # where config.json leaves them out

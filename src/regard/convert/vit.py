@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from regard.config import Config, Ids
-from regard.convert.family import ACTIVATIONS, Family, Fields, Json, class_count, stack_of, word_for
-from regard.convert.labels import their_labels
-from regard.convert.table import Changed, Table, shaped
+from regard.convert.table import (
+    ACTIVATIONS,
+    Changed,
+    Family,
+    Fields,
+    Json,
+    Table,
+    class_count,
+    shaped,
+    stack_of,
+    word_for,
+)
+from regard.convert.tokenizers import their_labels
 from regard.errors import UserError
 
 

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from regard.batch import Batch, collate
 from regard.config import Config
-from regard.data.account import LONG, Account
-from regard.data.source import Located, Source
+from regard.data.reader import LONG, Account, Located, Source
 from regard.errors import UserError
-from regard.text.example import Example
-from regard.text.library import threads
+from regard.text.codec import Example
+from regard.text.learn import threads
 
 FORMAT = 1
 SIDES = ("source", "target")

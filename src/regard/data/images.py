@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.config import Value
-from regard.data.lines import open_raw
-from regard.data.source import Source
-from regard.data.split import wanted
+from regard.data.pairs import wanted
+from regard.data.reader import Source, open_raw
 from regard.errors import UserError, closest
-from regard.settings import Recipe
+from regard.recipe import Recipe
 
 CHANNELS = (1, 3, 4)
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from regard.data.account import Account
 from regard.data.corpus import CorpusWriter, Encoder, Rows
-from regard.data.scan import Scan
-from regard.data.source import Source
-from regard.data.split import MOST, Splitter
-from regard.data.vocabulary import FRAMES, Base, one_request, requests, share
+from regard.data.reader import Account, Source
 from regard.errors import UserError
-from regard.settings import Recipe
-from regard.text.auto import Choice, choose
-from regard.text.codec import Codec
-from regard.text.example import Example
+from regard.recipe import Recipe
+from regard.text.codec import Base, Codec, Example, Unknown, split_features
+from regard.text.learn import FRAMES, Choice, choose, one_request, requests, share
 from regard.text.tokenizer import Tokenizer
-from regard.text.unknown import Unknown
 
 NO_LABEL = "label that training does not have"
 
@@ -178,3 +173,114 @@ def _unknowns(codec: Codec, train: CorpusWriter, examples: list[Example], labell
     for side, unknown in (("source", source), ("target", target)):
         if unknown:
             yield f"validation, {side}: {unknown.summary()}"
+
+
+SAMPLE = 10_000  # examples looked at, drawn from all; taking every nth would fall for patterns in the file
+CUT = 1_000  # characters looked at of each
+LABELS = 10_000
+FEATURES = 50_000  # distinct ones; more are no features
+
+
+class Scan:
+    """What one pass over the training data tells."""
+
+    def __init__(
+        self, source: Source, separator: str, strict: bool, splitter: Splitter | None, labelled: bool = False
+    ) -> None:
+        self.account = Account(strict)
+        self.sample: list[Example] = []
+        self.held_out = 0
+        self.labels: set[str] = set()  # the different targets, where those are labels
+        features: set[str] = set()
+        fields: set[str] = set()
+        random = Random(0)
+        for index, (number, example) in enumerate(source.read(self.account)):
+            if index < SAMPLE:
+                self.sample.append(_short(example))
+            elif (chance := int(random.random() * (index + 1))) < SAMPLE:  # every example is as likely as any other
+                self.sample[chance] = _short(example)
+            if splitter is not None:
+                splitter.see(example.source)
+            if labelled:
+                self.labels.add(example.target or "")
+                if len(self.labels) > LABELS:
+                    raise UserError(
+                        f"{source.place(number)}: more than {LABELS:,} different labels so far; are the columns in "
+                        f"this order: {','.join(source.columns)}?"
+                    )
+            if example.features and example.features not in fields:
+                names = split_features(example.features, separator)
+                features.update(names)
+                if len(features) > FEATURES:
+                    raise UserError(
+                        f"{source.place(number)}: more than {FEATURES:,} different features so far; "
+                        f"are the columns in this order: {','.join(source.columns)}?"
+                    )
+                if len(fields) < FEATURES:
+                    fields.add(example.features)
+        source.require(self.account)
+        self.features = tuple(sorted(features))
+        if splitter is not None:
+            self.held_out = splitter.choose()
+
+
+def _short(example: Example) -> Example:
+    return Example(example.source[:CUT], (example.target or "")[:CUT])
+
+
+SHARE = 0.05
+LEAST, MOST = 50, 2_000  # examples
+LARGEST_SHARE = 0.2  # of a small file no larger part is taken, even if that makes fewer than LEAST
+
+
+def wanted(examples: int) -> int:
+    """How many of `examples` to hold out."""
+    return max(1, round(min(max(SHARE * examples, min(LEAST, LARGEST_SHARE * examples)), MOST)))
+
+
+class Splitter:
+    """Finds the sources to hold out while they stream by; memory holds only the candidates."""
+
+    def __init__(self, seed: int) -> None:
+        self._key = str(seed).encode()
+        self._counts: dict[bytes, int] = {}  # hash of a source -> its examples
+        self._bound = b"\xff" * 8  # hashes above are no candidates
+        self._examples = 0
+        self._chosen: frozenset[bytes] = frozenset()
+
+    def _hash(self, source: str) -> bytes:
+        return blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).digest()
+
+    def see(self, source: str) -> None:
+        """Take note of an example's source."""
+        self._examples += 1
+        digest = self._hash(source)
+        if digest > self._bound:
+            return
+        self._counts[digest] = self._counts.get(digest, 0) + 1
+        if len(self._counts) >= 4 * MOST:  # keep the smallest; what goes now could not come back
+            smallest = sorted(self._counts)[: 2 * MOST]
+            self._bound = smallest[-1]
+            self._counts = {digest: self._counts[digest] for digest in smallest}
+
+    def choose(self) -> int:
+        """Decide, after the last example; return how many are held out (0: all have one source, nothing to split)."""
+        if len(self._counts) < 2:
+            return 0
+        want = wanted(self._examples)
+        chosen: list[bytes] = []
+        total = 0
+        for digest in sorted(self._counts):
+            count = self._counts[digest]
+            if total + count <= want:
+                chosen.append(digest)
+                total += count
+        if not chosen:  # every source has more examples than wanted: take the rarest
+            chosen = [min(self._counts, key=lambda digest: (self._counts[digest], digest))]
+            total = self._counts[chosen[0]]
+        self._chosen = frozenset(chosen)
+        return total
+
+    def held_out(self, source: str) -> bool:
+        """Whether examples with this source belong to validation."""
+        return self._hash(source) in self._chosen

@@ -14,15 +14,13 @@ from regard.config import parse
 from regard.data.corpus import Corpus
 from regard.data.images import Images, Pixels, make_images
 from regard.data.pairs import make_pairs
-from regard.data.plain import make_text
-from regard.data.source import Source
+from regard.data.plain import Stream, make_text
+from regard.data.reader import Source
 from regard.data.store import fingerprint, replace, spool, stamp
-from regard.data.stream import Stream
-from regard.data.vocabulary import Base, requests
 from regard.errors import UserError
-from regard.settings import TEXT_TASKS, Recipe
-from regard.text.codec import Codec, TextConfig
-from regard.text.example import Example
+from regard.recipe import TEXT_TASKS, Recipe
+from regard.text.codec import Base, Codec, Example, TextConfig
+from regard.text.learn import requests
 from regard.text.tokenizer import Tokenizer
 
 FORMAT = 1

@@ -8,9 +8,8 @@ import stat
 from hashlib import blake2b
 from pathlib import Path
 
-from regard.data.lines import STDIN, open_raw
-from regard.data.source import Source
-from regard.settings import Recipe
+from regard.data.reader import STDIN, Source, open_raw
+from regard.recipe import Recipe
 
 
 def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str, str | None]:

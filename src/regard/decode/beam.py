@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.constraint import Constraint
-from regard.decode.coverage import Coverage
+from regard.decode.alignment import Coverage
 from regard.decode.hypothesis import Found
-from regard.decode.rules import Rule, steer
+from regard.decode.rules import Constraint, Rule, steer
 from regard.decode.scorer import Scorer, Task, best, branching, select, time_to_leave
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from regard.decode.options import Utility
 
 
 class Found(NamedTuple):
@@ -83,3 +90,93 @@ class Hypothesis:
 def normalize(score: float, length: int, penalty: float) -> float:
     """A score made comparable between lengths."""
     return score / length**penalty if length else score
+
+
+TURNS, COVERED = 4, 8  # a unit so often in a row, over so many symbols, is a loop
+LONG, SHORT, SHORTEST = 4.0, 0.2, 10  # output symbols per source symbol; short only matters for longer sources
+LOW = -2.5  # mean log-probability per symbol: the model was guessing
+PARKED, TOKENS = 0.9, 6  # share of all attention on one source symbol, over so many output symbols
+BLUR = 0.95  # of the entropy of looking everywhere alike
+
+
+def degenerate(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
+    """Flags of an output (ids without the end symbol) for a source of so many symbols; 0: any length is right."""
+    flags = {}
+    length = len(ids)
+    if loop := longest_loop(ids):
+        size, turns = loop
+        flags["repetition"] = f"{size} symbol{'s' * (size > 1)} repeated {turns} times in a row"
+    if source and length / source > LONG and length > SHORTEST:
+        flags["length_ratio"] = f"{length} symbols for a source of {source}"
+    elif source >= SHORTEST and length / source < SHORT:
+        flags["length_ratio"] = f"only {length} symbols for a source of {source}"
+    mean = sum(token_scores) / max(1, len(token_scores))
+    if mean < LOW:
+        flags["low_score"] = f"{mean:.2f} per symbol on average, below {LOW}"
+    return flags
+
+
+def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
+    """(size, turns) of the unit that is repeated in a row over the most symbols, if that is a loop."""
+    row = np.asarray(ids)
+    longest: tuple[int, int] | None = None
+    for size in range(1, len(row) // TURNS + 1):
+        same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
+        edges = np.flatnonzero(np.diff(same))
+        if not len(edges):
+            continue
+        run = int((edges[1::2] - edges[::2]).max()) + size  # symbols that this unit covers
+        turns = run // size
+        if turns >= TURNS and run >= COVERED and (longest is None or turns * size > longest[0] * longest[1]):
+            longest = size, turns
+    return longest
+
+
+def collapsed(alignment: Alignment) -> dict[str, str]:
+    """Flags of an output's attention: parked on one symbol, or looking nowhere in particular."""
+    soft = alignment.soft
+    if len(soft) < TOKENS or soft.shape[1] < TOKENS:
+        return {}
+    share = soft.mean(0)
+    place = int(share.argmax())
+    if share[place] > PARKED:
+        symbol = alignment.source[place]
+        return {"attention": f"{100 * share[place]:.0f}% of it on source symbol {place} ({symbol!r})"}
+    entropy = -(soft * np.log(np.maximum(soft, 1e-12))).sum(1).mean() / np.log(soft.shape[1])
+    if entropy > BLUR:
+        return {"attention": "spread evenly over the source"}
+    return {}
+
+
+def shares(scores: Sequence[float]) -> list[float]:
+    """Log-probabilities of different outputs, as shares that sum to one."""
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def expected(texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False) -> list[float]:
+    """The expected utility, 0 to 1, of every text when each is right as often as its weight says (they sum to one).
+
+    Edit distance counts characters, or whole symbols where the texts are symbols `spaced` apart.
+    """
+    useful = _utility(utility, spaced)
+    mass: dict[str, float] = {}
+    for text, weight in zip(texts, weights, strict=True):
+        mass[text] = mass.get(text, 0.0) + weight
+    totals = {
+        text: math.fsum(weight * (1.0 if text == other else useful(text, other)) for other, weight in mass.items())
+        for text in mass
+    }
+    return [totals[text] for text in texts]
+
+
+def _utility(name: Utility, spaced: bool) -> Callable[[str, str], float]:
+    if name == "exact":
+        return lambda text, other: 0.0  # the same text is worth 1 by every measure
+    if name == "edit":
+        cut: Callable[[str], Sequence[str]] = (lambda text: text.split(" ")) if spaced else (lambda text: text)
+        return lambda text, other: float(Levenshtein.normalized_similarity(cut(text), cut(other)))
+    metric = CHRF() if name == "chrf" else BLEU(effective_order=True)
+    return lambda text, other: float(metric.sentence_score(text, [other]).score) / 100

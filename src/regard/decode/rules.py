@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from regard.decode.phrases import Phrases
 from regard.decode.scorer import Task
 
 
@@ -132,3 +134,108 @@ class Repetition(Past):
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         value_NV.scatter_(1, self.past_NT, value_NV.gather(1, self.past_NT) * self.penalty)
+
+
+BANKS = 48  # stages of progress that a beam keeps apart, at most
+
+
+def banks(task: Task) -> int:
+    """How many stages lie between this task's beginning and its required phrases all being met."""
+    if task.phrases is None:
+        return 0
+    return min(task.phrases.walk(()) or 0, BANKS)
+
+
+class Constraint(Rule):
+    """Follows every hypothesis through its task's automaton, and keeps a way open to all required phrases.
+
+    A symbol is refused if it completes a forbidden phrase, or if after it the length limit leaves too little room for
+    what is still required: so whatever search goes on under this rule ends with every phrase met. With `yielding`, for
+    searches that follow one path, the probability of ending too early goes to symbols that bring a phrase closer.
+    """
+
+    def __init__(self, tasks: Sequence[Task], eos: int, vocab: int, device: torch.device, yielding: bool) -> None:
+        self.eos, self.yielding = eos, yielding
+        nothing = [np.zeros((1, vocab), dtype=kind) for kind in (np.int32, np.int16, bool)]
+        free = Phrases(nothing[0], nothing[1], nothing[2], np.zeros((1, 1), dtype=np.int16), eos)
+        mine = [task.phrases or free for task in tasks]
+        kinds = list({id(phrases): phrases for phrases in mine}.values())
+        first = np.cumsum([0, *(len(p.next_QV) for p in kinds)])  # of each automaton's states
+        base = np.cumsum([0, *(p.need_MQ.size for p in kinds)])
+        self.next_QV = _tensor([p.next_QV + start for p, start in zip(kinds, first[:-1], strict=True)], device)
+        self.met_QV = _tensor([p.met_QV for p in kinds], device)
+        self.ban_QV = _tensor([p.ban_QV for p in kinds], device)
+        self.need_X = _tensor([p.need_MQ.flatten() for p in kinds], device)
+        which = [next(i for i, p in enumerate(kinds) if p is phrases) for phrases in mine]
+        table = [
+            (first[i], base[i] - first[i], len(kinds[i].next_QV), task.limit)
+            for i, task in zip(which, tasks, strict=True)
+        ]
+        self.about_B4 = torch.tensor(np.array(table), dtype=torch.long, device=device)
+        self.requires = any(p.need_MQ.any() for p in kinds)
+        total_B = torch.tensor([banks(task) for task in tasks], device=device)
+        need_B = self._need(self.about_B4[:, 0], torch.zeros_like(total_B), self.about_B4)
+        self.bank_B = total_B / need_B.clamp(min=1)
+        self.state_N = self.about_B4[:, 0]
+        self.met_N = torch.zeros_like(self.state_N)
+        self.bound_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # on the way to a phrase that must be completed
+
+    def _need(self, state: Tensor, met: Tensor, about: Tensor) -> Tensor:
+        """Fewest symbols to go, for states and subsets of rows that `about` describes."""
+        place = about[..., 1] + met * about[..., 2] + state
+        return self.need_X[place]
+
+    def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
+        about_N4 = self.about_B4[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
+        ban_NV = self.ban_QV[self.state_N]
+        if not self.requires:
+            value_NV.masked_fill_(ban_NV, -math.inf)
+            return
+        about_N14 = about_N4.unsqueeze(1)
+        met_NV = self.met_N.unsqueeze(1) | self.met_QV[self.state_N]
+        self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N14)
+        self.now_N = self._need(self.state_N, self.met_N, about_N4)
+        end_N = value_NV[:, self.eos].masked_fill(self.now_N > 0, -math.inf)
+        room_N = about_N4[:, 3] - t
+        allowed_NV = ~ban_NV & (self.need_NV < room_N.unsqueeze(1))
+        allowed_NV[:, self.eos] = False  # which is seen to below
+        self.nearer_NV = allowed_NV & (self.need_NV < self.now_N.unsqueeze(1))
+        value_NV.masked_fill_(~allowed_NV, -math.inf)
+        # With no room or nothing else left, what is required wins over what other rules have ruled out.
+        stuck_N = (self.now_N >= room_N) | (value_NV.amax(1) == -math.inf)
+        must_N1 = (stuck_N & (self.now_N > 0)).unsqueeze(1)
+        torch.where(must_N1 & self.nearer_NV, logp_NV, value_NV, out=value_NV)
+        if self.yielding:
+            self._yield(value_NV, logp_NV[:, self.eos])
+        value_NV[:, self.eos] = end_N
+
+    def _yield(self, value_NV: Tensor, end_N: Tensor) -> None:
+        """Give the probability of the end to what comes nearer, and stay with a phrase that was begun so."""
+        near_NV = value_NV.masked_fill(~self.nearer_NV, -math.inf)
+        bound_N1 = (self.bound_N & (near_NV > -math.inf).any(1)).unsqueeze(1)
+        value_NV.masked_fill_(bound_N1 & ~self.nearer_NV, -math.inf)
+        near_N = near_NV.logsumexp(1)
+        unmet_N = (self.now_N > 0) & (near_N > -math.inf)
+        grown_NV = near_NV + (torch.logaddexp(near_N, end_N) - near_N).unsqueeze(1)
+        torch.where(unmet_N.unsqueeze(1) & self.nearer_NV, grown_NV, value_NV, out=value_NV)
+        self.wanted_N = unmet_N & (near_N < end_N)
+
+    def spread(self, rows_N: Tensor) -> None:
+        self.state_N, self.met_N, self.bound_N = (x[rows_N] for x in (self.state_N, self.met_N, self.bound_N))
+
+    def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
+        state_N, met_N = self.state_N[rows_N], self.met_N[rows_N]
+        self.state_N = self.next_QV[state_N, tokens_N].long()
+        self.met_N = met_N | self.met_QV[state_N, tokens_N]
+        if self.requires and self.yielding:
+            nearer_N = self.nearer_NV[rows_N, tokens_N]
+            self.bound_N = (self.bound_N | self.wanted_N)[rows_N] & nearer_N & (self.met_N == met_N)
+
+    def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor]:
+        """For a beam: the stage that each symbol leads to (0: all is met), and whether it is a step forward."""
+        scale_N1 = self.bank_B[alive_B].repeat_interleave(len(self.need_NV) // len(alive_B)).unsqueeze(1)
+        return (self.need_NV * scale_N1).ceil().long(), self.nearer_NV
+
+
+def _tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(device)

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from regard.batch import Ids, collate, pad
-from regard.decode.batches import by_length, windows
 from regard.decode.options import Options
-from regard.decode.prepare import check_vocabulary, encode, position_limits, too_long
-from regard.decode.scorer import Scorer
+from regard.decode.request import check_vocabulary, encode, position_limits, too_long
+from regard.decode.scorer import Scorer, by_length, windows
 from regard.errors import UserError
 from regard.model import Model
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 Pair = tuple[str, str] | Example
 LOGITS = 1 << 22  # how many to hold at once

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from regard.batch import Ids, pad
 from regard.config import Config
-from regard.decode.packed import Packed
 from regard.decode.phrases import Phrases
 from regard.errors import UserError
 from regard.model import Model
-from regard.nn.state import State
+from regard.nn.cache import State
+from regard.nn.matmul import Packed
 
 States = tuple[State, ...]  # one per model
 
@@ -188,3 +189,25 @@ def _top(value_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return value_N.unsqueeze(1), index_N.unsqueeze(1)
     value_NK, index_NK = value_NV.topk(count)
     return value_NK, index_NK
+
+
+T = TypeVar("T")
+
+
+def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`."""
+    iterator = iter(items)
+    while window := list(islice(iterator, size)):
+        yield window
+
+
+def by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices in batches of similar length, longest first: items times longest stay within the budget."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

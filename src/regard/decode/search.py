@@ -9,14 +9,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from regard.decode.alignment import Coverage
 from regard.decode.beam import beam_search
-from regard.decode.constraint import Constraint, banks
-from regard.decode.coverage import Coverage
-from regard.decode.follow import Choose, follow, greedy, steps
+from regard.decode.greedy import Choose, Sampler, follow, greedy, steps
 from regard.decode.hypothesis import Found
 from regard.decode.options import Options
-from regard.decode.rules import Length, NoRepeat, Prefix, Repetition, Rule
-from regard.decode.sampling import Sampler
+from regard.decode.rules import Constraint, Length, NoRepeat, Prefix, Repetition, Rule, banks
 from regard.decode.scorer import Scorer, Task, best
 
 

@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from regard.errors import UserError
-from regard.inspect.calls import Calls, watch
-from regard.inspect.places import attentions, head_numbers, key_heads
-from regard.model import Model
-from regard.nn.attention import Attention
+from regard.inspect.trace import Map, Trace
+from regard.model import Model, attentions, head_numbers
+from regard.nn.attention import Attention, key_heads
 from regard.nn.block import NOWHERE, Block, Residual
+from regard.nn.hooks import Calls, watch
 from regard.nn.transformer import Transformer
 from regard.run import Run
 
@@ -253,3 +254,25 @@ def _decoder(model: Model) -> Transformer:
         raise UserError("circuits are read off language models: a decoder alone, with plain attention and layers")
     assert isinstance(decoder, Transformer)
     return decoder
+
+
+def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
+    """After each layer, the share of every input in every place, (T, T); rows sum to one.
+
+    `kind` is encoder or decoder; by default that of the first map. Half of what a layer passes on is what it was given,
+    since its output is added to its input; the other half comes through its heads, of which the mean is taken.
+    """
+    maps = [found for found in trace.maps if found.kind == (kind or trace.maps[0].kind)]
+    if not maps or maps[0].rows != maps[0].columns:
+        raise UserError(f"there is no self-attention of kind {kind!r} in this trace to roll out")
+    return roll(maps)
+
+
+def roll(maps: Sequence[Map]) -> list[np.ndarray]:
+    """The products of (A + I) / 2, layer by layer."""
+    out: list[np.ndarray] = []
+    for found in maps:
+        mean_TS = found.weights_HTS.mean(0)
+        through_TS = 0.5 * mean_TS / mean_TS.sum(-1, keepdims=True) + 0.5 * np.eye(len(mean_TS))
+        out.append(through_TS @ out[-1] if out else through_TS)
+    return out

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from regard.batch import Batch
-from regard.inspect.places import attentions
-from regard.inspect.record import Change, patch, without
 from regard.loss import Loss, Objective
-from regard.model import Model
+from regard.model import Model, attentions
+from regard.nn.hooks import Change, patch, without
 
 Spot = tuple[str, int]  # the name of an attention, and the place of a head among those it has
 Removed = Mapping[str, Sequence[int]]  # heads that are silenced, by the name of their attention

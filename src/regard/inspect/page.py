@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from regard.inspect.cards import Card, Scores, Vector, Walk
-from regard.inspect.given import Shot
-from regard.inspect.maps import Map
-from regard.inspect.says import Candidate
-from regard.inspect.trace import Trace
+from regard.inspect.inputs import Shot
+from regard.inspect.logit_lens import Candidate
+from regard.inspect.trace import Map, Trace
 
 SCRIPTS = ("core.js", "figures.js", "views.js", "image.js", "walk.js", "start.js")
 NONE = -32768  # in signed arrays: no number

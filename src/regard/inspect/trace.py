@@ -6,30 +6,36 @@ between rows of tokens with names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from regard.config import Config, Stack
+from regard.decode.alignment import alignment_quality
 from regard.errors import UserError
-from regard.inspect.calls import Calls, watch
 from regard.inspect.cards import Walk
-from regard.inspect.distance import square_distances
-from regard.inspect.given import Given, Shot, give, give_image
-from regard.inspect.maps import Map, alignments, maps_of
-from regard.inspect.positions import Picture, picture
-from regard.inspect.record import record
-from regard.inspect.says import Lens, Step, hidden_in_turn, layer_places, lens, steps
-from regard.inspect.walk import can_walk, walk_transformer
-from regard.inspect.walk_recurrent import walk_recurrent
-from regard.model import Model, stacks
+from regard.inspect.inputs import Given, Shot, give, give_image
+from regard.inspect.logit_lens import (
+    Lens,
+    Picture,
+    Step,
+    hidden_in_turn,
+    layer_places,
+    lens,
+    picture,
+    steps,
+)
+from regard.inspect.walk import can_walk, walk_recurrent, walk_transformer
+from regard.model import Model, attentions, head_numbers, place, stacks
+from regard.nn.cache import State
+from regard.nn.hooks import Calls, record, watch
 from regard.nn.recurrent import RecurrentDecoder
-from regard.nn.state import State
 from regard.nn.transformer import Transformer
 from regard.run import Run
-from regard.text.example import Example
+from regard.text.codec import Example
 
 MOST_TOKENS = 300  # shown per side
 
@@ -229,3 +235,80 @@ def _walks(model: Model, calls: Calls, given: Given) -> tuple[Walk, ...]:
         elif isinstance(tower, RecurrentDecoder) and ids is not None:
             walks.append(walk_recurrent(model, calls, ids))
     return tuple(walks)
+
+
+ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
+
+
+@dataclass(frozen=True)
+class Map:
+    """The weights of all heads of one attention: `rows` look at `columns`, both names of token rows of the trace."""
+
+    name: str  # of the attention in the model: decoder.blocks.0.cross
+    kind: str  # encoder, decoder or cross
+    layer: int
+    weights_HTS: np.ndarray
+    rows: str
+    columns: str
+    heads: tuple[int, ...]  # their numbers; pruned models have gaps
+
+
+def maps_of(model: Model, recorded: Mapping[str, Tensor]) -> tuple[Map, ...]:
+    """The maps of one example, from what was recorded of all weights."""
+    out = []
+    for name in attentions(model):
+        kind, layer = place(name)
+        weights_HTS = recorded[f"{name}.weights"][0].float().cpu().numpy()
+        out.append(Map(name, kind, layer, weights_HTS, *ROWS[kind], head_numbers(model, name)))
+    return tuple(out)
+
+
+def alignments(maps: Sequence[Map], heads: Sequence[tuple[int, int]], length: int) -> dict[str, np.ndarray]:
+    """Maps from outputs to the source, the best guess first, then the mean of each layer."""
+    cross = {found.layer: found for found in maps if found.kind == "cross"}
+    out: dict[str, np.ndarray] = {}
+    several = len(cross) > 1 or any(len(found.heads) > 1 for found in cross.values())
+    chosen = [(layer, index) for layer, index in heads if layer in cross and index < len(cross[layer].heads)]
+    if chosen and several:
+        names = ", ".join(f"{layer + 1}.{cross[layer].heads[index] + 1}" for layer, index in chosen)
+        out[f"alignment heads {names}"] = np.mean([cross[layer].weights_HTS[i] for layer, i in chosen], axis=0)
+    elif several:
+        layer, index = best_head({layer: found.weights_HTS for layer, found in cross.items()}, length)
+        out[f"sharpest head: {layer + 1}.{cross[layer].heads[index] + 1}"] = cross[layer].weights_HTS[index]
+    for layer, found in cross.items():
+        out[f"layer {layer + 1}, mean of heads" if several else "attention"] = found.weights_HTS.mean(0)
+    if len(cross) > 1:
+        out["mean of everything"] = np.mean([found.weights_HTS.mean(0) for found in cross.values()], axis=0)
+    return out
+
+
+def best_head(weights: dict[int, np.ndarray], length: int) -> tuple[int, int]:
+    """The head (layer, index) that looks most like an alignment: sharp, and leaving little of the source unseen."""
+    scored = {
+        (layer, head): alignment_quality(weights_TS, length)
+        for layer, weights_HTS in weights.items()
+        for head, weights_TS in enumerate(weights_HTS)
+    }
+    return max(scored, key=lambda place: scored[place])
+
+
+def between_squares(rows: int, columns: int, size: int) -> Tensor:
+    """Pixels between the middles of any two squares, (squares, squares)."""
+    row_S = torch.arange(rows).repeat_interleave(columns)
+    column_S = torch.arange(columns).repeat(rows)
+    place_S2 = torch.stack((row_S, column_S), dim=1).float() * size
+    return torch.cdist(place_S2, place_S2)
+
+
+def square_distance(weights_BHTS: Tensor, far_SS: Tensor) -> Tensor:
+    """The mean distance of every square's look, (B, H, squares). What goes to the image as a whole has no distance."""
+    squares_BHSS = weights_BHTS[..., 1:, 1:]
+    total_BHS = squares_BHSS.sum(-1).clamp(min=1e-9)
+    mean_BHS: Tensor = (squares_BHSS * far_SS).sum(-1) / total_BHS
+    return mean_BHS
+
+
+def square_distances(maps: Sequence[Map], shot: Shot) -> dict[str, np.ndarray]:
+    """For every map of an image, the mean distance of each head in pixels."""
+    far_SS = between_squares(shot.rows, shot.columns, shot.size)
+    return {m.name: square_distance(torch.from_numpy(m.weights_HTS)[None], far_SS)[0].mean(-1).numpy() for m in maps}

@@ -5,19 +5,22 @@ What a sub-layer was given and made is known from the pass; only what happens in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.inspect.calls import Calls, Looked
-from regard.inspect.cards import MOST_STEPS, Card, Scores, Vector, Walk
-from regard.inspect.walk_ends import embedding, prediction
+from regard.inspect.cards import MOST_STEPS, Card, Scores, Vector, Walk, embedding, prediction
 from regard.model import Model
-from regard.nn.attention import Attention
+from regard.nn.attention import KV, Attention, Sight, key_heads
 from regard.nn.block import Block, Residual
+from regard.nn.hooks import Calls
 from regard.nn.position import Position
+from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
 
 FORMULAS = {
@@ -68,7 +71,7 @@ def _incoming(calls: Calls, block: Block, index: int, width: int) -> Card:
 def _attention(
     name: str, attention: Attention, stack: Stack, calls: Calls, position: Position, kind: str
 ) -> list[Card]:
-    looked = calls.looked(attention)
+    looked = _looked(calls, attention)
     cross = kind == "cross"
     width, head, value = stack.width, attention.head_width, stack.value
     where = "Cross-attention: " if cross else ""
@@ -204,3 +207,99 @@ def _feed_forward(block: Block, stack: Stack, calls: Calls) -> Card:
         Vector.of("o", calls.output(part)),
     )
     return Card("Feed-forward", formula, text, shape, vectors)
+
+
+def walk_recurrent(model: Model, calls: Calls, ids: Sequence[int]) -> Walk:
+    """One step of a recurrent decoder."""
+    decoder = model.decoder
+    assert isinstance(decoder, RecurrentDecoder) and model.target_embedding is not None
+    stack, cross = decoder.stack, decoder.cross
+    looked = _looked(calls, cross)
+    name = f"decoder.blocks.{stack.layers - 1}.cross"
+    scores = scores_of(name, looked)
+    scores = replace(scores, key_first=scores.value_first)  # one vector is both, whatever the score makes of it
+    scale = math.sqrt(stack.width) if model.config.scale_embeddings else 1.0
+    embedded_TD = model.target_embedding(torch.tensor(list(ids), device=looked.q_HTE.device)) * scale
+    states = [calls.output(block.cell) for block in decoder.blocks]  # type: ignore[arg-type]
+    query = "h_{t−1}" if stack.attend_first else "h_t"
+    cell = stack.mixer.upper()
+    fed = [part for part, on in (("c_t", stack.attend_first), ("h̃_{t−1}", stack.input_feeding)) if on]
+    inside = " ; ".join(["y_{t−1}", *fed])
+    embedding = Card(
+        "The symbol before",
+        "y_{t−1} = E[token_{t−1}]",
+        "The embedding of the symbol that was just produced (at the start, the start symbol).",
+        f"E: {len(model.target_embedding.weight)} × {stack.width}",
+        (Vector.of("y", embedded_TD),),
+    )
+    state = Card(
+        "The state",
+        f"h_t = {cell}([{inside}], h_{{t−1}})" if fed else f"h_t = {cell}(y_{{t−1}}, h_{{t−1}})",
+        f"The decoder's memory moves on by one symbol, through {stack.layers} layer{'s' * (stack.layers > 1)}."
+        + (" The last attentional vector is fed in again." if stack.input_feeding else "")
+        + (" The context joins the input." if stack.attend_first else ""),
+        f"1 × {stack.width}",
+        tuple(Vector.of(f"h, layer {i + 1}" if len(states) > 1 else "h", x) for i, x in enumerate(states)),
+    )
+    ask = Card(
+        "Who asks, and who is asked",
+        f"q_t = {query}    k_s = v_s = e_s",
+        "The query is the decoder's state; keys and values are what the encoder wrote, a vector e per source symbol.",
+        f"q: 1 × {stack.width}, e: {looked.v_HSE.shape[1]} × {stack.width}",
+        (Vector.of("q", looked.q_HTE),),
+        scores,
+        "qkv",
+    )
+    similarity = score_card("", stack, cross, looked, scores, "cross")
+    context = Card(
+        "Context",
+        "c_t = Σ_s a_{ts} e_s",
+        "The source, seen through the weights: one vector for this step.",
+        f"1 × {stack.width}",
+        (Vector.of("c", calls.output(cross).unsqueeze(0)),),
+        scores,
+        "sum",
+    )
+    joined = calls.input(decoder.combine)
+    combine = Card(
+        "Concatenation",
+        "h̃_t = tanh(W [c_t ; h_t])",
+        "Context and state side by side, through one matrix and a tanh.",
+        f"1 × {2 * stack.width}  ·  {2 * stack.width} × {stack.width}  =  1 × {stack.width}",
+        (
+            Vector.of("c", joined[:, : stack.width]),
+            Vector.of("h", joined[:, stack.width :]),
+            Vector.of("h̃", calls.output(decoder.combine).tanh()),
+        ),
+    )
+    attend = [ask, similarity, context]
+    order = [embedding, *attend, state, combine] if stack.attend_first else [embedding, state, *attend, combine]
+    last = prediction(model, calls, nn.Identity())
+    return Walk("decoder", "input", (("one step", (*order, last)),))
+
+
+class Looked:
+    """One attention with what it was asked, over the whole pass. Batch of one; all tensors without the batch."""
+
+    def __init__(self, attention: Attention, calls: list[tuple[Tensor, KV, Sight, Position]]) -> None:
+        x_1TD = torch.cat([x for x, *_ in calls], dim=1)
+        _, kv, sight, position = calls[-1]
+        pos_1T = torch.cat([call[2].q_pos_BT.reshape(1, -1) for call in calls], dim=1)
+        masks = [call[2].mask_B1TS for call in calls]
+        self.mask_TS: Tensor | None = None if masks[0] is None else torch.cat([m[0, 0] for m in masks if m is not None])
+        self.scale = attention.score.scale
+        q_1HTE = attention.query(x_1TD).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+        q_1HTE = position.rotate(q_1HTE, pos_1T)
+        if attention.relative is not None:  # the distances' part of the scores depends on the queries
+            q_1HTE, sight = attention.relative(q_1HTE, sight, self.scale)
+        k_1HSE, v_1HSE = (x[:, key_heads(attention)] for x in kv)
+        scores_1HTS = attention.score.compare(attention.score.query(q_1HTE), k_1HSE, sight.k_pos_BS)
+        bias_BHTS = sight.bias_BHTS if attention.relative is not None else attention._of_kept(sight.bias_BHTS)
+        self.q_HTE, self.k_HSE, self.v_HSE = q_1HTE[0], k_1HSE[0], v_1HSE[0]
+        self.raw_HTS = scores_1HTS[0] / self.scale
+        self.bias_HTS: Tensor | None = None if bias_BHTS is None else bias_BHTS[0]
+
+
+def _looked(calls: Calls, attention: Attention) -> Looked:
+    """The numbers inside an attention, computed again from what it was given."""
+    return Looked(attention, [(args[0], args[1], args[2], args[3]) for args in calls.given[attention]])

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Stack
+from regard.nn.cache import KV as KV
 from regard.nn.dropout import Dropout
-from regard.nn.kv import KV as KV
+from regard.nn.hooks import Tap
 from regard.nn.position import Position, sinusoid
 from regard.nn.score import make_score
-from regard.nn.tap import Tap
 
 
 class Sight:
@@ -267,3 +267,9 @@ class Center(nn.Module):
         center_BHT1 = length_B1T1 * torch.sigmoid(torch.tanh(q_BHTE @ self.hidden) @ self.v)
         offset_BHTS = place_BS[:, None, None, :] - center_BHT1
         return offset_BHTS.abs() <= self.window, torch.exp(-(offset_BHTS**2) / (self.window**2 / 2))
+
+
+def key_heads(attention: Attention) -> list[int]:
+    """The key/value head that each query head reads."""
+    each = attention.heads // attention.kv_heads
+    return attention.groups or [head // each for head in range(attention.heads)]

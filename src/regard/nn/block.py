@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from regard.config import Activation, Stack
 from regard.nn.attention import KV, Attention, Sight
 from regard.nn.dropout import Dropout
+from regard.nn.hooks import Tap
 from regard.nn.lsh import LSHAttention
 from regard.nn.position import Position
-from regard.nn.tap import Tap
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

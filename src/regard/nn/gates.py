@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.nn.attention import Attention
-from regard.nn.tap import Tap
+from regard.nn.hooks import Tap
 
 LOW, HIGH = -0.1, 1.1  # of the stretched gate, before it is clipped to 0 and 1
 TEMPERATURE = 1 / 3

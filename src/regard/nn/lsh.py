@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from regard.config import Stack
 from regard.nn.attention import KV, Sight, softmax_seen
 from regard.nn.dropout import Dropout
+from regard.nn.hooks import Tap
 from regard.nn.position import Position
-from regard.nn.tap import Tap
 
 # A query, being its own key, would always like itself best, so it looks at itself only where it can see nothing else:
 # this score loses against all others, and a hidden key's loses against this. Powers of two multiply without rounding.

@@ -9,9 +9,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from regard.config import Stack
 from regard.nn.attention import Attention, Sight
 from regard.nn.block import NOWHERE
+from regard.nn.cache import Encoded, Memory, Source, State
 from regard.nn.dropout import Dropout
-from regard.nn.state import Encoded, Memory, Source, State
-from regard.nn.tap import Tap
+from regard.nn.hooks import Tap
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 

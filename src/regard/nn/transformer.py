@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from regard.config import Stack
 from regard.nn.attention import KV, Sight
 from regard.nn.block import NOWHERE, Block, make_norm
+from regard.nn.cache import Encoded, Source, State, Tree
 from regard.nn.dropout import Dropout
 from regard.nn.position import make_position
 from regard.nn.reversible import ReversibleBlock, run_reversible
-from regard.nn.state import Encoded, Source, State
-from regard.nn.tree import Tree
 
 Carried = tuple[Tensor, ...]  # per layer, what went into it for the last symbols read
 

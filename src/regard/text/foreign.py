@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from regard.config import Ids
 from regard.errors import UserError
-from regard.text.library import byte_letters
+from regard.text.learn import byte_letters
 from regard.text.tokenizer import UNKNOWN, Tokenizer, read_text
 
 # Names that begin with this are never found in text, which has no such characters: those of special symbols, so that

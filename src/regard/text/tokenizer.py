@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as Library
 from regard.config import Ids
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.text.library import IDS, PATTERNS, SPECIALS, byte_letters, learn, single, threads
-from regard.text.scheme import SMALLEST, parse_scheme
+from regard.text.learn import IDS, PATTERNS, SMALLEST, SPECIALS, byte_letters, learn, parse_scheme, single, threads
 
 UNKNOWN = "⁇"  # how an unknown symbol is shown: U+2047
 SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
@@ -65,7 +64,7 @@ class Tokenizer:
         """
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
-            raise ValueError("auto is resolved by regard.text.auto.choose, before training")
+            raise ValueError("auto is resolved by regard.text.learn.choose, before training")
         if parsed.size is not None and parsed.size < SMALLEST + mask:
             raise UserError(
                 f"tokens: {scheme!r} has no room for the mask beside 256 bytes; ask for {SMALLEST + 1} or more"

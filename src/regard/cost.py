@@ -1,0 +1,334 @@
+"""What a model has and does, counted without building it: parameters by part, FLOPs, and keys and values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.activations import BYTES, count_activations, prediction_size
+from regard.config import Config
+from regard.errors import UserError
+from regard.model import Model, on_meta
+from regard.nn.attention import Attention
+from regard.nn.lsh import LSHAttention
+from regard.presets import PRESETS, preset, refuse_unread
+from regard.recipe import Train, load_recipe
+
+
+def count_parameters(model: Model) -> dict[str, int]:
+    """Parameters by part, each tensor once. `prediction` is 0 when it is the target table transposed."""
+    parts = {} if model.output is None else {"prediction": 0}
+
+    def add(part: str, count: int) -> None:
+        parts[part] = parts.get(part, 0) + count
+
+    for name, tensor in model.named_parameters(remove_duplicate=True):
+        part = part_of(name)
+        if part.endswith(".key_value"):  # one matrix: keys above, values below
+            attention = model.get_submodule(name.partition(".key_value")[0])
+            assert isinstance(attention, Attention)
+            keys = tensor[: attention.kv_heads * attention.head_width].numel()
+            add(part.replace("key_value", "key"), keys)
+            add(part.replace("key_value", "value"), tensor.numel() - keys)
+        elif part in ("source_embedding", "target_embedding"):
+            add(_table(model.config, part), tensor.numel())
+        else:
+            add(part, tensor.numel())
+    return {part: parts[part] for part in sorted(parts, key=_place)}
+
+
+def _table(config: Config, part: str) -> str:
+    """What a table of embeddings is called: which side it serves matters where there are two."""
+    if config.share_embeddings:
+        return "shared_embedding"
+    return part if config.encoder is not None and config.decoder is not None else "embedding"
+
+
+_ORDER: tuple[str, ...] = (
+    "embedding",
+    "shared_embedding",
+    "source_embedding",
+    "target_embedding",
+    "token_type_embedding",
+    "image",
+    "encoder",
+    "decoder",
+    "pooler",
+    "transform",
+    "prediction",
+    "positions",
+)
+_ORDER += ("self_attention", "cross_attention", "query", "query_key", "key", "value", "out", "score")
+_ORDER += ("feed_forward", "recurrent", "bridge", "combine", "norms")
+
+
+def _place(part: str) -> list[int]:
+    return [_ORDER.index(step) for step in part.split(".")]
+
+
+_PROJECTIONS = ("query", "query_key", "key_value", "value", "out")
+_LEAVES = {
+    "feed_forward": "feed_forward",
+    "position": "positions",
+    "cell": "recurrent",
+    "bridges": "bridge",
+    "combine": "combine",
+}
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter belongs to, from its name."""
+    tower, *path = name.split(".")
+    if tower not in ("encoder", "decoder"):
+        return {"output": "prediction"}.get(tower, tower)
+    if "norm" in path or "embed_norm" in path:
+        return f"{tower}.norms"
+    for step, kind in (("attention", "self_attention"), ("cross", "cross_attention")):
+        if step in path:
+            owner = path[path.index(step) + 1]
+            return f"{tower}.{kind}.{owner if owner in _PROJECTIONS else 'score'}"
+    return next((f"{tower}.{part}" for step, part in _LEAVES.items() if step in path), f"{tower}.recurrent")
+
+
+def count_flops(model: Model, length: int) -> tuple[int, int]:
+    """FLOPs of a forward pass per source symbol and per target symbol, when both sides have `length` symbols."""
+    config = model.config
+    keys = length + (config.decoder.memory if config.reads_on and config.decoder is not None else 0)
+    per_source = per_target = 0.0
+    for name, tensor in model.named_parameters(remove_duplicate=True):
+        if _multiplies(name, tensor):
+            flops, share = 2 * tensor.numel(), _source_share(config, name)
+            if name.startswith("pooler"):
+                flops //= length
+            elif name.startswith("image"):
+                flops = flops * (length - 1) // length  # the first vector is no square
+            elif ".attention.key_value." in name or ".attention.relative." in name:
+                flops = flops * keys // length  # what is remembered is looked at with the weights of now
+            per_source += flops * share
+            per_target += flops * (1 - share)
+    for tower, attention in _attentions(model):
+        flops = 2 * _compared(attention, keys) * _per_key(attention)
+        per_source += flops if tower == "encoder" else 0
+        per_target += flops if tower == "decoder" else 0
+    prediction = 2 * prediction_size(model) // (length if config.output == "classes" else 1)
+    per_source += prediction if config.decoder is None else 0
+    per_target += 0 if config.decoder is None else prediction
+    return int(per_source), int(per_target)
+
+
+def _compared(attention: Attention | LSHAttention, keys: int) -> int:
+    """How many keys a query is compared with."""
+    if isinstance(attention, Attention):
+        return keys
+    lsh = attention.lsh
+    return min(keys, lsh.hashes * lsh.chunk * (1 + lsh.before + lsh.after))
+
+
+def _per_key(attention: Attention | LSHAttention) -> int:
+    """Multiplications of a query with a key, with a distance if it counts apart, and of a weight with a value."""
+    score = _key_width(attention) * (2 if isinstance(attention, Attention) and attention.relative is not None else 1)
+    return attention.heads * (score + _value_width(attention))
+
+
+_ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")
+
+
+def _multiplies(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter is a matrix that every symbol is multiplied by. Vectors that are part of a score are not."""
+    if tensor.dim() < 2 or name.endswith(_ADDED):
+        return False
+    return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
+
+
+def _source_share(config: Config, name: str) -> float:
+    """How much of a matrix is used per source symbol: all of the encoder, and the decoder's keys and values."""
+    if config.decoder is None:
+        return 1.0
+    if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
+        return 1.0
+    concat = config.decoder is not None and config.decoder.score == "concat"
+    return 0.5 if concat and name.endswith(".cross.score.weight") else 0.0
+
+
+def _attentions(model: Model) -> Iterator[tuple[str, Attention | LSHAttention]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | LSHAttention):
+            yield name.partition(".")[0], module
+
+
+def _key_width(attention: Attention | LSHAttention) -> int:
+    if isinstance(attention, LSHAttention):
+        return attention.query_key.out_features // attention.heads
+    return attention.head_width
+
+
+def _value_width(attention: Attention | LSHAttention) -> int:
+    out = attention.out
+    return out.in_features // attention.heads if isinstance(out, nn.Linear) else _key_width(attention)
+
+
+def cache_bytes(model: Model) -> tuple[int, int]:
+    """Bytes that decoding keeps per source symbol of a sentence, and per target symbol of a hypothesis.
+
+    A recurrent decoder's own state does not grow with the output.
+    """
+    per_source = per_target = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | LSHAttention) and name.startswith("decoder"):
+            heads = module.kv_heads if isinstance(module, Attention) else module.heads
+            size = BYTES * heads * (_key_width(module) + _value_width(module))
+            per_source += size if name.endswith("cross") else 0
+            per_target += 0 if name.endswith("cross") else size
+    return per_source, per_target
+
+
+ADAM_BYTES = 16  # a weight, its gradient and two moments
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work a budget is drawn up for."""
+
+    length: int = 32  # symbols of a source and of a target; images have as many as they have squares
+    batch_tokens: int = 4096  # symbols per training batch, on either side
+    sentences: int = 32  # decoded at once
+    beam: int = 5
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a model costs."""
+
+    parameters: dict[str, int]  # part -> count; they add up to `total`
+    total: int
+    source_flops: int  # forward pass, per source symbol
+    target_flops: int  # forward pass, per target symbol
+    weights: int  # bytes
+    optimizer: int
+    activations: int
+    cache: int
+    cache_per_symbol: int  # bytes per target symbol of one hypothesis
+    load: Load
+
+    @property
+    def flops_per_token(self) -> int:
+        """One source symbol and one target symbol, of what there is, forward."""
+        return self.source_flops + self.target_flops
+
+    @property
+    def training(self) -> int:
+        return self.optimizer + self.activations
+
+    @property
+    def decoding(self) -> int:
+        return self.weights + self.cache
+
+    def training_seconds(self, symbols: float, rate: float) -> float:
+        """How long training on so many target symbols takes if all work goes at `rate` FLOPs per second."""
+        return 3 * self.flops_per_token * symbols / rate
+
+    def subtotals(self) -> dict[str, int]:
+        """Sums over parts with a common prefix; q, k and v of an attention are summed as `.query_key_value`."""
+        sums: dict[str, int] = {}
+        for part, count in self.parameters.items():
+            *groups, leaf = part.split(".")
+            prefixes = [".".join(groups[: i + 1]) for i in range(len(groups))]
+            if leaf in ("query", "query_key", "key", "value"):
+                prefixes.append(".".join((*groups, "query_key_value")))
+            for prefix in prefixes:
+                sums[prefix] = sums.get(prefix, 0) + count
+        return sums
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "parameters": {"total": self.total, **self.parameters},
+            "subtotals": self.subtotals(),
+            "flops_per_token": self.flops_per_token,
+            "flops": {
+                "per_source_token": self.source_flops,
+                "per_target_token": self.target_flops,
+                "training_per_token": 3 * self.flops_per_token,
+            },
+            "memory": {
+                "training": self.training,
+                "decoding": self.decoding,
+                "weights": self.weights,
+                "optimizer": self.optimizer,
+                "activations": self.activations,
+                "cache": self.cache,
+                "cache_per_token": self.cache_per_symbol,
+            },
+            "load": vars(self.load),
+        }
+
+
+def describe(config: Config, load: Load | None = None) -> Info:
+    """Draw up the budget of a model."""
+    load = load or Load()
+    if config.patches is not None:
+        load = replace(load, length=1 + config.patches.count)
+    model = on_meta(config)
+    parameters = count_parameters(model)
+    total = sum(parameters.values())
+    source_flops, target_flops = count_flops(model, load.length)
+    per_source, per_target = cache_bytes(model)
+    hypotheses = load.sentences * load.beam
+    return Info(
+        parameters=parameters,
+        total=total,
+        source_flops=source_flops,
+        target_flops=target_flops,
+        weights=BYTES * total,
+        optimizer=ADAM_BYTES * total,
+        activations=count_activations(config, load.length, load.batch_tokens),
+        cache=load.length * (load.sentences * per_source + hypotheses * per_target),
+        cache_per_symbol=per_target,
+        load=load,
+    )
+
+
+def configure(tables: dict[str, Any], vocab: int | None, where: str) -> tuple[Config, Train]:
+    """The model and training of a recipe whose vocabulary is not known yet: `vocab`, or the size its tokens ask for."""
+    recipe = load_recipe(tables, where)
+    if recipe.preset == "auto":
+        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
+    source, target = (
+        vocab or (int(tokens.partition(":")[2]) if tokens.partition(":")[2].isdigit() else None)
+        for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
+    )
+    config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
+    refuse_unread(PRESETS[recipe.preset], recipe.model)
+    return config, recipe.train
+
+
+def measure_rate(width: int, seconds: float = 0.2) -> float:
+    """FLOPs per second of this machine's processor in matrix products of a model of that width."""
+    width = min(width, 2048)
+    x, weight = torch.ones(512, width), torch.ones(width, 4 * width)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
+        began = time.perf_counter()
+        torch.mm(x, weight)
+        best = min(best, time.perf_counter() - began)
+    return 2 * 512 * width * 4 * width / best
+
+
+def duration(seconds: float) -> str:
+    """A time a person can read, in one unit."""
+    for size, unit in ((86400 * 2, "days"), (3600 * 2, "hours"), (60 * 2, "minutes")):
+        if seconds >= size:
+            return f"{seconds / (size / 2):.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def si(number: float, unit: str = "") -> str:
+    """A number a person can read: 201.3M, 1.5 GB."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{' ' if unit else ''}{letter}{unit}"
+    return f"{number:.0f}{' ' + unit if unit else ''}"

@@ -1,0 +1,278 @@
+"""Lines of a file, without surprises: split on `\n` alone, in bounded memory, gzip or not.
+
+One trailing `\r` is dropped, and a byte order mark at the start of the file. Everything else is text: U+2028, U+0085,
+form feeds and NUL stand for themselves and never end a line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from regard.errors import UserError
+from regard.recipe import Column
+from regard.text.codec import Example
+
+LONGEST = 1_000_000  # bytes of a line
+CHUNK = 1 << 18
+BOM = b"\xef\xbb\xbf"
+STDIN = "-"
+
+_FOREIGN = {
+    b"\xff\xfe": "UTF-16 text; convert it to UTF-8 first",
+    b"\xfe\xff": "UTF-16 text; convert it to UTF-8 first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"BZh": "bzip2 data; only .gz is read directly",
+    b"\xfd7zXZ": "xz data; only .gz is read directly",
+    b"\x28\xb5\x2f\xfd": "zstandard data; only .gz is read directly",
+    b"PAR1": "a Parquet file; write it as tab-separated text first",
+}
+
+
+class Line(NamedTuple):
+    """A line, its number from 1, and what is wrong with it (then the text is a makeshift: replaced or cut)."""
+
+    number: int
+    text: str
+    problem: str | None = None
+
+
+def shown(path: str) -> str:
+    """The name of a file in messages."""
+    return "stdin" if path == STDIN else path
+
+
+@contextmanager
+def open_bytes(path: str) -> Iterator[BinaryIO]:
+    """Open a file, gzip or not (told by its first bytes), or `-` for stdin; every failure is a UserError."""
+    with open_raw(path) as raw:
+        try:
+            head = raw.peek(8)[:8]  # type: ignore[attr-defined]
+            for magic, what in _FOREIGN.items():
+                if head.startswith(magic):
+                    raise UserError(f"{shown(path)}: this is {what}")
+            if head.startswith(b"\x1f\x8b"):
+                with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
+                    yield cast(BinaryIO, unpacked)
+            elif path.endswith(".gz"):
+                raise UserError(f"{path}: not a gzip file, although its name says so")
+            else:
+                yield raw
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{shown(path)}: broken gzip data, perhaps cut short: {error}") from None
+
+
+@contextmanager
+def open_raw(path: str) -> Iterator[BinaryIO]:
+    """Open a file as it is, or `-` for stdin."""
+    try:
+        if path == STDIN:
+            if sys.stdin is None:
+                raise UserError("stdin: is closed; name a file to read")
+            stdin = sys.stdin.buffer
+            yield stdin if hasattr(stdin, "peek") else cast(BinaryIO, io.BufferedReader(stdin))
+        else:
+            with open(path, "rb") as file:
+                yield file
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a directory, not a file") from None
+    except PermissionError:
+        raise UserError(f"{path}: not readable: permission denied") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown(path)}: not readable: {error}") from None
+
+
+def read_lines(path: str) -> Iterator[Line]:
+    """Yield every line of a file, good or bad."""
+    with open_bytes(path) as stream:
+        for number, raw in enumerate(_split(stream), start=1):
+            if raw.endswith(b"\r"):
+                raw = raw[:-1]
+            if number == 1 and raw.startswith(BOM):
+                raw = raw[len(BOM) :]
+            if len(raw) > LONGEST:
+                yield Line(number, raw[:80].decode("utf-8", "replace"), LONG)
+                continue
+            try:
+                yield Line(number, raw.decode("utf-8"))
+            except UnicodeDecodeError:
+                yield Line(number, raw.decode("utf-8", "replace"), ENCODING)
+
+
+def _split(stream: BinaryIO) -> Iterator[bytes]:
+    """Split on newlines; of a line that is too long only so much is kept that it can be told to be."""
+    rest = b""
+    # read1 gives what a pipe has by now; read would wait for a full chunk while someone waits for an answer
+    while chunk := stream.read1(CHUNK):  # type: ignore[attr-defined]
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+        if len(rest) > LONGEST + 4:  # a BOM and a \r may go
+            rest = rest[: LONGEST + 5]
+    if rest:
+        yield rest
+
+
+BLANK = "blank line"
+COLUMNS = "wrong column count"
+EMPTY = "empty side"
+ENCODING = "invalid UTF-8"
+LONG = "too long"
+UNMET = "with a wish that cannot be met"
+NAMED = 5  # places kept per reason
+
+
+class Account:
+    """How many lines were read, kept and skipped, and where. `read == kept + sum(skipped.values())`, always."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.read = 0
+        self.skipped: Counter[str] = Counter()
+        self.places: dict[str, list[str]] = {}  # reason -> the first few file:line
+        self.found: Counter[int] = Counter()  # column counts that were wrong
+
+    @property
+    def kept(self) -> int:
+        return self.read - self.skipped.total()
+
+    def skip(self, reason: str, place: str, detail: str = "", *, tell: bool = False) -> None:
+        """Count a line (already counted as read) as skipped; in strict mode it is the end.
+
+        The detail is named there, and with `tell` in the summary too, where it is not the same for all such lines.
+        """
+        if self.strict:
+            raise UserError(
+                f"{place}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
+            )
+        self.skipped[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < NAMED:
+            places.append(f"{place}: {detail}" if tell else place)
+
+    def summary(self) -> str:
+        """Say in a sentence what became of the lines."""
+        text = f"{self.kept:,} of {self.read:,} lines"
+        if not self.skipped:
+            return text
+        reasons = [f"{count:,} {reason} ({self._where(reason)})" for reason, count in self.skipped.most_common()]
+        return f"{text}; skipped {', '.join(reasons)}"
+
+    def _where(self, reason: str) -> str:
+        places = self.places[reason]
+        return ", ".join(places[:3]) + (", ..." if self.skipped[reason] > min(3, len(places)) else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The account as plain values."""
+        return {"read": self.read, "kept": self.kept, "skipped": dict(self.skipped), "places": self.places}
+
+
+MANY = 10  # columns; more are not told apart
+
+
+class Located(NamedTuple):
+    """An example and its line."""
+
+    number: int
+    example: Example
+
+
+class Source(NamedTuple):
+    """Where examples come from: one TSV and its columns, or a file of sources and a file of targets."""
+
+    paths: tuple[str, ...]
+    columns: tuple[Column, ...] = ("source", "target")
+    names: tuple[str, ...] = ()  # what to call the files, where not by their paths
+
+    def place(self, number: int, file: int = 0) -> str:
+        """Name a line."""
+        return f"{self._names()[file]}:{number}"
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self._names())
+
+    def _names(self) -> tuple[str, ...]:
+        return self.names or tuple(map(shown, self.paths))
+
+    def read(self, account: Account) -> Iterator[Located]:
+        """Yield the good examples in order; every line is entered into `account`."""
+        return self._table(account) if len(self.paths) == 1 else self._parallel(account)
+
+    def _table(self, account: Account) -> Iterator[Located]:
+        width = len(self.columns)
+        at = {name: index for index, name in enumerate(self.columns)}
+        source_at, target_at, features_at = at["source"], at.get("target"), at.get("features")
+        for number, text, problem in read_lines(self.paths[0]):
+            account.read += 1
+            if problem:
+                account.skip(problem, self.place(number))
+                continue
+            cells = text.split("\t")
+            source = cells[source_at] if source_at < len(cells) else ""
+            target = cells[target_at] if target_at is not None and target_at < len(cells) else None
+            if not text.strip():
+                account.skip(BLANK, self.place(number))
+            elif len(cells) != width:
+                account.found[min(len(cells), MANY)] += 1
+                account.skip(COLUMNS, self.place(number), f"{len(cells)} instead of {width} ({','.join(self.columns)})")
+            elif not source.strip() or (target is not None and not target.strip()):
+                account.skip(EMPTY, self.place(number), "target" if source.strip() else "source")
+            else:
+                features = cells[features_at] if features_at is not None else None
+                yield Located(number, Example(source, target, features))
+
+    def _parallel(self, account: Account) -> Iterator[Located]:
+        left, right = (read_lines(path) for path in self.paths)
+        counts = [0, 0]
+        for source, target in zip_longest(left, right):
+            if source is None or target is None:
+                counts[source is None] = account.read + 1 + sum(1 for _ in (right if source is None else left))
+                counts[source is not None] = account.read
+                first, second = self._names()
+                raise UserError(
+                    f"{first} has {counts[0]:,} lines but {second} has {counts[1]:,}; "
+                    "parallel files need one line for one line"
+                )
+            account.read += 1
+            number = source.number
+            if source.problem or target.problem:
+                problem = source.problem or target.problem
+                account.skip(str(problem), self.place(number, int(not source.problem)))
+            elif _blank(source) or _blank(target):
+                reason = BLANK if _blank(source) and _blank(target) else EMPTY
+                account.skip(reason, self.place(number, int(not _blank(source))))
+            else:
+                yield Located(number, Example(source.text, target.text))
+
+    def require(self, account: Account) -> None:
+        """Raise if not a single example came out of the file, with the likely cause."""
+        if account.kept:
+            return
+        if not account.read:
+            raise UserError(f"{self.name}: the file is empty")
+        hint = self.hint(account)
+        raise UserError(f"{self.name}: no usable example: {account.summary()}{hint and chr(10) + '  ' + hint}")
+
+    def hint(self, account: Account) -> str:
+        """What is probably wrong when most lines have an unexpected number of columns; else nothing."""
+        (found, count), *_ = account.found.most_common(1) or [(0, 0)]
+        if count * 2 < account.read or not found:
+            return ""
+        if found == 1:
+            return "most lines have one column: is the separator a tab?"
+        names = {2: "source,target", 3: "source,features,target"}.get(found)
+        advice = f"; name them, for example --columns {names}" if names else ""
+        return f"most lines have {'at least ' * (found == MANY)}{found} columns, not {len(self.columns)}{advice}"
+
+
+def _blank(line: Line) -> bool:
+    return not line.text.strip()

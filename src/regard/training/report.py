@@ -1,0 +1,287 @@
+"""What a run tells people while it goes: a live display on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from regard.errors import UserError
+from regard.files import replace_file
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+
+REFRESH = 0.25  # seconds between two looks of the live display
+_NOT_SCORES = frozenset({"event", "step", "epoch", "best", "seconds", "checkpoints"})
+_PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
+
+
+class Talk(Protocol):
+    """Whoever wants to know. Only the first process of a run calls it."""
+
+    def say(self, text: str) -> None:
+        """A choice that was made, or a warning."""
+
+    def event(self, event: Event) -> None:
+        """What was just written to the log."""
+
+    def tick(self, step: int, done: float, seconds: float) -> None:
+        """A step is over, `done` of the budget (0 to 1) and so many seconds are used up. Called often: be quick."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Silence:
+    """Says nothing."""
+
+    def say(self, text: str) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def tick(self, step: int, done: float, seconds: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lines(Silence):
+    """Plain lines, as for a file."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._done = 0.0
+        self._seconds = 0.0
+
+    def say(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def event(self, event: Event) -> None:
+        left = _left(self._done, self._seconds)
+        self.say(describe(event) + (f" · {left} left" if left and event["event"] == "train" else ""))
+
+    def tick(self, step: int, done: float, seconds: float) -> None:
+        self._done, self._seconds = done, seconds
+
+
+class Live(Silence):
+    """A bar with the latest numbers; validations scroll by above it."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        self._console = Console(file=stream or sys.stderr)
+        self._text = Text
+        self._bar: Bar | None = None
+        self._looked = 0.0
+        self._latest: dict[str, Any] = {"loss": "", "score": "", "speed": ""}
+
+    def say(self, text: str) -> None:
+        # As it is: nothing in a message is markup, and file names stay in one piece.
+        self._console.print(self._text(text), soft_wrap=True, highlight=False)
+
+    def event(self, event: Event) -> None:
+        if event["event"] == "train":
+            self._latest["loss"] = f"loss {event['loss']:.3f}"
+            self._latest["speed"] = f"{event['tokens_per_second']:,.0f} tokens/s"
+            return
+        if event["event"] == "valid" and event["best"]:
+            self._latest["score"] = "best " + ", ".join(_scores(event)[-1:])
+        self.say(describe(event))
+
+    def tick(self, step: int, done: float, seconds: float) -> None:
+        now = time.monotonic()
+        if now - self._looked < REFRESH:
+            return
+        self._looked = now
+        if self._bar is None:
+            self._bar = self._make_bar()
+        task = self._bar.task_ids[0]
+        left = _left(done, seconds)
+        self._bar.update(
+            task, completed=done, description=f"step {step:,}", left=f"{left} left" if left else "", **self._latest
+        )
+        self._bar.refresh()
+
+    def _make_bar(self) -> Bar:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        fields = [TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "score", "speed", "left")]
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            *fields,
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+        )
+        bar.add_task("", total=1.0, left="", **self._latest)
+        bar.start()
+        return bar
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def make_talk(stream: TextIO | None = None) -> Talk:
+    """A live display if the stream is a terminal, else lines."""
+    stream = stream or sys.stderr
+    return Live(stream) if stream.isatty() else Lines(stream)
+
+
+def describe(event: Event) -> str:
+    """An event as a line."""
+    kind, step = event["event"], event.get("step", 0)
+    if kind == "train":
+        return (
+            f"step {step:,} · epoch {event['epoch']:.2f} · loss {event['loss']:.4f} · lr {event['lr']:.2e} · "
+            f"{event['tokens_per_second']:,.0f} tokens/s"
+        )
+    if kind == "valid":
+        best = " · best so far" if event["best"] else ""
+        return f"step {step:,} · validation: {', '.join(_scores(event))}{best}"
+    if kind == "average":
+        used = "used" if event["best"] else "not better, not used"
+        return f"mean of the last {event['checkpoints']} checkpoints: {', '.join(_scores(event))} · {used}"
+    if kind == "skip":
+        return f"step {step:,} · skipped: the loss or its gradient is not a finite number"
+    if kind == "end":
+        why = "no better for too long" if event["reason"] == "patience" else f"{event['reason']} used up"
+        return f"finished at step {step:,} after {duration(event['seconds'])}: {why}"
+    return " · ".join(f"{key} {value}" for key, value in event.items())
+
+
+def _scores(event: dict[str, Any]) -> list[str]:
+    return [score(name, value) for name, value in event.items() if name not in _NOT_SCORES]
+
+
+def score(name: str, value: float | None) -> str:
+    """A score with its name, in percent where it is one."""
+    if value is None:
+        return f"{name} not a number"
+    return f"{name} {value:.2f}" if name in _PERCENT else f"{name} {value:.4f}"
+
+
+def _left(done: float, seconds: float) -> str:
+    return duration(seconds / done - seconds) if done > 0.001 else ""
+
+
+def duration(seconds: float) -> str:
+    """A time as people write it."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+LOG = "log.jsonl"
+CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
+Event = dict[str, Any]
+
+
+class Log:
+    """The log of a run, open for writing at a position."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._error(error) from None
+        self._file.truncate(min(position, path.stat().st_size))
+        self.position = path.stat().st_size
+
+    def write(self, event: Event) -> None:
+        """Append an event; numbers that JSON does not know become null."""
+        line = json.dumps({key: _plain(value) for key, value in event.items()}, ensure_ascii=False) + "\n"
+        data = line.encode()
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._error(error) from None
+        self.position += len(data)
+
+    def sync(self) -> None:
+        """Wait until the disk has it."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._error(error) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _error(self, error: OSError) -> UserError:
+        return UserError(f"{self.path}: cannot write: {error.strerror or error}; the last checkpoint is safe")
+
+
+def read_log(path: Path) -> list[Event]:
+    """The events of a run; a last line that was cut short is left out."""
+    events = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        event = json.loads(line)
+        if isinstance(event, dict):
+            events.append(event)
+    return events
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+CURVE = "curve.svg"
+
+
+def draw_curve(run: Path, metric: str) -> Path | None:
+    """Draw the log of a run -> the picture's path, or None if there is nothing to draw or nothing to draw with."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    events = read_log(run / LOG)
+    train = [(e["step"], e["loss"]) for e in events if e["event"] == "train"]
+    valid = [e for e in events if e["event"] == "valid"]
+    if not train and not valid:
+        return None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # an object of its own: no window, no global state
+    axes = figure.add_subplot()
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per symbol (nats)")
+    axes.grid(alpha=0.3)
+    if train:
+        axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, label="training loss")
+    if valid:
+        axes.plot(
+            [e["step"] for e in valid],
+            [e["loss"] for e in valid],
+            "o-",
+            ms=3,
+            color="tab:orange",
+            label="validation loss",
+        )
+        best = max((e for e in valid if e["best"]), key=lambda e: e["step"], default=None)
+        if best is not None:
+            axes.axvline(best["step"], color="gray", linestyle=":", label=f"best (step {best['step']:,})")
+    if metric != "loss" and valid:
+        right = axes.twinx()
+        right.set_ylabel(f"{metric} (%)")
+        right.plot([e["step"] for e in valid], [e[metric] for e in valid], "s--", ms=3, color="tab:green", label=metric)
+        lines = axes.get_lines() + right.get_lines()
+        axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
+    else:
+        axes.legend(loc="upper right")
+    path = run / CURVE
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="svg", metadata={"Date": None}))
+    return path

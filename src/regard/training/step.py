@@ -1,0 +1,221 @@
+"""One step: forward, backward, and the update if all went well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from regard.batch import Batch
+from regard.loss import Loss, Objective
+from regard.model import Model
+from regard.nn.dropout import MaskPool, use_pool
+from regard.nn.gates import FASTER, gated
+from regard.nn.matmul import bf16_products, replaced
+from regard.recipe import Train
+from regard.run import weights_of
+from regard.training.distributed import Exchange, World, same_start
+
+_RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
+
+
+class Stepper:
+    """A model with its objective and optimizer."""
+
+    def __init__(self, model: Model, train: Train, world: World) -> None:
+        self.model = model
+        self.train = train
+        self.world = world
+        self.optimizer = make_optimizer(model, train)
+        self._parameters = list(model.parameters())
+        self.objective = objective = Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
+        self._module: nn.Module = objective
+        on_processor = world.device.type == "cpu"
+        # There bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
+        self._narrow = bf16_products(model) if train.precision == "bf16" and on_processor else []
+        self._exchange: Exchange | None = None
+        self._averaged_over = 1
+        if world.size > 1 and on_processor:
+            same_start(self._parameters)
+            self._exchange = Exchange(self._parameters, narrow=bool(self._narrow))
+        elif world.size > 1:
+            self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
+            self._averaged_over = world.size
+        self._pool = MaskPool(train.seed * _RANKS + world.rank) if on_processor else None
+        use_pool(model, self._pool)
+
+    def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
+        """Make the gradients of a step -> [sum of negative log-probabilities, of the objective, norm of the gradient].
+
+        The sums are this process's, the gradients everyone's. Random numbers depend on (seed, step, process) alone.
+        """
+        self._module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.world.rank)
+        if self._pool is not None:
+            self._pool.begin(step)
+        nll = torch.zeros((), device=self.world.device)
+        smoothed = torch.zeros((), device=self.world.device)
+        for index, (batch, weight) in enumerate(shares):
+            more = index < len(shares) - 1
+            alone = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
+            with alone, replaced(self._narrow):  # a reversible model computes forward in backward again
+                loss = self._loss(batch.to(self.world.device))
+                # Averaging over processes, if any, is undone. A loss that is not finite makes its gradients NaN,
+                # whatever they were: then everyone sees it in the norm.
+                scale = weight * self._averaged_over / batch.total + loss.smoothed.detach() * 0
+                (loss.smoothed * scale).backward()
+            nll += weight * loss.nll
+            smoothed += weight * loss.smoothed.detach()
+        if self._exchange is not None:
+            self._exchange()
+        norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=True)
+        sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one wait per step
+        return sums
+
+    def _loss(self, batch: Batch) -> Loss:
+        bf16 = self.train.precision == "bf16" and not self._narrow
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16):
+            loss: Loss = self._module(batch)
+        return loss
+
+    def _gradients(self) -> list[Any]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def update(self, rate: float, norm: float) -> bool:
+        """Move the weights, with the gradient clipped; if it is not finite, nothing moves -> whether they moved."""
+        if not math.isfinite(norm):
+            return False
+        excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
+        # Fused optimizers divide the gradients by this while they read them, which saves a pass over all of them.
+        self.optimizer.grad_scale = torch.tensor(excess, device=self.world.device)  # type: ignore[attr-defined]
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        return True
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
+    """Adam or AdamW, fused, of what is not frozen; weights decay, biases and norms do not."""
+    odds = [part.odds for part in gated(model).values()]
+    apart = set(map(id, odds))
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": odds, "weight_decay": 0.0, "faster": FASTER},
+    ]
+    kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
+    return kind(
+        [group for group in groups if group["params"]],
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        fused=True,
+    )
+
+
+def learning_rate(train: Train, step: int, done: float, width: int) -> float:
+    """The rate of step `step` (the first is 1), with `done` of the budget used up before it.
+
+    noam          lr * width^-0.5 * min(step^-0.5, step * warmup^-1.5)
+    inverse_sqrt  lr after `warmup` steps, then falling with the square root of the step
+    cosine        lr * (1 + cos(pi * done)) / 2, down to zero at the end of the budget
+    linear        lr * (1 - done)
+    constant      lr
+    All rise linearly over the first `warmup` steps.
+    """
+    warmup = max(1, train.warmup)
+    if train.schedule == "noam":
+        return float(train.lr * width**-0.5 * min(step**-0.5, step * warmup**-1.5))
+    rising = min(1.0, step / warmup)
+    done = min(1.0, max(0.0, done))
+    if train.schedule == "inverse_sqrt":
+        return train.lr * min(rising, math.sqrt(warmup / step))
+    if train.schedule == "cosine":
+        return train.lr * rising * 0.5 * (1 + math.cos(math.pi * done))
+    if train.schedule == "linear":
+        return train.lr * rising * (1 - done)
+    return train.lr * rising
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("faster", 1.0)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """What the optimizer remembers, as tensors named after the parameters."""
+    return {
+        f"{name}:{moment}": optimizer.state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give the optimizer back what `optimizer_tensors` told of it; a moment that is missing raises KeyError.
+
+    A parameter that it says nothing of never had a gradient: it is frozen, or nothing was saved before the first step.
+    """
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        if not any(f"{name}:{moment}" in tensors for moment in MOMENTS):
+            continue
+        optimizer.state[parameter] = {
+            moment: tensors[f"{name}:{moment}"].to(parameter.device, copy=True) for moment in MOMENTS
+        }
+
+
+class Ema:
+    """An exponential moving average of a model's weights. Early on it forgets faster, or the start would stay in it.
+
+    It looks at the weights some thirty times while it forgets them, which is as good as at every step and costs less.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {name: x.clone() for name, x in weights_of(model).items()}
+
+    def update(self, model: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        every = max(1, round(0.03 / (1 - decay)))
+        if step % every == 0:
+            torch._foreach_lerp_(list(self.weights.values()), list(weights_of(model).values()), 1 - decay**every)
+
+
+@contextmanager
+def lent(model: nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
+    """Let a model have other weights for a while; None leaves it as it is."""
+    if weights is None:
+        yield
+        return
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.data = weights[name].to(parameter.device)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.data = own[name]
+
+
+def mean(sets: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of several sets of weights, summed in double precision."""
+    total: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    count = 0
+    for weights in sets:
+        count += 1
+        for name, x in weights.items():
+            dtypes[name] = x.dtype
+            total[name] = total[name] + x.double() if name in total else x.double()
+    return {name: (x / count).to(dtypes[name]) for name, x in total.items()}
