@@ -22,7 +22,7 @@ from transformers import MarianConfig, MarianMTModel
 
 from regard.batch import pad
 from regard.decode.options import Options
-from regard.decode.scorer import Scorer, Task
+from regard.decode.scorer import Scorer, SearchInput
 from regard.decode.search import search
 from regard.device import tune_allocator
 from regard.model import Model
@@ -42,7 +42,7 @@ def ours(model: Model) -> Contender:
     scorer = Scorer([model], blocked=[ids.pad, ids.unk, ids.sos])
 
     def generate(sources: Ids, beam: int, length: int) -> Ids:
-        tasks = [Task((source,), limit=length, minimum=length, open_end=True) for source in sources]
+        tasks = [SearchInput((source,), limit=length, minimum=length, open_end=True) for source in sources]
         return [list(found[0].ids) for found in search(scorer, tasks, Options(beam=beam))]
 
     return generate

@@ -30,14 +30,14 @@ def ours(length: int, hashed: bool) -> tuple[Callable[[], None], int]:
     import torch
 
     from regard.batch import Batch
-    from regard.config import Axial, Config, Lsh, Stack
+    from regard.config import AxialConfig, Config, LshConfig, Stack
     from regard.loss import Objective
     from regard.model import Model
 
-    axial = Axial(rows=length // CHUNK, columns=CHUNK, row_width=SHAPE["width"] // 4)
+    axial = AxialConfig(rows=length // CHUNK, columns=CHUNK, row_width=SHAPE["width"] // 4)
     shape = SHAPE | {"norm_at": "pre", "bias": "ff", "position": "axial", "axial": axial, "dropout": 0.0}
     if hashed:
-        shape |= {"mixer": "lsh", "lsh": Lsh(hashes=HASHES, chunk=CHUNK), "residual": "reversible"}
+        shape |= {"mixer": "lsh", "lsh": LshConfig(hashes=HASHES, chunk=CHUNK), "residual": "reversible"}
     config = Config(source_vocab=VOCABULARY, target_vocab=VOCABULARY, decoder=Stack(**shape), tie_output=False)
     objective = Objective(Model(config)).train()
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-4)

@@ -56,10 +56,10 @@ def recipe(arguments: argparse.Namespace, steps: int):
 def ours(arguments: argparse.Namespace) -> float:
     """Real symbols per second of a whole `fit`, by its own log, without the first quarter."""
     from regard.training.fit import fit
-    from regard.training.report import Silence
+    from regard.training.report import SilentReporter
 
     with tempfile.TemporaryDirectory() as out:
-        fit(recipe(arguments, arguments.steps), Path(out) / "run", talk=Silence())
+        fit(recipe(arguments, arguments.steps), Path(out) / "run", talk=SilentReporter())
         log = [json.loads(line) for line in (Path(out) / "run" / "log.jsonl").read_text().splitlines()]
     rates = [event["tokens_per_second"] for event in log if event["event"] == "train"]
     return statistics.median(rates[1:])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from regard.config import Config, Patches, Stack, parse
+from regard.config import Config, PatchConfig, Stack, parse
 from regard.errors import UserError, closest, one_of
 from regard.presets import PRESETS, preset
 
@@ -183,9 +183,9 @@ def test_derived_sizes() -> None:
     assert both.start_id == both.ids.sos
     assert parse(Config, BOTH | {"start": "eos"}, "here").start_id == both.ids.eos
     assert parse(Config, BOTH | {"start": "pad"}, "here").start_id == both.ids.pad
-    assert not both.reads_on
-    assert parse(Config, BOTH | {"encoder": None, "decoder": {"position": "rotary", "memory": 1}}, "here").reads_on
-    assert Patches(height=8, width=12, size=4).count == 6
+    assert not both.has_memory
+    assert parse(Config, BOTH | {"encoder": None, "decoder": {"position": "rotary", "memory": 1}}, "here").has_memory
+    assert PatchConfig(height=8, width=12, size=4).count == 6
     assert Stack(width=12, heads=3, residual="reversible", norm_at="pre").out_width == 24
 
 

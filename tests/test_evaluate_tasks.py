@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from regard.config import Config, parse
-from regard.data.objectives import Spans, first_sentinel
+from regard.data.objectives import SpanCorruption, first_sentinel
 from regard.data.plain import Stream, Units, read_pieces, tokenised
-from regard.data.reader import Account, Source
+from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
-from regard.decode.text_score import context_of, score_hidden, score_stretches, score_text
+from regard.decode.text_score import context_of, score_masked, score_spans, score_text
 from regard.errors import UserError
 from regard.evaluate import evaluate_text, judge_text
 from regard.model import Model
 from regard.run import Run, saved_recipe
 from regard.text.codec import Example
-from regard.training.distributed import World
+from regard.training.distributed import ProcessGroup
 from regard.training.validation import judge
 from toykit import call
 
@@ -56,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def units(run: Run, path: Path) -> Units:
-    return tokenised(list(read_pieces(Source((str(path),)), Account())), run.codec.source, "text")
+    return tokenised(list(read_pieces(Source((str(path),)), LineCounter())), run.codec.source, "text")
 
 
 def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(place: Path, m
 def test_hidden_symbols_are_the_same_each_time_and_text_only(place: Path) -> None:
     run = Run.load(place / "masked")
     ids = units(run, place / "text.txt").ids
-    judged = score_hidden(run, ids, 16)
-    again = score_hidden(run, ids, 16)
+    judged = score_masked(run, ids, 16)
+    again = score_masked(run, ids, 16)
     assert all(np.array_equal(a, b) for a, b in zip(judged, again, strict=True))
     assert judged.asked.mean() == pytest.approx(0.15, abs=0.03)
     assert (judged.nll[judged.asked == 0] == 0).all() and (judged.nll[judged.asked == 1] > 0).all()
@@ -130,14 +130,14 @@ def test_hidden_stretches_are_scored_as_in_training(place: Path) -> None:
     """Against the batches that training makes, whose every label is asked for once."""
     run = Run.load(place / "span")
     ids = units(run, place / "text.txt").ids[: 1 + 16 * 7]
-    judged = score_stretches(run, ids, 16)
+    judged = score_spans(run, ids, 16)
     first = first_sentinel(run.codec, run.config)
     train = saved_recipe(place / "span").train
     assert first is not None and train.span_rate == 0.3
-    spans = Spans(Stream.of(ids[1:], 0), first, run.config, train)
+    spans = SpanCorruption(Stream.of(ids[1:], 0), first, run.config, train)
     whole = spans.whole(np.arange(0, 16 * 7, 16), (0, 0, 0))
     batch = whole.part(slice(None), whole.tokens)
-    scores = judge(run.model, [batch], World())
+    scores = judge(run.model, [batch], ProcessGroup())
     assert judged.asked.sum() == batch.tokens
     assert judged.nll.sum() / judged.asked.sum() == pytest.approx(scores["loss"], rel=1e-4)
     assert 100 * judged.right.sum() / judged.asked.sum() == pytest.approx(scores["accuracy"], rel=1e-4)

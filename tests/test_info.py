@@ -42,7 +42,7 @@ def test_parts_add_up_for_every_preset(name):
     config = preset(name)
     model = on_meta(config)
     parts = count_parameters(model)
-    assert sum(parts.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(parts.values()) == model.size
     tied = config.tie_output and config.output in ("symbols", "transformed")
     bias = (config.classes or config.target_vocab) if config.output_bias else 0
     assert (parts["prediction"] == bias) == tied
@@ -55,7 +55,7 @@ def test_parts_add_up_for_every_preset(name):
 @pytest.mark.parametrize("score", SCORES)
 def test_parts_add_up_for_every_score(name, score):
     model = on_meta(preset(name, 100, changes=both(score=score, position="bucket")))
-    assert sum(count_parameters(model).values()) == sum(p.numel() for p in model.parameters())
+    assert sum(count_parameters(model).values()) == model.size
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -116,7 +116,7 @@ def test_flops_of_one_tower_are_what_torch_counts(name):
             module.register_forward_hook(lambda *_: None)
     ids = torch.zeros(1, 1, 8, 8) if config.patches else torch.zeros(1, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        if config.reads_on:
+        if config.has_memory:
             model.read_segment(ids, (torch.zeros(1, 128, 128),) * 4)
             model.predict(torch.zeros(1, length, 128))
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from familykit import BOTH, TINY, VOCAB, build, close, left_padded, shrunk, watched
 from regard.config import Config, Stack
-from regard.model import Model, on_meta, stacks
+from regard.model import Model, on_meta
 from regard.nn.cache import State
 from regard.presets import PRESETS, preset
 
@@ -264,8 +264,8 @@ def test_on_meta_has_the_shapes_of_the_real_one(name: str) -> None:
 
 def test_stacks_of_a_config() -> None:
     both = config("transformer-tiny")
-    assert stacks(both) == {"encoder": both.encoder, "decoder": both.decoder}
-    assert list(stacks(both.model_copy(update={"encoder": None}))) == ["decoder"]
+    assert both.stacks == {"encoder": both.encoder, "decoder": both.decoder}
+    assert list(both.model_copy(update={"encoder": None}).stacks) == ["decoder"]
 
 
 def test_a_seed_makes_a_model() -> None:

@@ -5,9 +5,7 @@ Names are imported when they are first used, so that `import regard` is quick an
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from regard.presets import preset as preset
     from regard.recipe import Recipe as Recipe
     from regard.text.codec import Example as Example
-    from regard.training.report import make_talk as make_talk
+    from regard.training.report import make_reporter as make_reporter
 
 __version__ = "0.4.0"
 
@@ -46,7 +44,7 @@ _HOMES = {
     "attribute": "regard.inspect.circuits",
     "induction_scores": "regard.inspect.neurons",
     "load": "regard.api",
-    "make_talk": "regard.training.report",
+    "make_reporter": "regard.training.report",
     "ov": "regard.inspect.circuits",
     "patch": "regard.nn.hooks",
     "preset": "regard.presets",
@@ -67,20 +65,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Makes the package `regard.train`, once imported, callable as the function that it would otherwise hide."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train" and isinstance(value, ModuleType):
-            value.__class__ = _Train
-        super().__setattr__(name, value)
-
-
-class _Train(ModuleType):
-    def __call__(self, *args: Any, **settings: Any) -> Any:
-        return import_module("regard.api").train(*args, **settings)
-
-
-sys.modules[__name__].__class__ = _Package

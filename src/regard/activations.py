@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard.config import Config
-from regard.model import Model, on_meta, stacks
+from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 
 Storages = set[StorageWeakRef]
@@ -30,7 +30,7 @@ def count_activations(config: Config, length: int, batch_tokens: int) -> int:
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
     if (patches := config.patches) is not None:
         ids = torch.zeros(rows, patches.channels, patches.height, patches.width, device="meta")
-    reversible = any(stack.residual == "reversible" for stack in stacks(config).values())
+    reversible = any(stack.residual == "reversible" for stack in config.stacks.values())
     for module in model.modules():
         if isinstance(module, Attention):  # one by one, for a backward pass that runs it again leaves all modes
             module.forward = _fused(module.forward)  # type: ignore[method-assign]

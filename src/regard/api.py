@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.batch import pad
 from regard.config import parse
 from regard.decode.alignment import load_heads
-from regard.decode.classify import Labelled, classify, classify_images
+from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import Input, Piece, Request, generate, stream
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
@@ -28,7 +28,7 @@ from regard.recipe import Recipe, load_recipe, recipe_tables
 from regard.run import Run
 from regard.text.codec import Example
 from regard.training.fit import fit
-from regard.training.report import Silence, Talk
+from regard.training.report import Reporter, SilentReporter
 
 
 class LoadedRun(Run):
@@ -60,7 +60,7 @@ class LoadedRun(Run):
                 raise UserError(f"score: a pair is a source and a target, both texts, not {_shown(pair)}")
         return list(score([self, *ensemble], asked, self._options(options, settings)))
 
-    def classify(self, inputs: Iterable[str] | NDArray[Any]) -> list[Labelled]:
+    def classify(self, inputs: Iterable[str] | NDArray[Any]) -> list[Classification]:
         """The label of every text, or image, with the probabilities of all labels.
 
         Images are an array (images, [channels,] height, width) with numbers as in the file of the training.
@@ -100,7 +100,7 @@ class LoadedRun(Run):
         asked = Options.of(**settings) if options is None else options
         if options is not None and settings:
             asked = parse(Options, {**options.model_dump(), **settings}, "options")
-        device = next(self.model.parameters()).device
+        device = self.model.device
         usable = usable_precision(asked.precision, device, lambda told: warnings.warn(told, stacklevel=5))
         return asked.model_copy(update={"precision": usable})
 
@@ -109,7 +109,7 @@ class LoadedRun(Run):
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
     ) -> Tensor:
         """Raw scores over the symbol after each given one; rows are equally long, targets begin with a start symbol."""
-        device, config = next(self.model.parameters()).device, self.config
+        device, config = self.model.device, self.config
         if config.patches is not None:
             raise UserError(f"{self.path}: logits reads ids of symbols, but this model reads images")
         both = config.encoder is not None and config.decoder is not None
@@ -133,7 +133,7 @@ class LoadedRun(Run):
             raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every symbol")
         texts = _checked("embed", "texts", texts, (str,), '["abc"]')
         rows = self.codec.encode_source([Example(text) for text in texts])
-        device = next(self.model.parameters()).device
+        device = self.model.device
         found = np.zeros((len(rows), config.encoder.out_width), np.float32)
         for batch in by_length([len(row) for row in rows], batch_tokens):
             ids_BS, keep_BS = (x if x is None else x.to(device) for x in pad([rows[i] for i in batch], config.ids.pad))
@@ -157,7 +157,7 @@ def train(
     out: str | Path = "run",
     *,
     resume: bool = False,
-    talk: Talk | None = None,
+    talk: Reporter | None = None,
 ) -> LoadedRun:
     """Train as a recipe says: a `Recipe`, its tables, a TOML file or a shipped name. Silent unless `talk` listens."""
     if isinstance(recipe, str | Path):
@@ -166,7 +166,7 @@ def train(
         recipe = load_recipe(recipe)
     elif not isinstance(recipe, Recipe):
         raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {_shown(recipe)}")
-    fit(recipe, out, resume=resume, talk=talk or Silence())
+    fit(recipe, out, resume=resume, talk=talk or SilentReporter())
     return load(out)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.config import Config
 
-Ids = Sequence[int] | np.ndarray
+TokenIds = Sequence[int] | np.ndarray
 
 
 class Batch(NamedTuple):
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
         return self._replace(**moved)
 
 
-def pad(rows: Sequence[Ids], fill: int) -> tuple[Tensor, Tensor | None]:
+def pad(rows: Sequence[TokenIds], fill: int) -> tuple[Tensor, Tensor | None]:
     """Put rows of ids into one tensor, with the mask of what is real (None if all is)."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     keep = np.arange(lengths.max(initial=0)) < lengths[:, None]
@@ -39,7 +39,9 @@ def pad(rows: Sequence[Ids], fill: int) -> tuple[Tensor, Tensor | None]:
     return torch.from_numpy(table), None if keep.all() else torch.from_numpy(keep)
 
 
-def collate(sources: Sequence[Ids], targets: Sequence[Ids], config: Config, total: int | None = None) -> Batch:
+def collate(
+    sources: Sequence[TokenIds], targets: Sequence[TokenIds], config: Config, total: int | None = None
+) -> Batch:
     """Make a batch of source and target ids, each row ending in the end symbol."""
     source_BS, source_keep_BS = pad(sources, config.ids.pad)
     label_BT, keep_BT = pad(targets, config.ids.pad)
@@ -51,7 +53,7 @@ def collate(sources: Sequence[Ids], targets: Sequence[Ids], config: Config, tota
     return Batch(source_BS, source_keep_BS, input_BT, label_BT, keep_BT, tokens, tokens if total is None else total)
 
 
-class Whole(NamedTuple):
+class GlobalBatch(NamedTuple):
     """A batch before it is shared: its numbers, and a function (rows, labels of the step) that makes a part of it."""
 
     examples: int

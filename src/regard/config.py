@@ -9,19 +9,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from regard.errors import UserError, closest
 
 Mixer = Literal["attention", "lsh", "gru", "lstm"]
-Score = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
+ScoreName = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
 Center = Literal["step", "predicted"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
 PositionKind = Literal[
     "none", "sinusoid", "sinusoid_halves", "learned", "axial", "rotary", "alibi", "bucket", "relative"
 ]
-Output = Literal["symbols", "transformed", "classes", "none"]
+Output = Literal["tokens", "transformed", "classes", "none"]
 Frame = Literal["end", "both", "start", "none"]
 
 # What is larger is a slip or an attack: the sizes of all tensors stay numbers that torch can count with.
@@ -54,7 +54,7 @@ def _optional(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
-class Rotary(Value):
+class RotaryConfig(Value):
     """How fast rotary positions turn; `factor` above 1 stretches the slow ones to texts longer than `original`."""
 
     base: float = Field(default=10000.0, gt=1)
@@ -64,13 +64,13 @@ class Rotary(Value):
     original: Count = 8192
 
     @model_validator(mode="after")
-    def _ordered(self) -> Rotary:
+    def _ordered(self) -> RotaryConfig:
         if self.high <= self.low:
             raise ValueError(f"high must be above low, not {self.high:g} against {self.low:g}")
         return self
 
 
-class Lsh(Value):
+class LshConfig(Value):
     """Attention among symbols that hash alike, in chunks of the sorted sequence."""
 
     hashes: Few = 2  # rounds
@@ -81,7 +81,7 @@ class Lsh(Value):
     once: bool = False  # a key that was met in several rounds counts once; else each time
 
 
-class Axial(Value):
+class AxialConfig(Value):
     """A table of positions as two short ones, side by side in the vector: position = row * columns + column."""
 
     rows: Count
@@ -89,7 +89,7 @@ class Axial(Value):
     row_width: Width  # of the vector; the rest tells the column
 
 
-class Patches(Value):
+class PatchConfig(Value):
     """Images cut into squares, each read like a symbol."""
 
     height: Side
@@ -102,7 +102,7 @@ class Patches(Value):
         return (self.height // self.size) * (self.width // self.size)
 
     @model_validator(mode="after")
-    def _whole(self) -> Patches:
+    def _whole(self) -> PatchConfig:
         if self.height % self.size or self.width % self.size:
             raise ValueError(f"an image of {self.height} x {self.width} is not cut evenly into squares of {self.size}")
         return self
@@ -118,7 +118,7 @@ class Stack(Value):
     kv_heads: Few | None = None  # None: as many as heads
     head_width: Width | None = None  # of queries and keys; None: width / heads
     value_width: Width | None = None  # of values; None: as wide as keys
-    score: Score = "scaled_dot"
+    score: ScoreName = "scaled_dot"
     window: Count | None = None  # self-attention sees at most this far to either side
     cross_window: Count | None = None  # the same for cross-attention
     cross_center: Center = "step"  # around the output step (local-m) or a predicted place (local-p)
@@ -132,9 +132,9 @@ class Stack(Value):
     residual: Literal["add", "reversible"] = "add"
     embed_norm: bool = False  # normalise the embedded input
     position: PositionKind = "sinusoid"
-    rotary: Rotary = Rotary()
-    axial: Axial | None = None
-    lsh: Lsh = Lsh()
+    rotary: RotaryConfig = RotaryConfig()
+    axial: AxialConfig | None = None
+    lsh: LshConfig = LshConfig()
     memory: Id = 0  # symbols of earlier segments that are remembered while reading on
     reach: Count | None = None  # relative positions: distances beyond this one count as it; None: all are told apart
     max_length: Count = 1024  # rows of a learned position table or of the location score; nothing else is bounded
@@ -166,6 +166,13 @@ class Stack(Value):
     @property
     def value(self) -> int:
         return self.value_width or self.head
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest input that the position table has rows for; None: any length."""
+        if self.axial is not None:
+            return self.axial.rows * self.axial.columns
+        return self.max_length if self.position == "learned" and not self.recurrent else None
 
     @model_validator(mode="after")
     def _fits(self) -> Stack:
@@ -217,14 +224,18 @@ class Stack(Value):
         return bool(heads) and sorted(set(heads)) == list(heads) and heads[0] >= 0 and heads[-1] < self.heads
 
 
-class Ids(Value):
+class SpecialIds(Value):
     """The ids of the symbols that are not text."""
 
     pad: Id = 0
     unk: Id = 1
     sos: Id = 2
     eos: Id = 3
-    mask: Id | None = None  # what stands for a hidden symbol, in models that guess those
+    mask: Id | None = None  # of masked language models
+
+    def around(self, frame: Frame) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        return [self.sos] * (frame in ("both", "start")), [self.eos] * (frame in ("both", "end"))
 
 
 class Config(Value):
@@ -238,23 +249,50 @@ class Config(Value):
     tie_output: bool = True  # the prediction layer is the target table transposed
     scale_embeddings: bool = True  # multiply embeddings by sqrt(width)
     token_types: Id = 0  # kinds of segments that the encoder tells apart
-    patches: Patches | None = None  # the encoder reads images
-    output: Output = "symbols"
+    patches: PatchConfig | None = None  # the encoder reads images
+    output: Output = "tokens"
     output_bias: bool = False
     pooler: bool = False  # the vector of the first symbol passes a layer of its own before it stands for the whole
     classes: Count | None = None
     start: Literal["sos", "eos", "pad"] = "sos"
     frame: Frame = "end"  # the marks around a text: x eos, sos x eos, sos x, or none
-    ids: Ids = Ids()
+    ids: SpecialIds = SpecialIds()
+
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        """The stacks that there are, by name."""
+        return {name: stack for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)) if stack}
+
+    @property
+    def top(self) -> Stack:
+        """The stack whose vectors the LM head, or the classifier, reads."""
+        top = self.decoder or self.encoder
+        assert top is not None
+        return top
+
+    @property
+    def output_vocab(self) -> int:
+        """Tokens that the LM head predicts."""
+        return self.source_vocab if self.decoder is None else self.target_vocab
+
+    @property
+    def predicts_tokens(self) -> bool:
+        return self.output in ("tokens", "transformed")
 
     @property
     def start_id(self) -> int:
         return {"sos": self.ids.sos, "eos": self.ids.eos, "pad": self.ids.pad}[self.start]
 
     @property
-    def reads_on(self) -> bool:
+    def has_memory(self) -> bool:
         """Whether a text is read in segments, each remembering the ones before."""
         return self.decoder is not None and self.decoder.memory > 0
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _old_name(cls, output: Any) -> Any:
+        """Runs and recipes of version 0.4 and older say symbols."""
+        return "tokens" if output == "tokens" else output
 
     @model_validator(mode="after")
     def _joined(self) -> Config:
@@ -290,20 +328,16 @@ class Config(Value):
             ("patches", self.patches is not None),
             ("token_types", self.token_types > 0),
             ("pooler", self.pooler),
-            (f"output {self.output}", self.output != "symbols"),
+            (f"output {self.output}", self.output != "tokens"),
         ):
             if used and not alone:
                 raise ValueError(f"{name} belongs to a Transformer encoder without a decoder")
-        if self.patches is not None and self.output in ("symbols", "transformed"):
+        if self.patches is not None and self.predicts_tokens:
             raise ValueError("a model that reads images predicts classes (output=classes), or nothing (output=none)")
-        tied = self.tie_output and self.output in ("symbols", "transformed")
-        top = self.decoder or self.encoder
-        assert top is not None
-        if tied and top.out_width != top.width:
+        tied = self.tie_output and self.predicts_tokens
+        if tied and self.top.out_width != self.top.width:
             raise ValueError("tie_output needs the vectors that come out to be as wide as the embeddings")
-        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
-            if stack is None:
-                continue
+        for name, stack in self.stacks.items():
             if stack.position == "relative" and name == "encoder":
                 raise ValueError("encoder.position: relative counts distances to what came before, use bucket")
             if stack.memory and not (name == "decoder" and self.encoder is None):

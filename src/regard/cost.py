@@ -98,7 +98,7 @@ def part_of(name: str) -> str:
 def count_flops(model: Model, length: int) -> tuple[int, int]:
     """FLOPs of a forward pass per source symbol and per target symbol, when both sides have `length` symbols."""
     config = model.config
-    keys = length + (config.decoder.memory if config.reads_on and config.decoder is not None else 0)
+    keys = length + (config.decoder.memory if config.has_memory and config.decoder is not None else 0)
     per_source = per_target = 0.0
     for name, tensor in model.named_parameters(remove_duplicate=True):
         if _multiplies(name, tensor):
@@ -191,7 +191,7 @@ ADAM_BYTES = 16  # a weight, its gradient and two moments
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The work a budget is drawn up for."""
 
     length: int = 32  # symbols of a source and of a target; images have as many as they have squares
@@ -213,7 +213,7 @@ class Info:
     activations: int
     cache: int
     cache_per_symbol: int  # bytes per target symbol of one hypothesis
-    load: Load
+    load: Workload
 
     @property
     def flops_per_token(self) -> int:
@@ -267,9 +267,9 @@ class Info:
         }
 
 
-def describe(config: Config, load: Load | None = None) -> Info:
+def describe(config: Config, load: Workload | None = None) -> Info:
     """Draw up the budget of a model."""
-    load = load or Load()
+    load = load or Workload()
     if config.patches is not None:
         load = replace(load, length=1 + config.patches.count)
     model = on_meta(config)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from regard.data.reader import Account, Source
+from regard.data.reader import LineCounter, Source
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
@@ -26,8 +26,8 @@ from regard.presets import merge
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.fit import Report, fit
-from regard.training.report import Talk
+from regard.training.fit import TrainingReport, fit
+from regard.training.report import Reporter
 
 Pair = tuple[str, str]
 WORD = re.compile(r"[a-z]{3,14}")
@@ -103,7 +103,7 @@ def recipe(out: Path, minutes: float) -> Recipe:
     return load_recipe(merge(RECIPE, {"data": data, "train": {"minutes": minutes}}), "demo")
 
 
-def train(out: Path, minutes: float, talk: Talk | None = None) -> Report:
+def train(out: Path, minutes: float, talk: Reporter | None = None) -> TrainingReport:
     """Train on the files in `out`; the run is `out/run`."""
     return fit(recipe(out, minutes), out / "run", talk=talk)
 
@@ -111,7 +111,7 @@ def train(out: Path, minutes: float, talk: Talk | None = None) -> Report:
 def judge(run: Run, out: Path) -> Evaluation:
     """Score the run on the test words."""
     torch.set_num_threads(1)
-    examples = [located.example for located in Source((str(out / "test.tsv"),)).read(Account())]
+    examples = [located.example for located in Source((str(out / "test.tsv"),)).read(LineCounter())]
     return evaluate(run, examples, Options(beam=4), ("wer", "per"))
 
 

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.data.plain import Units
-from regard.decode.classify import Labelled
+from regard.decode.classify import Classification
 from regard.decode.generate import Decoder
 from regard.decode.options import Options
 from regard.decode.score import overlong, score
-from regard.decode.text_score import context_of, score_hidden, score_stretches, score_text
-from regard.decode.workers import Crew
+from regard.decode.text_score import context_of, score_masked, score_spans, score_text
+from regard.decode.workers import WorkerPool
 from regard.errors import UserError, one_of
 from regard.metrics import (
     METRICS,
     SAMPLES,
-    Measure,
+    Measurement,
     Sums,
     compare,
     compare_sums,
@@ -47,9 +47,9 @@ class Evaluation:
     """Scores by metric, and against another run the other's scores and the p-values of the differences."""
 
     examples: int  # of plain text: lines
-    metrics: dict[str, Measure]
+    metrics: dict[str, Measurement]
     outputs: Outputs | None = None
-    others: dict[str, Measure] = field(default_factory=dict)
+    others: dict[str, Measurement] = field(default_factory=dict)
     p_values: dict[str, float] = field(default_factory=dict)
 
     def to_json(self, skipped: dict[str, int] | None = None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Evaluation:
         return result
 
 
-Staff = Callable[[Decoder, int], AbstractContextManager[Decoder | Crew]]  # who decodes so many inputs
+Staff = Callable[[Decoder, int], AbstractContextManager[Decoder | WorkerPool]]  # who decodes so many inputs
 Skip = Callable[[int, str], object]  # told the place of an example that cannot be used, and why
 
 
@@ -143,7 +143,7 @@ def answer(
     return Outputs(texts, [item.score for item in scored], [len(item.tokens) for item in scored])
 
 
-def _measure(name: str, outputs: Outputs, references: Sequence[str], samples: int) -> Measure:
+def _measure(name: str, outputs: Outputs, references: Sequence[str], samples: int) -> Measurement:
     if name == "perplexity":
         return measure_perplexity(outputs.log_probabilities, outputs.symbols, samples)
     return measure(name, outputs.texts, references, samples)
@@ -161,8 +161,8 @@ def _compare(name: str, ours: Outputs, theirs: Outputs, references: Sequence[str
 
 def evaluate_labels(
     references: Sequence[str],
-    said: Sequence[Labelled],
-    others: Sequence[Labelled] | None = None,
+    said: Sequence[Classification],
+    others: Sequence[Classification] | None = None,
     samples: int = SAMPLES,
     skip: Skip = lambda place, reason: None,
 ) -> Evaluation:
@@ -205,7 +205,7 @@ class TextScores(NamedTuple):
             return self.nll / math.log(2), self.characters
         return (100 * self.right if name == "accuracy" else self.nll), self.asked
 
-    def measure(self, name: str, samples: int) -> Measure:
+    def measure(self, name: str, samples: int) -> Measurement:
         amounts, totals = self.sums(name)
         return measure_ratio(amounts, totals, samples, exponential=name.endswith("perplexity"))
 
@@ -219,13 +219,13 @@ def text_metrics(run: Run) -> tuple[str, ...]:
 
 def judge_text(run: Run, units: Units, context: int | None = None, memory: int | None = None) -> TextScores:
     """Let a language model, or one that guesses hidden symbols or stretches, read a text."""
-    if memory is not None and not run.config.reads_on:
+    if memory is not None and not run.config.has_memory:
         raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
     context = context_of(run, context)
     if run.config.encoder is None:
         judged = score_text(run, units.ids, context, memory)
     else:
-        judged = (score_hidden if run.config.decoder is None else score_stretches)(run, units.ids, context)
+        judged = (score_masked if run.config.decoder is None else score_spans)(run, units.ids, context)
     lines = np.repeat(np.arange(len(units.symbols)), units.symbols)
     asked, nll, right = (np.bincount(lines, x, len(units.symbols)) for x in (judged.asked, judged.nll, judged.right))
     unknown = run.codec.source.unknown(units.ids[1:].tolist())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from regard.batch import Batch
 from regard.model import Model
 from regard.nn.gates import expected_open
-from regard.nn.transformer import Carried
+from regard.nn.transformer import SegmentMemory
 
 # Logits worked on at once: few enough to stay in the cache. Writing all logits of a step to memory, reading them back
 # for the softmax and again for its gradient, is what a small model with a large vocabulary spends its time on.
@@ -109,12 +109,14 @@ class Objective(nn.Module):
         self.label_smoothing = label_smoothing
         self.scheduled_sampling = scheduled_sampling
         self.l0 = l0  # what open gates cost, in models that have them
-        self.carried: Carried | None = None  # from the segment before, in models that read on; the caller resets it
+        self.carried: SegmentMemory | None = (
+            None  # from the segment before, in models that read on; the caller resets it
+        )
 
     def forward(self, batch: Batch) -> Loss:
         if self.training and self.scheduled_sampling:
             x_BTD = self._partly_own(batch)
-        elif self.model.config.reads_on:
+        elif self.model.config.has_memory:
             x_BTD, self.carried = self.model.read_segment(batch.input_BT, self.carried)
         else:
             x_BTD = self.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)

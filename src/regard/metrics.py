@@ -27,7 +27,7 @@ SEED = 12345  # also sacrebleu's own
 LOWER_IS_BETTER = frozenset({"wer", "per", "cer", "ter", "perplexity", "pseudo_perplexity", "loss", "bits_per_char"})
 
 
-class Measure(NamedTuple):
+class Measurement(NamedTuple):
     """A score, the bounds of its 95% bootstrap interval, and how it was computed."""
 
     score: float
@@ -86,7 +86,7 @@ def edits(hypotheses: Sequence[Sequence[Hashable]], references: Sequence[Sequenc
     return np.asarray(counts, float), np.asarray([len(reference) for _, reference in pairs], float)
 
 
-def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMPLES) -> Measure:
+def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMPLES) -> Measurement:
     """Compute a metric by name, with a bootstrap interval from so many samples (0: none)."""
     if not references:
         raise ValueError("a metric needs at least one example")
@@ -96,11 +96,13 @@ def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMP
     result = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=max(1, samples))
     signature = str(metric.get_signature())
     if samples < 2:
-        return Measure(result.score, signature=signature)
-    return Measure(result.score, result._mean - result._ci, result._mean + result._ci, signature)
+        return Measurement(result.score, signature=signature)
+    return Measurement(result.score, result._mean - result._ci, result._mean + result._ci, signature)
 
 
-def measure_perplexity(log_probabilities: Sequence[float], symbols: Sequence[int], samples: int = SAMPLES) -> Measure:
+def measure_perplexity(
+    log_probabilities: Sequence[float], symbols: Sequence[int], samples: int = SAMPLES
+) -> Measurement:
     """Perplexity with its interval; the resampled unit is the sequence."""
     sums = -np.asarray(log_probabilities, float), np.asarray(symbols, float)
     return _interval(sums, _perplexities, samples)
@@ -108,7 +110,7 @@ def measure_perplexity(log_probabilities: Sequence[float], symbols: Sequence[int
 
 def measure_ratio(
     amounts: np.ndarray, totals: np.ndarray, samples: int = SAMPLES, exponential: bool = False
-) -> Measure:
+) -> Measurement:
     """A ratio of sums, or exp of it, with its interval; the resampled unit is what each number is about."""
     return _interval((amounts, totals), _perplexities if exponential else _means, samples)
 
@@ -180,12 +182,12 @@ def _perplexity(amount: float, total: float) -> float:
     return float(_perplexities(amount, total)) if not math.isnan(amount) else math.nan
 
 
-def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int) -> Measure:
+def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int) -> Measurement:
     value = float(score(sums[0].sum(), sums[1].sum()))
     if samples < 2:
-        return Measure(value)
+        return Measurement(value)
     low, high = np.percentile(score(*_resample(sums, _picks(len(sums[0]), samples))), (2.5, 97.5))
-    return Measure(value, float(low), float(high))
+    return Measurement(value, float(low), float(high))
 
 
 def _picks(count: int, samples: int) -> list[np.ndarray]:

@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.config import Config, Stack
+from regard.config import Config
 from regard.nn.attention import Attention
 from regard.nn.cache import State
-from regard.nn.embedding import ImageEmbedding, Transform
+from regard.nn.embedding import ImageEmbedding, LmHeadTransform
 from regard.nn.lsh import LSHAttention
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
-from regard.nn.transformer import Carried, Transformer
+from regard.nn.transformer import SegmentMemory, Transformer
 
 
 class Model(nn.Module):
@@ -46,19 +46,27 @@ class Model(nn.Module):
                 self.decoder = RecurrentDecoder(decoder)
             else:
                 self.decoder = Transformer(decoder, causal=True, source_width=source_width)
-        top = decoder or encoder
-        assert top is not None
+        top = config.top
         self.pooler = nn.Linear(top.out_width, top.out_width) if config.pooler else None
-        self.transform = Transform(top) if config.output == "transformed" else None
+        self.transform = LmHeadTransform(top) if config.output == "transformed" else None
         self.output: nn.Linear | None = None
         if config.output != "none":
             place = "meta" if self._tied() is not None else None  # a matrix that is only a name for a table
-            vocab = config.source_vocab if decoder is None else config.target_vocab
+            vocab = config.output_vocab
             self.output = nn.Linear(top.out_width, config.classes or vocab, bias=config.output_bias, device=place)
             if place and config.output_bias:
                 self.output.bias = nn.Parameter(torch.zeros(vocab))
         self._initialise()
         self._tie()
+
+    @property
+    def device(self) -> torch.device:
+        return self.device
+
+    @property
+    def size(self) -> int:
+        """Number of parameters; a shared tensor counts once."""
+        return sum(p.numel() for p in self.parameters())
 
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
         """Read the source; what comes back is the state before the first output symbol."""
@@ -78,7 +86,7 @@ class Model(nn.Module):
         out: tuple[Tensor, State] = self.decoder(self._embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
-    def read_segment(self, tokens_BT: Tensor, carried: Carried | None = None) -> tuple[Tensor, Carried]:
+    def read_segment(self, tokens_BT: Tensor, carried: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
         """Read the next segment of a long text -> a vector for each symbol, and what to carry to the segment after."""
         if not isinstance(self.decoder, Transformer):
             raise ValueError("only a Transformer decoder reads on across segments")
@@ -138,8 +146,8 @@ class Model(nn.Module):
 
     def _tied(self) -> nn.Embedding | None:
         """The table that the prediction layer is the transpose of, if it is."""
-        symbols = self.config.output in ("symbols", "transformed")
-        return self.target_embedding or self.source_embedding if self.config.tie_output and symbols else None
+        tied = self.config.tie_output and self.config.predicts_tokens
+        return self.target_embedding or self.source_embedding if tied else None
 
     def _tie(self) -> None:
         table = self._tied()
@@ -189,11 +197,6 @@ def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
     model.to_empty(device=device)  # no module keeps numbers that are not parameters
     model._tie()  # moving made two tensors of what was one
     return model
-
-
-def stacks(config: Config) -> dict[str, Stack]:
-    """The towers a config has, by name."""
-    return {name: stack for name in ("encoder", "decoder") if (stack := getattr(config, name)) is not None}
 
 
 AnyAttention = Attention | LSHAttention

@@ -222,15 +222,6 @@ PRESETS: dict[str, Table] = {
     },
 }
 
-# What is taken for a task when nobody says.
-TASK_PRESETS: dict[str, str] = {
-    "lm": "llama-tiny",
-    "masked": "bert-tiny",
-    "span": "t5-tiny",
-    "classify": "bert-tiny",
-    "image": "vit-tiny",
-}
-
 
 def merge(base: Table, changes: Table) -> Table:
     """Tables with `changes` laid over `base`, nested ones likewise."""

@@ -8,33 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from regard.config import Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
+from regard.tasks import TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
-LOWER_IS_BETTER = frozenset({"loss", "wer", "per"})
-
-# pairs     source to target                                   an encoder and a decoder
-# lm        the next symbol of plain text                      a decoder
-# masked    hidden symbols of plain text                       an encoder
-# span      hidden stretches of plain text, one after another  an encoder and a decoder
-# classify  text to one of a few labels                        an encoder with classes
-# image     picture to one of a few labels                     an encoder with patches and classes
-Task = Literal["pairs", "lm", "masked", "span", "classify", "image"]
-TEXT_TASKS = ("lm", "masked", "span")
-CONTEXT = 256
-# What is not said in a recipe, where a task wants it otherwise than pairs do.
-TASK_TRAINING: dict[str, dict[str, Any]] = {
-    "lm": {"label_smoothing": 0.0, "context": CONTEXT},
-    "masked": {"label_smoothing": 0.0, "context": CONTEXT},
-    "span": {"label_smoothing": 0.0, "context": CONTEXT},
-    "classify": {"label_smoothing": 0.0, "metric": "accuracy"},
-    "image": {"label_smoothing": 0.0, "metric": "accuracy", "batch_examples": 64},
-}
-TASK_METRICS = {"lm": ("loss",), "masked": ("loss", "accuracy"), "span": ("loss",)}
 
 
 class Text(Value):
@@ -128,14 +109,14 @@ class Train(Value):
 class Recipe(Value):
     """A complete order: task, model, text, data, training."""
 
-    task: Task = "pairs"
+    task: TaskName = "pairs"
     preset: str = "auto"
     model: dict[str, Any] = Field(
         default_factory=dict
     )  # keys of Config to change in the preset; checked when the model is made
     text: Text = Text()
     data: Data = Data()
-    train: Train = Train()
+    train: Train = Field(default=Train(), validate_default=True)
 
     @model_validator(mode="after")
     def _one_source(self) -> Recipe:
@@ -152,19 +133,25 @@ class Recipe(Value):
             raise ValueError(f"data: task {self.task} takes one file (train, and valid), not source and target")
         return self
 
+    @field_validator("train")
+    @classmethod
+    def _task_defaults(cls, train: Train, info: ValidationInfo) -> Train:
+        """Fill in the defaults of the task. They do not count as given, so that resuming may leave them out."""
+        task = TASKS.get(info.data.get("task", ""))
+        if task is None:  # refused already
+            return train
+        given = {name: getattr(train, name) for name in train.model_fields_set}
+        defaults = {**dict(train), "metric": task.metrics[0], **task.train}
+        return Train.model_construct(train.model_fields_set, **{**defaults, **given})
+
     @model_validator(mode="after")
-    def _task_defaults(self) -> Recipe:
-        """Settle what the task decides. It does not count as having been said, so that resuming may leave it out."""
-        train = self.train.model_copy()
-        train.__dict__.update(
-            {key: value for key, value in TASK_TRAINING.get(self.task, {}).items() if key not in train.model_fields_set}
-        )
-        self.__dict__["train"] = train
-        if train.scheduled_sampling and self.task not in ("pairs", "span"):
+    def _fits_task(self) -> Recipe:
+        task, train = TASKS[self.task], self.train
+        if train.scheduled_sampling and not task.seq2seq:
             raise ValueError(f"train.scheduled_sampling: task {self.task} has no output of its own to be fed back")
-        allowed = TASK_METRICS.get(self.task, ("loss", "accuracy") if self.task != "pairs" else get_args(Metric))
-        if train.metric not in allowed:
-            raise ValueError(f"train.metric: task {self.task} is judged by {' or '.join(allowed)}, not {train.metric}")
+        if train.metric not in task.metrics:
+            allowed = " or ".join(sorted(task.metrics, key=get_args(Metric).index))
+            raise ValueError(f"train.metric: task {self.task} is judged by {allowed}, not {train.metric}")
         return self
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from regard.errors import UserError
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.model import Model, allocate, on_meta
 from regard.recipe import Recipe, load_recipe, read_recipe
+from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import Codec, TextConfig
 
 FORMAT = 1
@@ -32,6 +34,7 @@ class RunConfig(Value):
     format: Literal[1] = 1
     model: Config
     text: TextConfig
+    task: TaskName | None = None  # runs of version 0.4 and older do not name it
     labels: tuple[str, ...] = ()  # of a model of classes, by number
     pixels: Pixels | None = None  # of a model that reads images
 
@@ -46,6 +49,10 @@ class Run:
     path: Path
     labels: tuple[str, ...] = ()
     pixels: Pixels | None = None
+    task: Task = field(default=None)  # type: ignore[assignment]  # None: as the model suggests
+
+    def __post_init__(self) -> None:
+        self.task = self.task or TASKS[infer_task(self.config)]
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Run:
@@ -59,7 +66,8 @@ class Run:
             symbols, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
             if symbols > rows:
                 raise UserError(f"{path}: its {side} tokenizer has {symbols} symbols, its model {rows} ({side}_vocab)")
-        return cls(config.model, codec, model.eval(), path, config.labels, config.pixels)
+        assert config.task is not None
+        return cls(config.model, codec, model.eval(), path, config.labels, config.pixels, TASKS[config.task])
 
     def save(self, path: str | Path) -> None:
         """Write what is needed to use the run."""
@@ -68,7 +76,9 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
-        config = RunConfig(model=self.config, text=self.codec.config, labels=self.labels, pixels=self.pixels)
+        config = RunConfig(
+            model=self.config, text=self.codec.config, task=self.task.name, labels=self.labels, pixels=self.pixels
+        )
         write_json(path / "config.json", config.model_dump(mode="json"))
         self.codec.save(path)
         save_weights(weights_of(self.model), path / WEIGHTS)
@@ -86,7 +96,14 @@ def read_config(path: Path) -> RunConfig:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
         raise UserError(f"{path / 'config.json'}: format {found!r} is not {FORMAT}, the one this version reads")
-    return parse(RunConfig, data, str(path / "config.json"))
+    config = parse(RunConfig, data, str(path / "config.json"))
+    if config.task is not None:
+        return config
+    task = infer_task(config.model)
+    if task == "pairs":  # or span, whose models look alike
+        with suppress(UserError):
+            task = saved_recipe(path).task
+    return config.model_copy(update={"task": task})
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -164,4 +181,5 @@ RECIPE = "recipe.toml"
 
 
 def saved_recipe(run: Path) -> Recipe:
+    """The complete recipe that a run was trained with."""
     return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from regard.config import Ids, parse
+from regard.config import SpecialIds, parse
 from regard.convert.tokenizers import Tokens, read_tokenizers, write_tokenizers
 from regard.convert.vocabularies import read_pieces
 from regard.errors import UserError
@@ -371,7 +371,7 @@ def test_ids_come_from_names_then_numbers_and_what_stands_in_is_said(made, tmp_p
     shutil.copytree(made["llama"].path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<unk>"}, "eos_token": "<s>"}')
     read = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
-    assert read.ids == Ids(pad=0, unk=0, sos=1, eos=1)
+    assert read.ids == SpecialIds(pad=0, unk=0, sos=1, eos=1)
     assert [note for note in read.notes if "2, 7" in note] == read.notes != []
 
 
@@ -434,4 +434,4 @@ def test_nothing_says_where_a_text_ends(tmp_path: Path) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="which symbol is the end"):
         read_tokenizers(tmp_path, "gpt2", {})
-    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0}).ids == Ids(pad=0, unk=0, sos=0, eos=0)
+    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0}).ids == SpecialIds(pad=0, unk=0, sos=0, eos=0)

@@ -13,7 +13,7 @@ from regard.config import Config, Stack
 from regard.data import corpus as module
 from regard.data.corpus import Corpus, CorpusWriter, load
 from regard.data.pairs import pairs_encoder
-from regard.data.reader import Account, Located, Source
+from regard.data.reader import LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
@@ -24,8 +24,8 @@ CODEC = Codec(
 )
 
 
-def write(path: Path, codec: Codec = CODEC, limit: int = 512, account: Account | None = None) -> CorpusWriter:
-    account = account or Account()
+def write(path: Path, codec: Codec = CODEC, limit: int = 512, account: LineCounter | None = None) -> CorpusWriter:
+    account = account or LineCounter()
     with CorpusWriter(path, pairs_encoder(codec), Source(("pairs.tsv",)), account, limit, keep=True) as writer:
         for number, example in enumerate(EXAMPLES, 1):
             account.read += 1
@@ -60,7 +60,7 @@ def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
 
 
 def test_too_many_symbols_are_skipped_counted_and_named(tmp_path: Path) -> None:
-    account = Account()
+    account = LineCounter()
     writer = write(tmp_path / "c", limit=12, account=account)
     fits = [n for n, e in enumerate(EXAMPLES) if len(e.source) + 2 <= 12]  # two features
     assert 0 < len(fits) < len(EXAMPLES)
@@ -70,7 +70,7 @@ def test_too_many_symbols_are_skipped_counted_and_named(tmp_path: Path) -> None:
     first = next(n for n in range(100) if n not in fits)
     assert account.places["too long"][0] == f"pairs.tsv:{first + 1}"
     with pytest.raises(UserError, match=rf"pairs.tsv:{first + 1}: too long: .*max_length is 12"):
-        write(tmp_path / "d", limit=12, account=Account(strict=True))
+        write(tmp_path / "d", limit=12, account=LineCounter(strict=True))
 
 
 def test_a_batch_is_its_rows(tmp_path: Path) -> None:

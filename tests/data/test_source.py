@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.data.reader import Account, Located, Source
+from regard.data.reader import LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Example
 
@@ -66,7 +66,7 @@ def test_12000_dirty_lines(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "dirty.tsv"
     path.write_bytes(gzip.compress(data, 1) if seed % 2 else data)
 
-    account = Account()
+    account = LineCounter()
     kept = list(Source((str(path),)).read(account))
     assert kept == [Located(n, e) for n, (_, e) in enumerate(rows, 1) if isinstance(e, Example)]
     assert account.skipped == Counter(e for _, e in rows if isinstance(e, str))
@@ -95,7 +95,7 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
         data = b"".join(pair[index][0] + b"\n" for pair in pairs)
         path.write_bytes(gzip.compress(data, 1) if path.suffix else data)
 
-    account = Account()
+    account = LineCounter()
     kept = list(Source(tuple(map(str, names))).read(account))
     expected: Counter[str] = Counter()
     for left, right in (tuple(problem for _, problem in pair) for pair in pairs):
@@ -119,18 +119,18 @@ def test_parallel_files_of_unequal_length_are_named_with_their_counts(tmp_path: 
         ("b", "a", "b has 1,005 lines but .*a has 3"),
     ):
         with pytest.raises(UserError, match=told):
-            list(Source((str(tmp_path / first), str(tmp_path / second))).read(Account()))
+            list(Source((str(tmp_path / first), str(tmp_path / second))).read(LineCounter()))
 
 
 def test_columns_go_by_name(tmp_path: Path) -> None:
     path = tmp_path / "f.tsv"
     path.write_text("Abmachung\tN;ACC(PL)\tAbmachungen\nLeer\t\tLeere\n")
-    kept = [e for _, e in Source((str(path),), ("source", "features", "target")).read(Account())]
+    kept = [e for _, e in Source((str(path),), ("source", "features", "target")).read(LineCounter())]
     assert kept == [Example("Abmachung", "Abmachungen", "N;ACC(PL)"), Example("Leer", "Leere", "")]
-    kept = [e for _, e in Source((str(path),), ("target", "features", "source")).read(Account())]
+    kept = [e for _, e in Source((str(path),), ("target", "features", "source")).read(LineCounter())]
     assert kept[0] == Example("Abmachungen", "Abmachung", "N;ACC(PL)")
     path.write_text("alone\n")
-    assert [e for _, e in Source((str(path),), ("source",)).read(Account())] == [Example("alone")]
+    assert [e for _, e in Source((str(path),), ("source",)).read(LineCounter())] == [Example("alone")]
 
 
 @pytest.mark.parametrize(("line", "reason"), [(line, e) for line, e in [*DIRT, LONG] if isinstance(e, str)])
@@ -138,7 +138,7 @@ def test_strict_stops_at_the_first_bad_line(line: bytes, reason: str, tmp_path: 
     path = tmp_path / "f.tsv"
     path.write_bytes(b"a\tb\n" + line + b"\nc\td\n")
     with pytest.raises(UserError, match=reason) as error:
-        list(Source((str(path),)).read(Account(strict=True)))
+        list(Source((str(path),)).read(LineCounter(strict=True)))
     assert str(error.value).startswith(f"{path}:2: ")
 
 
@@ -157,7 +157,7 @@ def test_a_file_without_examples_is_explained(columns, text: str, told: str, tmp
     path = tmp_path / "f.tsv"
     path.write_text(text)
     source = Source((str(path),), columns)
-    account = Account()
+    account = LineCounter()
     assert not list(source.read(account))
     with pytest.raises(UserError, match=told) as error:
         source.require(account)

@@ -14,7 +14,7 @@ from regard.data import corpus
 from regard.data import plain as stream
 from regard.data.plain import Stream, StreamWriter, divide, read_pieces, split_at, tokenised
 from regard.data.prepare import PreparedText, open_prepared, prepare
-from regard.data.reader import Account, Source
+from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
 from regard.recipe import load_recipe
 from regard.text.tokenizer import Tokenizer
@@ -22,15 +22,15 @@ from regard.text.tokenizer import Tokenizer
 TEXT = "".join(f"line {n}: the  quick (brown) fox,\n\n" for n in range(60)) + "Ende: äöü \u2028 and on\n"
 
 
-def read(path: Path, data: bytes, account: Account | None = None) -> list[str]:
+def read(path: Path, data: bytes, account: LineCounter | None = None) -> list[str]:
     path.write_bytes(data)
-    return list(read_pieces(Source((str(path),)), account or Account()))
+    return list(read_pieces(Source((str(path),)), account or LineCounter()))
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r\ufeff", exclude_categories=["Cs"]), max_size=30)))
 def test_lines_come_back_with_their_ends(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     path, text = tmp_path_factory.getbasetemp() / "lines.txt", "".join(line + "\n" for line in lines)
-    account = Account()
+    account = LineCounter()
     assert "".join(read(path, text.encode(), account)) == text
     assert account.read == account.kept == len(lines)
 
@@ -40,7 +40,7 @@ def test_a_line_without_end_is_read_in_pieces(letter: str, tmp_path: Path, monke
     monkeypatch.setattr(stream, "CHUNK", 101)
     monkeypatch.setattr(stream, "LONG_LINE", 64)
     text = letter * 500
-    account = Account()
+    account = LineCounter()
     pieces = read(tmp_path / "long", text.encode(), account)
     assert "".join(pieces) == text + "\n" and len(pieces) > 5 and account.read == 1
     if " " in letter:
@@ -49,11 +49,11 @@ def test_a_line_without_end_is_read_in_pieces(letter: str, tmp_path: Path, monke
 
 
 def test_what_is_dropped_is_counted_and_named(tmp_path: Path) -> None:
-    account = Account()
+    account = LineCounter()
     assert read(tmp_path / "a", b"\xef\xbb\xbfone\r\nt\xffo\nthree", account) == ["one\n", "three\n"]
     assert (account.read, account.kept) == (3, 2) and "a:2" in account.summary()
     with pytest.raises(UserError, match=r"a:2: invalid UTF-8"):
-        read(tmp_path / "a", b"one\nt\xffo\n", Account(strict=True))
+        read(tmp_path / "a", b"one\nt\xffo\n", LineCounter(strict=True))
     packed = read(tmp_path / "b.gz", gzip.compress(TEXT.encode()))
     assert "".join(packed) == TEXT
 

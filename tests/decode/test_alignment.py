@@ -14,7 +14,7 @@ from regard.decode.alignment import align, choose_heads, cross_attentions, load_
 from regard.decode.generate import generate
 from regard.decode.options import Options
 from regard.decode.request import Preparer
-from regard.decode.scorer import Task
+from regard.decode.scorer import SearchInput
 from regard.decode.search import search
 from regard.errors import UserError
 from regard.text.codec import Example
@@ -76,7 +76,7 @@ def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
     """The value of a finished output, worked out anew from a forced pass over it."""
     run, options = run_of(name, 3), Options(beam=4, nbest=4, coverage_penalty=0.7, alignment_heads=((0, 0),))
     prepare = Preparer([run], options.model_copy(update={"max_length": 9}))
-    tasks = [task for task in prepare(["fade", "cab", "d"]) if isinstance(task, Task)]
+    tasks = [task for task in prepare(["fade", "cab", "d"]) if isinstance(task, SearchInput)]
     for task, found in zip(tasks, search(prepare.scorer, tasks, options), strict=True):
         for output in found:
             with torch.no_grad(), watching(run.model, [0]) as seen:

@@ -16,28 +16,30 @@ from torch import Tensor
 from regard.decode.beam import beam_search
 from regard.decode.generate import generate
 from regard.decode.greedy import follow
-from regard.decode.hypothesis import Found
+from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
 from regard.decode.request import Preparer
 from regard.decode.score import force
-from regard.decode.scorer import Scorer, States, Task, best
+from regard.decode.scorer import Scorer, SearchInput, States, best
 from regard.decode.search import make_rules, search
 from regard.nn.cache import KV, Cache
 from regard.run import Run
 
 
-def tasks_of(run: Run, texts: list[str], **settings: object) -> tuple[Scorer, list[Task]]:
+def tasks_of(run: Run, texts: list[str], **settings: object) -> tuple[Scorer, list[SearchInput]]:
     prepare = Preparer([run], Options.of(**settings))
-    return prepare.scorer, [task for task in prepare(texts) if isinstance(task, Task)]
+    return prepare.scorer, [task for task in prepare(texts) if isinstance(task, SearchInput)]
 
 
-def run_beam(scorer: Scorer, tasks: list[Task], **settings: object) -> list[list[Found]]:
+def run_beam(scorer: Scorer, tasks: list[SearchInput], **settings: object) -> list[list[DecodedIds]]:
     with torch.inference_mode():
         rules = make_rules(scorer, tasks, Options(), one_path=False)
         return beam_search(scorer, tasks, rules, **settings)  # type: ignore[arg-type]
 
 
-def exhaustive(scorer: Scorer, task: Task, usable: list[int], penalty: float) -> list[tuple[float, tuple[int, ...]]]:
+def exhaustive(
+    scorer: Scorer, task: SearchInput, usable: list[int], penalty: float
+) -> list[tuple[float, tuple[int, ...]]]:
     """Every output up to the limit with its value, best first."""
     outputs = [(*ids, scorer.eos) for length in range(task.limit + 1) for ids in product(usable, repeat=length)]
     scores = force(scorer, [task.sources] * len(outputs), outputs)
@@ -63,11 +65,11 @@ class Sure(Scorer):
         self.length, self.rest, self.said = length, rest, 0
         self.device, self.eos, self.vocab, self.continues = torch.device("cpu"), 3, 30, False
 
-    def start(self, tasks: Sequence[Task]) -> States:
+    def start(self, tasks: Sequence[SearchInput]) -> States:
         self.said = 0
         return ()
 
-    def first(self, tasks: Sequence[Task], count: int = 1) -> list[Tensor]:
+    def first(self, tasks: Sequence[SearchInput], count: int = 1) -> list[Tensor]:
         return [torch.zeros(len(tasks) * count, dtype=torch.long)]
 
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
@@ -84,7 +86,9 @@ class Sure(Scorer):
 def test_many_poor_ends_do_not_close_a_beam_before_the_good_one(width: int, penalty: float) -> None:
     scorer, length = Sure(12, 0.05), 12
     for groups in (1, 2):
-        found = run_beam(scorer, [Task(((3,),), 20)] * 2, width=width, penalty=penalty, groups=groups, keep=width)
+        found = run_beam(
+            scorer, [SearchInput(((3,),), 20)] * 2, width=width, penalty=penalty, groups=groups, keep=width
+        )
         for row in found:
             assert row[0].ids == (*range(4, 4 + length), 3)
             assert row[0].score == pytest.approx((length + 1) * math.log(0.95), abs=0.02)
@@ -151,7 +155,7 @@ def test_a_step_does_not_copy_what_is_remembered(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Cache, "select", refuse)
     for groups, width in ((1, 4), (2, 3)):
         copied.clear()
-        tasks = [Task(([4, 5, 6, 3],), 60, minimum=60), Task(([7, 3],), 60, minimum=60)]
+        tasks = [SearchInput(([4, 5, 6, 3],), 60, minimum=60), SearchInput(([7, 3],), 60, minimum=60)]
         rules = make_rules(scorer, tasks, Options(), False)
         with torch.inference_mode():
             found = beam_search(scorer, tasks, rules, width=width, groups=groups, diversity=0.5)

@@ -10,7 +10,7 @@ from decode_kit import run_of, sources
 
 from regard.decode.generate import Decoder, Request
 from regard.decode.options import Options
-from regard.decode.workers import Crew
+from regard.decode.workers import WorkerPool
 from regard.errors import UserError
 from regard.run import Run
 
@@ -27,7 +27,7 @@ def test_two_processes_give_the_very_same_in_order(saved: Run) -> None:
     decoder = Decoder(saved, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
     alone = decoder(inputs)
-    with Crew(decoder, 2) as crew:
+    with WorkerPool(decoder, 2) as crew:
         for _ in range(2):
             together = crew(inputs)
             assert [[h.as_dict() for h in row] for row in together] == [[h.as_dict() for h in row] for row in alone]
@@ -42,5 +42,5 @@ def test_a_mistake_that_a_helper_finds_is_told(saved: Run, tmp_path: Path) -> No
     model.load_state_dict({name: torch.full_like(x, float("nan")) for name, x in broken.items()})
     Run(saved.config, saved.codec, model.eval(), tmp_path / "run").save(tmp_path / "run")
     decoder = Decoder(Run.load(tmp_path / "run"), Options(batch_tokens=20))
-    with Crew(decoder, 2) as crew, pytest.raises(UserError, match="not numbers"):
+    with WorkerPool(decoder, 2) as crew, pytest.raises(UserError, match="not numbers"):
         crew(sources(1, 30))

@@ -15,7 +15,7 @@ from regard.decode.generate import generate
 from regard.decode.greedy import Sampler, kept
 from regard.decode.options import Options
 from regard.decode.score import score
-from regard.decode.scorer import Task
+from regard.decode.scorer import SearchInput
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -75,7 +75,7 @@ def test_seeds(name: str) -> None:
 
 
 def test_random_numbers_belong_to_the_source_not_to_its_place() -> None:
-    first, second = Task(((4, 3),), 5, key=7), Task(((5, 3),), 8, key=9)
+    first, second = SearchInput(((4, 3),), 5, key=7), SearchInput(((5, 3),), 8, key=9)
     device = torch.device("cpu")
     one, two = Sampler([first, second], 2, Options(), device), Sampler([second, first], 2, Options(), device)
     assert torch.equal(one.noise_RT[:2, :6], two.noise_RT[2:, :6]) and torch.equal(one.noise_RT[2:], two.noise_RT[:2])

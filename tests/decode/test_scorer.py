@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.batch import pad
-from regard.decode.scorer import Scorer, Task, alike, select, time_to_leave
+from regard.decode.scorer import Scorer, SearchInput, alike, select, time_to_leave
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -32,7 +32,7 @@ def test_read_in_parts_is_read_at_once(name: str) -> None:
     counts = [20] * 30 + [11] * 40 + [12, 9] * 20 + [2] * 7
     sources = [[*torch.randint(4, 10, (count,), generator=draws).tolist(), 3] for count in counts]
     assert len(list(alike(sources))) == 3
-    scorer, tasks = Scorer([model]), [Task((source,), 5) for source in sources]
+    scorer, tasks = Scorer([model]), [SearchInput((source,), 5) for source in sources]
     with torch.inference_mode():
         states, others = scorer.start(tasks), (model.encode(*pad(sources, 0)),)
         tokens = scorer.first(tasks)[0]

@@ -19,7 +19,7 @@ from regard.decode.phrases import Spelling, make_phrases
 from regard.decode.request import joins
 from regard.decode.rules import Constraint
 from regard.decode.score import score
-from regard.decode.scorer import Task
+from regard.decode.scorer import SearchInput
 
 STRATEGIES: list[dict[str, object]] = [
     {},
@@ -139,7 +139,7 @@ def test_what_is_required_wins_over_ngram_blocking(chosen: dict[str, object]) ->
 
 def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
     spelling = Spelling.of([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
-    task = Task(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
+    task = SearchInput(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
     rule = Constraint([task], 3, 9, torch.device("cpu"), yielding=True)
     here, alive = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
     likes_end = torch.tensor([[1.0, 1, 1, 50, 1, 1, 1, 1, 9]]).log_softmax(-1)

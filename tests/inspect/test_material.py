@@ -13,7 +13,7 @@ from little import FAMILIES, LANGUAGE, family, picture
 
 from regard.cli import heads
 from regard.data.images import Pictures
-from regard.data.reader import Account
+from regard.data.reader import LineCounter
 from regard.errors import UserError
 from regard.inspect.heads import look_squares, measure_heads
 from regard.inspect.importance import ablation_importance, gradient_importance, loss
@@ -127,7 +127,7 @@ def test_files_are_read_as_the_model_has_it(tmp_path: Path) -> None:
     np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
 
     def read(kind: str, name: str, most: int) -> Material:
-        return read_material(family(kind), (str(tmp_path / name),), ("source", "target"), Account(), most)
+        return read_material(family(kind), (str(tmp_path / name),), ("source", "target"), LineCounter(), most)
 
     assert read("lm", "text.txt", 1) == TEXT + "\n" and read("masked", "text.txt", 9) == TEXT + "\n" + TEXT + "\n"
     assert read("classes", "labels.tsv", 1) == [Example("abc", "one")]

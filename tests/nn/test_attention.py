@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.nn.attention import KV, Attention, Sight, softmax_seen
+from regard.nn.attention import KV, Attention, AttentionMask, softmax_seen
 from regard.nn.position import Position
 
 NOWHERE = Position()
@@ -31,7 +31,7 @@ def run(
 
     def once() -> Tensor:
         kv = attention.keys(context, key_pos, NOWHERE)
-        return attention(x, kv, Sight.of(pos, key_pos, keep, **sight), NOWHERE)
+        return attention(x, kv, AttentionMask.of(pos, key_pos, keep, **sight), NOWHERE)
 
     fused, seen = once(), []
     hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
@@ -95,7 +95,7 @@ def test_mask_is_what_positions_say(causal: bool, window: int | None) -> None:
     """Padding, causality and window at once, from positions that are neither sorted nor contiguous."""
     q, k = torch.tensor([[3, 7], [0, 4]]), torch.tensor([[0, 2, 3, 6, 9], [4, 3, 0, 1, 5]])
     keep = torch.tensor([[True] * 5, [True, False, True, True, True]])
-    mask = Sight.of(q, k, keep, causal, window).mask_B1TS
+    mask = AttentionMask.of(q, k, keep, causal, window).mask_B1TS
     assert mask is not None
     for b in range(2):
         for t in range(2):
@@ -106,21 +106,21 @@ def test_mask_is_what_positions_say(causal: bool, window: int | None) -> None:
 
 
 def test_nothing_to_hide_means_no_mask() -> None:
-    assert Sight.of(places(4), places(4), None).mask_B1TS is None
-    assert Sight.of(places(1, start=3), places(4), None, causal=True).mask_B1TS is None
-    assert Sight.of(places(4), places(4), None).additive(torch.float32) is None
+    assert AttentionMask.of(places(4), places(4), None).mask_B1TS is None
+    assert AttentionMask.of(places(1, start=3), places(4), None, causal=True).mask_B1TS is None
+    assert AttentionMask.of(places(4), places(4), None).additive(torch.float32) is None
 
 
 def test_additive_mask_joins_mask_and_bias() -> None:
     mask = torch.tensor([[True, False], [True, True]])[None, None]
     bias = torch.randn(1, 3, 2, 2)
-    both = Sight(places(2), places(2), mask, bias).additive(torch.float32)
+    both = AttentionMask(places(2), places(2), mask, bias).additive(torch.float32)
     assert both is not None
     for h in range(3):
         for t in range(2):
             for s in range(2):
                 assert both[0, h, t, s] == (bias[0, h, t, s] if mask[0, 0, t, s] else -math.inf)
-    assert torch.equal(Sight(places(2), places(2), None, bias).additive(torch.float64), bias.double())
+    assert torch.equal(AttentionMask(places(2), places(2), None, bias).additive(torch.float64), bias.double())
 
 
 def test_softmax_of_seen_is_softmax_or_zero() -> None:
@@ -155,7 +155,7 @@ def test_a_blind_row_brings_nothing_and_finite_gradients(
     x, context = (torch.randn(2, t, 12, requires_grad=True) for t in (3, 4))
     keep = torch.tensor([[True, True, False, False], [False] * 4])
     kv = attention.keys(context, places(4), NOWHERE)
-    out = attention(x, kv, Sight.of(places(3), places(4), keep), NOWHERE)
+    out = attention(x, kv, AttentionMask.of(places(3), places(4), keep), NOWHERE)
     (out * torch.randn_like(out)).sum().backward()
     assert out.isfinite().all()
     assert brought[0][0].any()
@@ -226,9 +226,9 @@ def test_hypotheses_share_the_keys_of_their_sentence(padded: bool) -> None:
     keep = torch.arange(4) < torch.tensor([[4], [2]]) if padded else None
     kv = attention.keys(context, places(4), NOWHERE)
     rows = torch.arange(2).repeat_interleave(3)
-    found = attention(x, kv, Sight.of(places(2), places(4), keep), NOWHERE)
+    found = attention(x, kv, AttentionMask.of(places(2), places(4), keep), NOWHERE)
     keep_of_rows = None if keep is None else keep[rows]
-    expected = attention(x, kv.select(rows), Sight.of(places(2), places(4), keep_of_rows), NOWHERE)
+    expected = attention(x, kv.select(rows), AttentionMask.of(places(2), places(4), keep_of_rows), NOWHERE)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -287,7 +287,7 @@ def test_a_pruned_attention_is_the_whole_one_with_silent_heads(
 def test_hooks_read_and_replace() -> None:
     attention = Attention(small(), 12)
     x = torch.randn(1, 4, 12)
-    kv, sight = attention.keys(x, places(4), NOWHERE), Sight.of(places(4), places(4), None)
+    kv, sight = attention.keys(x, places(4), NOWHERE), AttentionMask.of(places(4), places(4), None)
     shapes = []
     attention.mixed.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
     attention.weights.register_forward_hook(lambda _m, _i, out: torch.ones_like(out) / 4)

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from regard.config import Patches, Stack
-from regard.nn.embedding import ImageEmbedding, Transform
+from regard.config import PatchConfig, Stack
+from regard.nn.embedding import ImageEmbedding, LmHeadTransform
 
 
 @pytest.mark.parametrize(("height", "width", "channels", "size"), [(6, 4, 3, 2), (4, 4, 1, 4), (3, 9, 2, 3)])
 def test_squares_are_a_convolution_with_strides(height: int, width: int, channels: int, size: int) -> None:
     """The matrix is the kernel, flattened; the trained vector comes first."""
     torch.manual_seed(0)
-    patches = Patches(height=height, width=width, channels=channels, size=size)
+    patches = PatchConfig(height=height, width=width, channels=channels, size=size)
     embedding, images = ImageEmbedding(patches, 5), torch.randn(2, channels, height, width)
     torch.nn.init.normal_(embedding.first)
     kernel = embedding.project.weight.view(5, channels, size, size)
@@ -26,7 +26,7 @@ def test_squares_are_a_convolution_with_strides(height: int, width: int, channel
 
 
 def test_a_square_is_its_own_pixels_only() -> None:
-    embedding = ImageEmbedding(Patches(height=4, width=6, channels=2, size=2), 3)
+    embedding = ImageEmbedding(PatchConfig(height=4, width=6, channels=2, size=2), 3)
     images = torch.randn(1, 2, 4, 6)
     before = embedding(images)
     images[0, 1, 2, 5] += 1  # second row of squares, third column
@@ -37,7 +37,10 @@ def test_a_square_is_its_own_pixels_only() -> None:
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_transform(norm: str) -> None:
     torch.manual_seed(1)
-    transform, x = Transform(Stack(width=6, heads=2, activation="tanh", norm=norm, norm_eps=0.1)), torch.randn(3, 6)
+    transform, x = (
+        LmHeadTransform(Stack(width=6, heads=2, activation="tanh", norm=norm, norm_eps=0.1)),
+        torch.randn(3, 6),
+    )
     hidden = (x @ transform.dense.weight.T + transform.dense.bias).tanh()
     centred = hidden - hidden.mean(-1, keepdim=True) if norm == "layer" else hidden
     expected = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt()

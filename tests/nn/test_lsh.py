@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.config import Axial, Config, Lsh, Stack
+from regard.config import AxialConfig, Config, LshConfig, Stack
 from regard.model import Model
-from regard.nn.attention import Sight
+from regard.nn.attention import AttentionMask
 from regard.nn.cache import State
 from regard.nn.lsh import LSHAttention, Order
 from regard.nn.position import Position
@@ -20,7 +20,9 @@ NOWHERE = Position()
 
 def make(**lsh: object) -> LSHAttention:
     torch.manual_seed(0)
-    stack = Stack(mixer="lsh", width=12, heads=2, head_width=6, value_width=5, layers=1, bias="ff", lsh=Lsh(**lsh))
+    stack = Stack(
+        mixer="lsh", width=12, heads=2, head_width=6, value_width=5, layers=1, bias="ff", lsh=LshConfig(**lsh)
+    )
     return LSHAttention(stack, index=3).double()
 
 
@@ -45,7 +47,7 @@ def exact_and_hashed(attention: LSHAttention, x: Tensor, causal: bool, monkeypat
 def run(attention: LSHAttention, x: Tensor, keep: Tensor | None = None, causal: bool = True) -> Tensor:
     pos = places(x.shape[1])
     kv = attention.keys(x, pos, NOWHERE)
-    return attention(x, kv, Sight.of(pos, pos, keep, causal), NOWHERE)
+    return attention(x, kv, AttentionMask.of(pos, pos, keep, causal), NOWHERE)
 
 
 def by_hand(attention: LSHAttention, x: Tensor, order: Order | None, keep: Tensor | None, causal: bool) -> Tensor:
@@ -97,7 +99,10 @@ def test_is_a_softmax_over_what_meets(
     attention = make(hashes=hashes, chunk=chunk, before=around[0], after=around[1], once=once)
     x = torch.randn(2, length, 12, dtype=torch.double)
     keep = None if padding == "none" else padded(length, length, length - 6, left=padding == "left")
-    kv, sight = attention.keys(x, places(length), NOWHERE), Sight.of(places(length), places(length), keep, causal)
+    kv, sight = (
+        attention.keys(x, places(length), NOWHERE),
+        AttentionMask.of(places(length), places(length), keep, causal),
+    )
     order = attention.sort(kv, sight)
     assert order is not None
     expected = by_hand(attention, x, order, keep, causal)
@@ -153,12 +158,12 @@ def test_gradients_are_those_of_finite_differences(once: bool) -> None:
     attention = make(hashes=2, chunk=2, once=once)
     x, keep = torch.randn(1, 11, 12, dtype=torch.double, requires_grad=True), padded(11, 10)
     pos = places(11)
-    order = attention.sort(attention.keys(x, pos, NOWHERE), Sight.of(pos, pos, keep, True))
+    order = attention.sort(attention.keys(x, pos, NOWHERE), AttentionMask.of(pos, pos, keep, True))
     assert order is not None
 
     def brought(x: Tensor) -> Tensor:
         kv = attention.keys(x, pos, NOWHERE)
-        return attention(x, kv, Sight.of(pos, pos, keep, True), NOWHERE, order)[:, :10]
+        return attention(x, kv, AttentionMask.of(pos, pos, keep, True), NOWHERE, order)[:, :10]
 
     assert torch.autograd.gradcheck(brought, x, fast_mode=True)
 
@@ -188,7 +193,7 @@ def test_the_future_is_not_looked_at() -> None:
 
 
 def test_hashing_is_the_same_in_every_pass_and_other_in_every_layer() -> None:
-    stack = Stack(mixer="lsh", width=12, heads=2, lsh=Lsh(chunk=4))
+    stack = Stack(mixer="lsh", width=12, heads=2, lsh=LshConfig(chunk=4))
     first, second = LSHAttention(stack, 0).eval(), LSHAttention(stack, 1).train()
     x = torch.randn(2, 2, 50, 6)
     before = torch.get_rng_state()
@@ -217,9 +222,9 @@ def test_directions_decide_the_bucket() -> None:
     assert torch.equal(opposite // count[0], (high + count[1] // 2) % count[1])
 
 
-def language_model(lsh: Lsh, layers: int = 2, **changes: object) -> Model:
+def language_model(lsh: LshConfig, layers: int = 2, **changes: object) -> Model:
     shape = {"width": 16, "heads": 2, "head_width": 8, "ff": 24, "norm_at": "pre", "norm_eps": 1e-12, "bias": "ff"}
-    ends = {"residual": "reversible", "position": "axial", "axial": Axial(rows=16, columns=32, row_width=4)}
+    ends = {"residual": "reversible", "position": "axial", "axial": AxialConfig(rows=16, columns=32, row_width=4)}
     stack = Stack(mixer="lsh", layers=layers, dropout=0.0, lsh=lsh, **(shape | ends | changes))
     tied = stack.residual == "add"
     return Model(Config(source_vocab=40, target_vocab=40, decoder=stack, tie_output=tied, scale_embeddings=False))
@@ -227,7 +232,7 @@ def language_model(lsh: Lsh, layers: int = 2, **changes: object) -> Model:
 
 @pytest.mark.parametrize("residual", ["add", "reversible"])
 def test_symbol_by_symbol_is_all_at_once(residual: str) -> None:
-    model = language_model(Lsh(chunk=8), residual=residual).double().eval()
+    model = language_model(LshConfig(chunk=8), residual=residual).double().eval()
     tokens = torch.randint(4, 40, (2, 30))
     keep = padded(30, 30, 22, left=True)
     with torch.inference_mode():
@@ -264,7 +269,7 @@ def names(layers: int) -> dict[str, str]:
     return parts | whole
 
 
-def both(monkeypatch: pytest.MonkeyPatch, lsh: Lsh, seed: int = 5, layers: int = 2):
+def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers: int = 2):
     """transformers' model and ours with the same weights, which hash alike, in double precision."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
@@ -293,15 +298,15 @@ def both(monkeypatch: pytest.MonkeyPatch, lsh: Lsh, seed: int = 5, layers: int =
 @pytest.mark.parametrize(
     ("lsh", "length", "kept"),
     [
-        (Lsh(hashes=1, chunk=8), 64, None),
-        (Lsh(hashes=2, chunk=8), 64, None),
-        (Lsh(hashes=4, chunk=8), 512, None),
-        (Lsh(hashes=2, chunk=8), 203, None),  # not whole chunks
-        (Lsh(hashes=2, chunk=8, buckets=6), 200, 150),  # padding
-        (Lsh(hashes=1, chunk=8, before=1), 8, None),  # exact
+        (LshConfig(hashes=1, chunk=8), 64, None),
+        (LshConfig(hashes=2, chunk=8), 64, None),
+        (LshConfig(hashes=4, chunk=8), 512, None),
+        (LshConfig(hashes=2, chunk=8), 203, None),  # not whole chunks
+        (LshConfig(hashes=2, chunk=8, buckets=6), 200, 150),  # padding
+        (LshConfig(hashes=1, chunk=8, before=1), 8, None),  # exact
     ],
 )
-def test_equals_transformers(monkeypatch: pytest.MonkeyPatch, lsh: Lsh, length: int, kept: int | None) -> None:
+def test_equals_transformers(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, length: int, kept: int | None) -> None:
     theirs, ours = both(monkeypatch, lsh)
     tokens = torch.randint(4, 40, (2, length))
     keep = None if kept is None else padded(length, length, kept)
@@ -315,7 +320,7 @@ def test_equals_transformers(monkeypatch: pytest.MonkeyPatch, lsh: Lsh, length: 
 
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = both(monkeypatch, Lsh(hashes=2, chunk=8))
+    theirs, ours = both(monkeypatch, LshConfig(hashes=2, chunk=8))
     tokens = torch.randint(4, 40, (1, 512))  # they train at the full length alone
     theirs.train()(tokens).logits.square().sum().backward()
     ours.train()(tokens, None).square().sum().backward()

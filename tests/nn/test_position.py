@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.config import Axial as AxialShape
-from regard.config import Rotary as Turning
+from regard.config import AxialConfig as AxialShape
+from regard.config import RotaryConfig as Turning
 from regard.config import Stack
 from regard.errors import UserError
 from regard.nn.position import Axial, Bucket, Learned, Position, Rotary, alibi_slopes, make_position, sinusoid

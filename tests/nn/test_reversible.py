@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.config import Lsh, Stack
+from regard.config import LshConfig, Stack
 from regard.nn import reversible
-from regard.nn.attention import Sight
+from regard.nn.attention import AttentionMask
 from regard.nn.cache import State
 from regard.nn.dropout import MaskPool, use_pool
 from regard.nn.position import Position
@@ -20,7 +20,7 @@ NOWHERE = Position()
 
 def small(**changes: object) -> Stack:
     shape = {"width": 8, "heads": 2, "ff": 12, "layers": 3, "norm_at": "pre", "residual": "reversible", "dropout": 0.0}
-    return Stack(**(shape | {"lsh": Lsh(hashes=2, chunk=4)} | changes))
+    return Stack(**(shape | {"lsh": LshConfig(hashes=2, chunk=4)} | changes))
 
 
 def tower(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
@@ -31,7 +31,7 @@ def tower(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
     return made
 
 
-def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, sight: Sight, position: Position) -> Tensor:
+def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, sight: AttentionMask, position: Position) -> Tensor:
     """The same layers as an ordinary loop, all of whose activations autograd keeps."""
     for block in blocks:
         x, _ = block(x, pos, sight, position)
@@ -51,7 +51,7 @@ def gradients(model: Transformer, x: Tensor, keep: Tensor | None = None) -> tupl
 
 def test_block_is_its_formula() -> None:
     block, x, pos = ReversibleBlock(small(), None).double(), torch.randn(2, 5, 16).double(), torch.arange(5)[None]
-    sight = Sight.of(pos, pos, None, causal=True)
+    sight = AttentionMask.of(pos, pos, None, causal=True)
     one, two = x[..., :8], x[..., 8:]
     normed = block.attention_residual.norm(two)
     one = one + block.attention(normed, block.attention.keys(normed, pos, NOWHERE), sight, NOWHERE)

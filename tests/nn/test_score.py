@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.config import Score as ScoreName
+from regard.config import ScoreName as ScoreName
 from regard.config import Stack
-from regard.nn.attention import Attention, Sight
+from regard.nn.attention import Attention, AttentionMask
 from regard.nn.position import Position
 from regard.nn.score import Score, make_score
 
@@ -105,7 +105,7 @@ def check(
     seen: list[Tensor] = []
     hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
     pos, key_pos = torch.arange(2).unsqueeze(0), torch.arange(5).unsqueeze(0)
-    kv, sight = attention.keys(context, key_pos, Position()), Sight.of(pos, key_pos, None)
+    kv, sight = attention.keys(context, key_pos, Position()), AttentionMask.of(pos, key_pos, None)
     found = attention(x, kv, sight, Position())
     hook.remove()
     torch.testing.assert_close(attention(x, kv, sight, Position()), found, atol=1e-5, rtol=1e-5)

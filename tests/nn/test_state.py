@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.nn.attention import KV
-from regard.nn.cache import Source, State
+from regard.nn.cache import CrossCache, State
 
 
 def state(rows: int, length: int, keep: Tensor | None = None) -> State:
@@ -35,7 +35,7 @@ def test_selecting_twice_is_selecting_once(data: st.DataObject, rows: int, padde
 def test_a_source_is_selected_by_sentence_and_only_when_told() -> None:
     kv = KV(torch.randn(3, 1, 4, 2), torch.randn(3, 1, 4, 2))
     keep = torch.arange(4) < torch.tensor([[4], [1], [2]])
-    start = State((), source=Source((kv,), keep, torch.arange(4).unsqueeze(0)))
+    start = State((), source=CrossCache((kv,), keep, torch.arange(4).unsqueeze(0)))
     assert start.select(torch.tensor([0, 0, 1, 1, 2, 2])).source is start.source
     left = start.select(torch.tensor([0, 2]), torch.tensor([0, 2])).source
     assert left is not None

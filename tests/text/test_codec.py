@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from regard.config import parse
 from regard.errors import UserError
-from regard.text.codec import Codec, Example, TextConfig, Unknown, split_features
+from regard.text.codec import Codec, Example, TextConfig, UnknownTokens, split_features
 from regard.text.tokenizer import Tokenizer
 
 CHAR = Tokenizer.train("char", ["Abmachungen"])
@@ -83,7 +83,7 @@ def test_unknown_symbols_and_features_are_counted_and_named() -> None:
     examples = [Example("Abx", features="N;V"), Example("xx"), Example("Ab", features="N")]
     rows = codec.encode_source(examples)
     assert [row.count(1) for row in rows] == [2, 2, 0]
-    unknown = Unknown()
+    unknown = UnknownTokens()
     codec.note_unknown(examples, rows, unknown)
     assert (unknown.symbols, unknown.total, unknown.texts) == ({"x": 3, "V": 1}, 4, 2)
     assert unknown.first["V"] == "Abx"

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from regard.config import Ids, parse
+from regard.config import SpecialIds, parse
 from regard.errors import UserError
-from regard.text.codec import Codec, Example, TextConfig, Unknown
-from regard.text.foreign import HIDDEN, Foreign
+from regard.text.codec import Codec, Example, TextConfig, UnknownTokens
+from regard.text.foreign import HIDDEN, ForeignTokenizer
 from regard.text.learn import byte_letters
 from regard.text.tokenizer import Tokenizer
 
 NAMES = ["</s>", "<pad>", "<unk>", "<mask>"]
-IDS = Ids(pad=1, unk=2, sos=0, eos=0, mask=3)
+IDS = SpecialIds(pad=1, unk=2, sos=0, eos=0, mask=3)
 
 
 def words() -> Library:
@@ -59,13 +59,13 @@ def starts() -> Library:
 KINDS = {"words": words, "pieces": pieces, "pairs": pairs, "starts": starts}
 
 
-def foreign(kind: str, marked: bool = True, **options: int) -> Foreign:
+def foreign(kind: str, marked: bool = True, **options: int) -> ForeignTokenizer:
     library = KINDS[kind]()
     if marked:
         library.add_special_tokens(NAMES)
         library.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", 0)])
     library.add_tokens([AddedToken("zz", normalized=False)])
-    return Foreign(library.to_str(), IDS, **options)
+    return ForeignTokenizer(library.to_str(), IDS, **options)
 
 
 MADE = {(kind, marked): foreign(kind, marked) for kind in KINDS for marked in (True, False)}
@@ -111,20 +111,20 @@ def test_unknown_symbols_are_shown_and_named() -> None:
     assert ids == [4, 2, 5]
     assert tokenizer.decode([*ids, 0]) == "a ⁇ b"
     assert tokenizer.pieces([*ids, 0, 3]) == ["a", "⁇", "b", "</s>", "<mask>"]
-    unknown = Unknown()
+    unknown = UnknownTokens()
     unknown.add(tokenizer, ["a <mask> b"], [ids])
     assert unknown.symbols == {"<mask>": 1}
 
 
 def test_an_end_that_stands_in_for_unknown_is_an_end() -> None:
-    tokenizer = Foreign(words().to_str(), Ids(pad=0, unk=0, sos=0, eos=0))
+    tokenizer = ForeignTokenizer(words().to_str(), SpecialIds(pad=0, unk=0, sos=0, eos=0))
     assert tokenizer.unknown([0, 4]) == 0
     assert tokenizer.decode([4, 0]) == "a"
 
 
 def test_symbols_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
     assert foreign("words", size=5).encode(["a b zz"]) == [[4, 2, 2]]
-    standing_in = Foreign(words().to_str(), Ids(pad=0, unk=0, sos=0, eos=0), 5)
+    standing_in = ForeignTokenizer(words().to_str(), SpecialIds(pad=0, unk=0, sos=0, eos=0), 5)
     assert standing_in.encode(["a b"]) == [[4]]
     with pytest.raises(UserError, match="it has 2 symbols"):
         foreign("words", size=2)
@@ -134,8 +134,8 @@ def test_symbols_of_another_text_are_only_found_where_all_else_fails() -> None:
     pieces = [("<unk>", 0.0), ("▁", -1.0), ("a", -1.0), (HIDDEN + "xy", 0.0), (HIDDEN + "aa", 0.0)]
     library = Library(models.Unigram(pieces, 0, False))
     library.decoder = decoders.Metaspace()
-    tokenizer = Foreign(library.to_str(), Ids(pad=0, unk=0, sos=1, eos=1))
-    tokenizer.ids = Ids(pad=1, unk=0, sos=1, eos=1)
+    tokenizer = ForeignTokenizer(library.to_str(), SpecialIds(pad=0, unk=0, sos=1, eos=1))
+    tokenizer.ids = SpecialIds(pad=1, unk=0, sos=1, eos=1)
     assert tokenizer.encode(["axya", "aaxyz"]) == [[2, 3, 2], [2, 2, 0]]
     assert tokenizer.pieces([3, 4]) == ["xy", "aa"]
     assert tokenizer.decode([2, 3]) == "axy"
@@ -146,12 +146,16 @@ def test_spellings_are_what_a_symbol_adds_to_a_text() -> None:
     assert MADE["starts", True].spellings()[4:7] == [b" ab", b"a", b" a"]
     letters = Library(models.BPE({**{letter: i for i, letter in enumerate(byte_letters())}, "Ġa": 256}, []))
     letters.decoder = decoders.ByteLevel()
-    bytewise = Foreign(letters.to_str(), Ids(pad=0, unk=0, sos=0, eos=0))
+    bytewise = ForeignTokenizer(letters.to_str(), SpecialIds(pad=0, unk=0, sos=0, eos=0))
     assert bytewise.spellings()[1:] == [*(bytes([byte]) for byte in range(1, 256)), b" a"]
     assert bytewise.pieces([256, 0xE4]) == [" a", r"\xe4"]
     fallback = Library(models.BPE({"▁a": 0, "<0xE4>": 1, "x": 2}, []))
     fallback.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert Foreign(fallback.to_str(), Ids(pad=2, unk=2, sos=2, eos=2)).spellings() == [b" a", b"\xe4", b""]
+    assert ForeignTokenizer(fallback.to_str(), SpecialIds(pad=2, unk=2, sos=2, eos=2)).spellings() == [
+        b" a",
+        b"\xe4",
+        b"",
+    ]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -170,7 +174,7 @@ def test_saved_is_loaded(shared: bool, tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with pytest.raises(UserError, match="no such tokenizer"):
-        Foreign.read(path, IDS)
+        ForeignTokenizer.read(path, IDS)
     state = json.loads(words().to_str())
     for text in (
         "",
@@ -182,10 +186,10 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=r"t\.json: not a readable tokenizer"):
-            Foreign.read(path, IDS)
+            ForeignTokenizer.read(path, IDS)
     path.write_text(json.dumps(state))
     with pytest.raises(UserError, match=r"t\.json: it has 6 symbols, too few"):
-        Foreign.read(path, Ids(pad=6))
+        ForeignTokenizer.read(path, SpecialIds(pad=6))
     with pytest.raises(UserError, match=r"t\.json: not a tokenizer of ours"):
         Tokenizer.load(path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regard.text import codec as module
-from regard.text.codec import Unknown
+from regard.text.codec import UnknownTokens
 from regard.text.tokenizer import Tokenizer
 
 
@@ -11,7 +11,7 @@ def test_counts_add_up(monkeypatch) -> None:
     monkeypatch.setattr(module, "DISTINCT", 2)
     tokenizer = Tokenizer.train("char", ["ab"])
     texts = ["axb", "ab", "yxz", "x"]
-    report = Unknown()
+    report = UnknownTokens()
     assert (bool(report), report.summary()) == (False, "")
     report.add(tokenizer, texts, tokenizer.encode(texts))
     assert (report.total, report.texts) == (5, 3)
@@ -20,7 +20,7 @@ def test_counts_add_up(monkeypatch) -> None:
 
 
 def test_the_summary_is_short_and_tells_look_alikes_apart() -> None:
-    report = Unknown()
+    report = UnknownTokens()
     report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100], "text")
     told = report.summary()
     assert told.startswith("12 unknown symbols in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")

@@ -7,7 +7,7 @@ from pathlib import Path
 from backwards import MakeRecipe
 
 from regard.training.checkpoint import Best, Progress
-from regard.training.model_card import write_card
+from regard.training.model_card import write_model_card
 from regard.training.report import draw_curve
 
 
@@ -17,7 +17,7 @@ def test_the_card_tells_what_why_and_how(recipe: MakeRecipe, tmp_path: Path) -> 
     best = Best(step=40, value=31.5, scores={"loss": 0.5, "bleu": 31.5}, averaged=3)
     progress = Progress(step=50, epoch=2, seconds=61, best=best, finished="steps", skipped=1)
     order = recipe(metric="bleu", validate_beam=4)
-    write_card(
+    write_model_card(
         run,
         order,
         progress,
@@ -43,7 +43,7 @@ def test_the_card_tells_what_why_and_how(recipe: MakeRecipe, tmp_path: Path) -> 
 
 
 def test_a_run_without_a_score_says_so(recipe: MakeRecipe, tmp_path: Path) -> None:
-    write_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), notes=[], signatures={})
+    write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), notes=[], signatures={})
     assert "no validation gave a number" in (tmp_path / "README.md").read_text()
 
 

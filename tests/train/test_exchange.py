@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard.training.distributed import MESSAGE, Exchange, meet, same_start
+from regard.training.distributed import MESSAGE, GradientAllReduce, meet, same_start
 
 WIDTH = 2100  # two matrices of this width are more than one message
 
@@ -31,7 +31,7 @@ def take_part(rank: int, store: str, narrow: bool, out: str) -> None:
     with meet(rank, 2, torch.device("cpu"), store):
         mine = parameters(rank)
         same_start(mine)
-        exchange = Exchange(mine, narrow)
+        exchange = GradientAllReduce(mine, narrow)
         for index, p in enumerate(mine):
             if p.requires_grad and (rank, index) != (1, 3):  # one that the second process has no gradient of
                 p.grad = gradient(rank, index, p.shape)

@@ -7,8 +7,8 @@ from backwards import MakeRecipe
 
 from regard.data.prepare import prepare
 from regard.presets import preset
-from regard.training.distributed import World
-from regard.training.loader import CorpusFeed
+from regard.training.distributed import ProcessGroup
+from regard.training.loader import CorpusLoader
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def feeds(recipe: MakeRecipe, tmp_path: Path):  # type: ignore[no-untyped-def]
     prepared = prepare(recipe(), tmp_path / "data")
     config = preset("transformer-tiny", 50)
 
-    def make(size: int, **settings: int) -> list[CorpusFeed]:
+    def make(size: int, **settings: int) -> list[CorpusLoader]:
         train = recipe(**settings).train
-        return [CorpusFeed(prepared.train, config, train, World(rank, size)) for rank in range(size)]
+        return [CorpusLoader(prepared.train, config, train, ProcessGroup(rank, size)) for rank in range(size)]
 
     return make
 

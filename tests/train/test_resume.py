@@ -22,15 +22,15 @@ from regard.recipe import Recipe
 from regard.run import Run
 from regard.training.distributed import Stopped, WorkerDied, Workers
 from regard.training.fit import fit
-from regard.training.report import CLOCK_FIELDS, Silence, read_log
+from regard.training.report import CLOCK_FIELDS, SilentReporter, read_log
 
 DRIVER = """
 import json, os, signal, sys, threading
 from regard.training.fit import fit
 from regard.recipe import load_recipe
-from regard.training.report import Silence
+from regard.training.report import SilentReporter
 
-class Killer(Silence):
+class Killer(SilentReporter):
     def tick(self, step, done, seconds):
         if step == int(sys.argv[3]):
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), int(sys.argv[5]))).start()
@@ -69,7 +69,7 @@ def others(run: Path) -> list[int]:
     return found
 
 
-class At(Silence):
+class At(SilentReporter):
     """Does something after a step."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
@@ -92,7 +92,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
     order = recipe(steps=40, validate_every=6, workers=workers, **settings)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    fit(order, whole, talk=Silence())
+    fit(order, whole, talk=SilentReporter())
 
     at, delay = random.randint(1, 20), random.random() / 50
     assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
@@ -118,7 +118,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         with pytest.raises(WorkerDied, match="process 1 of 2 was killed by signal 9"):
             fit(order, run, resume=True, talk=At(32, lambda: started[0]._processes[0].kill()))
 
-    fit(order, run, resume=True, talk=Silence())
+    fit(order, run, resume=True, talk=SilentReporter())
     assert result(run) == result(whole), f"killed {delay} s after step {at}"
 
 
@@ -132,7 +132,7 @@ def test_a_crash_at_any_write_loses_nothing(
 ) -> None:
     """Stop before each single file operation in turn, and go on."""
     order = recipe(steps=2, validate_every=1, average=2, log_every=2, ema=0.5)
-    fit(order, tmp_path / "whole", talk=Silence())
+    fit(order, tmp_path / "whole", talk=SilentReporter())
     whole = result(tmp_path / "whole")
     run = tmp_path / "run"
     left = 0
@@ -158,7 +158,7 @@ def test_a_crash_at_any_write_loses_nothing(
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         left = stop_at
         try:
-            fit(order, run, talk=Silence())
+            fit(order, run, talk=SilentReporter())
             break
         except Crash:
             left = 0
@@ -166,7 +166,7 @@ def test_a_crash_at_any_write_loses_nothing(
             Run.load(run)
         except UserError as error:
             assert any(text in str(error) for text in ("no weights yet", "not a run directory", "no such run"))
-        fit(order, run, resume=True, talk=Silence())
+        fit(order, run, resume=True, talk=SilentReporter())
         assert result(run) == whole, f"crash at write {stop_at}"
     assert stop_at > 15
 
@@ -185,7 +185,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
     import regard.training.fit
 
     order = recipe(steps=8, validate_every=4, ema=0.5)
-    fit(order, tmp_path / "whole", talk=Silence())
+    fit(order, tmp_path / "whole", talk=SilentReporter())
     original = regard.training.fit.Validation.__call__
 
     def endless(self: Any, model: Any) -> Any:
@@ -195,7 +195,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
 
     monkeypatch.setattr(regard.training.fit.Validation, "__call__", endless)
     with pytest.raises(Stopped):
-        fit(order, tmp_path / "run", talk=Silence())
+        fit(order, tmp_path / "run", talk=SilentReporter())
     monkeypatch.setattr(regard.training.fit.Validation, "__call__", original)
-    fit(order, tmp_path / "run", resume=True, talk=Silence())
+    fit(order, tmp_path / "run", resume=True, talk=SilentReporter())
     assert result(tmp_path / "run") == result(tmp_path / "whole")

@@ -10,26 +10,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.config import Config, Ids, Stack
+from regard.config import Config, SpecialIds, Stack
 from regard.data.objectives import (
     SENTINELS,
+    corrupt_spans,
     generator,
-    hide,
-    hide_stretches,
     lm_batch,
+    mask_tokens,
     masked_batch,
+    sample_spans,
     span_batch,
-    stretches,
     text_ids,
 )
 
-IDS = Ids(mask=4)
+IDS = SpecialIds(mask=4)
 TEXT = text_ids(60, frozenset({0, 1, 2, 3, 4, 31}))
 
 
 def test_eighty_ten_ten() -> None:
     rows = np.tile(np.concatenate(([2], np.resize(TEXT, 298), [3])), (200, 1))
-    read, chosen = hide(rows, 0.15, IDS, TEXT, generator(1, 2, 3))
+    read, chosen = mask_tokens(rows, 0.15, IDS, TEXT, generator(1, 2, 3))
     assert chosen[:, 1:-1].sum(1).tolist() == [round(298 * 0.15)] * 200  # of every row
     assert not chosen[:, [0, -1]].any()
     assert (read[~chosen] == rows[~chosen]).all()
@@ -46,24 +46,26 @@ def test_eighty_ten_ten() -> None:
 @given(st.lists(st.integers(0, 59), min_size=1, max_size=30), st.floats(0.01, 0.99), st.integers(0, 99))
 def test_what_is_not_text_is_neither_chosen_nor_drawn(row: list[int], rate: float, seed: int) -> None:
     rows = np.asarray([row, row[::-1]])
-    read, chosen = hide(rows, rate, IDS, TEXT, generator(seed))
+    read, chosen = mask_tokens(rows, rate, IDS, TEXT, generator(seed))
     text = np.isin(rows, TEXT)
     assert not (chosen & ~text).any()
     assert np.isin(read[chosen], [*TEXT, IDS.mask]).all()
     assert (chosen.sum(1) == np.where(text.sum(1) > 0, np.maximum(1, np.round(text.sum(1) * rate)), 0)).all()
-    again = hide(rows, rate, IDS, TEXT, generator(seed))
+    again = mask_tokens(rows, rate, IDS, TEXT, generator(seed))
     assert np.array_equal(read, again[0]) and np.array_equal(chosen, again[1])
 
 
 def test_other_keys_hide_other_symbols() -> None:
     rows = np.tile(TEXT, (4, 1))
-    found = [hide(rows, 0.2, IDS, TEXT, generator(*key))[1] for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0))]
+    found = [
+        mask_tokens(rows, 0.2, IDS, TEXT, generator(*key))[1] for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0))
+    ]
     assert all(not np.array_equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
 def test_a_batch_of_hidden_symbols() -> None:
     rows = np.tile(TEXT, (3, 1))
-    read, chosen = hide(rows, 0.2, IDS, TEXT, generator(1))
+    read, chosen = mask_tokens(rows, 0.2, IDS, TEXT, generator(1))
     batch = masked_batch(read, rows, chosen, 99)
     assert batch.tokens == chosen.sum() and batch.total == 99
     assert batch.keep_BT is not None and torch.equal(batch.label_BT[batch.keep_BT], torch.from_numpy(rows[chosen]))
@@ -71,7 +73,7 @@ def test_a_batch_of_hidden_symbols() -> None:
 
 @given(st.integers(2, 300), st.floats(0.01, 0.9), st.floats(1, 20), st.integers(0, 9))
 def test_stretches_lie_apart_and_make_up_their_share(length: int, rate: float, mean: float, seed: int) -> None:
-    places = stretches(length, rate, mean, SENTINELS - 1, generator(seed))
+    places = sample_spans(length, rate, mean, SENTINELS - 1, generator(seed))
     hidden = min(max(1, round(length * rate)), length - 1)
     assert sum(end - start for start, end in places) == hidden
     assert places[0][0] > 0 and places[-1][1] == length
@@ -83,8 +85,8 @@ def test_stretches_lie_apart_and_make_up_their_share(length: int, rate: float, m
 @given(st.lists(st.integers(5, 59), min_size=2, max_size=200), st.floats(0.05, 0.7), st.integers(0, 9))
 def test_source_and_target_together_are_the_text(row: list[int], rate: float, seed: int) -> None:
     first = 59 + SENTINELS
-    places = stretches(len(row), rate, 3.0, SENTINELS - 1, generator(seed))
-    read, said = hide_stretches(np.asarray(row), places, first)
+    places = sample_spans(len(row), rate, 3.0, SENTINELS - 1, generator(seed))
+    read, said = corrupt_spans(np.asarray(row), places, first)
     found: dict[int, list[int]] = {}
     for symbol in said:
         if symbol > 59:

@@ -12,7 +12,7 @@ from regard.loss import Loss
 from regard.model import Model
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
-from regard.training.distributed import World
+from regard.training.distributed import ProcessGroup
 from regard.training.step import Stepper
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
@@ -32,7 +32,7 @@ def batch(rows: list[Any], config: Config, total: int) -> tuple[Batch, float]:
 
 def make(config: Config, **settings: Any) -> Stepper:
     torch.manual_seed(1)
-    return Stepper(Model(config), Train(label_smoothing=0.1, **settings), World())
+    return Stepper(Model(config), Train(label_smoothing=0.1, **settings), ProcessGroup())
 
 
 def gradients(stepper: Stepper) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from regard.training.report import Lines, Live, Talk, duration, make_talk
+from regard.training.report import Lines, Live, Reporter, duration, make_reporter
 
 EVENTS = [
     {"event": "train", "step": 50, "epoch": 0.5, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 9.0},
@@ -16,7 +16,7 @@ EVENTS = [
 ]
 
 
-def told(talk: Talk, stream: io.StringIO) -> str:
+def told(talk: Reporter, stream: io.StringIO) -> str:
     talk.say("choice [not markup] of /a/path")
     for step in (1, 50):
         talk.tick(step, step / 100, float(step))
@@ -45,15 +45,15 @@ def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
-    talk = make_talk(stream)
+    talk = make_reporter(stream)
     assert isinstance(talk, Live)
     talk.event(EVENTS[0])
     text = told(talk, stream)
     assert "choice [not markup] of /a/path" in text
     assert "loss 2.500" in text and "12,346 tokens/s" in text and "1 min 39 s left" in text
     assert "validation: loss 2.2500, wer 81.23" in text
-    assert isinstance(make_talk(io.StringIO()), Lines)
-    assert isinstance(make_talk(sys.__stderr__), Lines | Live)
+    assert isinstance(make_reporter(io.StringIO()), Lines)
+    assert isinstance(make_reporter(sys.__stderr__), Lines | Live)
 
 
 def test_durations() -> None:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import Config, Stack
-from regard.data.objectives import Masks, Spans, Windows, lanes, lm_windows
+from regard.data.objectives import SpanCorruption, TokenMasking, Windows, lanes, lm_windows
 from regard.data.plain import Stream
 from regard.errors import UserError
 from regard.recipe import Train
 from regard.text.tokenizer import Tokenizer
-from regard.training.distributed import World
-from regard.training.loader import Feed, LaneFeed, LmFeed, MaskedFeed, SpanFeed
+from regard.training.distributed import ProcessGroup
+from regard.training.loader import DataLoader, LmLoader, MaskedLoader, SegmentLoader, SpanLoader
 
 TOKENIZER = Tokenizer.train("char", ["".join(map(chr, range(97, 123)))], mask=True)
 IDS = np.arange(5, 305, dtype=np.uint32) % 26 + 5
@@ -28,16 +28,16 @@ ENCODER = Config(source_vocab=31, target_vocab=31, encoder=STACK, frame="both", 
 BOTH = Config(source_vocab=131, target_vocab=131, encoder=STACK, decoder=STACK)
 
 
-def make(kind: str, rank: int = 0, size: int = 1, **settings: Any) -> Feed:
-    train, world = Train(**({"context": 16, "batch_examples": 4} | settings)), World(rank, size)
+def make(kind: str, rank: int = 0, size: int = 1, **settings: Any) -> DataLoader:
+    train, world = Train(**({"context": 16, "batch_examples": 4} | settings)), ProcessGroup(rank, size)
     if kind == "masked":
-        return MaskedFeed(Masks(STREAM, TOKENIZER, ENCODER, train), STREAM, train, world)
+        return MaskedLoader(TokenMasking(STREAM, TOKENIZER, ENCODER, train), STREAM, train, world)
     if kind == "span":
-        return SpanFeed(Spans(STREAM, 130, BOTH, train), STREAM, train, world)
-    return LaneFeed(STREAM, train, world) if kind == "lanes" else LmFeed(STREAM, train, world)
+        return SpanLoader(SpanCorruption(STREAM, 130, BOTH, train), STREAM, train, world)
+    return SegmentLoader(STREAM, train, world) if kind == "lanes" else LmLoader(STREAM, train, world)
 
 
-def epoch(feed: Feed, number: int) -> list[Any]:
+def epoch(feed: DataLoader, number: int) -> list[Any]:
     found, batch = [], 0
     while batch < feed.batches_in(number):
         portion = feed.portion(number, batch)
@@ -128,8 +128,8 @@ def test_batches_by_number_of_symbols() -> None:
 
 def test_mistakes() -> None:
     with pytest.raises(UserError, match="no symbol for what is hidden"):
-        Masks(STREAM, TOKENIZER, BOTH, Train())
+        TokenMasking(STREAM, TOKENIZER, BOTH, Train())
     with pytest.raises(UserError, match="no room for text"):
-        Masks(STREAM, TOKENIZER, ENCODER, Train(context=2))
+        TokenMasking(STREAM, TOKENIZER, ENCODER, Train(context=2))
     with pytest.raises(UserError, match="two symbols at least"):
-        Spans(STREAM, 130, BOTH, Train(context=1))
+        SpanCorruption(STREAM, 130, BOTH, Train(context=1))

@@ -10,8 +10,8 @@ from regard.cli.tables import Json, out, out_json, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
-    from regard.convert.hf import Report
-    from regard.convert.to_ctranslate2 import Written
+    from regard.convert.hf import ConversionReport
+    from regard.convert.to_ctranslate2 import CTranslate2Report
 
 EXAMPLE = "regard convert opus-mt-en-de runs/en-de"
 
@@ -43,7 +43,7 @@ def command(
         raise one_of("--to", to, ["hf", "ctranslate2"])
     if quantization is not None and to != "ctranslate2":
         raise UserError("--quantization belongs to --to ctranslate2")
-    report: Report | Written
+    report: ConversionReport | CTranslate2Report
     if to == "ctranslate2":
         if quantization not in (None, "fp32", "int8"):
             raise one_of("--quantization", quantization, ["fp32", "int8"])

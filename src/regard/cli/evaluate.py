@@ -90,7 +90,7 @@ def command(
 
     from regard.cli import kinds
     from regard.cli.input import staffed
-    from regard.data.reader import Account
+    from regard.data.reader import LineCounter
     from regard.decode.options import Options
     from regard.errors import UserError
 
@@ -106,7 +106,7 @@ def command(
         raise UserError(f"{', '.join(strange)}: no meaning for {run}, which is {kinds.NAMES[kind]}")
     if length_penalty is not None and options.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
-    account, metrics = Account(strict), metric or []
+    account, metrics = LineCounter(strict), metric or []
     if kind in ("pairs", "labels"):
         source = pairs_of(file, target, columns, runs[0].codec.columns)
         if kind == "labels":

@@ -163,7 +163,7 @@ def command(
     """
     from contextlib import ExitStack
 
-    from regard.cli.input import Input, staffed, tell_labels
+    from regard.cli.input import InputLines, staffed, tell_labels
     from regard.decode.generate import Decoder
     from regard.decode.options import Options
     from regard.device import choose_device, usable_precision
@@ -194,7 +194,7 @@ def command(
         decoder: Decoder = _ctranslate2(runs, options, precision or "fp32", device, workers, threads, scores)
     else:
         decoder = Decoder(runs, options)
-    lines, number = Input(file, runs[0].codec, prefix_column, decoder.scorer.continues), 0
+    lines, number = InputLines(file, runs[0].codec, prefix_column, decoder.scorer.continues), 0
     with ExitStack() as stack:
         answer = None
         for batch in lines.batches(options.window):

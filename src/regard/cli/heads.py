@@ -52,14 +52,14 @@ def command(
     it. The heads that align best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language
     model, induction heads are named.
     """
-    from regard.data.reader import Account
+    from regard.data.reader import LineCounter
     from regard.decode.alignment import read_links, save_heads
     from regard.inspect.heads import best_alignment_heads, grids, induction_heads, measure_heads
     from regard.inspect.inputs import count_of, read_material
     from regard.run import HEADS
 
     (opened,) = open_runs([run], device, threads)
-    account = Account(strict)
+    account = LineCounter(strict)
     where = pairs_of(pairs, target, columns, opened.codec.columns)
     material = read_material(opened, where.paths, where.columns, account, examples)
     if account.skipped:

@@ -41,10 +41,10 @@ def command(
     if what is None:
         _list()
         return
-    from regard.cost import Load, describe, measure_rate
+    from regard.cost import Workload, describe, measure_rate
 
     config, train = find_config(what, vocab, settings or [])
-    load = Load(length, batch_tokens or train.batch_tokens, sentences, beam)
+    load = Workload(length, batch_tokens or train.batch_tokens, sentences, beam)
     info = describe(config, load)
     stack = config.decoder or config.encoder
     assert stack is not None
@@ -124,7 +124,7 @@ def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list
         each = f"one of the {load.length} squares of an image, counting the first vector"
     else:
         each = f"{'a source and a target symbol' if pairs else 'a symbol'} at length {load.length}"
-        each += f" after {config.decoder.memory} remembered" if config.reads_on and config.decoder is not None else ""
+        each += f" after {config.decoder.memory} remembered" if config.has_memory and config.decoder is not None else ""
     costs = [
         (
             "FLOPs per token",

@@ -16,14 +16,14 @@ import torch
 
 from regard.cli import READER
 from regard.cli.tables import SMALL, flush, option_name, out, out_json, talk
-from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Account, Line, read_lines, shown
+from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, read_lines, shown
 from regard.decode.classify import labels_of
 from regard.decode.generate import Decoder, Request
-from regard.decode.workers import Crew
+from regard.decode.workers import WorkerPool
 from regard.device import cores, tune_allocator
 from regard.errors import UserError
 from regard.run import Run
-from regard.text.codec import Codec, Example, Unknown
+from regard.text.codec import Codec, Example, UnknownTokens
 
 if TYPE_CHECKING:
     from regard.decode.options import Options
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 MANY = 2000  # hypotheses: fewer are done before another process has started
 
 
-class Input:
+class InputLines:
     """The lines of a file as requests. A bad line is an empty request, counted and named at the end."""
 
     def __init__(self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False) -> None:
         self.path = path
         self.is_file = _is_file(path)
         self.codec = codec
-        self.account = Account()
-        self.unknown = Unknown()
+        self.account = LineCounter()
+        self.unknown = UnknownTokens()
         self.targets_ignored = 0
         self._names = [name for name in codec.columns if name != "target"]
         self._target_at = codec.columns.index("target") if "target" in codec.columns else None
@@ -102,7 +102,7 @@ class UnknownParts:
     def __init__(self, run: Run) -> None:
         self.codec = run.codec
         self.labels = None if run.config.classes is None else set(labels_of(run))
-        self.source, self.target = Unknown(), Unknown()
+        self.source, self.target = UnknownTokens(), UnknownTokens()
 
     def note(self, examples: Sequence[Example]) -> None:
         """Count what is unknown in these."""
@@ -135,7 +135,7 @@ class UnknownParts:
 
 
 @contextmanager
-def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | None) -> Iterator[Decoder | Crew]:
+def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | None) -> Iterator[Decoder | WorkerPool]:
     """A decoder with as many processes as were asked for, or as pay off for so many inputs at a time."""
     on_cpu = decoder.scorer.device.type == "cpu"
     if workers is None:
@@ -149,7 +149,7 @@ def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | N
         raise UserError(f"workers: {workers} processes share the cores of a CPU; on {decoder.scorer.device} use 1")
     if threads is None:
         torch.set_num_threads(max(1, cores() // workers))
-    with Crew(decoder, workers, tune_allocator) as crew:
+    with WorkerPool(decoder, workers, tune_allocator) as crew:
         yield crew
 
 
@@ -229,18 +229,18 @@ def _images(run: Run, file: str, json: bool) -> None:
 
 
 def _lines(run: Run, file: str, options: Options, json: bool) -> None:
-    from regard.cli.input import Input
-    from regard.decode.classify import Labelled, classify
+    from regard.cli.input import InputLines
+    from regard.decode.classify import Classification, classify
     from regard.text.codec import Example
 
-    lines, number = Input(file, run.codec), 0
+    lines, number = InputLines(file, run.codec), 0
     for batch in lines.batches(options.window):
         told = [request for request in batch if request.source.strip()]
         examples = [Example(request.source, features=request.features) for request in told]
         found = iter(classify(run, examples, options.batch_tokens, options.max_source))
         for request in batch:
             number += 1
-            blank = Labelled("", {}, {"empty": "the text is empty"})
+            blank = Classification("", {}, {"empty": "the text is empty"})
             labelled = next(found) if request.source.strip() else blank
             lines.note(number, labelled.flags)
             if json:

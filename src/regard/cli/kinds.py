@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from regard.cli.input import UnknownParts
     from regard.data.plain import Units
-    from regard.data.reader import Account, Located, Source
+    from regard.data.reader import LineCounter, Located, Source
     from regard.decode.options import Options
     from regard.evaluate import Evaluation, Skip, Staff
     from regard.run import Run
@@ -58,7 +58,13 @@ def _named(runs: list[Run], remarks: list[list[str]]) -> list[str]:
 
 
 def evaluate_pairs(
-    runs: list[Run], source: Source, account: Account, options: Options, metrics: list[str], samples: int, staff: Staff
+    runs: list[Run],
+    source: Source,
+    account: LineCounter,
+    options: Options,
+    metrics: list[str],
+    samples: int,
+    staff: Staff,
 ) -> Found:
     """Decode the sources and compare with the targets."""
     from regard.evaluate import evaluate
@@ -72,7 +78,7 @@ def evaluate_pairs(
 
 
 def evaluate_labelled(
-    runs: list[Run], source: Source, account: Account, options: Options, metrics: list[str], samples: int
+    runs: list[Run], source: Source, account: LineCounter, options: Options, metrics: list[str], samples: int
 ) -> Found:
     """Tell the labels of texts and compare."""
     from regard.decode.classify import classify
@@ -97,7 +103,7 @@ def _unknown(runs: list[Run], examples: list[Example]) -> list[UnknownParts]:
     return found
 
 
-def _skipper(source: Source, located: list[Located], account: Account) -> Skip:
+def _skipper(source: Source, located: list[Located], account: LineCounter) -> Skip:
     from regard.data.reader import LONG
 
     return lambda place, reason: account.skip(LONG, source.place(located[place].number), reason, tell=True)
@@ -131,7 +137,7 @@ def kind_of(run: Run) -> str:
 def evaluate_plain(
     runs: list[Run],
     file: str,
-    account: Account,
+    account: LineCounter,
     metrics: list[str],
     samples: int,
     context: int | None,
@@ -155,9 +161,9 @@ def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> l
     import numpy as np
 
     from regard.evaluate import text_metrics
-    from regard.text.codec import Unknown
+    from regard.text.codec import UnknownTokens
 
-    unknown, ends = Unknown(), units.symbols.cumsum()
+    unknown, ends = UnknownTokens(), units.symbols.cumsum()
     unknown.add(run.codec.source, pieces, [row.tolist() for row in np.split(units.ids[1:], ends[:-1])])
     if not unknown:
         return []

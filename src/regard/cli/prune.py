@@ -12,10 +12,10 @@ from regard.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from regard.data.reader import Account
+    from regard.data.reader import LineCounter
     from regard.inspect.inputs import Material
     from regard.run import Run
-    from regard.training.tune import Report
+    from regard.training.tune import PruneReport
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
@@ -63,19 +63,19 @@ def command(
     from pathlib import Path
     from typing import get_args
 
-    from regard.data.reader import Account
+    from regard.data.reader import LineCounter
     from regard.errors import one_of
     from regard.inspect.inputs import count_of
-    from regard.inspect.prune import Amount, Measure
+    from regard.inspect.prune import Amount, Criterion
     from regard.training.tune import prune, save, split
 
-    if by not in get_args(Measure):
-        raise one_of("--by", by, get_args(Measure))
+    if by not in get_args(Criterion):
+        raise one_of("--by", by, get_args(Criterion))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
     amount = Amount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
-    account = Account(strict)
+    account = LineCounter(strict)
     learn = _read(opened, data, target, columns, account)
     if valid is None:
         learn, held_out = split(learn)
@@ -107,14 +107,14 @@ def command(
     talk(f"{new}: written")
 
 
-def _read(run: Run, path: str, target: str | None, columns: str | None, account: Account) -> Material:
+def _read(run: Run, path: str, target: str | None, columns: str | None, account: LineCounter) -> Material:
     from regard.inspect.inputs import read_material
 
     where = pairs_of(path, target, columns, run.codec.columns)
     return read_material(run, where.paths, where.columns, account)
 
 
-def _show(report: Report) -> None:
+def _show(report: PruneReport) -> None:
     states = {"before": report.before, "pruned": report.pruned}
     if report.tuned_steps:
         states["tuned"] = report.after
@@ -141,7 +141,7 @@ def _show(report: Report) -> None:
     console.print(table)
 
 
-def _picture(report: Report, path: str) -> None:
+def _picture(report: PruneReport, path: str) -> None:
     from regard.inspect.plots import draw_lines, save
 
     across, up = zip(*report.curve, strict=True)

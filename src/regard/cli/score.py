@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from regard.cli.input import UnknownParts
-    from regard.data.reader import Account, Located
+    from regard.data.reader import LineCounter, Located
 
 EXAMPLE = "regard score runs/g2p pairs.tsv --json"
 
@@ -47,14 +47,14 @@ def command(
     from itertools import tee
 
     from regard.cli.input import UnknownParts
-    from regard.data.reader import LONG, Account, shown
+    from regard.data.reader import LONG, LineCounter, shown
     from regard.decode.options import Options
     from regard.decode.score import score
 
     told = {"batch_tokens": batch_tokens, "max_source": max_source, "weights": weights and weights.split(",")}
     options = Options.of(**{name: value for name, value in told.items() if value is not None})
     runs = open_runs([run, *(ensemble or [])], device, threads)
-    account, unknown = Account(strict), UnknownParts(runs[0])
+    account, unknown = LineCounter(strict), UnknownParts(runs[0])
     if runs[0].config.encoder is None and target is None and columns is None:
         located = _texts(pairs, account)
     else:
@@ -87,7 +87,7 @@ def _noted(located: Iterator[Located], unknown: UnknownParts, most: int) -> Iter
         yield from window
 
 
-def _texts(path: str, account: Account) -> Iterator[Located]:
+def _texts(path: str, account: LineCounter) -> Iterator[Located]:
     """Lines that are a text, which goes on from nothing, or a prompt and how it goes on."""
     from regard.data.reader import BLANK, COLUMNS, Located, read_lines, shown
     from regard.text.codec import Example

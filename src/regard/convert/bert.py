@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import ACTIVATIONS, Family, Fields, Json, Table, class_count, stack_of, word_for
 from regard.convert.tokenizers import their_labels
 
@@ -13,7 +13,7 @@ OUTPUTS: dict[str, Json] = {
 }
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     hf.fixed("position_embedding_type", "absolute")
     hf.fixed("is_decoder", False)
     hf.fixed("add_cross_attention", False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import (
     ACTIVATIONS,
     TURNED,
@@ -18,7 +18,7 @@ from regard.convert.table import (
 )
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     hf.fixed("scale_attn_weights", True)
     hf.fixed("scale_attn_by_inverse_layer_idx", False)
     hf.fixed("add_cross_attention", False)

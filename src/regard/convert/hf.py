@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from regard.config import Config, Frame, Ids, Stack, parse
+from regard.config import Config, Frame, SpecialIds, Stack, parse
 from regard.convert.bert import BERT
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
@@ -45,7 +45,7 @@ READING, WRITING = 1e-4, 1e-5  # the largest difference of outputs, relative to 
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What was converted into what, and how it was proven."""
 
     source: str
@@ -70,7 +70,7 @@ class Report:
         )
 
 
-def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) -> Report:
+def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) -> ConversionReport:
     """Read a Hugging Face directory and write it as a run."""
     source, out = Path(directory), _new(out)
     notes: list[str] = []
@@ -89,7 +89,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) ->
     if passed:
         note(f"not needed: {_some(passed)}")
     labels, pixels = label_names(hf, config), pixels_of(source, config)
-    report = Report(source.resolve().name, family.model_type, architecture, 0, None, notes)
+    report = ConversionReport(source.resolve().name, family.model_type, architecture, 0, None, notes)
 
     def write(path: Path) -> None:
         model = unfilled(config).eval()
@@ -110,7 +110,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) ->
 def _text(source: Path, family: Family, hf: Fields, names: set[str], note: Talk) -> tuple[Config, Codec]:
     """The settings, which need to know the ids of what is not text, and the text."""
     if family.images:  # there is no text: a codec that knows no symbol
-        return our_config(family, hf, names, Ids(), "end"), Codec(Tokenizer.train("char", []))
+        return our_config(family, hf, names, SpecialIds(), "end"), Codec(Tokenizer.train("char", []))
     if has_text(source):
         tokens = read_tokenizers(source, family.model_type, hf.data)
         for message in tokens.notes:
@@ -124,7 +124,7 @@ def _text(source: Path, family: Family, hf: Fields, names: set[str], note: Talk)
     return our_config(family, hf, names, tokenizer.ids, frame), Codec(tokenizer, frame=frame)
 
 
-def to_hf(run: Run, out: str | Path, samples: int, talk: Talk) -> Report:
+def to_hf(run: Run, out: str | Path, samples: int, talk: Talk) -> ConversionReport:
     """Write a run as a Hugging Face directory."""
     out = _new(out)
     family, settings, table = their_config(run.config, str(run.path))
@@ -132,7 +132,7 @@ def to_hf(run: Run, out: str | Path, samples: int, talk: Talk) -> Report:
     tensors = {**unfill(weights_of(run.model), table), **family.extra(run.config)}
     if architecture == "BertModel":  # a model without a head has no prefix
         tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
-    report = Report(run.path.resolve().name, family.model_type, architecture, _size(run.model), None)
+    report = ConversionReport(run.path.resolve().name, family.model_type, architecture, _size(run.model), None)
 
     def write(path: Path) -> None:
         write_json(path / CONFIG, settings | their_labels(run.labels, run.config) | {"dtype": "float32"})
@@ -169,7 +169,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def _require(report: Report) -> None:
+def _require(report: ConversionReport) -> None:
     if report.proof is not None and not report.proof.holds:
         raise UserError(
             f"{report.source}: the converted model is not the same: its outputs differ from those of transformers"
@@ -178,7 +178,7 @@ def _require(report: Report) -> None:
         )
 
 
-def _write_card(path: Path, name: str, report: Report) -> None:
+def _write_card(path: Path, name: str, report: ConversionReport) -> None:
     lines = [
         f"# {name}",
         "",
@@ -221,7 +221,7 @@ def find_architecture(hf: Fields, family: Family) -> str:
     return str(named[0])
 
 
-def our_config(family: Family, hf: Fields, names: set[str], ids: Ids, frame: str) -> Config:
+def our_config(family: Family, hf: Fields, names: set[str], ids: SpecialIds, frame: str) -> Config:
     """Their settings as ours."""
     tables = family.ours(hf, names, find_architecture(hf, family), ids)
     ids = tables.pop("ids", ids)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import ACTIVATIONS, Family, Fields, Json, Table, stack_of, start_at, tied_to, word_for
 from regard.errors import UserError
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     width, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
     return {
         "source_vocab": hf.count("vocab_size"),

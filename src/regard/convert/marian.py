@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import ACTIVATIONS, Changed, Family, Fields, Json, Table, shaped, stack_of, start_at, word_for
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     hf.fixed("tie_word_embeddings", True)
     hf.fixed("normalize_before", False)
     hf.fixed("normalize_embedding", False)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import ACTIVATIONS, Changed, Family, Fields, Json, Table, shaped, stack_of, start_at, word_for
 from regard.errors import UserError
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     hf.fixed("is_decoder", True)
     layers = hf.get("attn_layers", ["local", "lsh"] * 3)
     if not isinstance(layers, list) or not layers or any(layer != "lsh" for layer in layers):

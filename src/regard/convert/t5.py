@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import (
     ACTIVATIONS,
     SAME,
@@ -19,7 +19,7 @@ from regard.convert.table import (
 from regard.errors import UserError
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     hf.fixed("relative_attention_num_buckets", 32)
     hf.fixed("relative_attention_max_distance", 128)
     gated, activation = _feed_forward(hf)

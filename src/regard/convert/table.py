@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from regard.config import Activation, Config, Ids, Stack
+from regard.config import Activation, Config, SpecialIds, Stack
 from regard.errors import UserError, closest
 
 
@@ -221,7 +221,7 @@ def word_for(activation: Activation) -> str:
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
-def start_at(ids: Ids, start_id: int | None, usual: str = "eos") -> Json:
+def start_at(ids: SpecialIds, start_id: int | None, usual: str = "eos") -> Json:
     """The part of a config that says which symbol comes first; where several have its id, the usual one."""
     for name in (usual, "sos", "eos", "pad"):
         if start_id is None or getattr(ids, name) == start_id:
@@ -242,7 +242,7 @@ class Family:
     model_type: str
     architectures: tuple[str, ...]
     ours: Callable[
-        [Fields, set[str], str, Ids], Json
+        [Fields, set[str], str, SpecialIds], Json
     ]  # settings, weight names, architecture, ids -> tables of a Config
     theirs: Callable[[Config], Json]
     table: Callable[[Config, Fields], Table]

@@ -22,7 +22,6 @@ from regard.convert.proof import LONGEST, Proof
 from regard.convert.table import Table, unfill
 from regard.errors import UserError
 from regard.files import replace_directory
-from regard.model import stacks
 from regard.nn.position import sinusoid
 from regard.run import Run, weights_of
 from regard.text.tokenizer import Tokenizer
@@ -74,9 +73,9 @@ def misfits(config: Config) -> list[str]:
     """The settings that CTranslate2 has no place for, each with what it has."""
     encoder, decoder = config.encoder, config.decoder
     if encoder is None or decoder is None:
-        return [f"{' and '.join(stacks(config))} alone (there: an encoder and a decoder)"]
+        return [f"{' and '.join(config.stacks)} alone (there: an encoder and a decoder)"]
     found: list[str] = []
-    for side, stack in stacks(config).items():
+    for side, stack in config.stacks.items():
         positions = "none, sinusoid, sinusoid_halves, learned, rotary, bucket"
         for setting, fits, there in (
             (f"mixer={stack.mixer}", stack.mixer == "attention", "attention"),
@@ -108,7 +107,7 @@ def table(config: Config) -> Table:
         "decoder.embeddings": "target_embedding",
         "decoder.projection": "output",
     }
-    for side, stack in stacks(config).items():
+    for side, stack in config.stacks.items():
         layer, block = f"{side}.layer.{{n}}.", f"{side}.blocks.{{n}}."
         cross = f"{layer}attention."
         rows |= {
@@ -237,7 +236,7 @@ TOLERANCE = 1e-4  # of a log-probability, relative to it where it is above 1
 
 
 @dataclass
-class Written:
+class CTranslate2Report:
     """What was written, and how it was proven."""
 
     source: str
@@ -260,13 +259,13 @@ class Written:
         return told if self.int8 is None else f"{told}; in int8, as written, by {self.int8:.2g}"
 
 
-def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision = "fp32") -> Written:
+def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision = "fp32") -> CTranslate2Report:
     """Write a run as a directory of CTranslate2."""
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out}: exists already; name a new directory")
     size = sum(parameter.numel() for parameter in weights_of(run.model).values())
-    reports: list[Written] = []
+    reports: list[CTranslate2Report] = []
 
     def fill(path: Path) -> None:
         write(run, path, marks=True)  # what is proven is the model, before its weights lose digits
@@ -283,7 +282,7 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
                 file.unlink()
             write(run, path, "int8", marks=True)
             off = compare(run, path, samples, "int8")
-        reports.append(Written(run.path.resolve().name, "TransformerSpec", size, precision, proof, off))
+        reports.append(CTranslate2Report(run.path.resolve().name, "TransformerSpec", size, precision, proof, off))
 
     replace_directory(out, fill)
     return reports[0]
@@ -322,7 +321,7 @@ def _draw(config: Config, vocab: int, count: int) -> list[list[int]]:
 @torch.inference_mode()
 def forced(run: Run, source: list[int], target: list[int]) -> Tensor:
     """Our log-probability of every symbol of an output, and of the end after them."""
-    config, device = run.config, next(run.model.parameters()).device
+    config, device = run.config, run.model.device
     input_1T = torch.tensor([[config.start_id, *target]], device=device)
     logp_TV = run.model(torch.tensor([source], device=device), None, input_1T)[0].float().log_softmax(-1).cpu()
     logp_T: Tensor = logp_TV.gather(1, torch.tensor([[*target, config.ids.eos]]).T).squeeze(1)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from regard.config import Config, Frame, Ids, Patches, parse
+from regard.config import Config, Frame, PatchConfig, SpecialIds, parse
 from regard.convert.table import Fields
-from regard.convert.vocabularies import JSON, SETTINGS, TARGET, Json, Opened, open_vocabulary, read_settings
+from regard.convert.vocabularies import JSON, SETTINGS, TARGET, Json, OpenedVocabulary, open_vocabulary, read_settings
 from regard.data.images import Pixels
 from regard.errors import UserError
 from regard.files import read_json, write_json
 from regard.text.codec import Codec
-from regard.text.foreign import Foreign
+from regard.text.foreign import ForeignTokenizer
 from regard.text.learn import SPECIALS
 from regard.text.tokenizer import Tokenizer
 
@@ -38,13 +38,13 @@ SEGMENTS = ("bert",)  # models that are told the segments of a text
 class Tokens(NamedTuple):
     """The tokenizers of a directory, the same object twice if it has one for both sides."""
 
-    source: Foreign
-    target: Foreign
+    source: ForeignTokenizer
+    target: ForeignTokenizer
     frame: Frame
     notes: list[str]
 
     @property
-    def ids(self) -> Ids:
+    def ids(self) -> SpecialIds:
         return self.source.ids
 
 
@@ -71,7 +71,9 @@ def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> Tokens
         if changed:
             state["post_processor"] = _template(frame, ids, library)
         try:
-            made.append(Foreign(json.dumps(state, ensure_ascii=False), ids, size if row is None else min(size, row)))
+            made.append(
+                ForeignTokenizer(json.dumps(state, ensure_ascii=False), ids, size if row is None else min(size, row))
+            )
         except UserError as error:
             raise UserError(f"{directory}: {error}") from None
     same = made[0].to_json() == made[-1].to_json()
@@ -107,7 +109,9 @@ class _Names:
         return found
 
 
-def _marks(opened: Opened, names: _Names, settings: Json, model_type: str) -> tuple[list[int], list[int], bool]:
+def _marks(
+    opened: OpenedVocabulary, names: _Names, settings: Json, model_type: str
+) -> tuple[list[int], list[int], bool]:
     """The ids set before and after a text, and whether the tokenizer has yet to be told so."""
     asked = [settings.get(key) for key in ("add_bos_token", "add_eos_token")]
     if opened.framed and asked == [None, None]:
@@ -133,7 +137,7 @@ def _set_marks(library: Library) -> tuple[list[int], list[int]]:
 
 def _ids(
     directory: Path, names: _Names, hf_config: Json, before: int | None, after: int | None, notes: list[str]
-) -> Ids:
+) -> SpecialIds:
     """The ids of the special symbols: by the marks, by their names, by the model's settings, or by standing in."""
     ends = hf_config.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
@@ -155,7 +159,7 @@ def _ids(
         notes.append(f"no symbol for padding: the end ({eos}) stands in")
     if unk is None:
         notes.append(f"no symbol for what is unknown: the end ({eos}) stands in")
-    return Ids(pad=_first(pad, eos), unk=_first(unk, eos), sos=sos, eos=eos, mask=names.find("mask_token"))
+    return SpecialIds(pad=_first(pad, eos), unk=_first(unk, eos), sos=sos, eos=eos, mask=names.find("mask_token"))
 
 
 def _first(*ids: Any) -> Any:
@@ -163,7 +167,7 @@ def _first(*ids: Any) -> Any:
     return next((index for index in ids if type(index) is int and index >= 0), None)
 
 
-def _template(frame: Frame, ids: Ids, library: Library) -> Json | None:
+def _template(frame: Frame, ids: SpecialIds, library: Library) -> Json | None:
     """What the library needs to know to set the marks of a frame."""
     sos, eos = ({"id": library.id_to_token(index), "type_id": 0} for index in (ids.sos, ids.eos))
     first = [{"SpecialToken": sos}] if frame in ("both", "start") else []
@@ -197,7 +201,7 @@ def write_tokenizers(codec: Codec, directory: Path, model_type: str) -> list[str
 
 
 def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str) -> list[str]:
-    ids, ours = tokenizer.ids, not isinstance(tokenizer, Foreign)
+    ids, ours = tokenizer.ids, not isinstance(tokenizer, ForeignTokenizer)
     library = Library.from_str(tokenizer.to_json())
     if ours:
         library.add_special_tokens([name for name in SPECIALS if library.token_to_id(name) is not None])
@@ -290,7 +294,7 @@ def pixels_of(directory: Path, config: Config) -> Pixels | None:
     return parse(Pixels, {"mean": [x / factor for x in mean], "scale": [x / factor for x in scale]}, str(path))
 
 
-def their_pixels(pixels: Pixels | None, patches: Patches) -> Json:
+def their_pixels(pixels: Pixels | None, patches: PatchConfig) -> Json:
     """The same as a preprocessor_config.json has it."""
     mean = pixels.mean if pixels else (0.0,) * patches.channels
     scale = pixels.scale if pixels else (1.0,) * patches.channels
@@ -313,7 +317,7 @@ def has_text(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in FILES)
 
 
-def numbers(hf: dict[str, Any], frame: Frame) -> Foreign:
+def numbers(hf: dict[str, Any], frame: Frame) -> ForeignTokenizer:
     """A tokenizer for text such as `12 7 103`; the frame is none, or the end after it."""
     size = int(hf["vocab_size"])
     pad = _first_id(hf, size, "pad_token_id", "eos_token_id")
@@ -323,7 +327,7 @@ def numbers(hf: dict[str, Any], frame: Frame) -> Foreign:
     library.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     if frame == "end":  # for whoever reads the tokenizer without us
         library.post_processor = processors.TemplateProcessing(f"$A {eos}", special_tokens=[(str(eos), eos)])
-    return Foreign(library.to_str(), Ids(pad=pad, unk=pad, sos=sos, eos=eos), size)
+    return ForeignTokenizer(library.to_str(), SpecialIds(pad=pad, unk=pad, sos=sos, eos=eos), size)
 
 
 def _first_id(hf: dict[str, Any], size: int, *keys: str) -> int:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import Changed, Family, Fields, Json, Table, Transform, stack_of, start_at
 from regard.errors import UserError
 
 CUTOFFS = [20000, 40000, 200000]  # where config.json leaves them out
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     _require_flat(hf)
     hf.fixed("attn_type", 0)
     hf.fixed("pre_lnorm", False)  # normalised before each sub-layer, but not at the end, as ours is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.config import Config, Ids
+from regard.config import Config, SpecialIds
 from regard.convert.table import (
     ACTIVATIONS,
     Changed,
@@ -21,7 +21,7 @@ from regard.convert.tokenizers import their_labels
 from regard.errors import UserError
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: Ids) -> Json:
+def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
     hf.fixed("qkv_bias", True)
     hf.fixed("problem_type", None, "single_label_classification")
     height, width = _sides(hf, "image_size", 224)

@@ -28,7 +28,7 @@ SENTINELS = 100
 Json = dict[str, Any]
 
 
-class Opened(NamedTuple):
+class OpenedVocabulary(NamedTuple):
     """One tokenizer for both sides, or two; how many of its symbols count; and whether it puts marks around a text."""
 
     libraries: list[Tokenizer]
@@ -45,7 +45,7 @@ def read_settings(directory: Path) -> Json:
     return {k: v["content"] if k.endswith("_token") and isinstance(v, dict) else v for k, v in found.items()}
 
 
-def open_vocabulary(directory: Path, model_type: str, settings: Json) -> Opened:
+def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedVocabulary:
     """Find the vocabulary of a directory; the form that says most comes first."""
 
     def has(*names: str) -> bool:
@@ -77,8 +77,8 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> Opened:
     return _counted([library], framed=False)
 
 
-def _counted(libraries: list[Tokenizer], framed: bool) -> Opened:
-    return Opened(libraries, [1 + max(library.get_vocab().values()) for library in libraries], framed)
+def _counted(libraries: list[Tokenizer], framed: bool) -> OpenedVocabulary:
+    return OpenedVocabulary(libraries, [1 + max(library.get_vocab().values()) for library in libraries], framed)
 
 
 def _parse(path: Path) -> Tokenizer:
@@ -89,7 +89,7 @@ def _parse(path: Path) -> Tokenizer:
         raise UserError(f"{path}: not a readable tokenizer: {error}") from None
 
 
-def _two_sides(directory: Path) -> Opened:
+def _two_sides(directory: Path) -> OpenedVocabulary:
     """Two SentencePiece models whose symbols are numbered in a table of their own, for both or for each."""
     libraries, sizes = [], []
     for side, table in (("source", "vocab.json"), ("target", "target_vocab.json")):
@@ -105,7 +105,7 @@ def _two_sides(directory: Path) -> Opened:
         library.add_tokens([AddedToken(name, normalized=False) for name in languages])
         libraries.append(library)
         sizes.append(1 + max(numbers.values()))
-    return Opened(libraries, sizes, framed=False)
+    return OpenedVocabulary(libraries, sizes, framed=False)
 
 
 def _word_pieces(path: Path, settings: Json) -> Tokenizer:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from regard.batch import Batch, collate
 from regard.config import Config
-from regard.data.reader import LONG, Account, Located, Source
+from regard.data.reader import LONG, LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Example
 from regard.text.learn import threads
@@ -117,7 +117,7 @@ class _Side:
         return self._flat.cut(int(self._offsets[index]), int(self._offsets[index + 1]))
 
 
-class Encoder(NamedTuple):
+class ExampleEncoder(NamedTuple):
     """How examples become ids: the rows of both sides, how many different ids those have, and which one is unknown."""
 
     encode: Callable[[Sequence[Example]], tuple[Rows, Rows]]
@@ -131,9 +131,9 @@ class CorpusWriter:
     def __init__(
         self,
         directory: str | Path,
-        encoder: Encoder,
+        encoder: ExampleEncoder,
         source: Source,
-        account: Account,
+        account: LineCounter,
         max_length: int,
         keep: bool = False,
     ) -> None:

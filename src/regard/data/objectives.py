@@ -7,21 +7,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.batch import Batch, Whole, collate
-from regard.config import Config, Ids
+from regard.batch import Batch, GlobalBatch, collate
+from regard.config import Config, SpecialIds
 from regard.data.images import Images, Pixels
 from regard.data.order import Indices
 from regard.data.plain import Stream
 from regard.errors import UserError
-from regard.recipe import CONTEXT, Train
+from regard.recipe import Train
+from regard.tasks import CONTEXT
 from regard.text.codec import Codec
-from regard.text.learn import marks
 from regard.text.tokenizer import Tokenizer
 
 Rows = NDArray[np.int64]
 
 MASKED, RANDOM = 0.8, 0.1  # of what is to be predicted; the rest stays as it is
-SENTINELS = 100  # symbols that stand for hidden stretches
+SENTINELS = 100  # symbols that stand for hidden sample_spans
 
 
 def generator(*key: int) -> np.random.Generator:
@@ -43,8 +43,8 @@ def _labels(rows_BW: Tensor) -> int:
 # Hidden symbols
 
 
-def hide(
-    rows_BW: Rows, rate: float, ids: Ids, text: Rows, random: np.random.Generator
+def mask_tokens(
+    rows_BW: Rows, rate: float, ids: SpecialIds, text: Rows, random: np.random.Generator
 ) -> tuple[Rows, NDArray[np.bool]]:
     """Choose symbols to be predicted -> the rows as they are read, and where something is to be predicted.
 
@@ -73,11 +73,13 @@ def masked_batch(read_BW: Rows, label_BW: Rows, chosen_BW: NDArray[np.bool], tot
     return Batch(source, None, source.new_empty((len(source), 0)), label, keep, int(keep.sum()), total)
 
 
-# Hidden stretches
+# Hidden sample_spans
 
 
-def stretches(length: int, rate: float, mean: float, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Where the hidden stretches of a text begin and end: `rate` of it in pieces of `mean` symbols on average.
+def sample_spans(
+    length: int, rate: float, mean: float, most: int, random: np.random.Generator
+) -> list[tuple[int, int]]:
+    """Where the hidden sample_spans of a text begin and end: `rate` of it in pieces of `mean` symbols on average.
 
     Text comes first, a hidden stretch last, and between two there is always some text.
     """
@@ -96,8 +98,8 @@ def _parts(length: int, count: int, random: np.random.Generator) -> NDArray[np.i
     return np.diff(np.concatenate(([0], cuts, [length]))).astype(np.int64)
 
 
-def hide_stretches(row: Rows, places: list[tuple[int, int]], first: int) -> tuple[list[int], list[int]]:
-    """A row with its stretches replaced -> (what is read, what is to be said), without the end symbol.
+def corrupt_spans(row: Rows, places: list[tuple[int, int]], first: int) -> tuple[list[int], list[int]]:
+    """A row with its sample_spans replaced -> (what is read, what is to be said), without the end symbol.
 
     Stretch k is replaced by the symbol `first` - k, and said after that symbol; one more such symbol closes the answer.
     """
@@ -114,7 +116,7 @@ def hide_stretches(row: Rows, places: list[tuple[int, int]], first: int) -> tupl
 
 def span_batch(pairs: list[tuple[list[int], list[int]]], config: Config, total: int | None = None) -> Batch:
     ids = config.ids
-    before, after = marks(config.frame, ids)
+    before, after = ids.around(config.frame)
     sources = [[*before, *read, *after] for read, _ in pairs]
     return collate(sources, [[*said, ids.eos] for _, said in pairs], config, total)
 
@@ -170,14 +172,14 @@ def lm_windows(stream: Stream, context: int) -> Windows:
     return Windows(stream, context + 1, context)
 
 
-class Masks:
+class TokenMasking:
     """Hides symbols in windows of a stream, marks included."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, config: Config, train: Train) -> None:
         if config.ids.mask is None:
             raise UserError("this vocabulary has no symbol for what is hidden (ids.mask), which task masked needs")
         self._stream, self._config, self._rate = stream, config, train.mask_rate
-        self._before, self._after = marks(config.frame, config.ids)
+        self._before, self._after = config.ids.around(config.frame)
         self.before = len(self._before)
         length = context_of(train) - self.before - len(self._after)
         if length < 1:
@@ -185,14 +187,14 @@ class Masks:
         self.windows = Windows(stream, length, length)
         self._text = text_ids(tokenizer.size, tokenizer.special)
 
-    def whole(self, starts: Indices, key: tuple[int, ...]) -> Whole:
+    def whole(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         """A batch in which what is hidden depends on the key."""
         text = self._stream.windows(starts, self.windows.length)
         before, after = (np.tile(np.asarray(mark, np.int64), (len(text), 1)) for mark in (self._before, self._after))
         label = np.concatenate((before, text, after), axis=1)
-        read, chosen = hide(label, self._rate, self._config.ids, self._text, generator(*key))
+        read, chosen = mask_tokens(label, self._rate, self._config.ids, self._text, generator(*key))
         tokens = max(1, int(chosen.sum()))
-        return Whole(
+        return GlobalBatch(
             len(starts),
             tokens,
             label.size,
@@ -200,31 +202,33 @@ class Masks:
         )
 
 
-class Spans:
-    """Hides stretches in windows of a stream."""
+class SpanCorruption:
+    """Hides sample_spans in windows of a stream."""
 
     def __init__(self, stream: Stream, first: int, config: Config, train: Train) -> None:
         """`first` is the symbol for the first hidden stretch; those of the others count down from it."""
         self._stream, self._config, self._train, self._first = stream, config, train, first
         self.windows = Windows(stream, context_of(train), context_of(train))
         if self.windows.length < 2:
-            raise UserError("train.context: to hide a part of a text, it needs two symbols at least")
+            raise UserError("train.context: to mask_tokens a part of a text, it needs two symbols at least")
 
     def places(self, rows: int, key: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-        """Where the hidden stretches of each row begin and end, which depends on the key."""
+        """Where the hidden sample_spans of each row begin and end, which depends on the key."""
         random, train, length = generator(*key), self._train, self.windows.length
-        return [stretches(length, train.span_rate, train.span_mean, SENTINELS - 1, random) for _ in range(rows)]
+        return [sample_spans(length, train.span_rate, train.span_mean, SENTINELS - 1, random) for _ in range(rows)]
 
-    def whole(self, starts: Indices, key: tuple[int, ...]) -> Whole:
+    def whole(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         rows = self._stream.windows(starts, self.windows.length)
         hidden = zip(rows, self.places(len(rows), key), strict=True)
-        pairs = [hide_stretches(row, places, self._first) for row, places in hidden]
+        pairs = [corrupt_spans(row, places, self._first) for row, places in hidden]
         tokens = sum(len(said) + 1 for _, said in pairs)
         symbols = tokens + sum(len(read) for read, _ in pairs)
-        return Whole(len(pairs), tokens, symbols, lambda part, total: span_batch(pairs[part], self._config, total))
+        return GlobalBatch(
+            len(pairs), tokens, symbols, lambda part, total: span_batch(pairs[part], self._config, total)
+        )
 
 
-EXTRA = "extra_id"  # how vocabularies from elsewhere name the symbols for hidden stretches
+EXTRA = "extra_id"  # how vocabularies from elsewhere name the symbols for hidden sample_spans
 
 
 def first_sentinel(codec: Codec, config: Config | None) -> int | None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from regard.data.corpus import CorpusWriter, Encoder, Rows
-from regard.data.reader import Account, Source
+from regard.data.corpus import CorpusWriter, ExampleEncoder, Rows
+from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
 from regard.recipe import Recipe
-from regard.text.codec import Base, Codec, Example, Unknown, split_features
-from regard.text.learn import FRAMES, Choice, choose, one_request, requests, share
+from regard.tasks import TASKS
+from regard.text.codec import Base, Codec, Example, UnknownTokens, split_features
+from regard.text.learn import TokenizerChoice, choose, one_request, requests, share
 from regard.text.tokenizer import Tokenizer
 
 NO_LABEL = "label that training does not have"
@@ -23,7 +24,7 @@ NO_LABEL = "label that training does not have"
 def make_pairs(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> dict[str, Any]:
     """Write tokenizers and corpora into `path`; return the record of it."""
     strict, labelled = recipe.data.strict, recipe.task == "classify"
-    valid_account = Account(strict)
+    valid_account = LineCounter(strict)
     given = list(valid.read(valid_account)) if valid else []
     if valid:
         valid.require(valid_account)
@@ -43,9 +44,9 @@ def make_pairs(recipe: Recipe, train: Source, valid: Source | None, path: Path, 
                 valid_account.skip(NO_LABEL, valid.place(located.number), repr(located.example.target))
         given = [located for located in given if located.example.target in known]
 
-    account = Account(strict)
+    account = LineCounter(strict)
     same = splitter is not None and not scan.held_out  # nothing to split: look at the training examples themselves
-    held_account = valid_account if valid else Account() if same else account
+    held_account = valid_account if valid else LineCounter() if same else account
     limit = recipe.data.max_length
     train_writer = CorpusWriter(path / "train", encoder, train, account, limit)
     valid_writer = CorpusWriter(path / "valid", encoder, valid or train, held_account, limit, keep=True)
@@ -87,23 +88,23 @@ def make_pairs(recipe: Recipe, train: Source, valid: Source | None, path: Path, 
     return {"text": codec.config.model_dump(), "labels": labels, "notes": notes, "accounts": accounts}
 
 
-def pairs_encoder(codec: Codec) -> Encoder:
+def pairs_encoder(codec: Codec) -> ExampleEncoder:
     """Sources and targets, each with an end."""
 
     def encode(examples: Sequence[Example]) -> tuple[Rows, Rows]:
         return codec.encode_source(examples), codec.encode_target([example.target or "" for example in examples])
 
-    return Encoder(encode, (codec.source_vocab, codec.target_vocab), (codec.ids.unk, codec.ids.unk))
+    return ExampleEncoder(encode, (codec.source_vocab, codec.target_vocab), (codec.ids.unk, codec.ids.unk))
 
 
-def labels_encoder(codec: Codec, labels: Sequence[str]) -> Encoder:
+def labels_encoder(codec: Codec, labels: Sequence[str]) -> ExampleEncoder:
     """Texts with their marks, and the number of the label."""
     numbers = {label: number for number, label in enumerate(labels)}
 
     def encode(examples: Sequence[Example]) -> tuple[Rows, Rows]:
         return codec.encode_source(examples), [[numbers[example.target or ""]] for example in examples]
 
-    return Encoder(encode, (codec.source_vocab, len(labels)), (codec.ids.unk, None))
+    return ExampleEncoder(encode, (codec.source_vocab, len(labels)), (codec.ids.unk, None))
 
 
 def _labels(found: set[str], train: Source, base: Base | None) -> tuple[str, ...]:
@@ -133,7 +134,7 @@ def _codec(
     labelled = recipe.task == "classify"
     asked = {"source": one_request(text, "a vocabulary")} if labelled else requests(text)
     for side, request in asked.items():
-        choice = choose(sample[side], lines) if request == "auto" else Choice(request, "as asked for")
+        choice = choose(sample[side], lines) if request == "auto" else TokenizerChoice(request, "as asked for")
         texts = _texts(train, splitter, side, share(choice.scheme, sample[side], lines), lines)
         made[side] = Tokenizer.train(choice.scheme, texts, text.min_count)
         notes.append(f"{side} tokens: {choice}; {made[side].size:,} symbols")
@@ -141,14 +142,14 @@ def _codec(
     target = source if labelled else made.get("shared") or made["target"]
     if scan.features:
         notes.append(f"features, separated by {text.feature_separator!r}: {_few(scan.features)}")
-    frame = FRAMES[recipe.task]
+    frame = TASKS[recipe.task].frame
     return Codec(source, target, scan.features, train.columns, text.feature_separator, frame), notes
 
 
 def _texts(train: Source, splitter: Splitter | None, side: str, share: int, lines: int) -> Iterator[str]:
     """The texts of one side (or both) that are not held out: about `share` of `lines`, drawn from all over."""
     random = Random(0)
-    for _, example in train.read(Account()):
+    for _, example in train.read(LineCounter()):
         if splitter is not None and splitter.held_out(example.source):
             continue
         if share >= lines or random.random() * lines < share:
@@ -165,7 +166,7 @@ def _unknowns(codec: Codec, train: CorpusWriter, examples: list[Example], labell
             share = 100 * train.unknown[side] / train.symbols[side]
             count = f"{train.unknown[side]:,} {side} symbols ({share:.2g} %)"
             yield f"training: {count} are unknown, being rarer than text.min_count"
-    source, target = Unknown(), Unknown()
+    source, target = UnknownTokens(), UnknownTokens()
     codec.note_unknown(examples, codec.encode_source(examples), source)
     if not labelled:
         texts = [example.target or "" for example in examples]
@@ -187,7 +188,7 @@ class Scan:
     def __init__(
         self, source: Source, separator: str, strict: bool, splitter: Splitter | None, labelled: bool = False
     ) -> None:
-        self.account = Account(strict)
+        self.account = LineCounter(strict)
         self.sample: list[Example] = []
         self.held_out = 0
         self.labels: set[str] = set()  # the different targets, where those are labels

@@ -12,18 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.data.corpus import CHUNK_TEXT, Flat, Row, dtype_for
-from regard.data.reader import BOM, CHUNK, ENCODING, Account, Source, open_bytes
+from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_bytes
 from regard.errors import UserError
 from regard.recipe import Recipe
+from regard.tasks import TASKS
 from regard.text.codec import Base, Codec
-from regard.text.learn import FRAMES, Choice, choose, one_request, share, threads
+from regard.text.learn import TokenizerChoice, choose, one_request, share, threads
 from regard.text.tokenizer import Tokenizer
 
 
 def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> dict[str, Any]:
     """Write a tokenizer and two streams into `path`; return the record of it."""
     strict = recipe.data.strict
-    account, valid_account = Account(strict), Account(strict)
+    account, valid_account = LineCounter(strict), LineCounter(strict)
     scan = scan_text(train, account)
     at = scan.characters if valid else split_at(scan.characters)
     if not at or scan.characters < 2:
@@ -33,7 +34,7 @@ def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, b
     train_writer = StreamWriter(path / "train", codec.source)
     valid_writer = StreamWriter(path / "valid", codec.source)
     with train_writer, valid_writer:
-        for piece, held_out in divide(read_pieces(train, Account()), at):
+        for piece, held_out in divide(read_pieces(train, LineCounter()), at):
             (valid_writer if held_out else train_writer).add(piece)
         for piece in read_pieces(valid, valid_account) if valid else ():
             valid_writer.add(piece)
@@ -76,20 +77,20 @@ def _codec(recipe: Recipe, train: Source, scan: TextScan, at: int, base: Base | 
             "text.source_tokens: space drops line ends and doubled spaces, which plain text needs; "
             "word cuts at spaces and keeps them"
         )
-    choice = Choice(request, "as asked for")
+    choice = TokenizerChoice(request, "as asked for")
     if request == "auto":
         choice = choose(scan.sample, scan.pieces)
         if choice.scheme == "space":
-            choice = Choice("word", choice.reason)
+            choice = TokenizerChoice("word", choice.reason)
     texts = _texts(train, at, share(choice.scheme, scan.sample, scan.pieces), scan.pieces)
     tokenizer = Tokenizer.train(choice.scheme, texts, text.min_count, mask=recipe.task == "masked")
-    return Codec(tokenizer, frame=FRAMES[recipe.task]), [f"tokens: {choice}; {tokenizer.size:,} symbols"]
+    return Codec(tokenizer, frame=TASKS[recipe.task].frame), [f"tokens: {choice}; {tokenizer.size:,} symbols"]
 
 
 def _texts(train: Source, at: int, share: int, pieces: int) -> Iterator[str]:
     """The text to learn symbols from: what is not held out, about `share` of so many pieces, drawn from all over."""
     random = Random(0)
-    for piece, held_out in divide(read_pieces(train, Account()), at):
+    for piece, held_out in divide(read_pieces(train, LineCounter()), at):
         if held_out:
             return
         if share >= pieces or random.random() * pieces < share:
@@ -103,7 +104,7 @@ VALID_SHARE = 0.1
 MOST_VALID = 1_000_000  # characters
 
 
-def read_pieces(source: Source, account: Account) -> Iterator[str]:
+def read_pieces(source: Source, account: LineCounter) -> Iterator[str]:
     """Yield a text line by line, line ends included. Memory is bounded: a very long line comes in several pieces.
 
     Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line ends like the others.
@@ -136,7 +137,7 @@ def _cut(line: bytes) -> int:
     return cut
 
 
-def _piece(raw: bytes, number: int, begun: bool, ends: bool, source: Source, account: Account) -> Iterator[str]:
+def _piece(raw: bytes, number: int, begun: bool, ends: bool, source: Source, account: LineCounter) -> Iterator[str]:
     account.read += not begun
     if number == 1 and not begun:
         raw = raw.removeprefix(BOM)
@@ -157,7 +158,7 @@ class TextScan(NamedTuple):
     sample: list[str]
 
 
-def scan_text(source: Source, account: Account) -> TextScan:
+def scan_text(source: Source, account: LineCounter) -> TextScan:
     """Read a text once: how much there is, and what it looks like."""
     characters, pieces = 0, 0
     sample: list[str] = []

@@ -18,7 +18,8 @@ from regard.data.plain import Stream, make_text
 from regard.data.reader import Source
 from regard.data.store import fingerprint, replace, spool, stamp
 from regard.errors import UserError
-from regard.recipe import TEXT_TASKS, Recipe
+from regard.recipe import Recipe
+from regard.tasks import TASKS
 from regard.text.codec import Base, Codec, Example, TextConfig
 from regard.text.learn import requests
 from regard.text.tokenizer import Tokenizer
@@ -114,7 +115,7 @@ def open_prepared(directory: str | Path) -> AnyPrepared:
         images = Images(path / "train"), Images(path / "valid")
         return PreparedImages(Codec(Tokenizer.train("char", [])), *images, notes, labels, pixels)
     codec = Codec.load(path, parse(TextConfig, record["text"], where))
-    if task in TEXT_TASKS:
+    if TASKS[task].plain_text:
         return PreparedText(codec, Stream.open(path / "train"), Stream.open(path / "valid"), notes)
     rows = (path / "valid.jsonl").read_bytes().split(b"\n")[:-1]
     examples = [Example(*json.loads(row)) for row in rows]
@@ -130,7 +131,7 @@ def sources(recipe: Recipe) -> tuple[Source, Source | None]:
         train = Source((data.train,), data.columns)
     elif data.source is not None and data.target is not None:
         train = Source((data.source, data.target))
-    elif recipe.task in TEXT_TASKS:
+    elif TASKS[recipe.task].plain_text:
         raise UserError("no training data: give plain text with --data FILE.txt")
     elif recipe.task == "image":
         raise UserError("no training data: give images and labels with --data FILE.npz")
@@ -155,6 +156,6 @@ def _make(recipe: Recipe, train: Source, valid: Source | None, path: Path, base:
     """Write everything into `path`; return the record of it."""
     if recipe.task == "image":
         return make_images(recipe, train, valid, path)
-    if recipe.task in TEXT_TASKS:
+    if TASKS[recipe.task].plain_text:
         return make_text(recipe, train, valid, path, base)
     return make_pairs(recipe, train, valid, path, base)

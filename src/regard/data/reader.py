@@ -130,7 +130,7 @@ UNMET = "with a wish that cannot be met"
 NAMED = 5  # places kept per reason
 
 
-class Account:
+class LineCounter:
     """How many lines were read, kept and skipped, and where. `read == kept + sum(skipped.values())`, always."""
 
     def __init__(self, strict: bool = False) -> None:
@@ -203,11 +203,11 @@ class Source(NamedTuple):
     def _names(self) -> tuple[str, ...]:
         return self.names or tuple(map(shown, self.paths))
 
-    def read(self, account: Account) -> Iterator[Located]:
+    def read(self, account: LineCounter) -> Iterator[Located]:
         """Yield the good examples in order; every line is entered into `account`."""
         return self._table(account) if len(self.paths) == 1 else self._parallel(account)
 
-    def _table(self, account: Account) -> Iterator[Located]:
+    def _table(self, account: LineCounter) -> Iterator[Located]:
         width = len(self.columns)
         at = {name: index for index, name in enumerate(self.columns)}
         source_at, target_at, features_at = at["source"], at.get("target"), at.get("features")
@@ -230,7 +230,7 @@ class Source(NamedTuple):
                 features = cells[features_at] if features_at is not None else None
                 yield Located(number, Example(source, target, features))
 
-    def _parallel(self, account: Account) -> Iterator[Located]:
+    def _parallel(self, account: LineCounter) -> Iterator[Located]:
         left, right = (read_lines(path) for path in self.paths)
         counts = [0, 0]
         for source, target in zip_longest(left, right):
@@ -253,7 +253,7 @@ class Source(NamedTuple):
             else:
                 yield Located(number, Example(source.text, target.text))
 
-    def require(self, account: Account) -> None:
+    def require(self, account: LineCounter) -> None:
         """Raise if not a single example came out of the file, with the likely cause."""
         if account.kept:
             return
@@ -262,7 +262,7 @@ class Source(NamedTuple):
         hint = self.hint(account)
         raise UserError(f"{self.name}: no usable example: {account.summary()}{hint and chr(10) + '  ' + hint}")
 
-    def hint(self, account: Account) -> str:
+    def hint(self, account: LineCounter) -> str:
         """What is probably wrong when most lines have an unexpected number of columns; else nothing."""
         (found, count), *_ = account.found.most_common(1) or [(0, 0)]
         if count * 2 < account.read or not found:

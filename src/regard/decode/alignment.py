@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.batch import Ids, collate
+from regard.batch import TokenIds, collate
 from regard.config import Value, parse
 from regard.decode.hypothesis import Alignment
-from regard.decode.options import Head, Options
+from regard.decode.options import HeadIndex, Options
 from regard.decode.scorer import by_length
 from regard.errors import UserError
 from regard.files import read_json, write_json
@@ -30,11 +30,15 @@ from regard.text.codec import Example
 class Heads(Value):
     """What alignment.json holds: layers and heads counted from 0, as in `Options`; people are shown them from 1."""
 
-    heads: tuple[Head, ...]
+    heads: tuple[HeadIndex, ...]
 
 
 def align(
-    run: Run, sources: Sequence[Ids], outputs: Sequence[Ids], heads: Sequence[Head] = (), batch_tokens: int = 8192
+    run: Run,
+    sources: Sequence[TokenIds],
+    outputs: Sequence[TokenIds],
+    heads: Sequence[HeadIndex] = (),
+    batch_tokens: int = 8192,
 ) -> list[Alignment]:
     """The alignment of every output with its source, both as ids that end in the end symbol: the mean of the heads.
 
@@ -58,7 +62,7 @@ def align(
 
 def choose_heads(
     run: Run, pairs: Iterable[tuple[str, str] | Example], most: int = 4, lines: int = 200
-) -> tuple[Head, ...]:
+) -> tuple[HeadIndex, ...]:
     """The decoder heads that align best on given pairs: sharp, and over the pairs looking at all of the source.
 
     A head's merit is its mean weight on the symbol it looks at most, times the share of source symbols that it ever
@@ -71,7 +75,7 @@ def choose_heads(
     sources = run.codec.encode_source(examples)
     targets = run.codec.encode_target([example.target or "" for example in examples])
     layers = sorted(cross_attentions(run.model))
-    merits: dict[Head, float] = {}
+    merits: dict[HeadIndex, float] = {}
     for batch in by_length([max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], 8192):
         seen = _forced(run.model, [sources[i] for i in batch], [targets[i] for i in batch], layers)
         for layer, passes in seen.items():
@@ -85,12 +89,12 @@ def choose_heads(
     return tuple(sorted(head for head in ranked[:most] if merits[head] >= 0.9 * merits[ranked[0]]))
 
 
-def save_heads(path: Path, heads: Sequence[Head]) -> None:
+def save_heads(path: Path, heads: Sequence[HeadIndex]) -> None:
     """Keep the heads to align with in a run directory."""
     write_json(path / HEADS, {"heads": [list(head) for head in heads]})
 
 
-def load_heads(path: Path) -> tuple[Head, ...]:
+def load_heads(path: Path) -> tuple[HeadIndex, ...]:
     """The heads kept in a run directory, if any."""
     if not (path / HEADS).is_file():
         return ()
@@ -99,9 +103,9 @@ def load_heads(path: Path) -> tuple[Head, ...]:
 
 @torch.inference_mode()
 def _forced(
-    model: Model, sources: Sequence[Ids], outputs: Sequence[Ids], layers: Sequence[int]
+    model: Model, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], layers: Sequence[int]
 ) -> dict[int, list[Tensor]]:
-    made = collate(sources, outputs, model.config).to(next(model.parameters()).device)
+    made = collate(sources, outputs, model.config).to(model.device)
     with watching(model, sorted(set(layers))) as seen:
         model.hidden(made.source_BS, made.source_keep_BS, made.input_BT)
     return seen
@@ -133,7 +137,7 @@ def watching(model: Model, layers: Sequence[int]) -> Iterator[dict[int, list[Ten
             handle.remove()
 
 
-def heads_of(model: Model, chosen: Sequence[Head]) -> tuple[Head, ...]:
+def heads_of(model: Model, chosen: Sequence[HeadIndex]) -> tuple[HeadIndex, ...]:
     """The heads to read: the chosen ones, checked, or all of the last layer but one, where alignments are clearest."""
     crosses = cross_attentions(model)
     if not chosen:
@@ -149,7 +153,7 @@ def heads_of(model: Model, chosen: Sequence[Head]) -> tuple[Head, ...]:
     return tuple(chosen)
 
 
-def mean_heads(seen: dict[int, list[Tensor]], heads: Sequence[Head]) -> Tensor:
+def mean_heads(seen: dict[int, list[Tensor]], heads: Sequence[HeadIndex]) -> Tensor:
     """What was seen, joined over passes: the mean of the heads, (B, T, S)."""
     joined = {layer: torch.cat(passes, dim=2) for layer, passes in seen.items()}
     return torch.stack([joined[layer][:, head] for layer, head in heads]).mean(0)
@@ -161,11 +165,11 @@ LEAST = 1e-3  # attention counted for a symbol that got less: one symbol alone m
 class Coverage:
     """Sums up the attention that source symbols get from a hypothesis, which ranks by p * sum log min(1, attention)."""
 
-    def __init__(self, model: Model, sources: Sequence[Ids], options: Options) -> None:
+    def __init__(self, model: Model, sources: Sequence[TokenIds], options: Options) -> None:
         self.model, self.penalty = model, options.coverage_penalty
         self.heads = heads_of(model, options.alignment_heads)
         self.seen: dict[int, list[Tensor]] = {}
-        device = next(model.parameters()).device
+        device = model.device
         lengths_B = torch.tensor([len(source) for source in sources], device=device)
         place_S = torch.arange(int(lengths_B.max()), device=device)
         self.real_BS = place_S < lengths_B.unsqueeze(1) - 1  # the end symbol needs no attention
@@ -198,7 +202,7 @@ Links = list[tuple[int, int]]  # (source place, output place) from 0
 
 
 def alignment_merits(
-    model: Model, pairs: Sequence[tuple[Ids, Ids]], links: Sequence[Links] | None = None
+    model: Model, pairs: Sequence[tuple[TokenIds, TokenIds]], links: Sequence[Links] | None = None
 ) -> dict[tuple[str, int], float]:
     """How well each head of the cross-attention aligns: agreement with links, or sharpness times coverage without any.
 
@@ -210,7 +214,7 @@ def alignment_merits(
     for start in range(0, len(pairs), 32):
         part = list(pairs[start : start + 32])
         batch = collate([source for source, _ in part], [target for _, target in part], model.config)
-        device = next(model.parameters()).device
+        device = model.device
         with torch.no_grad(), record(model, *(f"{name}.weights" for name in names)) as maps:
             batch = batch.to(device)
             model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)

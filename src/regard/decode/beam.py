@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from regard.decode.alignment import Coverage
-from regard.decode.hypothesis import Found
+from regard.decode.hypothesis import DecodedIds
 from regard.decode.rules import Constraint, Rule, steer
-from regard.decode.scorer import Scorer, Task, best, branching, select, time_to_leave
+from regard.decode.scorer import Scorer, SearchInput, best, branching, select, time_to_leave
 
 
 class Picked(NamedTuple):
@@ -119,7 +119,7 @@ class Kept:
         return self.value_BGF[alive_A, :, -1]
 
 
-class Trace:
+class BackPointers:
     """Every step's choices, from which whole paths are read off at the end."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Trace:
 
 def beam_search(
     scorer: Scorer,
-    tasks: Sequence[Task],
+    tasks: Sequence[SearchInput],
     rules: Sequence[Rule],
     *,
     width: int,
@@ -155,7 +155,7 @@ def beam_search(
     groups: int = 1,
     diversity: float = 0.0,
     coverage: Coverage | None = None,
-) -> list[list[Found]]:
+) -> list[list[DecodedIds]]:
     """The `keep` best outputs of every task, best first; fewer if fewer ended.
 
     Each of the groups is `width` wide, and may be closed when `enough` of its hypotheses (None: `width`) have ended.
@@ -177,7 +177,7 @@ def beam_search(
     stop_B = torch.tensor([task.limit if task.open_end else math.inf for task in tasks], device=device)
     sum_AGW = torch.zeros((len(tasks), groups, 1), device=device)
     ended_BG = torch.zeros((len(tasks), groups), dtype=torch.long, device=device)
-    kept, trace = Kept(len(tasks), groups, keep if groups == 1 else width, device), Trace()
+    kept, trace = Kept(len(tasks), groups, keep if groups == 1 else width, device), BackPointers()
     for t in range(max(task.limit for task in tasks) + 1):
         with nullcontext() if coverage is None else coverage.watch():
             logp_NV, states = scorer.step(tokens, states)
@@ -249,22 +249,22 @@ def _pick_groups(
     return picks
 
 
-def _read(kept: Kept, trace: Trace, tasks: Sequence[Task], eos: int) -> list[list[Found]]:
+def _read(kept: Kept, trace: BackPointers, tasks: Sequence[SearchInput], eos: int) -> list[list[DecodedIds]]:
     order_BF = kept.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
     value_BF = kept.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
     place_BF2 = kept.place_BGF2.flatten(1, 2).numpy(force=True)
     sentence, rank = np.nonzero(value_BF > -math.inf)
     at, rows = place_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
     tokens, scores = trace.read(at, rows)
-    found: list[list[Found]] = [[] for _ in tasks]
+    found: list[list[DecodedIds]] = [[] for _ in tasks]
     for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
         limited = t == tasks[b].limit
         ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
         if not (limited and tasks[b].open_end):
             ids, token_scores = (*ids, eos), (*token_scores, float(trace.ends[t][row]))
-        found[b].append(Found(ids, token_scores, float(value_BF[b, r]), limited))
+        found[b].append(DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
     return found
 
 
-def _distinct(found: list[Found]) -> list[Found]:
+def _distinct(found: list[DecodedIds]) -> list[DecodedIds]:
     return list({output.ids: output for output in reversed(found)}.values())[::-1]

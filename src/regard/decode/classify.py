@@ -23,7 +23,7 @@ IMAGES = 256  # at once
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Classification:
     """The most probable label, and the probability of every one, most probable first."""
 
     label: str  # empty if there is none
@@ -49,14 +49,14 @@ def labels_of(run: Run) -> tuple[str, ...]:
 
 def classify(
     run: Run, texts: Sequence[str | Example], batch_tokens: int = BATCH_TOKENS, max_source: int = MAX_SOURCE
-) -> list[Labelled]:
+) -> list[Classification]:
     """The labels of texts, in order; one that is too long has none, and a flag."""
     if run.config.patches is not None:
         raise UserError(f"{run.path}: its model reads images, not text")
     labels_of(run)
     rows = run.codec.encode_source([Example(text) if isinstance(text, str) else text for text in texts])
-    found = [Labelled("", {}, _too_long(run, len(row), max_source)) for row in rows]
-    device = next(run.model.parameters()).device
+    found = [Classification("", {}, _too_long(run, len(row), max_source)) for row in rows]
+    device = run.model.device
     for part in _alike(rows, [index for index, labelled in enumerate(found) if not labelled.flags], batch_tokens):
         source_BS, keep_BS = pad([rows[index] for index in part], run.config.ids.pad)
         told = _told(run, source_BS.to(device), None if keep_BS is None else keep_BS.to(device))
@@ -66,10 +66,9 @@ def classify(
 
 
 def _too_long(run: Run, symbols: int, most: int) -> dict[str, str]:
-    stack = run.config.encoder
-    assert stack is not None
-    if stack.position == "learned" and symbols > stack.max_length:
-        room = f"the {stack.max_length} learned positions of the model"
+    positions = run.config.top.max_positions
+    if positions is not None and symbols > positions:
+        room = f"the {positions} positions of the model"
     elif symbols > most:
         room = f"{most} (max_source)"
     else:
@@ -77,7 +76,7 @@ def _too_long(run: Run, symbols: int, most: int) -> dict[str, str]:
     return {"too_long": f"the text has {symbols} symbols with the marks around it, more than {room}"}
 
 
-def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Labelled]:
+def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]:
     """The labels of images with numbers as in the file the run was trained on."""
     patches, pixels = run.config.patches, run.pixels
     if patches is None:
@@ -87,8 +86,8 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Labelled]:
         raise UserError(
             f"images of (channels, height, width) {images_NCHW.shape[1:]}, but the model of {run.path} reads {ours}"
         )
-    device = next(run.model.parameters()).device
-    found: list[Labelled] = []
+    device = run.model.device
+    found: list[Classification] = []
     for start in range(0, len(images_NCHW), IMAGES):
         part = images_NCHW[start : start + IMAGES]
         scaled = part.astype(np.float32) if pixels is None else pixels(part)
@@ -106,11 +105,11 @@ def _alike(rows: Sequence[Sequence[int]], chosen: Sequence[int], batch_tokens: i
 
 
 @torch.inference_mode()
-def _told(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Labelled]:
+def _told(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classification]:
     names = labels_of(run)
     logits_BC = run.model(source, keep_BS).squeeze(1).float()
     probabilities, order = logits_BC.softmax(-1).sort(descending=True)
     return [
-        Labelled(names[numbers[0]], {names[number]: share for number, share in zip(numbers, shares, strict=True)})
+        Classification(names[numbers[0]], {names[number]: share for number, share in zip(numbers, shares, strict=True)})
         for numbers, shares in zip(order.tolist(), probabilities.tolist(), strict=True)
     ]

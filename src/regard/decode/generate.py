@@ -9,11 +9,20 @@ import torch
 
 from regard.decode.alignment import align, load_heads
 from regard.decode.greedy import Step, steps
-from regard.decode.hypothesis import Candidate, Found, Hypothesis, collapsed, degenerate, expected, normalize, shares
+from regard.decode.hypothesis import (
+    Candidate,
+    DecodedIds,
+    Hypothesis,
+    collapsed,
+    degenerate,
+    expected,
+    normalize,
+    shares,
+)
 from regard.decode.options import Options
 from regard.decode.request import Input, Preparer, Request
 from regard.decode.rules import banks
-from regard.decode.scorer import Task, by_length, windows
+from regard.decode.scorer import SearchInput, by_length, windows
 from regard.decode.search import make_rules, sampler, search
 from regard.errors import UserError
 from regard.run import Run
@@ -46,8 +55,8 @@ class Decoder:
     def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
         """The outputs for some inputs."""
         prepared = self.prepare(inputs)
-        results = [[] if isinstance(item, Task) else [nothing(item)] for item in prepared]
-        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, Task)}
+        results = [[] if isinstance(item, SearchInput) else [nothing(item)] for item in prepared]
+        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, SearchInput)}
         for chosen in self._batches(tasks):
             found = search(self.scorer, [tasks[i] for i in chosen], self.options)
             for i, outputs in zip(chosen, found, strict=True):
@@ -60,28 +69,28 @@ class Decoder:
     def batches(self, inputs: Sequence[Input]) -> list[list[int]]:
         """The places of inputs that are worked on together; those that need no work come last."""
         prepared = self.prepare(inputs)
-        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, Task)}
+        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, SearchInput)}
         rest = [i for i in range(len(inputs)) if i not in tasks]
         return [*self._batches(tasks), *([rest] if rest else [])]
 
-    def _batches(self, tasks: dict[int, Task]) -> Iterator[list[int]]:
+    def _batches(self, tasks: dict[int, SearchInput]) -> Iterator[list[int]]:
         places = list(tasks)
         for batch in by_length([self._size(task) for task in tasks.values()], self.options.batch_tokens):
             yield [places[j] for j in batch]
 
-    def _size(self, task: Task) -> int:
+    def _size(self, task: SearchInput) -> int:
         """What a task counts in a batch: its symbols, or if that is more its share of the table of all next symbols."""
         share = self.scorer.vocab // (4096 if task.phrases is None else 1024)
         symbols = max(map(len, task.sources)) + (task.limit if self.scorer.continues else 0)
         return (self.options.rows + banks(task)) * max(share, symbols)
 
-    def _hypotheses(self, task: Task, outputs: Sequence[Found]) -> list[Hypothesis]:
+    def _hypotheses(self, task: SearchInput, outputs: Sequence[DecodedIds]) -> list[Hypothesis]:
         if not outputs:
             return [nothing({"unsatisfied": "no output was found that meets what was asked for"})]
         hypotheses = [self._hypothesis(task, output) for output in outputs]
         return self._least_risk(hypotheses) if self.options.mbr else hypotheses
 
-    def _hypothesis(self, task: Task, found: Found) -> Hypothesis:
+    def _hypothesis(self, task: SearchInput, found: DecodedIds) -> Hypothesis:
         symbols = found.ids[:-1] if found.ids[-1:] == (self.scorer.eos,) else found.ids
         source = 0 if self.scorer.continues else len(task.sources[0]) - 1  # a continuation may be of any length
         flags = degenerate(symbols, source, found.token_scores)
@@ -108,7 +117,7 @@ class Decoder:
         candidates = tuple(Candidate(h.text, h.utility or 0.0, h.score) for h in ranked)
         return [replace(ranked[0], candidates=candidates), *ranked[1 : self.options.nbest]]
 
-    def _align(self, tasks: dict[int, Task], results: list[list[Hypothesis]]) -> None:
+    def _align(self, tasks: dict[int, SearchInput], results: list[list[Hypothesis]]) -> None:
         places = [(i, rank) for i in tasks for rank, h in enumerate(results[i]) if h.ids]
         sources = [tasks[i].sources[0] for i, _ in places]
         outputs = [results[i][rank].ids for i, rank in places]
@@ -156,7 +165,7 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
         raise UserError("stream: beam, nbest, mbr and alternatives decide only at the end; use greedy search or sample")
     prepare = Preparer([runs] if isinstance(runs, Run) else list(runs), options)
     (task,) = prepare([item])
-    if not isinstance(task, Task):
+    if not isinstance(task, SearchInput):
         if "unsatisfied" in task:
             raise UserError(f"stream: {task['unsatisfied']}")
         return

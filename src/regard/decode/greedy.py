@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.hypothesis import Found
+from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
 from regard.decode.rules import Rule, steer
-from regard.decode.scorer import Scorer, Task, best, select, time_to_leave
+from regard.decode.scorer import Scorer, SearchInput, best, select, time_to_leave
 
 Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> symbols (N,)
 
@@ -32,7 +32,7 @@ def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
 
 
 def steps(
-    scorer: Scorer, tasks: Sequence[Task], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
+    scorer: Scorer, tasks: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> Iterator[Step]:
     """Decide one symbol per row and step, for `count` rows per task, until every row has ended.
 
@@ -75,8 +75,8 @@ def steps(
 
 
 def follow(
-    scorer: Scorer, tasks: Sequence[Task], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
-) -> list[list[Found]]:
+    scorer: Scorer, tasks: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
+) -> list[list[DecodedIds]]:
     """The whole outputs, `count` per task in the order of their rows; what could not end by the rules is missing."""
     total = len(tasks) * count
     tokens = np.full((total, max(task.limit for task in tasks) + 1), -1, dtype=np.int64)
@@ -86,7 +86,7 @@ def follow(
         tokens[rows, t] = step.tokens_N.numpy(force=True)
         scores[rows, t] = step.scores_N.numpy(force=True)
     lengths = (tokens == scorer.eos).argmax(1) + 1  # the first end
-    found: list[list[Found]] = [[] for _ in tasks]
+    found: list[list[DecodedIds]] = [[] for _ in tasks]
     for row, length in enumerate(lengths.tolist()):
         token_scores = tuple(scores[row, :length].tolist())
         if token_scores[-1] > -math.inf:
@@ -94,7 +94,7 @@ def follow(
             limited = length - 1 == task.limit
             if limited and task.open_end:
                 ids, token_scores = ids[:-1], token_scores[:-1]
-            found[row // count].append(Found(ids, token_scores, sum(token_scores), limited))
+            found[row // count].append(DecodedIds(ids, token_scores, sum(token_scores), limited))
     return found
 
 
@@ -108,7 +108,7 @@ class Sampler:
     gives the same samples alone, in a batch, and among more samples.
     """
 
-    def __init__(self, tasks: Sequence[Task], count: int, options: Options, device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[SearchInput], count: int, options: Options, device: torch.device) -> None:
         self.options = options
         longest = max(task.limit for task in tasks) + 1
         noise = np.zeros((len(tasks) * count, longest))

@@ -15,7 +15,7 @@ from sacrebleu.metrics.chrf import CHRF
 from regard.decode.options import Utility
 
 
-class Found(NamedTuple):
+class DecodedIds(NamedTuple):
     """A finished output as ids."""
 
     ids: tuple[int, ...]  # ends in the end symbol, unless it stopped at the limit of an open-ended task

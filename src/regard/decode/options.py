@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from regard.config import Count, Value, parse
 
 Utility = Literal["chrf", "bleu", "edit", "exact"]
-Head = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
+HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
 
 Phrase = Annotated[str, Field(min_length=1)]
 
@@ -62,7 +62,7 @@ class Options(Value):
 
     # reporting and batching
     alignment: bool = False
-    alignment_heads: tuple[Head, ...] = ()  # (layer, head) of the decoder, from 0; none: see `decode.alignment`
+    alignment_heads: tuple[HeadIndex, ...] = ()  # (layer, head) of the decoder, from 0; none: see `decode.alignment`
     max_source: Count = 2048  # a longer source is not searched, a longer source or target not scored: it is flagged
     batch_tokens: Count = 8192  # padded source symbols times hypotheses
     window: Count = 4096  # lines read ahead, to be sorted by length

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from regard.config import Stack
 from regard.decode.options import Options
 from regard.decode.phrases import MOST, NEVER, Letters, Phrases, Spelling, make_phrases
-from regard.decode.scorer import Scorer, Task
+from regard.decode.scorer import Scorer, SearchInput
 from regard.errors import UserError
 from regard.model import Model
 from regard.run import Run
@@ -60,7 +59,7 @@ class Preparer:
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
         self._check_options()
 
-    def __call__(self, inputs: Sequence[Input]) -> list[Task | dict[str, str]]:
+    def __call__(self, inputs: Sequence[Input]) -> list[SearchInput | dict[str, str]]:
         """A task for every input, or flags that say why there is nothing to search."""
         requests = [as_request(item) for item in inputs]
         examples = [Example(request.source, features=request.features) for request in requests]
@@ -69,7 +68,7 @@ class Preparer:
         encoded = dict(zip(readable, sources, strict=True))
         return [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
 
-    def text(self, task: Task, ids: Sequence[int]) -> str:
+    def text(self, task: SearchInput, ids: Sequence[int]) -> str:
         """The text of an output. That of a continuation is what it adds to its prompt, the space between included."""
         if not self.scorer.continues:
             return self.codec.decode_target(ids)
@@ -80,7 +79,7 @@ class Preparer:
         """No symbol has more than so many characters, so a line that is far too long need not be cut into symbols."""
         return len(request.source) <= 1_000_000
 
-    def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> Task | dict[str, str]:
+    def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> SearchInput | dict[str, str]:
         if request.skip or not (request.source.strip() or self.scorer.continues):
             return {"empty": "the source is empty"}
         if sources is None:
@@ -103,12 +102,14 @@ class Preparer:
             )
         self._wishes(Request(""), min(most, self.options.max_length or most))
 
-    def _task(self, request: Request, sources: tuple[list[int], ...]) -> Task:
+    def _task(self, request: Request, sources: tuple[list[int], ...]) -> SearchInput:
         continues = self.scorer.continues
         minimum, limit = self._lengths(max(map(len, sources)) if continues else len(sources[0]) - 1)
         prefix, phrases = self._wishes(request, limit)
         key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        return Task(sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key, continues)
+        return SearchInput(
+            sources, limit, minimum, tuple(prefix), self.joining if prefix else (), phrases, key, continues
+        )
 
     def _wishes(self, request: Request, limit: int) -> tuple[list[int], Phrases | None]:
         """The prefix and the phrases of an output of at most `limit` symbols."""
@@ -235,22 +236,19 @@ def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str
     return {}
 
 
+UNBOUNDED = 10**9  # positions of a model that has no table of them
+
+
 def position_limits(models: Sequence[Model]) -> tuple[int, int]:
     """Most source and target symbols, the end not counted, for which every model has positions.
 
     A language model has so many for both together, and reads at least one symbol less than that.
     """
     encoders, decoders = ([getattr(model.config, side) for model in models] for side in ("encoder", "decoder"))
-    target = min(_positions(stack) for stack in decoders)
+    target = min(stack.max_positions or UNBOUNDED for stack in decoders)
     if None in encoders:
         return target - 1, target
-    return min(_positions(stack) for stack in encoders) - 1, target - 1
-
-
-def _positions(stack: Stack) -> int:
-    if stack.axial is not None:
-        return stack.axial.rows * stack.axial.columns
-    return stack.max_length if stack.position == "learned" and not stack.recurrent else 10**9
+    return min(stack.max_positions or UNBOUNDED for stack in encoders) - 1, target - 1
 
 
 APART = 0x110000  # a letter of its own, beyond all characters: here the character before is complete

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.decode.phrases import Phrases
-from regard.decode.scorer import Task
+from regard.decode.scorer import SearchInput
 
 
 class Rule:
@@ -44,7 +44,7 @@ def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Te
 class Length(Rule):
     """No end before the minimum, nothing but the end at the limit, where it costs an open-ended task nothing."""
 
-    def __init__(self, tasks: Sequence[Task], eos: int, device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[SearchInput], eos: int, device: torch.device) -> None:
         self.eos = eos
         self.minimum_B = torch.tensor([task.minimum for task in tasks], device=device)
         self.limit_B = torch.tensor([task.limit for task in tasks], device=device)
@@ -68,7 +68,7 @@ class Length(Rule):
 class Prefix(Rule):
     """The first symbols are given, whatever other rules say (so this one comes last), and what follows is set apart."""
 
-    def __init__(self, tasks: Sequence[Task], device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[SearchInput], device: torch.device) -> None:
         longest = max(len(task.prefix) for task in tasks)
         table = [list(task.prefix) + [-1] * (longest - len(task.prefix)) for task in tasks]
         self.table_BP = torch.tensor(table, dtype=torch.long, device=device).view(len(tasks), longest)
@@ -95,7 +95,7 @@ class Prefix(Rule):
 class Past(Rule):
     """A rule that looks back at what each hypothesis has produced."""
 
-    def __init__(self, tasks: Sequence[Task], device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[SearchInput], device: torch.device) -> None:
         self.past_NT = torch.zeros((len(tasks), 0), dtype=torch.long, device=device)
 
     def active(self, t: int) -> bool:
@@ -111,7 +111,7 @@ class Past(Rule):
 class NoRepeat(Past):
     """No sequence of `size` symbols comes twice."""
 
-    def __init__(self, tasks: Sequence[Task], size: int, device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[SearchInput], size: int, device: torch.device) -> None:
         super().__init__(tasks, device)
         self.size = size
 
@@ -128,7 +128,7 @@ class NoRepeat(Past):
 class Repetition(Past):
     """A symbol that was produced before counts `penalty` times its negative log-probability."""
 
-    def __init__(self, tasks: Sequence[Task], penalty: float, device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[SearchInput], penalty: float, device: torch.device) -> None:
         super().__init__(tasks, device)
         self.penalty = penalty
 
@@ -139,7 +139,7 @@ class Repetition(Past):
 BANKS = 48  # stages of progress that a beam keeps apart, at most
 
 
-def banks(task: Task) -> int:
+def banks(task: SearchInput) -> int:
     """How many stages lie between this task's beginning and its required phrases all being met."""
     if task.phrases is None:
         return 0
@@ -154,7 +154,9 @@ class Constraint(Rule):
     searches that follow one path, the probability of ending too early goes to symbols that bring a phrase closer.
     """
 
-    def __init__(self, tasks: Sequence[Task], eos: int, vocab: int, device: torch.device, yielding: bool) -> None:
+    def __init__(
+        self, tasks: Sequence[SearchInput], eos: int, vocab: int, device: torch.device, yielding: bool
+    ) -> None:
         self.eos, self.yielding = eos, yielding
         nothing = [np.zeros((1, vocab), dtype=kind) for kind in (np.int32, np.int16, bool)]
         free = Phrases(nothing[0], nothing[1], nothing[2], np.zeros((1, 1), dtype=np.int16), eos)

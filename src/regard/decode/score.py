@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.batch import Ids, collate, pad
+from regard.batch import TokenIds, collate, pad
 from regard.decode.options import Options
 from regard.decode.request import check_vocabulary, encode, position_limits, too_long
 from regard.decode.scorer import Scorer, by_length, windows
@@ -74,7 +74,7 @@ def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[st
 
 @torch.inference_mode()
 def force(
-    scorer: Scorer, sources: Sequence[Sequence[Ids]], targets: Sequence[Ids], batch_tokens: int = 8192
+    scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int = 8192
 ) -> list[tuple[float, ...]]:
     """The log-probability of each symbol of every target (with its end symbol); `sources` holds ids per model."""
     results: list[tuple[float, ...]] = [()] * len(targets)
@@ -99,9 +99,9 @@ def force(
     return results
 
 
-def _hidden(model: Model, sources: Sequence[Ids], targets: Sequence[Ids]) -> Tensor:
+def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:
     """The vectors from which the symbols of the targets are predicted, one after the other."""
-    device = next(model.parameters()).device
+    device = model.device
     if model.encoder is not None:
         made = collate(sources, targets, model.config).to(device)
         x_BTD = model.hidden(made.source_BS, made.source_keep_BS, made.input_BT)

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from regard.batch import Ids, pad
+from regard.batch import TokenIds, pad
 from regard.config import Config
 from regard.decode.phrases import Phrases
 from regard.errors import UserError
@@ -23,10 +23,12 @@ States = tuple[State, ...]  # one per model
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchInput:
     """One sentence to search an output for, all in ids."""
 
-    sources: tuple[Ids, ...]  # per model, each ending in its end symbol; for a language model the prompt, not empty
+    sources: tuple[
+        TokenIds, ...
+    ]  # per model, each ending in its end symbol; for a language model the prompt, not empty
     limit: int  # most output symbols, the end not counted
     minimum: int = 0
     prefix: tuple[int, ...] = ()
@@ -59,12 +61,12 @@ class Scorer:
         self.packed = Packed(self.models, precision == "bf16")
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
 
-    def start(self, tasks: Sequence[Task]) -> States:
+    def start(self, tasks: Sequence[SearchInput]) -> States:
         """The models' states before the first symbol, one row per task."""
         with self.packed.used():
             return tuple(self._start(model, [task.sources[i] for task in tasks]) for i, model in enumerate(self.models))
 
-    def _start(self, model: Model, sources: Sequence[Ids]) -> State:
+    def _start(self, model: Model, sources: Sequence[TokenIds]) -> State:
         pad_id = model.config.ids.pad
         if not self.continues:
             return State.join([model.encode(*self._padded(part, pad_id)) for part in alike(sources)])
@@ -73,11 +75,11 @@ class Scorer:
         source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)
         return model.read(source_BS, State(()), keep_BS)[1] if source_BS.shape[1] else State(())
 
-    def _padded(self, sources: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor | None]:
+    def _padded(self, sources: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor | None]:
         source_BS, keep_BS = pad(sources, pad_id)
         return source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)
 
-    def first(self, tasks: Sequence[Task], count: int = 1) -> list[Tensor]:
+    def first(self, tasks: Sequence[SearchInput], count: int = 1) -> list[Tensor]:
         """What each model reads first, `count` times for every task."""
         rows = []
         for i, model in enumerate(self.models):
@@ -128,7 +130,7 @@ def time_to_leave(gone_A: Tensor, full_A: Tensor) -> bool:
     return int(gone_A.sum()) * 8 >= len(gone_A) or bool((gone_A & full_A).any())
 
 
-def alike(sources: Sequence[Ids], enough: int = 512) -> Iterator[Sequence[Ids]]:
+def alike(sources: Sequence[TokenIds], enough: int = 512) -> Iterator[Sequence[TokenIds]]:
     """Parts, in order, in which lengths differ little: reading padding costs as much as reading.
 
     A part of `enough` symbols is worth a pass of its own. Sources that come sorted give the fewest.

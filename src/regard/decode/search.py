@@ -12,14 +12,14 @@ from torch import Tensor
 from regard.decode.alignment import Coverage
 from regard.decode.beam import beam_search
 from regard.decode.greedy import Choose, Sampler, follow, greedy, steps
-from regard.decode.hypothesis import Found
+from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
 from regard.decode.rules import Constraint, Length, NoRepeat, Prefix, Repetition, Rule, banks
-from regard.decode.scorer import Scorer, Task, best
+from regard.decode.scorer import Scorer, SearchInput, best
 
 
 @torch.inference_mode()
-def search(scorer: Scorer, tasks: Sequence[Task], options: Options) -> list[list[Found]]:
+def search(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
     """The outputs of every task, best first (samples as drawn); a task without any had none that its rules allow."""
     if not tasks:
         return []
@@ -32,7 +32,7 @@ def search(scorer: Scorer, tasks: Sequence[Task], options: Options) -> list[list
         )
     # How wide a beam must be depends on what is required of a task alone, never on its company.
     extra = [banks(task) for task in tasks]
-    results: list[list[Found]] = [[] for _ in tasks]
+    results: list[list[DecodedIds]] = [[] for _ in tasks]
     for stages in sorted(set(extra)):
         places = [i for i, own in enumerate(extra) if own == stages]
         for i, found in zip(places, _search(scorer, [tasks[i] for i in places], options, stages), strict=True):
@@ -40,7 +40,7 @@ def search(scorer: Scorer, tasks: Sequence[Task], options: Options) -> list[list
     return results
 
 
-def _search(scorer: Scorer, tasks: Sequence[Task], options: Options, stages: int) -> list[list[Found]]:
+def _search(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, stages: int) -> list[list[DecodedIds]]:
     if options.beam == 1 and not stages:
         return follow(scorer, tasks, make_rules(scorer, tasks, options, True))
     each = options.beam // options.groups
@@ -62,7 +62,7 @@ def _search(scorer: Scorer, tasks: Sequence[Task], options: Options, stages: int
     )
 
 
-def make_rules(scorer: Scorer, tasks: Sequence[Task], options: Options, one_path: bool) -> list[Rule]:
+def make_rules(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, one_path: bool) -> list[Rule]:
     """The rules that have something to say, in the order in which a later one may overrule an earlier."""
     device = scorer.device
     rules: list[Rule] = []
@@ -78,12 +78,12 @@ def make_rules(scorer: Scorer, tasks: Sequence[Task], options: Options, one_path
     return rules + prefix
 
 
-def sampler(scorer: Scorer, tasks: Sequence[Task], options: Options, count: int) -> Choose:
+def sampler(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, count: int) -> Choose:
     """How a path chooses its next symbol."""
     return Sampler(tasks, count, options, scorer.device) if options.samples else greedy
 
 
-def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> list[list[Found]]:
+def _alternatives(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
     """The best symbols at one place, each completed by the strategy that the other options ask for."""
     plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
     bases = [task.prefix for task in tasks]
@@ -97,7 +97,7 @@ def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> li
         task if base == task.prefix else replace(task, prefix=base, apart=())
         for task, base in zip(tasks, bases, strict=True)
     ]
-    variants: list[Task] = []
+    variants: list[SearchInput] = []
     owners: list[int] = []
     for i, symbols in enumerate(_next_symbols(scorer, based, options)):
         for symbol in symbols:
@@ -107,7 +107,7 @@ def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> li
             else:
                 variants.append(replace(based[i], prefix=(*bases[i], symbol), apart=()))
             owners.append(i)
-    results: list[list[Found]] = [[] for _ in tasks]
+    results: list[list[DecodedIds]] = [[] for _ in tasks]
     for start in range(0, len(variants), len(tasks)):  # no larger batches than were asked for
         part = slice(start, start + len(tasks))
         for i, variant, found in zip(owners[part], variants[part], search(scorer, variants[part], plain), strict=True):
@@ -116,7 +116,7 @@ def _alternatives(scorer: Scorer, tasks: Sequence[Task], options: Options) -> li
     return results
 
 
-def _next_symbols(scorer: Scorer, tasks: Sequence[Task], options: Options) -> list[list[int]]:
+def _next_symbols(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[int]]:
     """The symbols that come first right after each task's prefix, under its rules."""
     results: list[list[int]] = [[] for _ in tasks]
     lengths = torch.tensor([len(task.prefix) for task in tasks], device=scorer.device)

@@ -12,14 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.config import Stack
-from regard.data.objectives import Masks, Spans, Windows, first_sentinel
+from regard.data.objectives import SpanCorruption, TokenMasking, Windows, first_sentinel
 from regard.data.order import Indices
 from regard.data.plain import Stream
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.attention import Relative
-from regard.nn.transformer import Carried, Transformer
+from regard.nn.transformer import SegmentMemory, Transformer
 from regard.recipe import Recipe, Train
 from regard.run import RECIPE, Run, saved_recipe
 
@@ -30,7 +29,7 @@ CONTEXT = 1024  # where nothing else says how much a model reads at a time
 Numbers = NDArray[np.float64]
 
 
-class Judged(NamedTuple):
+class TokenScores(NamedTuple):
     """Per symbol: its negative log-probability, whether it scored highest, and whether it was asked for at all.
 
     Where hidden stretches are said, the first of each counts the symbol that stands for it too, and the last of all
@@ -44,9 +43,7 @@ class Judged(NamedTuple):
 
 def context_of(run: Run, given: int | None = None) -> int:
     """How many symbols to read at a time: as asked for, as in training, or as many as the model has positions for."""
-    stack = run.config.decoder or run.config.encoder
-    assert stack is not None
-    most = _positions(stack)
+    most = run.config.top.max_positions
     if given is not None:
         if given < 2 or (most is not None and given > most):
             room = "at least 2" if most is None else f"from 2 to {most}, the positions of the model"
@@ -62,31 +59,25 @@ def recipe_of(run: Run) -> Recipe | None:
     return saved_recipe(run.path) if (Path(run.path) / RECIPE).is_file() else None
 
 
-def _positions(stack: Stack) -> int | None:
-    if stack.axial is not None:
-        return stack.axial.rows * stack.axial.columns
-    return stack.max_length if stack.position == "learned" else None
-
-
-def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> Judged:
+def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
     """Score every symbol but the first, each seeing at least half a window of `context` symbols before it.
 
     A model that reads on is given the text segment by segment; it remembers `memory` symbols, by default as many as it
     was trained with.
     """
-    if run.config.reads_on:
+    if run.config.has_memory:
         return _score_segments(run.model, ids, context, memory)
     last = len(ids) - 1
     context = min(context, last)
     starts = np.unique(np.minimum(np.arange(0, last, max(1, context // 2)), last - context))
-    judged = Judged(*(np.zeros(last) for _ in Judged._fields))
+    judged = TokenScores(*(np.zeros(last) for _ in TokenScores._fields))
     rows = max(1, ROWS // context)
     for at in range(0, len(starts), rows):
         part = starts[at : at + rows]
         places = part[:, None] + np.arange(context)  # of inputs; what follows each is the label
         input_BT, label_BT = (torch.from_numpy(ids[places + shift].astype(np.int64)) for shift in (0, 1))
         source_B0 = input_BT.new_empty((len(part), 0))
-        device = next(run.model.parameters()).device
+        device = run.model.device
         with torch.inference_mode():
             x_BTD = run.model.hidden(source_B0.to(device), None, input_BT.to(device))
             nll_BT, right_BT = _compare(run.model, x_BTD, label_BT.to(device))
@@ -98,13 +89,13 @@ def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | No
     return judged
 
 
-def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory: int | None) -> Judged:
+def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory: int | None) -> TokenScores:
     decoder = model.decoder
     assert isinstance(decoder, Transformer)
     last = len(ids) - 1
-    judged = Judged(*(np.zeros(last) for _ in Judged._fields))
-    carried: Carried | None = None
-    device = next(model.parameters()).device
+    judged = TokenScores(*(np.zeros(last) for _ in TokenScores._fields))
+    carried: SegmentMemory | None = None
+    device = model.device
     with torch.inference_mode(), _remembering(decoder, decoder.memory if memory is None else memory, context):
         for start in range(0, last, context):
             end = min(start + context, last)
@@ -140,13 +131,13 @@ def _remembering(decoder: Transformer, memory: int, context: int) -> Iterator[No
             relative.reach = reach
 
 
-def score_hidden(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
+def score_masked(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores:
     """Hide some symbols, the same ones every time, and score those."""
     text = ids[1:]
     stream = Stream.of(text, 0)
-    masks = Masks(stream, run.codec.source, run.config, Train(context=context))
-    judged = Judged(*(np.zeros(len(text)) for _ in Judged._fields))
-    device = next(run.model.parameters()).device
+    masks = TokenMasking(stream, run.codec.source, run.config, Train(context=context))
+    judged = TokenScores(*(np.zeros(len(text)) for _ in TokenScores._fields))
+    device = run.model.device
     for part in _parts(masks.windows, len(text), context):
         whole = masks.whole(part, (0, 0, int(part[0])))
         batch = whole.part(slice(None), whole.tokens).to(device)
@@ -162,16 +153,16 @@ def score_hidden(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
     return judged
 
 
-def score_stretches(run: Run, ids: NDArray[np.uint32], context: int) -> Judged:
+def score_spans(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores:
     """Hide some stretches as in training, the same ones every time, and score what is to be said about them."""
     first, recipe = first_sentinel(run.codec, run.config), recipe_of(run)
     if first is None:
         raise UserError(f"{run.path}: has no symbols that stand for hidden stretches of a text")
     text = ids[1:]
     train = (Train() if recipe is None else recipe.train).model_copy(update={"context": context})
-    spans = Spans(Stream.of(text, 0), first, run.config, train)
-    judged = Judged(*(np.zeros(len(text)) for _ in Judged._fields))
-    device = next(run.model.parameters()).device
+    spans = SpanCorruption(Stream.of(text, 0), first, run.config, train)
+    judged = TokenScores(*(np.zeros(len(text)) for _ in TokenScores._fields))
+    device = run.model.device
     for part in _parts(spans.windows, len(text), context):
         key = (0, 0, int(part[0]))
         whole = spans.whole(part, key)

@@ -26,7 +26,7 @@ from regard.run import Run
 SetUp = Callable[[], object]
 
 
-class Crew:
+class WorkerPool:
     """A decoder with helpers, which load its runs from their directories. It works while they are still starting.
 
     The batches are those that the decoder would make alone, so the answers are the very same.
@@ -61,7 +61,7 @@ class Crew:
                 results[i] = hypotheses
         return results
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(

@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 from regard.config import Config
 from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write
 from regard.decode.generate import Decoder, nothing
-from regard.decode.hypothesis import Found, Hypothesis, normalize
+from regard.decode.hypothesis import DecodedIds, Hypothesis, normalize
 from regard.decode.options import Options
 from regard.decode.request import Input
-from regard.decode.scorer import Task
+from regard.decode.scorer import SearchInput
 from regard.errors import UserError
-from regard.model import stacks
 from regard.run import Run
 
 HEARD = {
@@ -91,8 +90,8 @@ class Engine(Decoder):
     def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
         """The outputs for some inputs."""
         prepared = self.prepare(inputs)
-        results = [[] if isinstance(item, Task) else [nothing(item)] for item in prepared]
-        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, Task)}
+        results = [[] if isinstance(item, SearchInput) else [nothing(item)] for item in prepared]
+        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, SearchInput)}
         if any(task.phrases is not None for task in tasks.values()):
             raise UserError("require, forbid: the engine ctranslate2 cannot do this; use the engine regard")
         outputs = self._find(tasks, strict=self.options.sample)
@@ -102,13 +101,13 @@ class Engine(Decoder):
         self._name_other_cuts(results)
         return results
 
-    def _find(self, tasks: dict[int, Task], strict: bool) -> dict[int, list[Output]]:
+    def _find(self, tasks: dict[int, SearchInput], strict: bool) -> dict[int, list[Output]]:
         """The outputs for some tasks. What is never allowed is ruled out where it came up, by `strict`.
 
         Ruling it out changes what CTranslate2 ranks by: there the rest is made to sum to one first. And what may not
         follow a prefix can only be ruled out behind the same symbols anywhere.
         """
-        alike: dict[Any, dict[int, Task]] = {}
+        alike: dict[Any, dict[int, SearchInput]] = {}
         for i, task in tasks.items():  # limits are told once per batch
             alike.setdefault((task.limit, task.minimum, task.prefix if strict and task.apart else ()), {})[i] = task
         batches = [batch for part in alike.values() for batch in self._batches(part)]
@@ -122,11 +121,11 @@ class Engine(Decoder):
             return found | {i: [x for x in found[i] if self._allowed(tasks[i], x)] for i in wrong}
         return found | self._find({i: tasks[i] for i in wrong}, strict=True) if wrong else found
 
-    def _allowed(self, task: Task, output: Output) -> bool:
+    def _allowed(self, task: SearchInput, output: Output) -> bool:
         """Whether there is no mark in an output, and what follows its prefix leaves the prefix as it is."""
         return self._never.isdisjoint(output.ids) and output.ids[len(task.prefix)] not in task.apart
 
-    def _search(self, tasks: Sequence[Task], strict: bool) -> list[Any]:
+    def _search(self, tasks: Sequence[SearchInput], strict: bool) -> list[Any]:
         """Have outputs searched for; the answers are waited for when they are needed."""
         options, first = self.options, tasks[0]
         never = [[index] for index in sorted(self._never)] + [[*first.prefix, index] for index in first.apart]
@@ -155,7 +154,7 @@ class Engine(Decoder):
         )
         return answers
 
-    def _outputs(self, task: Task, answer: Any, strict: bool) -> list[Output]:
+    def _outputs(self, task: SearchInput, answer: Any, strict: bool) -> list[Output]:
         """The outputs of an answer, each with its end. What had none by the limit is given one there."""
         eos, options, outputs = self.scorer.eos, self.options, []
         plain = not strict and not task.minimum and not task.prefix and self.scores == "totals"
@@ -170,7 +169,7 @@ class Engine(Decoder):
         return outputs if options.sample else list({output.ids: output for output in outputs}.values())
 
     def _scored(
-        self, tasks: dict[int, Task], outputs: dict[int, list[Output]]
+        self, tasks: dict[int, SearchInput], outputs: dict[int, list[Output]]
     ) -> dict[tuple[int, Output], tuple[float, ...]]:
         """The model's log-probability of every symbol of the outputs for which that is to be found out."""
         asked = []
@@ -189,27 +188,27 @@ class Engine(Decoder):
             for place, answer in zip(places, answers, strict=True)
         }
 
-    def _told(self, task: Task, output: Output, token_scores: tuple[float, ...]) -> Found:
+    def _told(self, task: SearchInput, output: Output, token_scores: tuple[float, ...]) -> DecodedIds:
         total = math.nan if output.total is None else output.total
-        return Found(
+        return DecodedIds(
             output.ids,
             token_scores,
             sum(token_scores) if token_scores else total,
             limited=len(output.ids) - 1 == task.limit,
         )
 
-    def _hypothesis(self, task: Task, found: Found) -> Hypothesis:
+    def _hypothesis(self, task: SearchInput, found: DecodedIds) -> Hypothesis:
         hypothesis = super()._hypothesis(task, found)
         if found.token_scores:
             return hypothesis
         normalized = normalize(found.value, len(found.ids), self.options.length_penalty)
         return replace(hypothesis, score=found.value, normalized=normalized)
 
-    def _named(self, tasks: Sequence[Task]) -> list[list[str]]:
+    def _named(self, tasks: Sequence[SearchInput]) -> list[list[str]]:
         return [[self._source[i] for i in task.sources[0]] for task in tasks]
 
 
 def _computed_positions(config: Config) -> int:
     """Most symbols, the end not counted, for which the positions that we compute were written down."""
-    computed = any(stack.position in ("none", "sinusoid", "sinusoid_halves") for stack in stacks(config).values())
+    computed = any(stack.position in ("none", "sinusoid", "sinusoid_halves") for stack in config.stacks.values())
     return POSITIONS - 1 if computed else 10**9

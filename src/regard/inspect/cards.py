@@ -75,7 +75,7 @@ class Walk:
 def embedding(model: Model, name: str, calls: Calls, ids: Sequence[int] | None) -> Card:
     """What goes into the first layer of a tower; without ids, squares of an image."""
     tower: Transformer = getattr(model, name)
-    device = next(model.parameters()).device
+    device = model.device
     if ids is None:
         assert model.image is not None
         embedded_TD = calls.output(model.image)

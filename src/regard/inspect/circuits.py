@@ -60,7 +60,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
     model = run.model
     decoder = _decoder(model)
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
-    device = next(model.parameters()).device
+    device = model.device
     with watch(model) as calls:
         logits_V = model(torch.tensor([ids], device=device), None)[0, place].float()
     chosen = int(logits_V.argmax()) if token is None else _symbol(run, token)
@@ -140,7 +140,7 @@ def _held(norm: nn.Module, x_D: Tensor) -> Callable[[Tensor], Tensor]:
 # Matrices over symbols
 
 
-class Pair(NamedTuple):
+class TokenPair(NamedTuple):
     """An entry of a matrix over symbols."""
 
     row: str
@@ -170,7 +170,7 @@ class Circuit:
             raise UserError(f"{symbol!r} is not a symbol of this vocabulary")
         return self.right_VE @ self.left_VE[self.names.index(symbol)]
 
-    def top(self, count: int = 20) -> list[Pair]:
+    def top(self, count: int = 20) -> list[TokenPair]:
         """The largest entries; a large matrix is gone through a piece at a time."""
         best: list[tuple[float, int, int]] = []
         for start in range(0, len(self.left_VE), step := max(1, MOST_PAIRS // len(self.right_VE))):
@@ -179,7 +179,7 @@ class Circuit:
             for value, at in zip(found.values.tolist(), found.indices.tolist(), strict=True):
                 best.append((value, start + at // piece_NV.shape[1], at % piece_NV.shape[1]))
         best = sorted(best, reverse=True)[:count]
-        return [Pair(self.names[row], self.names[column], value) for value, row, column in best]
+        return [TokenPair(self.names[row], self.names[column], value) for value, row, column in best]
 
 
 @torch.no_grad()

@@ -179,7 +179,7 @@ class Sums:
 def look(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
     """Follow where every head looks over batches of examples."""
     found = attentions(model)
-    device = next(model.parameters()).device
+    device = model.device
     zeros = {name: torch.zeros(3, attention.heads, device=device) for name, attention in found.items()}
     sums = {name: Sums(x_3H[0], x_3H[1], x_3H[2]) for name, x_3H in zeros.items()}
     for batch in batches:
@@ -241,7 +241,7 @@ def look_squares(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
     """Follow where the squares of images look; distances are in pixels."""
     patches = model.config.patches
     assert patches is not None
-    device = next(model.parameters()).device
+    device = model.device
     rows, columns = patches.height // patches.size, patches.width // patches.size
     far_SS = between_squares(rows, columns, patches.size).to(device)
     row_S, column_S = (torch.arange(patches.count, device=device) // columns, torch.arange(patches.count) % columns)

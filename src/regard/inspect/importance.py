@@ -23,7 +23,7 @@ def gradient_importance(model: Model, batches: Sequence[Batch], removed: Removed
     """
     removed = removed or {}
     found = attentions(model)
-    device = next(model.parameters()).device
+    device = model.device
     total = {name: torch.zeros(attention.heads, device=device) for name, attention in found.items()}
     symbols = 0
     frozen = [p for p in model.parameters() if p.requires_grad]
@@ -70,7 +70,7 @@ def ablation_importance(
 @torch.no_grad()
 def loss(model: Model, batches: Sequence[Batch], removed: Removed | None = None) -> float:
     """The loss per symbol in nats, with some heads silenced."""
-    device = next(model.parameters()).device
+    device = model.device
     total, symbols = 0.0, 0
     with patch(model, silencing(removed or {})):
         for batch in batches:

@@ -11,18 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.batch import Batch, Ids, collate, pad
-from regard.config import Config, Patches
+from regard.batch import Batch, TokenIds, collate, pad
+from regard.config import Config, PatchConfig
 from regard.data.images import Pictures, read_images
 from regard.data.plain import read_pieces
-from regard.data.reader import Account, Source
+from regard.data.reader import LineCounter, Source
 from regard.errors import UserError, one_of
 from regard.inspect.logit_lens import Pieces
-from regard.model import stacks
 from regard.recipe import Column
 from regard.run import Run
 from regard.text.codec import Example
-from regard.text.learn import marks
 
 CLASS_TOKEN = "<image>"  # stands before the squares of an image
 
@@ -141,7 +139,7 @@ def give_image(run: Run, image_CHW: np.ndarray, label: str | None, name: str, mo
     scaled = image_CHW.astype(np.float32) if run.pixels is None else run.pixels(image_CHW[None])[0]
     across = patches.width // patches.size
     squares = tuple(f"{i // across + 1}·{i % across + 1}" for i in range(patches.count))
-    image_1CHW = torch.from_numpy(scaled).unsqueeze(0).to(next(run.model.parameters()).device)
+    image_1CHW = torch.from_numpy(scaled).unsqueeze(0).to(run.model.device)
     return Given(
         (image_1CHW, None),
         {},
@@ -153,7 +151,7 @@ def give_image(run: Run, image_CHW: np.ndarray, label: str | None, name: str, mo
     )
 
 
-def _for_eyes(image_CHW: np.ndarray, patches: Patches) -> np.ndarray:
+def _for_eyes(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray:
     """Pixels as bytes: as they are if they fill a byte, else stretched between the smallest and the largest."""
     shown = image_CHW[:3] if patches.channels >= 3 else image_CHW[:1]
     if shown.dtype != np.uint8 or shown.max() < 128:
@@ -181,7 +179,7 @@ def _answer(label: str | None) -> dict[str, Any]:
 
 
 def _row(run: Run, ids: Sequence[int]) -> Tensor:
-    return torch.tensor([list(ids)], device=next(run.model.parameters()).device)
+    return torch.tensor([list(ids)], device=run.model.device)
 
 
 def _cut_note(side: str, ids: Sequence[int], most: int) -> list[str]:
@@ -203,7 +201,7 @@ def reads_text(config: Config) -> bool:
 
 
 def read_material(
-    run: Run, paths: tuple[str, ...], columns: tuple[Column, ...], account: Account, most: int | None = None
+    run: Run, paths: tuple[str, ...], columns: tuple[Column, ...], account: LineCounter, most: int | None = None
 ) -> Material:
     """What a file holds for a run's model; at most so many pairs, images, or stretches of text."""
     config = run.config
@@ -245,7 +243,7 @@ def count_of(material: Material) -> str:
 # Pairs
 
 
-def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[Ids, Ids]]:
+def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[TokenIds, TokenIds]]:
     """Sources and targets as ids; an example without a target is left out."""
     whole = [example for example in examples if example.target]
     if not whole:
@@ -255,10 +253,10 @@ def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[Ids, Ids]]
     return list(zip(sources, targets, strict=True))
 
 
-def make_batches(pairs: Sequence[tuple[Ids, Ids]], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
+def make_batches(pairs: Sequence[tuple[TokenIds, TokenIds]], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
     """Pairs in batches of about so many padded symbols, those of like length together."""
     batches: list[Batch] = []
-    current: list[tuple[Ids, Ids]] = []
+    current: list[tuple[TokenIds, TokenIds]] = []
     longest = 0
     for pair in sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1]))):
         length = max(len(pair[0]), len(pair[1]))
@@ -270,7 +268,7 @@ def make_batches(pairs: Sequence[tuple[Ids, Ids]], config: Config, tokens: int =
     return [*batches, _collate(current, config)] if current else batches
 
 
-def _collate(pairs: Sequence[tuple[Ids, Ids]], config: Config) -> Batch:
+def _collate(pairs: Sequence[tuple[TokenIds, TokenIds]], config: Config) -> Batch:
     return collate([source for source, _ in pairs], [target for _, target in pairs], config)
 
 
@@ -295,14 +293,14 @@ def _text_batches(run: Run, text: str, tokens: int) -> list[Batch]:
     config, ids = run.config, _symbols(run, text)
     if len(ids) < 2:
         raise UserError("heads of this model are judged by plain text, and there is none")
-    limits = [stack.max_length for stack in stacks(config).values() if stack.position == "learned"]
+    limits = [stack.max_length for stack in config.stacks.values() if stack.position == "learned"]
     if config.encoder is None:
         length = min([STRETCH, len(ids), *limits])
         row = torch.tensor([config.start_id, *ids])
         return [_next_symbols(part_BW) for part_BW in row.unfold(0, length + 1, length).split(max(1, tokens // length))]
     if config.ids.mask is None:
         raise UserError("this vocabulary has no symbol for what is hidden, by which heads of this model are judged")
-    before, after = marks(config.frame, config.ids)
+    before, after = config.ids.around(config.frame)
     length = min([STRETCH, len(ids), *(limit - len(before + after) for limit in limits)])
     starts = range(0, len(ids) - length + 1, length)
     label_NW, _ = pad([[*before, *ids[start : start + length], *after] for start in starts], config.ids.pad)

@@ -48,7 +48,7 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     if not 0 <= layer < len(decoder.blocks):
         raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, the first being 0")
     name = f"decoder.blocks.{layer}.feed_forward.neurons"
-    device = next(model.parameters()).device
+    device = model.device
     values, tokens = [], []
     for batch in batches_of(run, text):
         with record(model, name) as made:
@@ -121,7 +121,7 @@ def induction_scores(model: Model, symbols: torch.Tensor | None = None, seed: in
     draws = torch.Generator().manual_seed(seed)
     once_NT = torch.stack([symbols[torch.randperm(len(symbols), generator=draws)[:length]] for _ in range(ROWS)])
     start_N1 = torch.full((ROWS, 1), config.start_id)
-    device = next(model.parameters()).device
+    device = model.device
     names = list(attentions(model))
     with record(model, *(f"{name}.weights" for name in names)) as maps:
         model.hidden(torch.cat((start_N1, once_NT, once_NT), dim=1).to(device), None)

@@ -22,7 +22,7 @@ from regard.nn.gates import add_gates
 from regard.nn.reversible import ReversibleBlock
 from regard.run import WEIGHTS, Run
 
-Measure = Literal["gradient", "ablation", "gates"]
+Criterion = Literal["gradient", "ablation", "gates"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def heads_of(model: Model) -> int:
     return sum(attention.heads for attention in attentions(model).values())
 
 
-def ranking(model: Model, batches: Sequence[Batch], by: Measure, removed: Removed | None = None) -> dict[Spot, float]:
+def ranking(model: Model, batches: Sequence[Batch], by: Criterion, removed: Removed | None = None) -> dict[Spot, float]:
     """Every head with its importance, the least important first."""
     if by == "gradient":
         found = gradient_importance(model, batches, removed)
@@ -109,7 +109,7 @@ def removable(model: Model, names: Sequence[Spot]) -> list[Spot]:
 
 
 def greedy_order(
-    model: Model, batches: Sequence[Batch], count: int, by: Measure, talk: Callable[[str], None]
+    model: Model, batches: Sequence[Batch], count: int, by: Criterion, talk: Callable[[str], None]
 ) -> list[Spot]:
     """Heads in the order in which they go when the rest is judged again after each."""
     gone: list[Spot] = []
@@ -141,7 +141,7 @@ def cut(model: Model, removed: Removed) -> Model:
     empty = [name for name, heads in kept.items() if not heads]
     if empty:
         raise UserError(f"{empty[0]}: all of its heads would go; one must stay")
-    small = Model(_config(model, kept)).to(next(model.parameters()).device).train(model.training)
+    small = Model(_config(model, kept)).to(model.device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, attention in attentions(model).items():
         assert isinstance(attention, Attention)

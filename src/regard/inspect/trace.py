@@ -29,7 +29,7 @@ from regard.inspect.logit_lens import (
     steps,
 )
 from regard.inspect.walk import can_walk, walk_recurrent, walk_transformer
-from regard.model import Model, attentions, head_numbers, place, stacks
+from regard.model import Model, attentions, head_numbers, place
 from regard.nn.cache import State
 from regard.nn.hooks import Calls, record, watch
 from regard.nn.recurrent import RecurrentDecoder
@@ -123,7 +123,7 @@ def continuation(run: Run, text: str, count: int) -> list[int]:
     """The most probable next symbol, so many times or until the end, as ids."""
     model, out = run.model, list[int]()
     tokens = [run.config.start_id, *run.codec.target.encode([text])[0]]
-    device, state = next(model.parameters()).device, State(())
+    device, state = model.device, State(())
     while len(out) < count and (not out or out[-1] != run.config.ids.eos):
         x_1TD, state = model.read(torch.tensor([tokens], device=device), state)
         tokens = [int(model.predict(x_1TD[0, -1]).argmax())]
@@ -140,7 +140,7 @@ def trace_image(run: Run, image_CHW: np.ndarray, label: str | None = None, name:
 def follow(run: Run, given: Given, heads: Sequence[tuple[int, int]] = ()) -> Trace:
     """Follow what a model is given through it."""
     model, config = run.model, run.config
-    vocabulary_alone = config.decoder is None and config.output in ("symbols", "transformed")
+    vocabulary_alone = config.decoder is None and config.predicts_tokens
     was_training = model.training
     model.eval()
     try:
@@ -193,7 +193,7 @@ def _told(config: Config, vocabulary_alone: bool) -> list[str]:
 def facts(model: Model) -> dict[str, str]:
     """What the model is, in words."""
     config = model.config
-    told = {name: _describe(stack) for name, stack in stacks(config).items()}
+    told = {name: _describe(stack) for name, stack in config.stacks.items()}
     if config.patches is not None:
         p = config.patches
         told["image"] = f"{p.height} × {p.width}, {p.count} squares of {p.size} × {p.size}"
@@ -203,7 +203,7 @@ def facts(model: Model) -> dict[str, str]:
         told["vocabulary"] = f"{config.source_vocab if config.decoder is None else config.target_vocab:,} symbols"
     if config.classes is not None:
         told["classes"] = str(config.classes)
-    told["parameters"] = f"{sum(p.numel() for p in model.parameters()):,}"
+    told["parameters"] = f"{model.size:,}"
     return told
 
 
@@ -217,7 +217,7 @@ def _describe(stack: Stack) -> str:
 
 
 def _pictures(model: Model, length: int) -> list[Picture]:
-    towers = {name: getattr(model, name) for name in stacks(model.config)}
+    towers = {name: getattr(model, name) for name in model.config.stacks}
     found = [
         picture(name, tower.position, length, tower.causal)
         for name, tower in towers.items()
@@ -228,7 +228,7 @@ def _pictures(model: Model, length: int) -> list[Picture]:
 
 def _walks(model: Model, calls: Calls, given: Given) -> tuple[Walk, ...]:
     walks = []
-    for name in stacks(model.config):
+    for name in model.config.stacks:
         tower, ids = getattr(model, name), given.ids.get(name)
         if isinstance(tower, Transformer) and can_walk(tower):
             walks.append(walk_transformer(model, name, calls, ids))

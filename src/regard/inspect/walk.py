@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.config import Stack
 from regard.inspect.cards import MOST_STEPS, Card, Scores, Vector, Walk, embedding, prediction
 from regard.model import Model
-from regard.nn.attention import KV, Attention, Sight, key_heads
+from regard.nn.attention import KV, Attention, AttentionMask, key_heads
 from regard.nn.block import Block, Residual
 from regard.nn.hooks import Calls
 from regard.nn.position import Position
@@ -131,7 +131,7 @@ def _mixed(calls: Calls, attention: Attention) -> Tensor:
     return mixed_TD.unflatten(-1, (attention.heads, -1)).transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def scores_of(name: str, looked: Looked) -> Scores:
+def scores_of(name: str, looked: AttentionCall) -> Scores:
     def cut(x_HTS: Tensor | None) -> np.ndarray | None:
         return None if x_HTS is None else x_HTS[..., :MOST_STEPS, :].float().cpu().numpy()
 
@@ -154,7 +154,9 @@ def scores_of(name: str, looked: Looked) -> Scores:
     )
 
 
-def score_card(where: str, stack: Stack, attention: Attention, looked: Looked, scores: Scores, kind: str) -> Card:
+def score_card(
+    where: str, stack: Stack, attention: Attention, looked: AttentionCall, scores: Scores, kind: str
+) -> Card:
     formula = f"score_{{ts}} = {FORMULAS[stack.score]}"
     text = "How well the query fits each key."
     if scores.scale != 1:
@@ -278,10 +280,10 @@ def walk_recurrent(model: Model, calls: Calls, ids: Sequence[int]) -> Walk:
     return Walk("decoder", "input", (("one step", (*order, last)),))
 
 
-class Looked:
+class AttentionCall:
     """One attention with what it was asked, over the whole pass. Batch of one; all tensors without the batch."""
 
-    def __init__(self, attention: Attention, calls: list[tuple[Tensor, KV, Sight, Position]]) -> None:
+    def __init__(self, attention: Attention, calls: list[tuple[Tensor, KV, AttentionMask, Position]]) -> None:
         x_1TD = torch.cat([x for x, *_ in calls], dim=1)
         _, kv, sight, position = calls[-1]
         pos_1T = torch.cat([call[2].q_pos_BT.reshape(1, -1) for call in calls], dim=1)
@@ -300,6 +302,6 @@ class Looked:
         self.bias_HTS: Tensor | None = None if bias_BHTS is None else bias_BHTS[0]
 
 
-def _looked(calls: Calls, attention: Attention) -> Looked:
+def _looked(calls: Calls, attention: Attention) -> AttentionCall:
     """The numbers inside an attention, computed again from what it was given."""
-    return Looked(attention, [(args[0], args[1], args[2], args[3]) for args in calls.given[attention]])
+    return AttentionCall(attention, [(args[0], args[1], args[2], args[3]) for args in calls.given[attention]])

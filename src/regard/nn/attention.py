@@ -22,7 +22,7 @@ from regard.nn.position import Position, sinusoid
 from regard.nn.score import make_score
 
 
-class Sight:
+class AttentionMask:
     """What the queries of a pass may see: one boolean mask (True = may look) and one bias that is added to the scores.
 
     Made once per pass and shared by all layers of a stack.
@@ -56,7 +56,7 @@ class Sight:
         causal: bool = False,
         window: int | None = None,
         bias_BHTS: Tensor | None = None,
-    ) -> Sight:
+    ) -> AttentionMask:
         """What positions allow: no special case for caches, offsets or padding."""
         return cls(q_pos_BT, k_pos_BS, None, bias_BHTS, keep_BS, causal, window)
 
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         k_BGSE, v_BGSE = self._split(k_BSD, self.kv_heads), self._split(v_BSD, self.kv_heads)
         return KV(self.score.key(position.rotate(k_BGSE, pos_BS)), v_BGSE)
 
-    def forward(self, x_BTD: Tensor, kv: KV, sight: Sight, position: Position) -> Tensor:
+    def forward(self, x_BTD: Tensor, kv: KV, sight: AttentionMask, position: Position) -> Tensor:
         """What each query gets. Rows that are several hypotheses per sentence of `kv` become queries of one pass."""
         rows, length, _ = x_BTD.shape
         sentences = kv.k_BGSE.shape[0]
@@ -173,7 +173,7 @@ class Attention(nn.Module):
         dropping = self.training and self.dropout.rate > 0
         return not self.score.is_dot or self.center is not None or self.weights.watched or dropping
 
-    def _fused(self, q_BHTE: Tensor, kv: KV, sight: Sight) -> Tensor:
+    def _fused(self, q_BHTE: Tensor, kv: KV, sight: AttentionMask) -> Tensor:
         k_BGSE, v_BGSE = kv if self.groups is None else (x[:, self.groups] for x in kv)
         return F.scaled_dot_product_attention(
             self.score.query(q_BHTE),
@@ -185,7 +185,7 @@ class Attention(nn.Module):
             enable_gqa=self.heads != k_BGSE.shape[1],
         )
 
-    def _eager(self, q_BHTE: Tensor, kv: KV, sight: Sight) -> Tensor:
+    def _eager(self, q_BHTE: Tensor, kv: KV, sight: AttentionMask) -> Tensor:
         if self.groups is None:
             k_BHSE, v_BHSE = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in kv)
         else:
@@ -233,7 +233,7 @@ class Relative(nn.Module):
         self.place = nn.Parameter(torch.zeros(heads, head_width))
         self.project = nn.Linear(width, heads * head_width, bias=False)
 
-    def forward(self, q_BHTE: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Sight]:
+    def forward(self, q_BHTE: Tensor, sight: AttentionMask, scale: float) -> tuple[Tensor, AttentionMask]:
         """-> queries that meet keys, and the same sight with the distances' part of the scores as its bias."""
         keys = sight.k_pos_BS.shape[-1]
         # What comes later is masked anyway, and nothing is farther away than there are keys.
@@ -244,7 +244,7 @@ class Relative(nn.Module):
         by_distance_BHTR = ((q_BHTE + self.place.unsqueeze(1)) @ r_HRE.transpose(-1, -2)) * scale
         distance_BTS = (sight.q_pos_BT.unsqueeze(-1) - sight.k_pos_BS.unsqueeze(-2)).clamp(0, farthest)
         bias_BHTS = by_distance_BHTR.gather(-1, distance_BTS.unsqueeze(1).expand(*q_BHTE.shape[:-1], keys))
-        seen = Sight(sight.q_pos_BT, sight.k_pos_BS, sight.mask_B1TS, bias_BHTS)
+        seen = AttentionMask(sight.q_pos_BT, sight.k_pos_BS, sight.mask_B1TS, bias_BHTS)
         return q_BHTE + self.content.unsqueeze(1), seen
 
 
@@ -257,7 +257,7 @@ class Center(nn.Module):
         self.hidden = nn.Parameter(torch.empty(heads, width, width).normal_(std=width**-0.5))
         self.v = nn.Parameter(torch.empty(heads, width, 1).normal_(std=width**-0.5))
 
-    def forward(self, q_BHTE: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    def forward(self, q_BHTE: Tensor, sight: AttentionMask) -> tuple[Tensor, Tensor]:
         """-> what lies within the window, and how near it is to the centre, both (B, H, T, S)."""
         place_BS, mask = sight.k_pos_BS, sight.mask_B1TS
         if mask is None:

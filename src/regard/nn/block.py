@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Activation, Stack
-from regard.nn.attention import KV, Attention, Sight
+from regard.nn.attention import KV, Attention, AttentionMask
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
 from regard.nn.lsh import LSHAttention
@@ -93,10 +93,10 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         pos_BT: Tensor,
-        sight: Sight,
+        sight: AttentionMask,
         position: Position,
         past: KV | None = None,
-        source: tuple[KV, Sight] | None = None,
+        source: tuple[KV, AttentionMask] | None = None,
     ) -> tuple[Tensor, KV]:
         """`past`: keys of earlier positions; `source`: keys of the other tower -> (x, keys of everything seen)."""
         seen: list[KV] = []

@@ -16,7 +16,7 @@ Memory = tuple[Tensor, ...]  # what one layer remembers, rows first: keys and va
 
 
 @dataclass(frozen=True)
-class Source:
+class CrossCache:
     """What the other tower offers, once per sentence however many hypotheses look at it."""
 
     keys: tuple[KV, ...]  # per layer
@@ -37,12 +37,12 @@ class Source:
             return self.keep_BS
         return self.pos_BS.new_ones(len(self.keys[0].k_BGSE), self.pos_BS.shape[1], dtype=torch.bool)
 
-    def select(self, sentences: Tensor) -> Source:
+    def select(self, sentences: Tensor) -> CrossCache:
         keep = None if self.keep_BS is None else self.keep_BS.index_select(0, sentences)
-        return Source(tuple(kv.select(sentences) for kv in self.keys), keep, self.pos_BS)
+        return CrossCache(tuple(kv.select(sentences) for kv in self.keys), keep, self.pos_BS)
 
     @classmethod
-    def join(cls, sources: Sequence[Source]) -> Source:
+    def join(cls, sources: Sequence[CrossCache]) -> CrossCache:
         """Sources of several sets of sentences as one, with nothing behind the shorter ones."""
         length = max(source.pos_BS.shape[1] for source in sources)
         layers = zip(*(source.keys for source in sources), strict=True)
@@ -67,7 +67,7 @@ class State:
     layers: tuple[Memory, ...]
     length: int = 0
     keep_NP: Tensor | None = None  # which of the past symbols are real; None: all
-    source: Source | None = None
+    source: CrossCache | None = None
     tree: Tree | None = None  # if there is one, `layers` have a row for each sentence and the tree knows what is real
 
     @classmethod
@@ -77,7 +77,7 @@ class State:
             return states[0]
         memories = zip(*(state.layers for state in states), strict=True)
         layers = tuple(tuple(map(torch.cat, zip(*parts, strict=True))) for parts in memories)
-        return cls(layers, source=Source.join([state.source for state in states if state.source is not None]))
+        return cls(layers, source=CrossCache.join([state.source for state in states if state.source is not None]))
 
     def branching(self, sentences: int, device: torch.device) -> State:
         """The same for a search whose hypotheses part, from one of each sentence on.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.config import Patches, Stack
+from regard.config import PatchConfig, Stack
 from regard.nn.block import ACTIVATIONS, make_norm
 
 
 class ImageEmbedding(nn.Module):
     """Squares of an image as vectors, after one trained vector in which the image as a whole is gathered."""
 
-    def __init__(self, patches: Patches, width: int) -> None:
+    def __init__(self, patches: PatchConfig, width: int) -> None:
         super().__init__()
         self.patches = patches
         self.project = nn.Linear(patches.channels * patches.size**2, width)
@@ -27,7 +27,7 @@ class ImageEmbedding(nn.Module):
         return torch.cat((self.first.expand(len(x_BSD), 1, -1), x_BSD), dim=1)
 
 
-class Transform(nn.Module):
+class LmHeadTransform(nn.Module):
     """A layer between the encoder and the prediction of a hidden symbol: norm(act(W x))."""
 
     def __init__(self, stack: Stack) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Stack
-from regard.nn.attention import KV, Sight, softmax_seen
+from regard.nn.attention import KV, AttentionMask, softmax_seen
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
 from regard.nn.position import Position
@@ -61,7 +61,9 @@ class LSHAttention(nn.Module):
         )
         return KV(position.rotate(shared_BHSE, pos_BS), v_BHSE)
 
-    def forward(self, x_BTD: Tensor, kv: KV, sight: Sight, position: Position, order: Order | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, kv: KV, sight: AttentionMask, position: Position, order: Order | None = None
+    ) -> Tensor:
         """What each query gets. `order` is what `sort` said of the same pass, for those who run it again."""
         shared_BHSE, v_BHSE = kv.k_BGSE, kv.v_BGSE
         if order is None:
@@ -76,7 +78,7 @@ class LSHAttention(nn.Module):
         out: Tensor = self.out(self.mixed(z_BHTE).transpose(1, 2).flatten(2))
         return out
 
-    def sort(self, kv: KV, sight: Sight) -> Order | None:
+    def sort(self, kv: KV, sight: AttentionMask) -> Order | None:
         """The symbols by hash; None where attention is exact."""
         if not self._pays(sight.q_pos_BT.shape[1], kv.k_BGSE.shape[2]):
             return None
@@ -119,7 +121,7 @@ class LSHAttention(nn.Module):
             return (2**power,)
         return 2 ** (power // 2), 2 ** (power - power // 2)
 
-    def _exact(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, sight: Sight) -> Tensor:
+    def _exact(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, sight: AttentionMask) -> Tensor:
         scores_BHTS = q_BHTE @ k_BHSE.transpose(-1, -2)
         queries, keys = scores_BHTS.shape[-2:]
         own_TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BHTE.device)
@@ -130,7 +132,7 @@ class LSHAttention(nn.Module):
         z_BHTE: Tensor = self.dropout(self.weights(softmax_seen(scores_BHTS))) @ v_BHSE
         return z_BHTE
 
-    def _hashed(self, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, sight: Sight, order: Order) -> Tensor:
+    def _hashed(self, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, sight: AttentionMask, order: Order) -> Tensor:
         z_BHTE: Tensor
         q_XTE, k_XTE, v_XTE = (x.flatten(0, 1) for x in (q_BHTE, k_BHTE, v_BHTE))
         q_XRNC = order.symbol_XRP.unflatten(-1, (-1, self.lsh.chunk))
@@ -165,7 +167,7 @@ class LSHAttention(nn.Module):
         return torch.cat(near, dim=3).view(*x_XRNC.shape[:3], -1)
 
     @torch.no_grad()
-    def _bias(self, q_XRNC: Tensor, k_XRNK: Tensor, order: Order, sight: Sight, dtype: torch.dtype) -> Tensor:
+    def _bias(self, q_XRNC: Tensor, k_XRNK: Tensor, order: Order, sight: AttentionMask, dtype: torch.dtype) -> Tensor:
         """What is added to the scores. There is no past here, so the order of symbols is that of their positions."""
         # In steps of ITSELF: one for the query's own symbol, more for each that comes later, none for the others.
         q_XRNC1 = q_XRNC.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32)) * -ITSELF

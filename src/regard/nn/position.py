@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.config import Axial as AxialShape
-from regard.config import Rotary as Turning
+from regard.config import AxialConfig as AxialShape
+from regard.config import RotaryConfig as Turning
 from regard.config import Stack
 from regard.errors import UserError
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from regard.config import Stack
-from regard.nn.attention import Attention, Sight
+from regard.nn.attention import Attention, AttentionMask
 from regard.nn.block import NOWHERE
-from regard.nn.cache import Encoded, Memory, Source, State
+from regard.nn.cache import CrossCache, Encoded, Memory, State
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
 
@@ -99,7 +99,7 @@ class RecurrentDecoder(nn.Module):
         if self.stack.input_feeding:
             layers.append((torch.zeros_like(initial[-1]),))
         keys = self.cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE)
-        return State(tuple(layers), source=Source((keys,), encoded.keep_BS, encoded.pos_BS))
+        return State(tuple(layers), source=CrossCache((keys,), encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_NTD: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
         """Read on from `state`. Symbols are independent of the outputs before them unless those are fed back."""
@@ -146,6 +146,6 @@ class RecurrentDecoder(nn.Module):
         pos_NT = state.positions(length, state.kept(length, keep_N1), query_NTD.device)[:, state.length :]
         window = self.stack.cross_window if self.stack.cross_center == "step" else None
         q_pos_BT = source.query_positions(pos_NT, rows)
-        sight = Sight.of(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
+        sight = AttentionMask.of(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
         out: Tensor = self.cross(query_NTD, source.keys[0], sight, NOWHERE)
         return out

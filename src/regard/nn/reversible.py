@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from regard.nn.attention import KV, Sight
+from regard.nn.attention import KV, AttentionMask
 from regard.nn.block import Block
 from regard.nn.dropout import Dropout
 from regard.nn.lsh import LSHAttention, Order
@@ -27,10 +27,10 @@ class ReversibleBlock(Block):
         self,
         x_BTD: Tensor,
         pos_BT: Tensor,
-        sight: Sight,
+        sight: AttentionMask,
         position: Position,
         past: KV | None = None,
-        source: tuple[KV, Sight] | None = None,
+        source: tuple[KV, AttentionMask] | None = None,
     ) -> tuple[Tensor, KV]:
         """As `Block.forward`, without a source; x is (B, T, 2D)."""
         one_BTD, two_BTD = x_BTD.chunk(2, dim=-1)
@@ -43,7 +43,7 @@ class ReversibleBlock(Block):
         self,
         x_BTD: Tensor,
         pos_BT: Tensor,
-        sight: Sight,
+        sight: AttentionMask,
         position: Position,
         past: KV | None = None,
         order: Order | None = None,
@@ -68,7 +68,7 @@ class ReversibleBlock(Block):
 
 
 def run_reversible(
-    blocks: Sequence[ReversibleBlock], x_BTD: Tensor, pos_BT: Tensor, sight: Sight, position: Position
+    blocks: Sequence[ReversibleBlock], x_BTD: Tensor, pos_BT: Tensor, sight: AttentionMask, position: Position
 ) -> Tensor:
     """Run layers for training without storing what passes between them; x is (B, T, 2D)."""
     turns = [turn for block in blocks for turn in _turns(block, pos_BT, sight, position)]
@@ -85,7 +85,7 @@ class _Turn:
     weights: list[nn.Parameter]
 
 
-def _turns(block: ReversibleBlock, pos_BT: Tensor, sight: Sight, position: Position) -> tuple[_Turn, _Turn]:
+def _turns(block: ReversibleBlock, pos_BT: Tensor, sight: AttentionMask, position: Position) -> tuple[_Turn, _Turn]:
     first: Order | None = None
 
     def attend(x_BTD: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.config import Score as ScoreName
+from regard.config import ScoreName as ScoreName
 
 
 class Score(nn.Module):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.nn.attention import KV, Sight
+from regard.nn.attention import KV, AttentionMask
 from regard.nn.block import NOWHERE, Block, make_norm
-from regard.nn.cache import Encoded, Source, State, Tree
+from regard.nn.cache import CrossCache, Encoded, State, Tree
 from regard.nn.dropout import Dropout
 from regard.nn.position import make_position
 from regard.nn.reversible import ReversibleBlock, run_reversible
 
-Carried = tuple[Tensor, ...]  # per layer, what went into it for the last symbols read
+SegmentMemory = tuple[Tensor, ...]  # per layer, what went into it for the last symbols read
 
 
 class Transformer(nn.Module):
@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         """The state before the first symbol; the source's keys are computed here and never again."""
         crosses = [block.cross for block in self.blocks if isinstance(block, Block)]
         keys = tuple(cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE) for cross in crosses if cross is not None)
-        return State((), source=Source(keys, encoded.keep_BS, encoded.pos_BS))
+        return State((), source=CrossCache(keys, encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
         """Read on from `state`: one symbol or many, the same outputs. `keep_BT` is False at padding."""
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
             first = max(0, state.length - self.memory)
             pos_BP, keep_BP = pos_BP[:, first:], None if keep_BP is None else keep_BP[:, first:]
         window = min((reach for reach in (self.memory, self.window) if reach), default=None)
-        sight = Sight.of(pos_BT, pos_BP, keep_BP, self.causal, window, self.position.bias(pos_BT, pos_BP))
+        sight = AttentionMask.of(pos_BT, pos_BP, keep_BP, self.causal, window, self.position.bias(pos_BT, pos_BP))
         if self.reversible:
             x_BTD = torch.cat((x_BTD, x_BTD), dim=-1)
             if self.training and torch.is_grad_enabled() and not state.length:
@@ -80,12 +80,14 @@ class Transformer(nn.Module):
         if self.reversible:
             x_AWD = torch.cat((x_AWD, x_AWD), dim=-1)
         bias = self.position.bias(tree.next_A1, grown.pos_AP)
-        sight = Sight(tree.next_A1, grown.pos_AP, grown.seen_AWP.unsqueeze(1), bias, None, self.causal, self.window)
+        sight = AttentionMask(
+            tree.next_A1, grown.pos_AP, grown.seen_AWP.unsqueeze(1), bias, None, self.causal, self.window
+        )
         x_AWD, layers = self._run(x_AWD, tree.next_A1, sight, state)
         state = replace(state, layers=tuple(layers), length=state.length + 1, tree=grown)
         return x_AWD.flatten(0, 1).unsqueeze(1), state
 
-    def _run(self, x_BTD: Tensor, pos_BT: Tensor, sight: Sight, state: State) -> tuple[Tensor, list[KV]]:
+    def _run(self, x_BTD: Tensor, pos_BT: Tensor, sight: AttentionMask, state: State) -> tuple[Tensor, list[KV]]:
         """All layers -> their output, and the keys that each one saw."""
         cross_sight = None if state.source is None else self._cross_sight(pos_BT, len(x_BTD), state.source)
         position = self.position.at(pos_BT)
@@ -97,7 +99,7 @@ class Transformer(nn.Module):
             layers.append(seen)
         return self.norm(x_BTD), layers
 
-    def read_segment(self, x_BTD: Tensor, carried: Carried | None) -> tuple[Tensor, Carried]:
+    def read_segment(self, x_BTD: Tensor, carried: SegmentMemory | None) -> tuple[Tensor, SegmentMemory]:
         """Read a segment of a long text after the `carried` inputs of every layer, which take no gradient.
 
         Unlike a state, which holds keys made by the weights of then, what is carried is looked at with those of now.
@@ -106,7 +108,7 @@ class Transformer(nn.Module):
         pos_1P = torch.arange(past + x_BTD.shape[1], device=x_BTD.device).unsqueeze(0)
         pos_1T = pos_1P[:, past:]
         x_BTD = self._embed(x_BTD, pos_1T)
-        sight = Sight.of(pos_1T, pos_1P, None, self.causal, self.window, self.position.bias(pos_1T, pos_1P))
+        sight = AttentionMask.of(pos_1T, pos_1P, None, self.causal, self.window, self.position.bias(pos_1T, pos_1P))
         position = self.position.at(pos_1T)
         kept = []
         for i, block in enumerate(self.blocks):
@@ -123,5 +125,7 @@ class Transformer(nn.Module):
         out: Tensor = self.dropout(self.embed_norm(x_BTD))
         return out
 
-    def _cross_sight(self, pos_BT: Tensor, rows: int, source: Source) -> Sight:
-        return Sight.of(source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=self.cross_window)
+    def _cross_sight(self, pos_BT: Tensor, rows: int, source: CrossCache) -> AttentionMask:
+        return AttentionMask.of(
+            source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=self.cross_window
+        )

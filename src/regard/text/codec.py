@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from regard.config import Count, Frame, Ids, Value
+from regard.config import Count, Frame, SpecialIds, Value
 from regard.errors import UserError
 from regard.recipe import Column
-from regard.text.foreign import Foreign
+from regard.text.foreign import ForeignTokenizer
 from regard.text.tokenizer import Tokenizer
 
 SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
@@ -26,7 +26,7 @@ class TextConfig(Value):
     columns: tuple[Column, ...] = ("source", "target")
     feature_separator: str = ";"
     frame: Frame = "end"  # the marks around a source text: x eos, sos x eos, sos x, or none
-    ids: Ids | None = None  # of foreign vocabularies; what we learn is always numbered in the same way
+    ids: SpecialIds | None = None  # of foreign vocabularies; what we learn is always numbered in the same way
     sizes: tuple[Count, Count] | None = None  # of foreign vocabularies: how many ids each side has
 
 
@@ -60,7 +60,7 @@ class Codec:
         return self.source is self.target
 
     @property
-    def ids(self) -> Ids:
+    def ids(self) -> SpecialIds:
         """The ids of what is not text, the same on both sides."""
         return self.source.ids
 
@@ -75,7 +75,7 @@ class Codec:
 
     @property
     def config(self) -> TextConfig:
-        foreign = isinstance(self.source, Foreign)
+        foreign = isinstance(self.source, ForeignTokenizer)
         return TextConfig(
             source_tokens=self.source.scheme,
             target_tokens=self.target.scheme,
@@ -99,7 +99,7 @@ class Codec:
     __hash__ = None  # type: ignore[assignment]
 
     def encode_source(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Ids of the features and of the source text, with the marks around them."""
+        """SpecialIds of the features and of the source text, with the marks around them."""
         rows = self.source.encode([example.source for example in examples])
         before, after = self._marks
         for row, example in zip(rows, examples, strict=True):
@@ -116,7 +116,7 @@ class Codec:
         return before, [self.ids.eos] if self.frame in ("both", "end") else []
 
     def encode_pair(self, first: Sequence[str], second: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids of two texts in one row, an end after each if the frame has one, and for every id the text it is of."""
+        """SpecialIds of two texts in one row, an end after each if the frame has one, and for every id the text it is of."""
         before, after = self._marks
         firsts = [[*before, *row, *after] for row in self.source.encode(first)]
         seconds = [[*row, *after] for row in self.source.encode(second)]
@@ -124,7 +124,7 @@ class Codec:
         return [a + b for a, b in both], [[0] * len(a) + [1] * len(b) for a, b in both]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the target text, and the end."""
+        """SpecialIds of the target text, and the end."""
         rows = self.target.encode(texts)
         for row in rows:
             row.append(self.ids.eos)
@@ -148,7 +148,7 @@ class Codec:
         beyond = index - tokenizer.size
         return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # models may have rows to spare
 
-    def note_unknown(self, examples: Sequence[Example], rows: Sequence[Sequence[int]], unknown: Unknown) -> None:
+    def note_unknown(self, examples: Sequence[Example], rows: Sequence[Sequence[int]], unknown: UnknownTokens) -> None:
         """Enter what is unknown in the sources, text and features, into a report; `rows` are their ids."""
         for example, row in zip(examples, rows, strict=True):
             if self.source.unknown(row):
@@ -174,7 +174,10 @@ class Codec:
             sides = [Tokenizer.load(directory / name) for name in names]
         else:
             sizes = config.sizes or (None, None)
-            sides = [Foreign.read(directory / name, config.ids, size) for name, size in zip(names, sizes, strict=False)]
+            sides = [
+                ForeignTokenizer.read(directory / name, config.ids, size)
+                for name, size in zip(names, sizes, strict=False)
+            ]
         return cls(sides[0], sides[-1], config.features, config.columns, config.feature_separator, config.frame)
 
 
@@ -194,7 +197,7 @@ class Example(NamedTuple):
 DISTINCT = 10_000  # beyond so many different symbols only their number is kept
 
 
-class Unknown:
+class UnknownTokens:
     """A count of unknown symbols, filled line by line, told in one sentence."""
 
     def __init__(self) -> None:

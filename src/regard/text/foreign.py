@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from regard.config import Ids
+from regard.config import SpecialIds
 from regard.errors import UserError
 from regard.text.learn import byte_letters
 from regard.text.tokenizer import UNKNOWN, Tokenizer, read_text
@@ -20,7 +20,7 @@ HIDDEN = "\U0010fffe\U0010ffff"
 BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # how some vocabularies name single bytes
 
 
-class Foreign(Tokenizer):
+class ForeignTokenizer(Tokenizer):
     """Any tokenizer of the `tokenizers` library: cutting, numbering and joining are the library's.
 
     Text becomes ids without marks around it, and symbols that are marked as special are never found in it. Symbols that
@@ -28,7 +28,7 @@ class Foreign(Tokenizer):
     part in the cutting and count as unknown.
     """
 
-    def __init__(self, text: str, ids: Ids, size: int | None = None) -> None:
+    def __init__(self, text: str, ids: SpecialIds, size: int | None = None) -> None:
         state: dict[str, Any] = json.loads(text)
         self._text = text
         self._kind = self.scheme = "foreign"
@@ -61,7 +61,7 @@ class Foreign(Tokenizer):
         return super()._clean(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
 
     def _numbers(self, encoding: Any) -> list[int]:
-        """Ids; what is unknown as a whole may be a symbol of the other text."""
+        """SpecialIds; what is unknown as a whole may be a symbol of the other text."""
         ids, unk, aside = list(encoding.ids), self.ids.unk, self._aside
         if not aside:
             return ids
@@ -107,7 +107,7 @@ class Foreign(Tokenizer):
         return self._text
 
     @classmethod
-    def read(cls, path: str | Path, ids: Ids, size: int | None = None) -> Foreign:
+    def read(cls, path: str | Path, ids: SpecialIds, size: int | None = None) -> ForeignTokenizer:
         """Read a tokenizer of the library; nothing in the file can run code."""
         text = read_text(path)
         try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from regard.config import Frame, Ids
+from regard.config import SpecialIds
 from regard.errors import UserError, closest
 from regard.recipe import Text
 
@@ -59,7 +59,7 @@ SWITCH = "TOKENIZERS_PARALLELISM"
 _OURS = SWITCH not in os.environ
 os.environ.setdefault(SWITCH, "false")
 
-IDS = Ids()  # of the vocabularies that we learn; those from elsewhere have their own
+IDS = SpecialIds()  # of the vocabularies that we learn; those from elsewhere have their own
 SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))  # the last only when asked for
 EVERY = 2**40  # more symbols than any text has
 
@@ -194,7 +194,7 @@ SIZES = ((1_000, 1_000), (5_000, 2_000), (20_000, 4_000), (200_000, 8_000), (2_0
 LARGE = 32_000
 
 
-class Choice(NamedTuple):
+class TokenizerChoice(NamedTuple):
     """A scheme and why."""
 
     scheme: str
@@ -204,7 +204,7 @@ class Choice(NamedTuple):
         return f"{self.scheme}: {self.reason}"
 
 
-def choose(sample: Sequence[str], lines: int | None = None) -> Choice:
+def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
     """Choose a scheme for text like `sample`, of which there are `lines` lines in all.
 
     Symbols separated by spaces are recognised by their number: few different ones that come again and again, or very
@@ -223,16 +223,24 @@ def choose(sample: Sequence[str], lines: int | None = None) -> Choice:
     closed = len(symbols) <= 500 and again >= 20
     short = size <= 1.5 or (size <= 2.5 and len(symbols) <= 1_000 and again >= 3)
     if spaced and (closed or short):
-        return Choice("space", f"{len(symbols):,} distinct symbols separated by spaces, {size:.1f} characters each")
+        return TokenizerChoice(
+            "space", f"{len(symbols):,} distinct symbols separated by spaces, {size:.1f} characters each"
+        )
     parts = set(unicodedata.normalize("NFD", "".join(letters)))
     ideographs = len(parts) > 500  # one of them says as much as several letters
     if (words < 1.5 and len(parts) <= 100) or length <= (10 if ideographs else 30 if words < 3 else 12):
         composed = all(unicodedata.is_normalized("NFC", text) for text in sample)
         if composed and len(parts) <= 0.75 * len(letters):
-            return Choice("nfd", f"short lines of {len(letters):,} distinct characters, made of {len(parts)} parts")
-        return Choice("char", f"short lines (mean {words:.1f} words, {length:.1f} characters, {len(letters)} distinct)")
+            return TokenizerChoice(
+                "nfd", f"short lines of {len(letters):,} distinct characters, made of {len(parts)} parts"
+            )
+        return TokenizerChoice(
+            "char", f"short lines (mean {words:.1f} words, {length:.1f} characters, {len(letters)} distinct)"
+        )
     number = next((number for most, number in SIZES if lines <= most), LARGE)
-    return Choice(f"bpe:{number}", f"sentences (mean {words:.1f} words, {length:.0f} characters), {lines:,} lines")
+    return TokenizerChoice(
+        f"bpe:{number}", f"sentences (mean {words:.1f} words, {length:.0f} characters), {lines:,} lines"
+    )
 
 
 LEARNED_LINES = 1_000_000  # bpe and unigram learn from about so many lines at most, drawn from all
@@ -273,12 +281,3 @@ def share(scheme: str, sample: Sequence[str], lines: int) -> int:
     words = sum(len(text.split()) for text in sample)
     budget = LEARNED_TEXT if characters <= UNBROKEN * words else UNBROKEN_TEXT[kind]
     return min(lines, LEARNED_LINES, max(1, budget * len(sample) // max(1, characters)))
-
-
-# The marks around a text, by task; where a run is started from, they are as there.
-FRAMES: dict[str, Frame] = {"pairs": "end", "span": "end", "masked": "both", "classify": "both", "lm": "none"}
-
-
-def marks(frame: Frame, ids: Ids) -> tuple[list[int], list[int]]:
-    """What stands before and after a text."""
-    return [ids.sos] * (frame in ("both", "start")), [ids.eos] * (frame in ("both", "end"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from regard.config import Ids
+from regard.config import SpecialIds
 from regard.errors import UserError
 from regard.files import replace_file
 from regard.text.learn import IDS, PATTERNS, SMALLEST, SPECIALS, byte_letters, learn, parse_scheme, single, threads
@@ -40,7 +40,7 @@ class Tokenizer:
         self._kind = _kind(library)
         self.size: int = library.get_vocab_size(with_added_tokens=True)
         symbols = [library.id_to_token(index) or "" for index in range(self.size)]
-        self.ids = Ids(mask=4) if tuple(symbols[: len(SPECIALS)]) == SPECIALS else IDS
+        self.ids = SpecialIds(mask=4) if tuple(symbols[: len(SPECIALS)]) == SPECIALS else IDS
         first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # the first id that is text
         if tuple(symbols[:first]) != SPECIALS[:first] or "" in symbols or library.get_added_tokens_decoder():
             raise UserError("its symbols are not numbered as in a tokenizer of a run")

@@ -21,9 +21,9 @@ from regard.config import parse
 from regard.errors import UserError
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.loss import Objective
+from regard.metrics import LOWER_IS_BETTER
 from regard.nn.gates import fold_gates
 from regard.nn.lora import merged
-from regard.recipe import LOWER_IS_BETTER
 from regard.run import WEIGHTS, weights_of
 from regard.training.step import Ema, mean, optimizer_tensors, restore_optimizer
 
@@ -136,7 +136,7 @@ def read_tensors(path: Path) -> Tensors:
 ADAPTERS = "adapters.safetensors"
 
 
-class Keeper:
+class CheckpointManager:
     """Saves and restores a model, what it remembers, its optimizer and its moving average, together with progress."""
 
     def __init__(self, run: Path, objective: Objective, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
@@ -214,7 +214,7 @@ class Keeper:
             _fill(self._ema.weights, self._checkpoints.tensors(step, "ema"))
         carried = self._checkpoints.tensors(step, "carried") if self._checkpoints.has(step, "carried") else None
         if carried is not None:
-            device = next(self._model.parameters()).device
+            device = self._model.device
             self._objective.carried = tuple(carried[name].to(device) for name in sorted(carried))
 
 

@@ -29,7 +29,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 STORE = "REGARD_STORE"  # the file through which processes that we started ourselves find each other
 
 
-class World:
+class ProcessGroup:
     """This process's place among `size` that train together. Alone, every exchange is the identity."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
@@ -81,7 +81,7 @@ class World:
         """Go on when everyone has come this far."""
         self.gather([0.0])
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +106,7 @@ def _number(name: str, default: int | None = None) -> int:
     return int(value)
 
 
-def join(device: str) -> World:
+def join(device: str) -> ProcessGroup:
     """Meet the other processes; the environment says who we are and where to meet."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if rank >= size:
@@ -125,7 +125,7 @@ def ready_file(store_file: str, rank: int) -> Path:
     return Path(f"{store_file}.{rank}")
 
 
-def meet(rank: int, size: int, device: torch.device, store_file: str | None = None) -> World:
+def meet(rank: int, size: int, device: torch.device, store_file: str | None = None) -> ProcessGroup:
     """Form the process group: through a file, or at the address in the environment."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if store_file is None:
@@ -135,7 +135,7 @@ def meet(rank: int, size: int, device: torch.device, store_file: str | None = No
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
         store = dist.FileStore(store_file, size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    return World(rank, size, device)
+    return ProcessGroup(rank, size, device)
 
 
 PATIENCE = 5.0  # seconds a worker has to leave before it is made to
@@ -236,7 +236,7 @@ def leave_with_parent() -> None:
 MESSAGE = 1 << 22  # numbers sent at once: while one message is added up, the next is on its way
 
 
-class Exchange:
+class GradientAllReduce:
     """The sum of everyone's gradients. With `narrow` they are sent in bfloat16."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], narrow: bool) -> None:

@@ -24,18 +24,18 @@ from regard.errors import UserError
 from regard.files import write_json
 from regard.inspect.prune import cut_shut_heads, gate_heads, restore_uncut
 from regard.model import Model, on_meta
-from regard.presets import TASK_PRESETS
 from regard.recipe import Recipe, Train
 from regard.run import Run, RunConfig, read_config, saved_recipe
+from regard.tasks import TASKS
 from regard.text.codec import Base
 from regard.training.checkpoint import TRAINING, Checkpoints, Progress
-from regard.training.distributed import Workers, World, join, leave_with_parent, meet, started_by_others
-from regard.training.loader import Feed
-from regard.training.model_card import write_card
-from regard.training.plan import check_model, make_feed, make_valid, model_config
-from regard.training.report import Silence, Talk, draw_curve, make_talk, score
+from regard.training.distributed import ProcessGroup, Workers, join, leave_with_parent, meet, started_by_others
+from regard.training.loader import DataLoader
+from regard.training.model_card import write_model_card
+from regard.training.plan import check_model, make_loader, make_validation, model_config
+from regard.training.report import Reporter, SilentReporter, draw_curve, make_reporter, score
 from regard.training.start import (
-    Opened,
+    BaseRun,
     begun,
     choose_trained,
     fresh_weights,
@@ -53,7 +53,7 @@ DATA = "data"  # in the training directory
 UNCUT = "uncut"  # there too: what the run was before heads were cut
 
 
-class Report(NamedTuple):
+class TrainingReport(NamedTuple):
     """What came out of a training run."""
 
     path: Path
@@ -67,13 +67,13 @@ class Report(NamedTuple):
         return None if self.progress.best is None else self.progress.best.value
 
 
-def fit(recipe: Recipe, out: str | Path, resume: bool = False, talk: Talk | None = None) -> Report:
+def fit(recipe: Recipe, out: str | Path, resume: bool = False, talk: Reporter | None = None) -> TrainingReport:
     """Train as a recipe says and write a run directory; with `resume`, continue the one that is there.
 
     Raises UserError for mistakes. On SIGTERM or SIGINT it saves and raises Stopped, a SystemExit with 128 + signal.
     """
     path = Path(out)
-    talk = talk or make_talk()
+    talk = talk or make_reporter()
     tune_allocator()
     threads = torch.get_num_threads()
     try:
@@ -84,7 +84,7 @@ def fit(recipe: Recipe, out: str | Path, resume: bool = False, talk: Talk | None
         talk.close()
 
 
-def _fit(recipe: Recipe, path: Path, resume: bool, talk: Talk) -> Report:
+def _fit(recipe: Recipe, path: Path, resume: bool, talk: Reporter) -> TrainingReport:
     """Train in this process, or as the first of several that are started here."""
     recipe = _set_up(recipe, path, resume, talk)
     finished = _finished(recipe, path)
@@ -93,17 +93,17 @@ def _fit(recipe: Recipe, path: Path, resume: bool, talk: Talk) -> Report:
         return finished
     device, workers = choose_device(recipe.train.device), recipe.train.workers
     if workers == 1:
-        return _train(recipe, path, World(device=device), talk)
+        return _train(recipe, path, ProcessGroup(device=device), talk)
     with Workers(workers, "regard.training.fit", [str(path)]) as others:
         others.wait()
         with meet(0, workers, device, others.store_file) as world, others.watched():
             return _train(recipe, path, world, talk)
 
 
-def _fit_joined(recipe: Recipe, path: Path, resume: bool, talk: Talk) -> Report:
+def _fit_joined(recipe: Recipe, path: Path, resume: bool, talk: Reporter) -> TrainingReport:
     """Train as one of several processes that something like torchrun has started."""
     with join(recipe.train.device) as world:
-        talk = talk if world.first else Silence()
+        talk = talk if world.first else SilentReporter()
         problem = None
         if world.first:
             try:
@@ -117,7 +117,7 @@ def _fit_joined(recipe: Recipe, path: Path, resume: bool, talk: Talk) -> Report:
         return _finished(recipe, path) or _train(recipe, path, world, talk)
 
 
-def _finished(recipe: Recipe, path: Path) -> Report | None:
+def _finished(recipe: Recipe, path: Path) -> TrainingReport | None:
     """The report of a run that has nothing left to do."""
     progress = Checkpoints(path).progress()
     if progress is None or progress.finished is None:
@@ -126,13 +126,13 @@ def _finished(recipe: Recipe, path: Path) -> Report | None:
     if done < 1 and progress.finished != "patience":
         return None
     model = on_meta(read_config(path).model)
-    return Report(path, progress, recipe.train.metric, sum(p.numel() for p in model.parameters()))
+    return TrainingReport(path, progress, recipe.train.metric, model.size)
 
 
 # Setting up
 
 
-def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Talk, processes: int = 1) -> Recipe:
+def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Reporter, processes: int = 1) -> Recipe:
     """Make the run directory ready, or find it so -> the complete recipe."""
     if resume and begun(path):
         saved, wished = saved_recipe(path), recipe.train.precision
@@ -172,13 +172,13 @@ def _tidy(path: Path) -> Iterator[None]:
         raise
 
 
-def _set_up_new(recipe: Recipe, path: Path, base: Opened | None, talk: Talk, processes: int) -> Recipe:
+def _set_up_new(recipe: Recipe, path: Path, base: BaseRun | None, talk: Reporter, processes: int) -> Recipe:
     prepared = prepare(recipe, path / TRAINING / DATA, base=base and Base(base.codec, base.config.labels))
     for note in prepared.notes:
         talk.say(note)
     recipe = resolve(recipe, prepared, talk)
     config = model_config(recipe, prepared, base and base.config)
-    recipe = share_out(recipe, make_feed(recipe, prepared, config, World()), config, talk, processes)
+    recipe = choose_processes(recipe, make_loader(recipe, prepared, config, ProcessGroup()), config, talk, processes)
     plan_start(recipe, config, prepared.labels, path / TRAINING, talk)
     try:
         codec = prepared.codec
@@ -187,7 +187,7 @@ def _set_up_new(recipe: Recipe, path: Path, base: Opened | None, talk: Talk, pro
         raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
     save_recipe(recipe, path)
     pixels = prepared.pixels if isinstance(prepared, PreparedImages) else None
-    made = RunConfig(model=config, text=codec.config, labels=prepared.labels, pixels=pixels)
+    made = RunConfig(model=config, text=codec.config, task=recipe.task, labels=prepared.labels, pixels=pixels)
     write_json(path / "config.json", made.model_dump(mode="json"))
     return recipe
 
@@ -195,7 +195,7 @@ def _set_up_new(recipe: Recipe, path: Path, base: Opened | None, talk: Talk, pro
 # Training
 
 
-def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
+def _train(recipe: Recipe, path: Path, world: ProcessGroup, talk: Reporter) -> TrainingReport:
     """Train in this process, with the others if there are any."""
     train = recipe.train
     if world.device.type == "cpu" and world.size > 1:
@@ -203,13 +203,13 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
     prepared = open_prepared(path / TRAINING / DATA)
     torch.manual_seed(train.seed)  # the same weights in every process
     model = Model(read_config(path).model).to(world.device)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = model.size
     if train.start_from is not None and Checkpoints(path).progress() is None:
         load_start(model, prepared.labels, train.start_from)
     special = choose_trained(model, train, fresh_weights(path / TRAINING))
     if train.l0:
         gate_heads(model)
-    validation: Validate = make_valid(recipe, prepared, model.config, world)
+    validation: Validate = make_validation(recipe, prepared, model.config, world)
     if isinstance(prepared, Prepared) and recipe.task == "pairs":
         validation = Validation(prepared, recipe, model, world)
     sizes = _size(prepared.train), _size(prepared.valid)
@@ -221,7 +221,7 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
         "device": world.device.type,
         "workers": world.size,
     }
-    feed = make_feed(recipe, prepared, model.config, world)
+    feed = make_loader(recipe, prepared, model.config, world)
     talk.say(
         f"model: {recipe.train.start_from or recipe.preset}, {parameters:,} parameters; {world.device.type}, "
         f"{world.size} process{'es' * (world.size > 1)}; {feed.batches_in(0):,} batches per epoch"
@@ -232,7 +232,7 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
     def conclude(progress: Progress) -> None:
         talk.close()
         draw_curve(path, train.metric)
-        write_card(
+        write_model_card(
             path,
             recipe,
             progress,
@@ -251,7 +251,7 @@ def _train(recipe: Recipe, path: Path, world: World, talk: Talk) -> Report:
         talk.say(f"the model is in {path}{kept}")
 
     progress = Trainer(model, train, feed, validation, path, world, talk, conclude).run(start)
-    return Report(path, progress, train.metric, parameters)
+    return TrainingReport(path, progress, train.metric, parameters)
 
 
 def _size(part: Corpus | Stream | Images) -> int:
@@ -267,7 +267,7 @@ def main() -> None:
     try:
         recipe = saved_recipe(path)
         with join(recipe.train.device) as world:
-            _train(recipe, path, world, Silence())
+            _train(recipe, path, world, SilentReporter())
     except UserError as error:
         sys.exit(str(error))
 
@@ -276,7 +276,7 @@ if __name__ == "__main__":
     main()
 
 
-def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
+def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Reporter) -> Recipe:
     """Fill in what the recipe leaves open, and say so."""
     train, text = recipe.train, recipe.text
     device = choose_device(train.device)
@@ -292,7 +292,7 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
             symbols = int(corpus.source_lengths.sum() + corpus.target_lengths.sum())
             name, reason = choose_preset(len(corpus), symbols, device.type)
         else:
-            name, reason = TASK_PRESETS[recipe.task], f"for task {recipe.task}"
+            name, reason = TASKS[recipe.task].preset or "", f"for task {recipe.task}"
         talk.say(f"preset: {name}, {reason}")
     tokens = {}
     if train.start_from is None and recipe.task != "image":
@@ -308,19 +308,19 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Talk) -> Recipe:
     )
 
 
-def share_out(recipe: Recipe, feed: Feed, config: Config, talk: Talk, processes: int) -> Recipe:
+def choose_processes(recipe: Recipe, feed: DataLoader, config: Config, talk: Reporter, processes: int) -> Recipe:
     """Decide how many processes train."""
     train = recipe.train
     if processes > 1:
-        chosen = Choice(str(processes), "as they were started")
-    elif config.reads_on and not train.workers:
-        chosen = Choice("1", "the model remembers the text it has read, in order")
+        chosen = WorkerChoice(str(processes), "as they were started")
+    elif config.has_memory and not train.workers:
+        chosen = WorkerChoice("1", "the model remembers the text it has read, in order")
     else:
         first, examples = feed.portion(0, 0), sum(map(len, feed.order(0)))
         rows = max(1, examples // feed.batches_in(0))
         symbols = rows * first.symbols // first.examples
         chosen = choose_workers(train, choose_device(train.device).type, cores(), examples, rows, symbols)
-    if config.reads_on and int(chosen.value) > 1:
+    if config.has_memory and int(chosen.value) > 1:
         raise UserError("train.workers: a model that remembers the text it has read is trained by one process")
     if not train.workers:
         talk.say(f"processes: {chosen.value}, {chosen.reason}")
@@ -336,40 +336,40 @@ LEAST_ROWS = 8  # of a batch, per process; fewer will do if they are long
 LEAST_SYMBOLS = 256
 
 
-class Choice(NamedTuple):
+class WorkerChoice(NamedTuple):
     """What was chosen and why."""
 
     value: str
     reason: str
 
 
-def choose_preset(examples: int, symbols: int, device: str) -> Choice:
+def choose_preset(examples: int, symbols: int, device: str) -> WorkerChoice:
     """A model that the data can fill and the machine can train."""
     size = f"{examples:,} training examples, {symbols:,} symbols"
     if symbols < FEW_SYMBOLS:
-        return Choice("transformer-tiny", f"little data ({size})")
+        return WorkerChoice("transformer-tiny", f"little data ({size})")
     if examples >= MANY_EXAMPLES and device == "cuda":
-        return Choice("transformer-base", f"much data ({size}) and a GPU")
+        return WorkerChoice("transformer-base", f"much data ({size}) and a GPU")
     if examples >= MANY_EXAMPLES:
-        return Choice("transformer-small", f"much data ({size}), but no GPU")
-    return Choice("transformer-small", size)
+        return WorkerChoice("transformer-small", f"much data ({size}), but no GPU")
+    return WorkerChoice("transformer-small", size)
 
 
-def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, symbols: int) -> Choice:
+def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, symbols: int) -> WorkerChoice:
     """How many processes; several one-thread processes do more on a CPU than one with several threads.
 
     `rows` and `symbols` are those of a batch.
     """
     if train.workers:
-        return Choice(str(train.workers), "as asked for")
+        return WorkerChoice(str(train.workers), "as asked for")
     if device != "cpu":
-        return Choice("1", f"on {device}; for several GPUs use torchrun")
+        return WorkerChoice("1", f"on {device}; for several GPUs use torchrun")
     if cores == 1:
-        return Choice("1", "one core")
+        return WorkerChoice("1", "one core")
     short = (train.steps or WORTH_STEPS) < WORTH_STEPS or (train.minutes or WORTH_MINUTES) < WORTH_MINUTES
     if examples < WORTH_EXAMPLES or short:
-        return Choice("1", "too little to do for more")
+        return WorkerChoice("1", "too little to do for more")
     workers = min(cores, max(1, rows // LEAST_ROWS, min(rows, symbols // LEAST_SYMBOLS)))
     if workers < cores:
-        return Choice(str(workers), f"{cores} cores, but only {rows} examples per batch")
-    return Choice(str(workers), "one per core")
+        return WorkerChoice(str(workers), f"{cores} cores, but only {rows} examples per batch")
+    return WorkerChoice(str(workers), "one per core")

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from regard.batch import Batch, Whole
+from regard.batch import Batch, GlobalBatch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
 from regard.data.images import Images, Pixels
 from regard.data.objectives import (
-    Masks,
     Rows,
-    Spans,
+    SpanCorruption,
+    TokenMasking,
     Windows,
     context_of,
     generator,
@@ -27,10 +27,10 @@ from regard.data.objectives import (
 from regard.data.order import Indices, batches
 from regard.data.plain import Stream
 from regard.recipe import Train
-from regard.training.distributed import World
+from regard.training.distributed import ProcessGroup
 
 
-class Portion(NamedTuple):
+class StepBatches(NamedTuple):
     """One step's examples: this process's share of each accumulated batch, and the numbers of the whole step."""
 
     shares: list[tuple[Batch, float]]  # weight 0: nothing was left for this process, but it must take part
@@ -41,10 +41,10 @@ class Portion(NamedTuple):
     fresh: bool = False  # nothing is remembered from the step before, in models that read on
 
 
-class Feed(ABC):
+class DataLoader(ABC):
     """Training data as a sequence of steps; what it is made of is for each kind to say."""
 
-    def __init__(self, train: Train, world: World) -> None:
+    def __init__(self, train: Train, world: ProcessGroup) -> None:
         self._train = train
         self._world = world
         self._epoch = -1
@@ -55,7 +55,7 @@ class Feed(ABC):
         """Make the batches of an epoch; a pure function of (seed, epoch)."""
 
     @abstractmethod
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         """One of them."""
 
     def batches_in(self, epoch: int) -> int:
@@ -72,7 +72,7 @@ class Feed(ABC):
             self._epoch = epoch
         return self._batches
 
-    def portion(self, epoch: int, batch: int) -> Portion:
+    def portion(self, epoch: int, batch: int) -> StepBatches:
         """The step that begins with this batch of this epoch."""
         group = self.order(epoch)[batch : batch + self._train.accumulate]
         wholes = [self._whole(epoch, batch + index, rows) for index, rows in enumerate(group)]
@@ -85,13 +85,13 @@ class Feed(ABC):
             part = slice(rank, None, size) if mine else slice(0, 1)
             shares.append((whole.part(part, tokens), float(mine)))
         examples, symbols = (sum(getattr(whole, name) for whole in wholes) for name in ("examples", "symbols"))
-        return Portion(shares, len(group), examples, tokens, symbols, fresh=batch == 0)
+        return StepBatches(shares, len(group), examples, tokens, symbols, fresh=batch == 0)
 
 
-class CorpusFeed(Feed):
+class CorpusLoader(DataLoader):
     """Pairs, or texts with labels, in batches of similar length."""
 
-    def __init__(self, corpus: Corpus, config: Config, train: Train, world: World) -> None:
+    def __init__(self, corpus: Corpus, config: Config, train: Train, world: ProcessGroup) -> None:
         super().__init__(train, world)
         self._corpus = corpus
         self._config = config
@@ -101,18 +101,18 @@ class CorpusFeed(Feed):
         lengths = corpus.source_lengths, corpus.target_lengths
         return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
 
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         tokens = int(self._corpus.target_lengths[rows].sum())
         symbols = tokens + int(self._corpus.source_lengths[rows].sum())
-        return Whole(
+        return GlobalBatch(
             len(rows), tokens, symbols, lambda part, total: load(self._corpus, rows[part], self._config, total)
         )
 
 
-class ImageFeed(Feed):
+class ImageLoader(DataLoader):
     """Images in random order, `batch_examples` at a time."""
 
-    def __init__(self, images: Images, pixels: Pixels, train: Train, world: World) -> None:
+    def __init__(self, images: Images, pixels: Pixels, train: Train, world: ProcessGroup) -> None:
         super().__init__(train, world)
         self._images = images
         self._pixels = pixels
@@ -123,8 +123,8 @@ class ImageFeed(Feed):
         order = random.permutation(len(self._images))
         return [order[start : start + rows] for start in range(0, len(order), rows)]
 
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
-        return Whole(
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
+        return GlobalBatch(
             len(rows),
             len(rows),
             len(rows),
@@ -132,10 +132,10 @@ class ImageFeed(Feed):
         )
 
 
-class TextFeed(Feed):
+class WindowLoader(DataLoader):
     """Windows in random order. Where the first one begins differs by epoch, so that every symbol gets every context."""
 
-    def __init__(self, stream: Stream, windows: Windows, train: Train, world: World) -> None:
+    def __init__(self, stream: Stream, windows: Windows, train: Train, world: ProcessGroup) -> None:
         super().__init__(train, world)
         self._stream = stream
         self._windows = windows
@@ -149,18 +149,18 @@ class TextFeed(Feed):
         return self._stream.windows(starts, self._windows.length)
 
 
-class LmFeed(TextFeed):
+class LmLoader(WindowLoader):
     """Each symbol is predicted from those before it in its window."""
 
-    def __init__(self, stream: Stream, train: Train, world: World) -> None:
+    def __init__(self, stream: Stream, train: Train, world: ProcessGroup) -> None:
         super().__init__(stream, lm_windows(stream, context_of(train)), train, world)
 
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         tokens = len(rows) * (self._windows.length - 1)
-        return Whole(len(rows), tokens, tokens, lambda part, total: lm_batch(self._read(rows[part]), total))
+        return GlobalBatch(len(rows), tokens, tokens, lambda part, total: lm_batch(self._read(rows[part]), total))
 
 
-class LaneFeed(LmFeed):
+class SegmentLoader(LmLoader):
     """The stream in lanes side by side: a row of a batch goes on where the same row of the batch before ended."""
 
     def _cut(self, epoch: int) -> list[Indices]:
@@ -168,23 +168,23 @@ class LaneFeed(LmFeed):
         return lanes(len(self._stream), self._windows, rows_of(self._train), offset)
 
 
-class MaskedFeed(TextFeed):
+class MaskedLoader(WindowLoader):
     """Hidden symbols are predicted from all that is around them."""
 
-    def __init__(self, masks: Masks, stream: Stream, train: Train, world: World) -> None:
+    def __init__(self, masks: TokenMasking, stream: Stream, train: Train, world: ProcessGroup) -> None:
         super().__init__(stream, masks.windows, train, world)
         self._masks = masks
 
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         return self._masks.whole(rows, (self._train.seed, epoch, batch))
 
 
-class SpanFeed(TextFeed):
+class SpanLoader(WindowLoader):
     """Hidden stretches are said one after the other."""
 
-    def __init__(self, spans: Spans, stream: Stream, train: Train, world: World) -> None:
+    def __init__(self, spans: SpanCorruption, stream: Stream, train: Train, world: ProcessGroup) -> None:
         super().__init__(stream, spans.windows, train, world)
         self._spans = spans
 
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> Whole:
+    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         return self._spans.whole(rows, (self._train.seed, epoch, batch))

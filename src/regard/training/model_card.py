@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 from regard.files import replace_file
-from regard.recipe import LOWER_IS_BETTER, TEXT_TASKS, Recipe
+from regard.metrics import LOWER_IS_BETTER
+from regard.recipe import Recipe
+from regard.tasks import TASKS
 from regard.training.checkpoint import Progress
 from regard.training.report import CURVE, duration
 
@@ -57,7 +59,7 @@ USES = {
 }
 
 
-def write_card(
+def write_model_card(
     run: Path,
     recipe: Recipe,
     progress: Progress,
@@ -70,7 +72,7 @@ def write_card(
     """Write the card; `examples` are the numbers for training and validation, `notes` the choices made."""
     data, train = recipe.data, recipe.train
     files = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
-    what = "characters" if recipe.task in TEXT_TASKS else "images" if recipe.task == "image" else "examples"
+    what = {"text": "characters", "images": "images"}.get(TASKS[recipe.task].reads, "examples")
     made = f"starting from `{train.start_from}`" if train.start_from else f"preset `{recipe.preset}`"
     lines = [
         f"# {run.resolve().name}",

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.config import Config, Stack, parse
-from regard.data.objectives import SENTINELS, Masks, Spans, context_of, first_sentinel
+from regard.config import Config, parse
+from regard.data.objectives import SENTINELS, SpanCorruption, TokenMasking, context_of, first_sentinel
 from regard.data.prepare import AnyPrepared, Prepared, PreparedImages, PreparedText
 from regard.errors import UserError
-from regard.model import stacks
-from regard.presets import PRESETS, TASK_PRESETS, fitting, merge, preset, refuse_unread
-from regard.recipe import TEXT_TASKS, Recipe
+from regard.presets import PRESETS, fitting, merge, preset, refuse_unread
+from regard.recipe import Recipe
 from regard.run import RunConfig
-from regard.training.distributed import World
-from regard.training.loader import CorpusFeed, Feed, ImageFeed, LaneFeed, LmFeed, MaskedFeed, SpanFeed
+from regard.tasks import TASKS
+from regard.training.distributed import ProcessGroup
+from regard.training.loader import (
+    CorpusLoader,
+    DataLoader,
+    ImageLoader,
+    LmLoader,
+    MaskedLoader,
+    SegmentLoader,
+    SpanLoader,
+)
 from regard.training.trainer import Validate
 from regard.training.validation import LmValid, corpus_valid, hidden_valid, image_valid
 
 Table = dict[str, Any]
 
-TOWERS = {
-    "pairs": "an encoder and a decoder",
-    "span": "an encoder and a decoder",
-    "lm": "a decoder without an encoder",
-    "masked": "an encoder without a decoder",
-    "classify": "an encoder without a decoder",
-    "image": "an encoder without a decoder",
-}
+_A = {"encoder": "an encoder", "decoder": "a decoder"}
 MOST_PATCHES = 64  # that a square size is chosen for
 
 
@@ -82,14 +83,15 @@ def _candidates(recipe: Recipe) -> tuple[str, ...]:
     """The presets that a recipe may come to mean."""
     if recipe.preset != "auto":
         return (recipe.preset,)
-    return (TASK_PRESETS[recipe.task],) if recipe.task in TASK_PRESETS else ("transformer-small", "transformer-base")
+    return (name,) if (name := TASKS[recipe.task].preset) else ("transformer-small", "transformer-base")
 
 
 def _check_towers(table: Table, recipe: Recipe) -> None:
     has = tuple(name for name in ("encoder", "decoder") if isinstance(table.get(name), dict))
-    wants = {"lm": ("decoder",), "pairs": ("encoder", "decoder"), "span": ("encoder", "decoder")}
-    if has != wants.get(recipe.task, ("encoder",)):
-        raise UserError(f"{_which(recipe)}: training for {recipe.task} needs a model with {TOWERS[recipe.task]}")
+    wanted = TASKS[recipe.task].stacks
+    if has != wanted:
+        needs = "an encoder and a decoder" if len(wanted) > 1 else f"{_A[wanted[0]]} alone"
+        raise UserError(f"{_which(recipe)}: training for {recipe.task} needs a model with {needs}")
 
 
 def _which(recipe: Recipe) -> str:
@@ -142,7 +144,7 @@ def _longer(config: Config, recipe: Recipe, lengths: dict[str, int]) -> Table:
     """Tables of positions that grow to what is to be read, unless their length is asked for."""
     return {
         name: {"max_length": lengths[name]}
-        for name, stack in stacks(config).items()
+        for name, stack in config.stacks.items()
         if stack.position == "learned"
         and stack.max_length < lengths.get(name, 0)
         and "max_length" not in (recipe.model.get(name) or {})
@@ -154,12 +156,12 @@ def _check(config: Config, recipe: Recipe, prepared: AnyPrepared) -> None:
     task, which = recipe.task, _which(recipe)
     if (config.patches is not None) != (task == "image"):
         raise UserError(f"{which}: {'images are read by a model with patches' if task == 'image' else 'reads images'}")
-    if task == "masked" and config.output not in ("symbols", "transformed"):
-        raise UserError(f"{which}: to guess hidden symbols a model predicts symbols; add --set output=symbols")
-    for name, stack in stacks(config).items():
-        most, longest = _positions(stack), _lengths(recipe, prepared).get(name, 0)
+    if task == "masked" and not config.predicts_tokens:
+        raise UserError(f"{which}: to guess hidden symbols a model predicts symbols; add --set output=tokens")
+    for name, stack in config.stacks.items():
+        most, longest = stack.max_positions, _lengths(recipe, prepared).get(name, 0)
         if most is not None and longest > most:
-            setting = "train.context" if task in TEXT_TASKS else "data.max_length"
+            setting = "train.context" if TASKS[task].plain_text else "data.max_length"
             raise UserError(
                 f"{setting}: rows of {longest} symbols are more than the {most} positions of the {name}; "
                 f"lower it, or raise model.{name}.max_length"
@@ -175,28 +177,22 @@ def _check(config: Config, recipe: Recipe, prepared: AnyPrepared) -> None:
             )
 
 
-def _positions(stack: Stack) -> int | None:
-    if stack.position == "axial" and stack.axial is not None:
-        return stack.axial.rows * stack.axial.columns
-    return stack.max_length if stack.position == "learned" else None
-
-
-def make_feed(recipe: Recipe, prepared: AnyPrepared, config: Config, world: World) -> Feed:
+def make_loader(recipe: Recipe, prepared: AnyPrepared, config: Config, world: ProcessGroup) -> DataLoader:
     """The training data as steps."""
     train, task = recipe.train, recipe.task
     if isinstance(prepared, Prepared):
-        return CorpusFeed(prepared.train, config, train, world)
+        return CorpusLoader(prepared.train, config, train, world)
     if isinstance(prepared, PreparedImages):
-        return ImageFeed(prepared.train, prepared.pixels, train, world)
+        return ImageLoader(prepared.train, prepared.pixels, train, world)
     stream = prepared.train
     if task == "lm":
-        return LaneFeed(stream, train, world) if config.reads_on else LmFeed(stream, train, world)
+        return SegmentLoader(stream, train, world) if config.has_memory else LmLoader(stream, train, world)
     if task == "masked":
-        return MaskedFeed(Masks(stream, prepared.codec.source, config, train), stream, train, world)
-    return SpanFeed(_spans(prepared, recipe, config, valid=False), stream, train, world)
+        return MaskedLoader(TokenMasking(stream, prepared.codec.source, config, train), stream, train, world)
+    return SpanLoader(_spans(prepared, recipe, config, valid=False), stream, train, world)
 
 
-def make_valid(recipe: Recipe, prepared: AnyPrepared, config: Config, world: World) -> Validate:
+def make_validation(recipe: Recipe, prepared: AnyPrepared, config: Config, world: ProcessGroup) -> Validate:
     """The validation data as scores; for pairs the loss alone."""
     train, task = recipe.train, recipe.task
     if isinstance(prepared, PreparedImages):
@@ -207,11 +203,11 @@ def make_valid(recipe: Recipe, prepared: AnyPrepared, config: Config, world: Wor
     if task == "lm":
         return LmValid(prepared.valid, config, train, world)
     if task == "masked":
-        return hidden_valid(Masks(prepared.valid, prepared.codec.source, config, train), train, world)
+        return hidden_valid(TokenMasking(prepared.valid, prepared.codec.source, config, train), train, world)
     return hidden_valid(_spans(prepared, recipe, config, valid=True), train, world)
 
 
-def _spans(prepared: PreparedText, recipe: Recipe, config: Config, valid: bool) -> Spans:
+def _spans(prepared: PreparedText, recipe: Recipe, config: Config, valid: bool) -> SpanCorruption:
     first = first_sentinel(prepared.codec, config)
     assert first is not None
-    return Spans(prepared.valid if valid else prepared.train, first, config, recipe.train)
+    return SpanCorruption(prepared.valid if valid else prepared.train, first, config, recipe.train)

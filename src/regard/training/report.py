@@ -23,7 +23,7 @@ _NOT_SCORES = frozenset({"event", "step", "epoch", "best", "seconds", "checkpoin
 _PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
 
 
-class Talk(Protocol):
+class Reporter(Protocol):
     """Whoever wants to know. Only the first process of a run calls it."""
 
     def say(self, text: str) -> None:
@@ -39,7 +39,7 @@ class Talk(Protocol):
         """Nothing more will come."""
 
 
-class Silence:
+class SilentReporter:
     """Says nothing."""
 
     def say(self, text: str) -> None: ...
@@ -51,7 +51,7 @@ class Silence:
     def close(self) -> None: ...
 
 
-class Lines(Silence):
+class Lines(SilentReporter):
     """Plain lines, as for a file."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -71,7 +71,7 @@ class Lines(Silence):
         self._done, self._seconds = done, seconds
 
 
-class Live(Silence):
+class Live(SilentReporter):
     """A bar with the latest numbers; validations scroll by above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -133,7 +133,7 @@ class Live(Silence):
             self._bar = None
 
 
-def make_talk(stream: TextIO | None = None) -> Talk:
+def make_reporter(stream: TextIO | None = None) -> Reporter:
     """A live display if the stream is a terminal, else lines."""
     stream = stream or sys.stderr
     return Live(stream) if stream.isatty() else Lines(stream)

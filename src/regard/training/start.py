@@ -16,20 +16,20 @@ from regard.nn.lora import adapt, adapted
 from regard.recipe import Recipe, Text, Train, dumps
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, weights_of
 from regard.text.codec import Codec
-from regard.training.report import Talk
+from regard.training.report import Reporter
 
 FRESH = "fresh.json"  # in the training directory: names of weights that a run to start from had nothing for
 GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
 
 
-class Opened(NamedTuple):
+class BaseRun(NamedTuple):
     """The run to start from, without its weights."""
 
     config: RunConfig
     codec: Codec
 
 
-def open_base(recipe: Recipe) -> Opened | None:
+def open_base(recipe: Recipe) -> BaseRun | None:
     """Open the run that a recipe starts from, if it does."""
     if recipe.train.start_from is None:
         asked = "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None
@@ -44,7 +44,7 @@ def open_base(recipe: Recipe) -> Opened | None:
     run = Path(recipe.train.start_from)
     config = read_config(run)
     _same_text(recipe, config)
-    return Opened(config, Codec.load(run, config.text))
+    return BaseRun(config, Codec.load(run, config.text))
 
 
 def _same_text(recipe: Recipe, base: RunConfig) -> None:
@@ -106,7 +106,7 @@ def compare(config: Config, labels: tuple[str, ...], run: str | Path) -> Started
     return Started(fresh, grown, [name for name in theirs if name not in ours])
 
 
-def plan_start(recipe: Recipe, config: Config, labels: tuple[str, ...], training: Path, talk: Talk) -> None:
+def plan_start(recipe: Recipe, config: Config, labels: tuple[str, ...], training: Path, talk: Reporter) -> None:
     """See what the weights to start from leave fresh, and remember it: that run may be gone when this one resumes."""
     fresh: list[str] = []
     if recipe.train.start_from is not None:
@@ -149,7 +149,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
 
     What a run to start from had nothing for is trained in any case.
     """
-    total = sum(p.numel() for p in model.parameters())
+    total = model.size
     names = list(dict(model.named_parameters()))
     for part in train.parts or ():
         if not any(_within(name, part) for name in names):

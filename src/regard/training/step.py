@@ -19,7 +19,7 @@ from regard.nn.gates import FASTER, gated
 from regard.nn.matmul import bf16_products, replaced
 from regard.recipe import Train
 from regard.run import weights_of
-from regard.training.distributed import Exchange, World, same_start
+from regard.training.distributed import GradientAllReduce, ProcessGroup, same_start
 
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 
@@ -27,7 +27,7 @@ _RANKS = 4096  # more processes than will ever train together: keeps their rando
 class Stepper:
     """A model with its objective and optimizer."""
 
-    def __init__(self, model: Model, train: Train, world: World) -> None:
+    def __init__(self, model: Model, train: Train, world: ProcessGroup) -> None:
         self.model = model
         self.train = train
         self.world = world
@@ -38,11 +38,11 @@ class Stepper:
         on_processor = world.device.type == "cpu"
         # There bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
         self._narrow = bf16_products(model) if train.precision == "bf16" and on_processor else []
-        self._exchange: Exchange | None = None
+        self._exchange: GradientAllReduce | None = None
         self._averaged_over = 1
         if world.size > 1 and on_processor:
             same_start(self._parameters)
-            self._exchange = Exchange(self._parameters, narrow=bool(self._narrow))
+            self._exchange = GradientAllReduce(self._parameters, narrow=bool(self._narrow))
         elif world.size > 1:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
             self._averaged_over = world.size

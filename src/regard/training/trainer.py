@@ -12,10 +12,10 @@ from typing import NamedTuple, NoReturn
 from regard.errors import UserError
 from regard.model import Model
 from regard.recipe import Train
-from regard.training.checkpoint import Best, Keeper, Progress, Scores, Tensors, Window, better
-from regard.training.distributed import Signals, Stopped, World
-from regard.training.loader import Feed
-from regard.training.report import LOG, Event, Log, Talk
+from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window, better
+from regard.training.distributed import ProcessGroup, Signals, Stopped
+from regard.training.loader import DataLoader
+from regard.training.report import LOG, Event, Log, Reporter
 from regard.training.step import Ema, Stepper, learning_rate, lent
 
 CHECKPOINT_SECONDS = 120.0
@@ -31,11 +31,11 @@ class Trainer:
         self,
         model: Model,
         train: Train,
-        feed: Feed,
+        feed: DataLoader,
         validate: Validate,
         run: Path,
-        world: World,
-        talk: Talk,
+        world: ProcessGroup,
+        talk: Reporter,
         conclude: Callable[[Progress], None],
     ) -> None:
         """`conclude` is called in the first process when all is done but the mark that it is."""
@@ -50,7 +50,7 @@ class Trainer:
         self.progress = Progress()
         self.stepper = Stepper(model, train, world)
         self.ema = Ema(model, train.ema) if train.ema else None
-        self.keeper = Keeper(run, self.stepper.objective, self.stepper.optimizer, self.ema)
+        self.keeper = CheckpointManager(run, self.stepper.objective, self.stepper.optimizer, self.ema)
         self.signals = Signals()
         self._log: Log | None = None  # the first process has one
         self._saved_at = self._logged_at = self._began = 0.0

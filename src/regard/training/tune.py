@@ -28,7 +28,7 @@ from regard.inspect.importance import Spot, loss
 from regard.inspect.inputs import STRETCH, Material, batches_of, encode_pairs
 from regard.inspect.prune import (
     Amount,
-    Measure,
+    Criterion,
     by_attention,
     cut,
     greedy_order,
@@ -39,10 +39,11 @@ from regard.inspect.prune import (
     require_cuttable,
 )
 from regard.loss import Objective
+from regard.metrics import LOWER_IS_BETTER
 from regard.model import Model, attentions, head_numbers
 from regard.nn.dropout import MaskPool, use_pool
 from regard.nn.gates import add_gates, expected_open, gated, remove_gates
-from regard.recipe import LOWER_IS_BETTER, Train
+from regard.recipe import Train
 from regard.run import Run
 from regard.text.codec import Example
 from regard.training.step import Ema, learning_rate, lent, make_optimizer, set_rate
@@ -70,7 +71,7 @@ def tune(
     kept is a moving average of the weights; with a `judge` (less is better), the best of several on the way, and else
     the last.
     """
-    device = next(model.parameters()).device
+    device = model.device
     train = Train(steps=steps, lr=lr, schedule="cosine", warmup=max(1, steps // 10), seed=seed)
     optimizer, ema = make_optimizer(model, train), Ema(model, DECAY)
     pool = MaskPool(seed)
@@ -136,7 +137,7 @@ def learn_gates(
     `press` is what it costs, in loss per symbol, to keep all heads. The model is changed: it learns to do without the
     heads that are being shut.
     """
-    device = next(model.parameters()).device
+    device = model.device
     weights = list(model.parameters())
     add_gates(model)
     gates = gated(model)
@@ -163,7 +164,7 @@ TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
 
 
 @dataclass(frozen=True)
-class State:
+class Snapshot:
     """A model before or after."""
 
     heads: int
@@ -174,12 +175,12 @@ class State:
 
 
 @dataclass(frozen=True)
-class Report:
+class PruneReport:
     """What pruning did."""
 
-    before: State
-    pruned: State  # before any tuning
-    after: State  # the same, if nothing was tuned
+    before: Snapshot
+    pruned: Snapshot  # before any tuning
+    after: Snapshot  # the same, if nothing was tuned
     removed: dict[str, list[int]]  # numbers of the heads by attention
     curve: list[tuple[int, float]]  # heads silenced, loss per symbol
     tuned_steps: int
@@ -195,12 +196,12 @@ def prune(
     amount: Amount,
     *,
     greedy: bool = False,
-    by: Measure = "gradient",
+    by: Criterion = "gradient",
     tune_steps: int = 0,
     judge_on: int = 256,
     lr: float = LR,
     talk: Callable[[str], None] = lambda message: None,
-) -> tuple[Run, Report]:
+) -> tuple[Run, PruneReport]:
     """Remove heads from a run -> the smaller run (not saved yet), and the report.
 
     Heads are judged on `judge_on` of the examples; the tuning learns from all of them; what is reported is measured on
@@ -231,7 +232,7 @@ def prune(
         tune(small, epochs(run, material), tune_steps, teacher=run.model, judge=judge, lr=lr)
         after = measure(smaller, held_out, valid)
     numbers = {name: [head_numbers(run.model, name)[head] for head in heads] for name, heads in removed.items()}
-    return smaller, Report(before, pruned, after, numbers, curve, tune_steps)
+    return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
 
 
 def _judge(run: Run, material: Material, batches: Sequence[Batch], talk: Callable[[str], None]) -> Callable[[], float]:
@@ -279,7 +280,7 @@ def _gated(
     return learner, dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
-def save(smaller: Run, report: Report, path: str | Path, original: Path) -> None:
+def save(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
     """Write the smaller run with its report; alignment heads that are left are counted anew."""
     path = Path(path)
     smaller.save(path)
@@ -294,7 +295,7 @@ def save(smaller: Run, report: Report, path: str | Path, original: Path) -> None
         save_heads(path, kept)
 
 
-def head_numbers_before(model: Model, report: Report, name: str) -> list[int]:
+def head_numbers_before(model: Model, report: PruneReport, name: str) -> list[int]:
     """The heads an attention had before they were removed."""
     return sorted({*head_numbers(model, name), *report.removed.get(name, [])}) if name in attentions(model) else []
 
@@ -317,7 +318,7 @@ def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[Spot])
     return [(count, loss(model, batches, by_attention(order[:count]))) for count in counts]
 
 
-def measure(run: Run, material: Material, batches: Sequence[Batch]) -> State:
+def measure(run: Run, material: Material, batches: Sequence[Batch]) -> Snapshot:
     """How good, how large and how fast a run is."""
     each = loss(run.model, batches)
     if run.config.encoder is not None and run.config.decoder is not None:
@@ -329,17 +330,17 @@ def measure(run: Run, material: Material, batches: Sequence[Batch]) -> State:
         found = evaluate(run, material, Options(), names, samples=0)
         metrics = {name: value.score for name, value in found.metrics.items()}
     else:
-        first = batches[0].to(next(run.model.parameters()).device)
+        first = batches[0].to(run.model.device)
         rate = len(first.label_BT) / min(_seconds(lambda: Objective(run.model)(first)) for _ in range(3))
         metrics = {"perplexity": math.exp(min(each, 700.0))}
         if run.config.output == "classes":
             metrics = {"accuracy": _accuracy(run.model, batches)}
-    return State(heads_of(run.model), sum(p.numel() for p in run.model.parameters()), each, metrics, rate)
+    return Snapshot(heads_of(run.model), run.model.size, each, metrics, rate)
 
 
 @torch.no_grad()
 def _accuracy(model: Model, batches: Sequence[Batch]) -> float:
-    device = next(model.parameters()).device
+    device = model.device
     right = sum(int(Objective(model)(batch.to(device)).correct) for batch in batches)
     return 100 * right / sum(batch.tokens for batch in batches)
 

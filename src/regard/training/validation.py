@@ -9,11 +9,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regard.batch import Batch, Whole
+from regard.batch import Batch, GlobalBatch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
 from regard.data.images import Images, Pixels
-from regard.data.objectives import Masks, Spans, context_of, image_batch, lanes, lm_batch, lm_windows, rows_of
+from regard.data.objectives import (
+    SpanCorruption,
+    TokenMasking,
+    context_of,
+    image_batch,
+    lanes,
+    lm_batch,
+    lm_windows,
+    rows_of,
+)
 from regard.data.order import Indices, batches
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared
@@ -25,7 +34,7 @@ from regard.model import Model
 from regard.recipe import Recipe, Train
 from regard.run import Run
 from regard.training.checkpoint import Scores
-from regard.training.distributed import World
+from regard.training.distributed import ProcessGroup
 
 LOSS_EXAMPLES = 10_000  # validated on so many, at most
 LOSS_SYMBOLS = 1 << 18  # of plain text
@@ -37,7 +46,7 @@ def spread(count: int, most: int) -> Indices:
 
 
 @torch.inference_mode()
-def judge(model: Model, made: Iterable[Batch], world: World) -> Scores:
+def judge(model: Model, made: Iterable[Batch], world: ProcessGroup) -> Scores:
     """The mean negative log-probability of a label, and how many per hundred scored highest, over all processes."""
     objective = Objective(model).eval()
     nll, correct, tokens = 0.0, 0.0, 0.0
@@ -60,7 +69,7 @@ Make = Callable[[Indices], Batch]
 class Valid:
     """Scores a model on batches of validation data."""
 
-    def __init__(self, cut: Sequence[Indices], make: Make, scores: Sequence[str], world: World) -> None:
+    def __init__(self, cut: Sequence[Indices], make: Make, scores: Sequence[str], world: ProcessGroup) -> None:
         self._cut, self._make, self._scores, self._world = cut, make, scores, world
 
     def __call__(self, model: Model) -> Scores:
@@ -70,7 +79,7 @@ class Valid:
 
 
 def corpus_valid(
-    corpus: Corpus, config: Config, batch_tokens: int, world: World, scores: Sequence[str] = ("loss",)
+    corpus: Corpus, config: Config, batch_tokens: int, world: ProcessGroup, scores: Sequence[str] = ("loss",)
 ) -> Valid:
     """On pairs, or on texts with labels."""
     rows = spread(len(corpus), LOSS_EXAMPLES)
@@ -78,7 +87,7 @@ def corpus_valid(
     return Valid([rows[batch] for batch in cut], lambda batch: load(corpus, batch, config), scores, world)
 
 
-def image_valid(images: Images, pixels: Pixels, rows: int, world: World) -> Valid:
+def image_valid(images: Images, pixels: Pixels, rows: int, world: ProcessGroup) -> Valid:
     order = spread(len(images), LOSS_EXAMPLES)
     return Valid(
         [order[at : at + rows] for at in range(0, len(order), rows)],
@@ -88,27 +97,27 @@ def image_valid(images: Images, pixels: Pixels, rows: int, world: World) -> Vali
     )
 
 
-def hidden_valid(hiding: Masks | Spans, train: Train, world: World) -> Valid:
+def hidden_valid(hiding: TokenMasking | SpanCorruption, train: Train, world: ProcessGroup) -> Valid:
     """On text of which always the same is hidden."""
     starts = hiding.windows.starts()
     starts = starts[spread(len(starts), max(1, LOSS_SYMBOLS // hiding.windows.length))]
     rows = rows_of(train)
 
     def make(batch: Indices) -> Batch:
-        whole: Whole = hiding.whole(batch, (0, 0, int(batch[0])))
+        whole: GlobalBatch = hiding.whole(batch, (0, 0, int(batch[0])))
         return whole.part(slice(None), whole.tokens)
 
-    scores = ("loss", "accuracy") if isinstance(hiding, Masks) else ("loss",)
+    scores = ("loss", "accuracy") if isinstance(hiding, TokenMasking) else ("loss",)
     return Valid([starts[at : at + rows] for at in range(0, len(starts), rows)], make, scores, world)
 
 
 class LmValid:
     """The loss on plain text, and what it means: perplexity per symbol, bits per character."""
 
-    def __init__(self, stream: Stream, config: Config, train: Train, world: World) -> None:
+    def __init__(self, stream: Stream, config: Config, train: Train, world: ProcessGroup) -> None:
         windows, rows = lm_windows(stream, context_of(train)), rows_of(train)
         most = max(1, LOSS_SYMBOLS // windows.stride)
-        if config.reads_on:  # lanes that are read from their beginning
+        if config.has_memory:  # lanes that are read from their beginning
             cut = lanes(len(stream), windows, rows)[: max(1, most // rows)]
         else:
             starts = windows.starts()
@@ -134,7 +143,7 @@ DECODED_EXAMPLES = 1_000  # validated by decoding, at most
 class Validation:
     """Scores a model on the validation examples, each process on its share."""
 
-    def __init__(self, prepared: Prepared, recipe: Recipe, model: Model, world: World) -> None:
+    def __init__(self, prepared: Prepared, recipe: Recipe, model: Model, world: ProcessGroup) -> None:
         self._codec = prepared.codec
         self._metric = recipe.train.metric
         self._world = world
