@@ -61,7 +61,7 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.device
+        return next(self.parameters()).device
 
     @property
     def size(self) -> int:
