@@ -2,7 +2,7 @@
 
     python bench/decoding.py
 
-Both get a random Transformer with the same weights and write exactly `--length` symbols for every source and take one
+Both get a random Transformer with the same weights and write exactly `--length` tokens for every source and take one
 step more for the end, whose probability counts for neither; the table says how many of the outputs were the same. All
 in one process, with the allocator set as regard's command line sets it, which both gain from,
 taking turns, and medians are compared. Both take and return ids: no text is cut or joined.
@@ -136,7 +136,7 @@ def marian_like(model: Model) -> MarianMTModel:
 
 
 def random_sources(count: int, longest: int) -> Ids:
-    """Random symbols, in lengths from half the longest to the longest, each with its end."""
+    """Random tokens, in lengths from half the longest to the longest, each with its end."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(longest // 2, longest, (count,), generator=draw).tolist()
     return [[*torch.randint(4, VOCABULARY, (n,), generator=draw).tolist(), 3] for n in sorted(lengths, reverse=True)]
@@ -162,12 +162,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--beam", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
-    parser.add_argument("--length", type=int, default=30, help="output symbols; a source has 15 to 30 of them")
+    parser.add_argument("--length", type=int, default=30, help="output tokens; a source has 15 to 30 of them")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     tune_allocator()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it remarks on every option that is not its default
-    print(f"sentences per second, median of {arguments.rounds} rounds; outputs of {arguments.length} symbols")
+    print(f"sentences per second, median of {arguments.rounds} rounds; outputs of {arguments.length} tokens")
     print("size  threads  batch  beam    regard  transformers  ratio  same outputs")
     for size in arguments.size:
         torch.manual_seed(1)

@@ -6,7 +6,7 @@ One model size for all (4+4 layers, width 256, feed-forward 1024, 4 heads, dropo
 toolkit is run by its own command line as its users run it, in an environment of its own: PYTHON is the interpreter of
 one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress, from
 its first report on. Decoding is the command with few words and with many, and the difference of the two, so that
-neither start-up nor loading counts; all may write as many symbols as the longest pronunciation in the data has.
+neither start-up nor loading counts; all may write as many tokens as the longest pronunciation in the data has.
 regard is shown in fp32, in bf16, and trained in bf16 and decoding in int8 by CTranslate2, if that is installed. What
 was decoded is described by its WER and its mean length: a model that has hardly been trained stops at once or never,
 and its speed says little. Raise --seconds until the lengths are alike.
@@ -45,7 +45,7 @@ class Job:
     valid: Path
     work: Path  # an empty directory
     seconds: float
-    longest: int  # symbols of a pronunciation
+    longest: int  # tokens of a pronunciation
 
 
 @dataclass

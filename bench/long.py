@@ -2,7 +2,7 @@
 
     python bench/long.py
 
-Each contender trains the same shape of causal language model on one row of random symbols, in a process of its own per
+Each contender trains the same shape of causal language model on one row of random tokens, in a process of its own per
 length. Memory is the peak of the process less what it held before its first step; time is that of the fastest step
 after the first, and work the time of processors in it, over all threads. `hashed` is this project's attention by
 hashing in reversible layers, `full` the same model with ordinary attention and residuals, and `peer` is transformers'
@@ -119,9 +119,7 @@ def main() -> None:
         contender, length = arguments.child
         print(json.dumps(measure(contender, int(length), arguments.steps)))
         return
-    print(
-        "symbols  contender  parameters  memory MB  kB/symbol  time s  work s  memory:hashed  time:hashed  work:hashed"
-    )
+    print("tokens  contender  parameters  memory MB  kB/token  time s  work s  memory:hashed  time:hashed  work:hashed")
     # glibc keeps freed blocks of up to 32 MB. Handed back at once, the peak is what a step needs.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     for length in arguments.lengths:

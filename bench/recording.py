@@ -2,7 +2,7 @@
 
     python bench/recording.py
 
-A random model of 6 + 6 layers with 8 heads reads and writes 30 symbols. Plain and recorded passes take turns; medians
+A random model of 6 + 6 layers with 8 heads reads and writes 30 tokens. Plain and recorded passes take turns; medians
 are compared.
 """
 
@@ -36,7 +36,7 @@ def seconds(work: Callable[[], object]) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--symbols", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     settings = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python bench/training.py --source train.de.gz --target train.en.gz --size tiny
 
-One model size, one corpus, one token budget, dropout 0.1 and label smoothing 0.1 for all. Counted are real symbols of
+One model size, one corpus, one token budget, dropout 0.1 and label smoothing 0.1 for all. Counted are real tokens of
 both sides per second; padding does not count. Contenders take turns, each in processes of its own, and medians are
 compared. `plain` and `marian` run as their users run them: one process, all threads, shuffled examples cut at
 the token budget. The `+buckets` lines give them this project's batches, to show what of the difference is batching.
@@ -54,7 +54,7 @@ def recipe(arguments: argparse.Namespace, steps: int):
 
 
 def ours(arguments: argparse.Namespace) -> float:
-    """Real symbols per second of a whole `fit`, by its own log, without the first quarter."""
+    """Real tokens per second of a whole `fit`, by its own log, without the first quarter."""
     from regard.training.fit import fit
     from regard.training.report import SilentReporter
 
@@ -89,7 +89,7 @@ def peer_batches(arguments: argparse.Namespace, buckets: bool) -> Iterator[tuple
 
 
 def peer(arguments: argparse.Namespace, name: str, buckets: bool) -> float:
-    """Real symbols per second of a plain loop."""
+    """Real tokens per second of a plain loop."""
     import torch
     from torch import nn
 
@@ -226,7 +226,7 @@ def main() -> None:
             command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             rates[name].append(float(done.stdout.split()[-1]))
-    print(f"{arguments.size}: real symbols per second, median of {arguments.rounds} rounds of {arguments.steps} steps")
+    print(f"{arguments.size}: real tokens per second, median of {arguments.rounds} rounds of {arguments.steps} steps")
     best = statistics.median(rates["regard"])
     for name, values in rates.items():
         rate = statistics.median(values)

@@ -35,7 +35,7 @@ def random_run(
     marks: float = -20.0,
     **settings: Any,
 ) -> Run:
-    """A run of random weights. With `end` the end symbol is so much more likely, and marks by `marks`."""
+    """A run of random weights. With `end` the end token is so much more likely, and marks by `marks`."""
     codec = codec or Codec(tokenizer(), tokenizer())
     vocabs = {"source_vocab": codec.source_vocab + spare, "target_vocab": codec.target_vocab + spare}
     towers = {"encoder": STACK | (encoder or {}), "decoder": STACK | (decoder or encoder or {})}

@@ -56,7 +56,7 @@ def test_fused_is_eager(name: str) -> None:
 
 @EVERY
 def test_cached_is_full(name: str) -> None:
-    """Symbol by symbol and in pieces; hypotheses that are reordered on the way take their past with them."""
+    """Token by token and in pieces; hypotheses that are reordered on the way take their past with them."""
     model = decoder(name)
     full, order = model(TEXT, None), torch.tensor([2, 0, 0])
     for sizes in ((1,) * 6, (2, 3, 1)):
@@ -100,7 +100,7 @@ def test_batch_is_single(name: str) -> None:
 
 @EVERY
 def test_the_future_never_leaks(name: str) -> None:
-    """Change a later symbol: earlier scores stay as they were, bit for bit; its own change."""
+    """Change a later token: earlier scores stay as they were, bit for bit; its own change."""
     model = decoder(name)
     before = model(TEXT, None)
     for place in (2, 5):
@@ -221,7 +221,7 @@ TOPS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("top", TOPS)
 @pytest.mark.parametrize("name", READING)
 def test_encoder_padded_is_alone(name: str, top: str) -> None:
-    """Scores for every symbol, for the whole, or vectors; fused = eager on the way."""
+    """Scores for every token, for the whole, or vectors; fused = eager on the way."""
     model = build(shrunk(name, changes=TOPS[top]))
     together = model(SOURCE, KEEP)
     assert together.shape == {"as it is": (3, 5, VOCAB), "classes": (3, 1, 4), "vectors": (3, 5, 12)}[top]

@@ -186,7 +186,7 @@ def test_what_cannot_be_used_is_counted_and_named(toy, spelled):
     assert said.code == 0 and said.lines[0] == said.lines[2] == "" and said.lines[1] == spelled("abc")
     assert said.lines[3].startswith("K") and said.err.startswith("2 of 4 lines; skipped ")
     assert "1 with a wish that cannot be met (stdin:1: prefix 'ZZ'" in said.err
-    assert "1 too long (stdin:3: the source has 3000 symbols" in said.err
+    assert "1 too long (stdin:3: the source has 3000 tokens" in said.err
     said = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # of every line: a mistake
     assert said.code == 2 and "prefix 'ZZ'" in said.err
 
@@ -250,8 +250,8 @@ def test_scores_of_what_is_unknown_or_too_long(toy):
     lines = f"abc\tAH B K\n{'a' * 100_000}\tAH\nabß\tAH ZZ ZZ\nabc\tAH B K\n"
     said = call("score", toy / "run", stdin=lines)
     assert said.code == 0 and said.lines[1] == "nan" and said.lines[0] == said.lines[3]
-    assert "3 of 4 lines; skipped 1 too long (stdin:2: the source has 100000 symbols" in said.err
-    assert "source: 1 unknown symbol in 1 line: 'ß'" in said.err and "target: 2 unknown symbols" in said.err
+    assert "3 of 4 lines; skipped 1 too long (stdin:2: the source has 100000 tokens" in said.err
+    assert "source: 1 unknown token in 1 line: 'ß'" in said.err and "target: 2 unknown tokens" in said.err
     rows = [json.loads(line) for line in call("score", toy / "run", "--json", "--max-source", 2, stdin=lines).lines]
     assert [row["line"] for row in rows] == [1, 2, 3, 4] and all(row["score"] is None for row in rows)
     strict = call("score", toy / "run", "--strict", stdin=lines)
@@ -293,7 +293,7 @@ def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
     result = json.loads(said.out)
     assert result["examples"] == 41 and result["skipped"] == {"too long": 1}
     assert result["unknown"] == {"source": 1, "target": 1}
-    assert "dirty.tsv:1: the source has 100000" in said.err and "target: 1 unknown symbol in 1 line: 'ZZ'" in said.err
+    assert "dirty.tsv:1: the source has 100000" in said.err and "target: 1 unknown token in 1 line: 'ZZ'" in said.err
     strict = call("evaluate", toy / "run", dirty, "--strict")
     assert strict.code == 2 and "dirty.tsv:1: too long" in strict.err
     for options, told in ((["--length-penalty", 0.5], "give --beam too"), (["--memory", 3], "a model of pairs")):

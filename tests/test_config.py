@@ -126,7 +126,7 @@ def test_stacks_that_cannot_be(stack: dict[str, Any], said: str) -> None:
         (ALONE | {"encoder": {"mixer": "gru"}, "pooler": True}, "pooler belongs to a Transformer encoder"),
         ({"output": "none"}, "output none belongs to a Transformer encoder without a decoder"),
         (ALONE | {"patches": SQUARES}, "predicts classes (output=classes), or nothing"),
-        (ALONE | {"patches": SQUARES | {"width": 9}}, "8 x 9 is not cut evenly into squares of 4"),
+        (ALONE | {"patches": SQUARES | {"width": 9}}, "8 x 9 is not cut evenly into patches of 4"),
         ({"encoder": {"position": "relative"}}, "relative counts distances to what came before"),
         ({"decoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder reads on"),
         ({"encoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder reads on"),
@@ -190,7 +190,7 @@ def test_derived_sizes() -> None:
 
 
 def test_ids_of_other_vocabularies_may_coincide() -> None:
-    """Start and end are one symbol in some, and padding starts a text in others."""
+    """Start and end are one token in some, and padding starts a text in others."""
     config = parse(Config, BOTH | {"ids": {"pad": 9, "sos": 9, "eos": 9, "unk": 9}}, "here")
     assert config.ids.mask is None
     assert config.start_id == 9

@@ -67,7 +67,7 @@ def test_pairs_that_are_too_long_are_left_out_and_named(run, examples):
     mixed = [examples[0], long, *examples[1:], Example("ab", "AH B " * 3000)]
     result = evaluate(run, mixed, samples=0, against=run, skip=lambda place, reason: told.append((place, reason)))
     assert [place for place, _ in told] == [1, len(mixed) - 1] and result.examples == len(examples)
-    assert "source has 4000 symbols" in told[0][1] and "target has" in told[1][1]
+    assert "source has 4000 tokens" in told[0][1] and "target has" in told[1][1]
     assert result.metrics == evaluate(run, examples, samples=0).metrics
     with pytest.raises(UserError, match="not one usable pair"):
         evaluate(run, [long])

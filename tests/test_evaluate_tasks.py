@@ -68,7 +68,7 @@ def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
         full = min(context, len(ids) - 1)
         for place_ in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
             nlls = []
-            for before in range(1, full + 1):  # the same, for some number of symbols before it
+            for before in range(1, full + 1):  # the same, for some number of tokens before it
                 start = place_ + 1 - before
                 if start >= 0:
                     tokens = torch.from_numpy(ids[start : place_ + 1].astype(np.int64))[None]
@@ -86,7 +86,7 @@ def test_perplexity_and_bits(place: Path) -> None:
     assert found["loss"].score == pytest.approx(nll / len(TEXT))
     assert found["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
     assert found["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
-    other = Run.load(place / "bytes")  # another cut of the text: per symbol not to be compared, per character it is
+    other = Run.load(place / "bytes")  # another cut of the text: per token not to be compared, per character it is
     assert judge_text(other, units(other, place / "text.txt")).characters.sum() == len(TEXT)
 
 
@@ -187,7 +187,7 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
         (("span", "text.txt", "--target", "x"), "--target: no meaning for"),
         (("image", "labels.tsv"), "not an .npz file"),
         (("lm", "none.txt"), "no such file"),
-        (("lm", "text.txt", "--against", "masked"), "is an encoder that guesses hidden symbols"),
+        (("lm", "text.txt", "--against", "masked"), "is an encoder that predicts masked tokens"),
     ],
 )
 def test_mistakes(place: Path, args: tuple[str, ...], told: str) -> None:
@@ -208,7 +208,7 @@ def test_labels_have_probabilities_in_any_company(place: Path) -> None:
         assert alone.probabilities == pytest.approx(labelled.probabilities, abs=1e-5)
     short, long, far = classify(run, ["a", "a" * 600, Example("b" * 9)], max_source=10)
     assert short.probabilities == pytest.approx(together[0].probabilities, abs=1e-5) and not short.flags
-    assert long.label == "" and "602 symbols" in long.flags["too_long"] and "512 learned" in long.flags["too_long"]
+    assert long.label == "" and "602 tokens" in long.flags["too_long"] and "512 positions" in long.flags["too_long"]
     assert "more than 10 (max_source)" in far.flags["too_long"] and math.isnan(far.probability)
     assert far.as_dict() == {"label": None, "probabilities": {}, "flags": far.flags}
     with pytest.raises(UserError, match="reads images"):
@@ -221,8 +221,8 @@ def test_a_classifier_tells_labels_line_by_line(place: Path) -> None:
     said = call("generate", place / "classify", stdin="\n".join(lines))
     right = [labelled.label for labelled in classify(run, ["aaa", "b", "bß"])]
     assert said.code == 0 and said.lines == [right[0], "", right[1], "", "", right[2]]
-    assert "wrong column count (stdin:4)" in said.err and "too long (stdin:5: the text has 602 symbols" in said.err
-    assert "1 unknown symbol" in said.err and "target column" in said.err
+    assert "wrong column count (stdin:4)" in said.err and "too long (stdin:5: the text has 602 tokens" in said.err
+    assert "1 unknown token" in said.err and "target column" in said.err
     rows = [json.loads(line) for line in call("generate", place / "classify", "--json", stdin="\n".join(lines)).lines]
     assert [row["label"] for row in rows] == [right[0], None, right[1], None, None, right[2]]
     assert rows[0]["source"] == "aaa" and sum(rows[0]["probabilities"].values()) == pytest.approx(1)
@@ -264,7 +264,7 @@ def test_what_a_run_does_not_know_is_said(place: Path) -> None:
         said = call("evaluate", place / "lm", place / "strange.txt", "--json", *other)
         result = json.loads(said.out)
         assert list(result["metrics"]) == metrics and result["unknown"] == {"source": 1}
-        assert said.err.startswith(f"{named}8.33 % of the text: 1 unknown symbol in 1 line: 'ä'")
+        assert said.err.startswith(f"{named}8.33 % of the text: 1 unknown token in 1 line: 'ä'")
         assert "bits per character are left out" in said.err
     said = call("evaluate", place / "lm", place / "strange.txt", "--metric", "bits_per_char")
     assert said.lines[1].startswith("bits_per_char") and "are too few" in said.err

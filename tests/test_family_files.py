@@ -69,7 +69,7 @@ def test_luong() -> None:
 
 
 def test_bert() -> None:
-    """Hidden symbols, and in another top of the same layers the vector of the whole."""
+    """Hidden tokens, and in another top of the same layers the vector of the whole."""
     theirs, model = pair("bert", "BERT", "bert-base", vocab=VOCAB, length=20, **SIZES, changes={"pooler": True})
     kinds = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
     x = model.hidden(SOURCE, KEEP, types_BS=kinds)

@@ -43,7 +43,7 @@ def test_parts_add_up_for_every_preset(name):
     model = on_meta(config)
     parts = count_parameters(model)
     assert sum(parts.values()) == model.size
-    tied = config.tie_output and config.output in ("symbols", "transformed")
+    tied = config.tie_output and config.predicts_tokens
     bias = (config.classes or config.target_vocab) if config.output_bias else 0
     assert (parts["prediction"] == bias) == tied
     towers = [name for name in ("encoder", "decoder") if getattr(config, name)]
@@ -108,7 +108,7 @@ def test_flops_are_what_torch_counts(score):
 
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "llama-tiny", "xl-tiny", "reformer-tiny", "vit-tiny"])
 def test_flops_of_one_tower_are_what_torch_counts(name):
-    """What is said once about the whole is shared by all symbols."""
+    """What is said once about the whole is shared by all tokens."""
     config = preset(name, 60)
     model, length = Model(config).eval(), 17 if config.patches else 8
     for path, module in model.named_modules():
@@ -165,7 +165,7 @@ def test_reversible_layers_take_what_is_alive_at_once(mixer, length, within):
 
 
 def test_attention_keeps_no_weights_of_pairs():
-    """The fused kernel computes them again, so twice as many symbols take about twice the memory."""
+    """The fused kernel computes them again, so twice as many tokens take about twice the memory."""
     config = preset("llama-tiny", 50)
     assert count_activations(config, 1024, 1024) < 2.3 * count_activations(config, 512, 512)
 
@@ -192,16 +192,16 @@ def test_cache_of_a_decoder_alone(name):
 @pytest.mark.parametrize(
     ("name", "said", "unsaid"),
     [
-        ("bert-tiny", ["a symbol at length 32", "memory, use", "per million symbols"], ["decoding", "target", "beam"]),
-        ("gpt-tiny", ["a symbol at length 32", "32 texts with beam 5", "\nembedding"], ["source", "target", "a side"]),
+        ("bert-tiny", ["a token at length 32", "memory, use", "per million tokens"], ["decoding", "target", "beam"]),
+        ("gpt-tiny", ["a token at length 32", "32 texts with beam 5", "\nembedding"], ["source", "target", "a side"]),
         ("xl-tiny", ["after 128 remembered"], ["source", "target"]),
-        ("vit-tiny", ["one of the 17 squares", "per million squares"], ["symbol", "decoding", "source", "target"]),
+        ("vit-tiny", ["one of the 17 patches", "per million patches"], ["symbol", "decoding", "source", "target"]),
         ("reformer-tiny", ["query = key + value"], ["source", "target"]),
-        ("t5-tiny", ["a source and a target symbol", "shared embedding", "symbols a side"], ["squares"]),
+        ("t5-tiny", ["a source and a target token", "shared embedding", "tokens a side"], ["squares"]),
     ],
 )
 def test_the_command_line_speaks_of_what_there_is(name, said, unsaid):
-    """Only of sides, decoding and symbols that a model has."""
+    """Only of sides, decoding and tokens that a model has."""
     told = call("info", name)
     assert told.code == 0, told.err
     assert all(words in "\n" + told.out for words in said)

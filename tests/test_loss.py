@@ -27,7 +27,7 @@ def build(name: str = "transformer-tiny") -> Model:
 
 
 def batch(rows: slice = slice(None), name: str = "transformer-tiny") -> Batch:
-    """What a family is trained on: pairs, texts, texts with some symbols to guess, or images with a class."""
+    """What a family is trained on: pairs, texts, texts with some tokens to guess, or images with a class."""
     config = shrunk(name, VOCAB)
     if name in DECODERS:
         whole = collate([[]] * 3, TARGETS, config)

@@ -47,7 +47,7 @@ def trained(remembers: bool) -> Model:
 
 @torch.no_grad()
 def copied(model: Model, remembers: bool) -> float:
-    """The share of repeated symbols that are foretold; the last of a segment begins a new block and does not count."""
+    """The share of repeated tokens that are foretold; the last of a segment begins a new block and does not count."""
     carried, right = None, []
     for number, segment_BT in enumerate(segments(stream(8, 10**6))):
         x_BTD, carried = model.read_segment(segment_BT[:, :-1], carried if remembers else None)

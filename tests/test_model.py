@@ -123,7 +123,7 @@ def test_batch_is_single(name: str) -> None:
 
 @EVERY
 def test_the_future_never_leaks(name: str) -> None:
-    """Change a later symbol: earlier scores stay as they were, bit for bit; its own change."""
+    """Change a later token: earlier scores stay as they were, bit for bit; its own change."""
     model = build(config(name))
     before = model(SOURCE, KEEP, INPUT)
     for place in (2, 5):
@@ -176,7 +176,7 @@ def test_beams_read_several_symbols_at_once(name: str) -> None:
 
 @EVERY
 def test_left_padded_prefixes_are_alone(name: str) -> None:
-    """Prefixes of different lengths, padded at their beginning, then one more symbol each."""
+    """Prefixes of different lengths, padded at their beginning, then one more token each."""
     model, rows = build(config(name)), [[2, 5, 6, 7], [2], [2, 9, 4]]
     prefix, keep = left_padded(rows)
     x, state = model.read(prefix, model.encode(SOURCE, KEEP), keep)

@@ -1,7 +1,7 @@
-"""BERT (Devlin et al. 2019): an encoder alone. Some symbols of a text are hidden, and it guesses them from both sides.
+"""BERT (Devlin et al. 2019): an encoder alone. Some tokens of a text are hidden, and it guesses them from both sides.
 
 Read from top to bottom: attention, the layer, the model, its two tops. Only torch is needed.
-Shapes: B texts, S symbols, D width, H heads, E = D / H width of a head, V vocabulary.
+Shapes: B texts, S tokens, D width, H heads, E = D / H width of a head, V vocabulary.
 regard's preset: bert-base (pooler=true adds the second top)
 """
 
@@ -17,7 +17,7 @@ EPS = 1e-12  # of every norm
 
 
 class Attention(nn.Module):
-    """Each symbol looks at all others, before and after it. Nothing is hidden but padding."""
+    """Each token looks at all others, before and after it. Nothing is hidden but padding."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Layer(nn.Module):
 
 
 class BERT(nn.Module):
-    """Texts in, one vector per symbol out; from these, hidden symbols are guessed or the whole text is judged."""
+    """Texts in, one vector per token out; from these, masked tokens are guessed or the whole text is judged."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class BERT(nn.Module):
         layers: int = 12,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)  # what a symbol is
+        self.embedding = nn.Embedding(vocab, width)  # what a token is
         self.place = nn.Embedding(length, width)  # where it stands
         self.kind = nn.Embedding(kinds, width)  # which of two sentences it belongs to
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
         self.dense = nn.Linear(width, width)  # a last step on the way to a guess
         self.dense_norm = nn.LayerNorm(width, eps=EPS)
-        self.bias = nn.Parameter(torch.zeros(vocab))  # how frequent each symbol is, whatever the text
+        self.bias = nn.Parameter(torch.zeros(vocab))  # how frequent each token is, whatever the text
         self.pooler = nn.Linear(width, width)
 
     def vectors(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
@@ -85,16 +85,16 @@ class BERT(nn.Module):
         return x
 
     def forward(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
-        """Scores over what each symbol was before it was hidden, (B, S, V).
+        """Scores over what each token was before it was hidden, (B, S, V).
 
-        In training, 15% of the symbols are asked for. Of these, 80% were replaced by [MASK], 10% by any symbol and
+        In training, 15% of the tokens are asked for. Of these, 80% were replaced by [MASK], 10% by any token and
         10% not at all: the model cannot know which, so it has to have an opinion about every one.
         """
         x = self.dense_norm(F.gelu(self.dense(self.vectors(ids, keep, kinds))))
         return x @ self.embedding.weight.T + self.bias
 
     def whole(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
-        """One vector for a text, (B, D): that of its first symbol, [CLS], which stands in no text for anything else."""
+        """One vector for a text, (B, D): that of its first token, [CLS], which stands in no text for anything else."""
         return self.pooler(self.vectors(ids, keep, kinds)[:, 0]).tanh()
 
 

@@ -1,7 +1,7 @@
-"""GPT-2 (Radford et al. 2019): a decoder alone. It reads a text from left to right and guesses each next symbol.
+"""GPT-2 (Radford et al. 2019): a decoder alone. It reads a text from left to right and guesses each next token.
 
 Read from top to bottom: attention, the layer, the model, how it writes. Only torch is needed.
-Shapes: B texts, T symbols, D width, H heads, E = D / H width of a head, V vocabulary.
+Shapes: B texts, T tokens, D width, H heads, E = D / H width of a head, V vocabulary.
 regard's preset: gpt2
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Each symbol looks at itself and at those before it."""
+    """Each token looks at itself and at those before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # (B, H, T, E) each
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
-        # Training asks for every next symbol of a text at once. It is no cheating because of this one line: a symbol
+        # Training asks for every next token of a text at once. It is no cheating because of this one line: a token
         # that could see its successor would only have to repeat it.
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Symbols in, scores over the symbol after each of them out."""
+    """Tokens in, scores over the token after each of them out."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GPT2(nn.Module):
         layers: int = 12,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)  # what a symbol is
+        self.embedding = nn.Embedding(vocab, width)  # what a token is
         self.place = nn.Embedding(length, width)  # where it stands: trained, so nothing is known beyond `length`
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
         self.norm = nn.LayerNorm(width)  # nothing has normalised the sum of all that was added
@@ -78,13 +78,13 @@ class GPT2(nn.Module):
         x = self.embedding(ids) + self.place(torch.arange(ids.shape[1]))
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x) @ self.embedding.weight.T  # the table again: similar symbols get similar scores
+        return self.norm(x) @ self.embedding.weight.T  # the table again: similar tokens get similar scores
 
     @torch.no_grad()
     def write(self, ids: Tensor, count: int) -> Tensor:
-        """Continue texts (B, T) by the likeliest symbol, `count` times.
+        """Continue texts (B, T) by the likeliest token, `count` times.
 
-        Everything is read anew for each symbol. Who keeps the keys and values of what was read (a cache) gets the
+        Everything is read anew for each token. Who keeps the keys and values of what was read (a cache) gets the
         same text faster, since they never change: nothing looks ahead.
         """
         for _ in range(count):

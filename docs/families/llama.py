@@ -2,7 +2,7 @@
 
 Rotary positions, norms without a mean, gated feed-forward, no biases, and keys that several heads share.
 Read from top to bottom. Only torch is needed.
-Shapes: B texts, T symbols, D width, H heads, G heads of keys and values, E = D / H width of a head, V vocabulary.
+Shapes: B texts, T tokens, D width, H heads, G heads of keys and values, E = D / H width of a head, V vocabulary.
 regard's presets: llama-2-7b, llama-2-70b, llama-3-8b
 """
 
@@ -40,9 +40,9 @@ def turn(x: Tensor, base: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Each symbol looks at itself and at those before it; neighbouring heads of queries share one of keys and values.
+    """Each token looks at itself and at those before it; neighbouring heads of queries share one of keys and values.
 
-    While writing, the keys and values of all that was read have to be kept and read again for every symbol. With
+    While writing, the keys and values of all that was read have to be kept and read again for every token. With
     G = H / 8 that is an eighth of the memory, and the model is hardly worse for it.
     """
 
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Symbols in, scores over the symbol after each of them out."""
+    """Tokens in, scores over the token after each of them out."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Reformer (Kitaev et al. 2020): a language model for very long texts.
 
-Two ideas. Attention looks only at symbols that hash alike, since a softmax forgets the others anyway. And layers can be
+Two ideas. Attention looks only at tokens that hash alike, since a softmax forgets the others anyway. And layers can be
 run backwards, so that training recomputes what passed between them instead of storing it.
 For the sake of reading, this file computes all T x T scores and then hides those of pairs that hashing keeps apart. The
 library never computes these, which is the whole point. Read from top to bottom. Only torch is needed.
-Shapes: B texts, T symbols, D width, H heads, E = D / H width of a head, R rounds of hashing, V vocabulary.
+Shapes: B texts, T tokens, D width, H heads, E = D / H width of a head, R rounds of hashing, V vocabulary.
 regard's preset: reformer
 """
 
@@ -19,7 +19,7 @@ EPS = 1e-12  # of every norm
 
 
 class HashedAttention(nn.Module):
-    """Each symbol looks back at those that ended up near it when all were sorted by hash, in any of R rounds."""
+    """Each token looks back at those that ended up near it when all were sorted by hash, in any of R rounds."""
 
     def __init__(self, width: int, heads: int, rounds: int, chunk: int, seed: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class HashedAttention(nn.Module):
         k = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)  # a key's length must not count: (B, H, T, E)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
         scores = scores + self.times_met(q).log()  # met twice counts twice, never met is log 0: hidden
-        # Being its own key, a symbol would like itself best. It may look at itself only if there is nothing else.
+        # Being its own key, a token would like itself best. It may look at itself only if there is nothing else.
         itself = torch.eye(x.shape[1], dtype=torch.bool)
         future = torch.ones_like(itself).triu(1)
         weights = scores.masked_fill(itself, -1e4).masked_fill(future, -math.inf).softmax(dim=-1)
@@ -52,9 +52,9 @@ class HashedAttention(nn.Module):
         turn = torch.randn(self.heads, q.shape[-1], self.rounds, buckets // 2, generator=draws)
         turned = torch.einsum("bhte,hera->bhrta", q, turn)
         bucket = torch.cat((turned, -turned), dim=-1).argmax(dim=-1)  # (B, H, R, T)
-        # Sort by bucket and cut into chunks of one size, as buckets are not. A symbol meets its own chunk and the one
+        # Sort by bucket and cut into chunks of one size, as buckets are not. A token meets its own chunk and the one
         # before, in case its bucket began there. All rounds make one long row of chunks, whose ends are joined.
-        place = bucket.argsort(dim=-1, stable=True).argsort(dim=-1)  # where each symbol stands: (B, H, R, T)
+        place = bucket.argsort(dim=-1, stable=True).argsort(dim=-1)  # where each token stands: (B, H, R, T)
         chunks = length // self.chunk
         chunk = place // self.chunk + torch.arange(self.rounds).unsqueeze(-1) * chunks
         ahead = chunk[:, :, :, None, :, None] - chunk[:, :, None, :, None, :]  # (B, H, R, R, T, T)
@@ -87,7 +87,7 @@ class Layer(nn.Module):
 
 
 class Reformer(nn.Module):
-    """Symbols in, scores over the symbol after each of them out."""
+    """Tokens in, scores over the token after each of them out."""
 
     def __init__(
         self,

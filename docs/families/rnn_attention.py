@@ -2,7 +2,7 @@
 
 A recurrent network reads the source in both directions, another writes the target, and at every step the writer looks
 back at what the reader noted. Read from top to bottom: reader, two ways to score, two writers. Only torch is needed.
-Shapes: B sentences of one length, S source symbols, T target symbols, D width, V vocabulary.
+Shapes: B sentences of one length, S source tokens, T target tokens, D width, V vocabulary.
 regard's presets: rnn-bahdanau, rnn-luong
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Reader(nn.Module):
-    """A vector for each source symbol, half of it from the left, half from the right."""
+    """A vector for each source token, half of it from the left, half from the right."""
 
     def __init__(self, cell: type[nn.GRU] | type[nn.LSTM], width: int, layers: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Bahdanau(nn.Module):
         self.output = nn.Linear(width, vocab, bias=False)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S) and (B, T) -> scores over the symbol after each of the target, (B, T, V)."""
+        """Ids (B, S) and (B, T) -> scores over the token after each of the target, (B, T, V)."""
         states, ends = self.reader(self.source(source))
         h = self.bridge(ends[0]).tanh()  # the writer begins where the reader ended
         outs = []
@@ -102,7 +102,7 @@ class Luong(nn.Module):
         self.combine = nn.Linear(2 * width, width)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S) and (B, T) -> scores over the symbol after each of the target, (B, T, V)."""
+        """Ids (B, S) and (B, T) -> scores over the token after each of the target, (B, T, V)."""
         states, ends = self.reader(self.source(source))
         hs = [bridge(end).tanh() for bridge, end in zip(self.bridges, ends, strict=True)]
         cs = [torch.zeros_like(h) for h in hs]

@@ -2,7 +2,7 @@
 
 What differs from the first Transformer: only distances are known, and no sub-layer has a bias.
 Read from top to bottom. Only torch is needed.
-Shapes: B texts, S source symbols, T target symbols, D width, H heads, E width of a head, V vocabulary.
+Shapes: B texts, S source tokens, T target tokens, D width, H heads, E width of a head, V vocabulary.
 regard's preset: t5-small
 """
 
@@ -111,7 +111,7 @@ class Tower(nn.Module):
 
 
 class T5(nn.Module):
-    """Source symbols and the target so far in, scores over each next target symbol out."""
+    """Source tokens and the target so far in, scores over each next target token out."""
 
     def __init__(
         self,

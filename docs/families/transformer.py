@@ -1,7 +1,7 @@
 """The Transformer (Vaswani et al. 2017, "Attention Is All You Need"): an encoder reads, a decoder writes.
 
 Read from top to bottom: attention, the layers made of it, the model made of those. Only torch is needed.
-Shapes: B sentences, S source symbols, T target symbols, D width, H heads, E = D / H width of a head, V vocabulary.
+Shapes: B sentences, S source tokens, T target tokens, D width, H heads, E = D / H width of a head, V vocabulary.
 regard's preset: transformer-base
 """
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The same small network for every symbol by itself; attention is the only place where symbols meet."""
+    """The same small network for every token by itself; attention is the only place where tokens meet."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Source symbols and the target so far in, scores over each next target symbol out."""
+    """Source tokens and the target so far in, scores over each next target token out."""
 
     def __init__(self, vocab: int, width: int = 512, heads: int = 8, hidden: int = 2048, layers: int = 6) -> None:
         super().__init__()

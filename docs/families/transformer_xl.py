@@ -1,9 +1,9 @@
 """Transformer-XL (Dai et al. 2019): a language model that remembers the segment before the one it reads.
 
 A text is cut into segments. What every layer saw of the last one is kept, and looked at while reading the next. That
-takes positions that are distances: "the fifth symbol" would mean two places at once, "five symbols back" means one.
+takes positions that are distances: "the fifth token" would mean two places at once, "five tokens back" means one.
 Read from top to bottom. Only torch is needed.
-Shapes: B texts, T symbols of a segment, M remembered symbols, S = M + T, D width, H heads, E = D / H, V vocabulary.
+Shapes: B texts, T tokens of a segment, M remembered tokens, S = M + T, D width, H heads, E = D / H, V vocabulary.
 regard's preset: transformer-xl
 """
 
@@ -23,7 +23,7 @@ def waves(distances: Tensor, width: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Each symbol looks at those before it and at memory, and scores what it finds and how far away it is.
+    """Each token looks at those before it and at memory, and scores what it finds and how far away it is.
 
         score(i, j) = q_i . k_j  +  q_i . r_(i-j)  +  u . k_j  +  v . r_(i-j)          all over sqrt(E)
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         r = self.split(self.distance(waves(torch.arange(S), x.shape[2])))  # (H, S, E): one for each distance 0 .. S - 1
         by_content = (q + self.u.unsqueeze(1)) @ k.transpose(-1, -2)  # (B, H, T, S), for each key
         by_distance = (q + self.v.unsqueeze(1)) @ r.transpose(-1, -2)  # (B, H, T, S), for each distance
-        # Symbol i of the segment is number M + i of what is seen, so key j lies M + i - j behind it.
+        # Token i of the segment is number M + i of what is seen, so key j lies M + i - j behind it.
         far = torch.arange(S - T, S).unsqueeze(1) - torch.arange(S)  # (T, S)
         by_distance = by_distance.gather(-1, far.clamp(min=0).expand_as(by_distance))  # now for each key as well
         scores = (by_content + by_distance) / math.sqrt(q.shape[-1])
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 
 
 class TransformerXL(nn.Module):
-    """A segment and what is remembered in; scores over each next symbol, and what to remember, out."""
+    """A segment and what is remembered in; scores over each next token, and what to remember, out."""
 
     def __init__(
         self, vocab: int, width: int = 512, heads: int = 8, hidden: int = 2048, layers: int = 12, memory: int = 512

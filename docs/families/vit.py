@@ -1,7 +1,7 @@
-"""ViT, the Vision Transformer (Dosovitskiy et al. 2021): squares of an image, read like the words of a sentence.
+"""ViT, the Vision Transformer (Dosovitskiy et al. 2021): patches of an image, read like the words of a sentence.
 
 Read from top to bottom: attention, the layer, the model. Only torch is needed.
-Shapes: B images, C colours, P pixels of a square's side, S squares and one more, D width, H heads, E = D / H.
+Shapes: B images, C colours, P pixels of a square's side, S patches and one more, D width, H heads, E = D / H.
 regard's preset: vit-base
 """
 
@@ -17,7 +17,7 @@ EPS = 1e-12  # of every norm
 
 
 class Attention(nn.Module):
-    """Each square looks at all squares, near and far alike. That near ones matter more has to be learned."""
+    """Each square looks at all patches, near and far alike. That near ones matter more has to be learned."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

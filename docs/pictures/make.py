@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
+"""Make the images of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
 
 The page is photographed in a headless Chromium; everything else is drawn by the program itself.
 """

@@ -24,7 +24,7 @@ Storages = set[StorageWeakRef]
 
 
 def count_activations(config: Config, length: int, batch_tokens: int) -> int:
-    """Bytes that a training batch of rows of `length` symbols takes."""
+    """Bytes that a training batch of rows of `length` tokens takes."""
     model = on_meta(config).train()
     rows = max(1, batch_tokens // length)
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")

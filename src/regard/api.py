@@ -44,7 +44,7 @@ class LoadedRun(Run):
     def stream(
         self, item: Input, *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
     ) -> Iterator[Piece]:
-        """The output for one input as it is decided, symbol by symbol; greedy unless `sample` is set."""
+        """The output for one input as it is decided, token by token; greedy unless `sample` is set."""
         if not isinstance(item, str | Example | Request):
             raise UserError(f"stream: takes one text or regard.Example, not {_shown(item)}")
         return stream([self, *ensemble], item, self._options(options, settings))
@@ -52,7 +52,7 @@ class LoadedRun(Run):
     def score(
         self, pairs: Iterable[Pair], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
     ) -> list[Scored]:
-        """The log-probability of each target given its source, in total and per symbol."""
+        """The log-probability of each target given its source, in total and per token."""
         asked = _checked("score", "pairs", pairs, (tuple, list), '[("abc", "AH B K")]')
         for pair in asked:
             texts = pair[:2] if isinstance(pair, Example) else pair
@@ -78,7 +78,7 @@ class LoadedRun(Run):
     ) -> Trace:
         """Every attention map of one example, by name; the output is `target`, or what the model says.
 
-        A language model is given the continuation as `target`, or goes on for `more` symbols; of a model of classes
+        A language model is given the continuation as `target`, or goes on for `more` tokens; of a model of classes
         `target` is a class. An image is an array as in its file, (channels, height, width).
         """
         if isinstance(source, np.ndarray):
@@ -108,13 +108,13 @@ class LoadedRun(Run):
     def logits(
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
     ) -> Tensor:
-        """Raw scores over the symbol after each given one; rows are equally long, targets begin with a start symbol."""
+        """Raw scores over the token after each given one; rows are equally long, targets begin with a start token."""
         device, config = self.model.device, self.config
         if config.patches is not None:
-            raise UserError(f"{self.path}: logits reads ids of symbols, but this model reads images")
+            raise UserError(f"{self.path}: logits reads ids of tokens, but this model reads images")
         both = config.encoder is not None and config.decoder is not None
         if both and target_ids is None:
-            raise UserError("logits: this run has an encoder and a decoder; give target_ids, from a start symbol on")
+            raise UserError("logits: this run has an encoder and a decoder; give target_ids, from a start token on")
         if not both and target_ids is not None:
             raise UserError("logits: this run has one tower; give one table of ids")
         vocab = config.target_vocab if config.encoder is None else config.source_vocab
@@ -127,10 +127,10 @@ class LoadedRun(Run):
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_tokens: int = 4096) -> NDArray[np.float32]:
-        """A vector for each text, (texts, width): the mean of what an encoder makes of its symbols, of length one."""
+        """A vector for each text, (texts, width): the mean of what an encoder makes of its tokens, of length one."""
         config = self.config
         if config.decoder is not None or config.encoder is None or config.patches or config.output == "classes":
-            raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every symbol")
+            raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every token")
         texts = _checked("embed", "texts", texts, (str,), '["abc"]')
         rows = self.codec.encode_source([Example(text) for text in texts])
         device = self.model.device

@@ -19,8 +19,8 @@ class Batch(NamedTuple):
 
     source_BS: Tensor
     source_keep_BS: Tensor | None
-    input_BT: Tensor  # start symbol, then the target without its end
-    label_BT: Tensor  # the target with its end; the padding symbol where keep_BT is False
+    input_BT: Tensor  # start token, then the target without its end
+    label_BT: Tensor  # the target with its end; the padding token where keep_BT is False
     keep_BT: Tensor | None
     tokens: int  # real labels here
     total: int  # real labels in the whole step, over all processes and accumulated batches: what the loss is divided by
@@ -42,7 +42,7 @@ def pad(rows: Sequence[TokenIds], fill: int) -> tuple[Tensor, Tensor | None]:
 def collate(
     sources: Sequence[TokenIds], targets: Sequence[TokenIds], config: Config, total: int | None = None
 ) -> Batch:
-    """Make a batch of source and target ids, each row ending in the end symbol."""
+    """Make a batch of source and target ids, each row ending in the end token."""
     source_BS, source_keep_BS = pad(sources, config.ids.pad)
     label_BT, keep_BT = pad(targets, config.ids.pad)
     input_BT = label_BT.roll(1, dims=1)

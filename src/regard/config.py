@@ -71,7 +71,7 @@ class RotaryConfig(Value):
 
 
 class LshConfig(Value):
-    """Attention among symbols that hash alike, in chunks of the sorted sequence."""
+    """Attention among tokens that hash alike, in chunks of the sorted sequence."""
 
     hashes: Few = 2  # rounds
     buckets: Annotated[int, Field(ge=2, le=1_000_000, multiple_of=2)] | None = None  # None: about twice the chunks
@@ -90,7 +90,7 @@ class AxialConfig(Value):
 
 
 class PatchConfig(Value):
-    """Images cut into squares, each read like a symbol."""
+    """Images cut into patches, each read like a token."""
 
     height: Side
     width: Side
@@ -104,7 +104,7 @@ class PatchConfig(Value):
     @model_validator(mode="after")
     def _whole(self) -> PatchConfig:
         if self.height % self.size or self.width % self.size:
-            raise ValueError(f"an image of {self.height} x {self.width} is not cut evenly into squares of {self.size}")
+            raise ValueError(f"an image of {self.height} x {self.width} is not cut evenly into patches of {self.size}")
         return self
 
 
@@ -135,7 +135,7 @@ class Stack(Value):
     rotary: RotaryConfig = RotaryConfig()
     axial: AxialConfig | None = None
     lsh: LshConfig = LshConfig()
-    memory: Id = 0  # symbols of earlier segments that are remembered while reading on
+    memory: Id = 0  # tokens of earlier segments that are remembered while reading on
     reach: Count | None = None  # relative positions: distances beyond this one count as it; None: all are told apart
     max_length: Count = 1024  # rows of a learned position table or of the location score; nothing else is bounded
     dropout: Rate = 0.1
@@ -225,7 +225,7 @@ class Stack(Value):
 
 
 class SpecialIds(Value):
-    """The ids of the symbols that are not text."""
+    """The ids of the tokens that are not text."""
 
     pad: Id = 0
     unk: Id = 1
@@ -252,7 +252,7 @@ class Config(Value):
     patches: PatchConfig | None = None  # the encoder reads images
     output: Output = "tokens"
     output_bias: bool = False
-    pooler: bool = False  # the vector of the first symbol passes a layer of its own before it stands for the whole
+    pooler: bool = False  # the vector of the first token passes a layer of its own before it stands for the whole
     classes: Count | None = None
     start: Literal["sos", "eos", "pad"] = "sos"
     frame: Frame = "end"  # the marks around a text: x eos, sos x eos, sos x, or none
@@ -291,7 +291,7 @@ class Config(Value):
     @field_validator("output", mode="before")
     @classmethod
     def _old_name(cls, output: Any) -> Any:
-        """Runs and recipes of version 0.4 and older say symbols."""
+        """Runs and recipes of version 0.4 and older say tokens."""
         return "tokens" if output == "tokens" else output
 
     @model_validator(mode="after")

@@ -96,7 +96,7 @@ def part_of(name: str) -> str:
 
 
 def count_flops(model: Model, length: int) -> tuple[int, int]:
-    """FLOPs of a forward pass per source symbol and per target symbol, when both sides have `length` symbols."""
+    """FLOPs of a forward pass per source token and per target token, when both sides have `length` tokens."""
     config = model.config
     keys = length + (config.decoder.memory if config.has_memory and config.decoder is not None else 0)
     per_source = per_target = 0.0
@@ -139,14 +139,14 @@ _ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.p
 
 
 def _multiplies(name: str, tensor: Tensor) -> bool:
-    """Whether a parameter is a matrix that every symbol is multiplied by. Vectors that are part of a score are not."""
+    """Whether a parameter is a matrix that every token is multiplied by. Vectors that are part of a score are not."""
     if tensor.dim() < 2 or name.endswith(_ADDED):
         return False
     return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
 
 
 def _source_share(config: Config, name: str) -> float:
-    """How much of a matrix is used per source symbol: all of the encoder, and the decoder's keys and values."""
+    """How much of a matrix is used per source token: all of the encoder, and the decoder's keys and values."""
     if config.decoder is None:
         return 1.0
     if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
@@ -173,7 +173,7 @@ def _value_width(attention: Attention | LSHAttention) -> int:
 
 
 def cache_bytes(model: Model) -> tuple[int, int]:
-    """Bytes that decoding keeps per source symbol of a sentence, and per target symbol of a hypothesis.
+    """Bytes that decoding keeps per source token of a sentence, and per target token of a hypothesis.
 
     A recurrent decoder's own state does not grow with the output.
     """
@@ -194,8 +194,8 @@ ADAM_BYTES = 16  # a weight, its gradient and two moments
 class Workload:
     """The work a budget is drawn up for."""
 
-    length: int = 32  # symbols of a source and of a target; images have as many as they have squares
-    batch_tokens: int = 4096  # symbols per training batch, on either side
+    length: int = 32  # tokens of a source and of a target; images have as many as they have patches
+    batch_tokens: int = 4096  # tokens per training batch, on either side
     sentences: int = 32  # decoded at once
     beam: int = 5
 
@@ -206,18 +206,18 @@ class Info:
 
     parameters: dict[str, int]  # part -> count; they add up to `total`
     total: int
-    source_flops: int  # forward pass, per source symbol
-    target_flops: int  # forward pass, per target symbol
+    source_flops: int  # forward pass, per source token
+    target_flops: int  # forward pass, per target token
     weights: int  # bytes
     optimizer: int
     activations: int
     cache: int
-    cache_per_symbol: int  # bytes per target symbol of one hypothesis
+    cache_per_symbol: int  # bytes per target token of one hypothesis
     load: Workload
 
     @property
     def flops_per_token(self) -> int:
-        """One source symbol and one target symbol, of what there is, forward."""
+        """One source token and one target token, of what there is, forward."""
         return self.source_flops + self.target_flops
 
     @property
@@ -229,7 +229,7 @@ class Info:
         return self.weights + self.cache
 
     def training_seconds(self, symbols: float, rate: float) -> float:
-        """How long training on so many target symbols takes if all work goes at `rate` FLOPs per second."""
+        """How long training on so many target tokens takes if all work goes at `rate` FLOPs per second."""
         return 3 * self.flops_per_token * symbols / rate
 
     def subtotals(self) -> dict[str, int]:

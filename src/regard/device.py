@@ -29,7 +29,7 @@ def tune_allocator() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such symbol
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such token
     except (OSError, AttributeError):
         return False
     large = 1 << 30

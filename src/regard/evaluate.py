@@ -121,7 +121,7 @@ def _usable(reasons: Sequence[Sequence[str]], skip: Skip) -> list[int]:
 
 
 def default_metrics(run: Run, references: Sequence[str]) -> list[str]:
-    """Sequences of symbols, single strings and sentences are judged differently."""
+    """Sequences of tokens, single strings and sentences are judged differently."""
     if run.codec.config.target_tokens == "space":
         return ["wer", "per", "accuracy", "perplexity"]
     words = sum(len(reference.split()) for reference in references) / len(references)
@@ -150,7 +150,7 @@ def _measure(name: str, outputs: Outputs, references: Sequence[str], samples: in
 
 
 def _compare(name: str, ours: Outputs, theirs: Outputs, references: Sequence[str], samples: int) -> float:
-    if name == "perplexity":  # in the logarithm: the mean log-probability of a symbol
+    if name == "perplexity":  # in the logarithm: the mean log-probability of a token
         sums = [(np.asarray(o.log_probabilities), np.asarray(o.symbols, float)) for o in (ours, theirs)]
         return compare_sums(sums[0], sums[1], samples)
     return compare(name, ours.texts, theirs.texts, references, samples)
@@ -197,7 +197,7 @@ class TextScores(NamedTuple):
     nll: np.ndarray
     right: np.ndarray
     characters: np.ndarray
-    unknown: int = 0  # symbols of the text
+    unknown: int = 0  # tokens of the text
 
     def sums(self, name: str) -> Sums:
         """Amount and total of a metric, by line; in the logarithm where it is a perplexity."""
@@ -218,7 +218,7 @@ def text_metrics(run: Run) -> tuple[str, ...]:
 
 
 def judge_text(run: Run, units: Units, context: int | None = None, memory: int | None = None) -> TextScores:
-    """Let a language model, or one that guesses hidden symbols or stretches, read a text."""
+    """Let a language model, or one that predicts masked tokens or spans, read a text."""
     if memory is not None and not run.config.has_memory:
         raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
     context = context_of(run, context)
@@ -241,7 +241,7 @@ def evaluate_text(
 ) -> Evaluation:
     """Evaluate what `judge_text` found; `others` is what it found for another run on the same text.
 
-    Bits per character are only given if asked for where a symbol is unknown: who reads them back would not know which
+    Bits per character are only given if asked for where a token is unknown: who reads them back would not know which
     it was, so they are too few.
     """
     clear = not scores.unknown and (others is None or not others.unknown)

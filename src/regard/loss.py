@@ -1,4 +1,4 @@
-"""The training objective: a sum over symbols, divided once by the count of the whole step, however that is split."""
+"""The training objective: a sum over tokens, divided once by the count of the whole step, however that is split."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 class Loss(NamedTuple):
-    """Sums over real symbols; divide by the count of the whole step."""
+    """Sums over real tokens; divide by the count of the whole step."""
 
     smoothed: Tensor  # what is minimised
     nll: Tensor  # negative log-probability of the labels, detached
-    correct: Tensor  # symbols whose label scored highest, detached
+    correct: Tensor  # tokens whose label scored highest, detached
 
 
 class _Prediction(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _Prediction(torch.autograd.Function):
 def predict_and_compare(
     x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float, bias_V: Tensor | None = None
 ) -> Loss:
-    """Loss of predicting `label_N` from `x_ND`: the smoothed target puts `smoothing` evenly on all symbols."""
+    """Loss of predicting `label_N` from `x_ND`: the smoothed target puts `smoothing` evenly on all tokens."""
     if torch.is_grad_enabled() and not torch.is_autocast_enabled(x_ND.device.type):
         return Loss(*_Prediction.apply(x_ND, weight_VD, bias_V, label_N, smoothing))
     total = Loss(*(x_ND.new_zeros((), dtype=torch.float32) for _ in Loss._fields))

@@ -2,12 +2,12 @@
 
 accuracy    sequences that are right in full
 wer         sequences that are wrong, 100 - accuracy: the word error rate of pronunciation and inflection tasks
-per, cer    edits needed, per symbol (separated by spaces) or character of the references
+per, cer    edits needed, per token (separated by spaces) or character of the references
 bleu, chrf, ter    by sacrebleu, with its signature
-perplexity  exp of the mean negative log-probability of a symbol
+perplexity  exp of the mean negative log-probability of a token
 
 For plain text also: loss, that mean itself; bits_per_char, the same sum in bits per character; pseudo_perplexity, the
-perplexity of hidden symbols given all that is around them.
+perplexity of masked tokens given all that is around them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def wer(hypotheses: Texts, references: Texts) -> float:
 
 
 def per(hypotheses: Texts, references: Texts) -> float:
-    """Edits per reference symbol; symbols are separated by spaces."""
+    """Edits per reference token; tokens are separated by spaces."""
     return _percent(_symbol_edits(hypotheses, references))
 
 
@@ -75,7 +75,7 @@ def ter(hypotheses: Texts, references: Texts) -> float:
 
 
 def perplexity(log_probabilities: Sequence[float], symbols: Sequence[int]) -> float:
-    """Perplexity per symbol, from the log-probability and the number of symbols (end included) of each sequence."""
+    """Perplexity per token, from the log-probability and the number of tokens (end included) of each sequence."""
     return _perplexity(-np.asarray(log_probabilities, float).sum(), np.asarray(symbols, float).sum())
 
 
@@ -166,7 +166,7 @@ def _percent(sums: Sums) -> float:
 
 
 def _shares(amounts: Any, totals: Any) -> np.ndarray:
-    # Without a single reference symbol every edit counts in full.
+    # Without a single reference token every edit counts in full.
     return np.asarray(100 * np.asarray(amounts) / np.maximum(totals, 1))
 
 
@@ -213,5 +213,5 @@ def _sacrebleu(name: str) -> Any:
     kinds: dict[str, type] = {"bleu": BLEU, "chrf": CHRF, "ter": TER}
     if name not in kinds:
         raise ValueError(f"no such metric: {name}")
-    # Symbols are compared as they are: a warning about text that looks tokenised would only puzzle.
+    # Tokens are compared as they are: a warning about text that looks tokenised would only puzzle.
     return BLEU(force=True) if name == "bleu" else kinds[name]()

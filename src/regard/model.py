@@ -1,4 +1,4 @@
-"""The model: symbols in, scores over the next symbol out. One class for every family; the config says which."""
+"""The model: tokens in, scores over the next token out. One class for every family; the config says which."""
 
 from __future__ import annotations
 
@@ -69,25 +69,25 @@ class Model(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
-        """Read the source; what comes back is the state before the first output symbol."""
+        """Read the source; what comes back is the state before the first output token."""
         if self.encoder is None or self.decoder is None:
             raise ValueError("only a model with an encoder and a decoder encodes a source for decoding")
         encoded = self.encoder.encode(self._embed_source(source_BS, None), keep_BS)
         return self.decoder.start(encoded)
 
     def step(self, tokens_N: Tensor, state: State) -> tuple[Tensor, State]:
-        """Feed one symbol to every hypothesis -> scores over the next one, and the state after it."""
+        """Feed one token to every hypothesis -> scores over the next one, and the state after it."""
         x_N1D, state = self.read(tokens_N.unsqueeze(1), state)
         return self.predict(x_N1D.squeeze(1)), state
 
     def read(self, tokens_NT: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Feed symbols to the decoder -> a vector for each, and the state after them."""
+        """Feed tokens to the decoder -> a vector for each, and the state after them."""
         assert self.decoder is not None
         out: tuple[Tensor, State] = self.decoder(self._embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
     def read_segment(self, tokens_BT: Tensor, carried: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
-        """Read the next segment of a long text -> a vector for each symbol, and what to carry to the segment after."""
+        """Read the next segment of a long text -> a vector for each token, and what to carry to the segment after."""
         if not isinstance(self.decoder, Transformer):
             raise ValueError("only a Transformer decoder reads on across segments")
         return self.decoder.read_segment(self._embed(self.target_embedding, tokens_BT), carried)
@@ -99,7 +99,7 @@ class Model(nn.Module):
         input_BT: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """The vectors that the prediction layer reads, for given output symbols (teacher forcing).
+        """The vectors that the prediction layer reads, for given output tokens (teacher forcing).
 
         A model of classes has one per row, (B, 1, D). `types_BS` tells segments apart; None: all are of the first kind.
         """
@@ -114,7 +114,7 @@ class Model(nn.Module):
         return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
 
     def pool(self, x_BSD: Tensor) -> Tensor:
-        """The vector of the first symbol, which stands for the whole input."""
+        """The vector of the first token, which stands for the whole input."""
         x_BD = x_BSD[:, 0]
         return x_BD if self.pooler is None else self.pooler(x_BD).tanh()
 
@@ -126,7 +126,7 @@ class Model(nn.Module):
         return out
 
     def forward(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
-        """Scores over the symbol after each given one. Padding at the end of a row never reaches what is before it."""
+        """Scores over the token after each given one. Padding at the end of a row never reaches what is before it."""
         return self.predict(self.hidden(source_BS, keep_BS, input_BT))
 
     def _embed_source(self, source_BS: Tensor, types_BS: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ _BASE: Table = {"layers": 6, "width": 512, "heads": 8, "ff": 2048, "dropout": 0.
 _LITTLE: Table = _BASE | {"norm_at": "pre", "position": "rotary"}
 _RECURRENT: Table = {"width": 256, "position": "none", "dropout": 0.2}
 
-# Devlin et al. 2019: an encoder that guesses hidden symbols.
+# Devlin et al. 2019: an encoder that predicts masked tokens.
 _BERT: Table = {
     "layers": 12,
     "width": 768,
@@ -83,7 +83,7 @@ _XL: Table = {
     "position": "relative",
     "memory": 512,
 }
-# Kitaev et al. 2020: attention among symbols that hash alike, in layers that can be run backwards.
+# Kitaev et al. 2020: attention among tokens that hash alike, in layers that can be run backwards.
 _REFORMER: Table = {
     "mixer": "lsh",
     "layers": 12,
@@ -99,7 +99,7 @@ _REFORMER: Table = {
     "axial": {"rows": 128, "columns": 512, "row_width": 256},
     "lsh": {"hashes": 4, "chunk": 64},
 }
-# Dosovitskiy et al. 2021: squares of an image read like words.
+# Dosovitskiy et al. 2021: patches of an image read like words.
 _VIT: Table = {
     "layers": 12,
     "width": 768,

@@ -19,12 +19,12 @@ Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
 
 
 class Text(Value):
-    """How text becomes symbols."""
+    """How text becomes tokens."""
 
     source_tokens: str = "auto"  # char | nfd | space | word | byte | bpe:N | unigram:N | auto
     target_tokens: str = "auto"
     shared: bool = False  # one vocabulary for both sides
-    min_count: Count = 1  # rarer symbols are unknown (char, space, word)
+    min_count: Count = 1  # rarer tokens are unknown (char, space, word)
     feature_separator: str = Field(default=";", min_length=1)
 
 
@@ -38,7 +38,7 @@ class Data(Value):
     valid_source: str | None = None
     valid_target: str | None = None
     columns: tuple[Column, ...] = ("source", "target")
-    max_length: Count = 512  # symbols on either side; a longer example is skipped and counted
+    max_length: Count = 512  # tokens on either side; a longer example is skipped and counted
     strict: bool = False  # stop at the first bad line
 
     @field_validator("columns")
@@ -55,7 +55,7 @@ class Train(Value):
     minutes: Annotated[float, Field(gt=0)] | None = None
     steps: Count | None = None
     epochs: Count | None = None
-    batch_tokens: Count = 4096  # padded symbols of the longer side
+    batch_tokens: Count = 4096  # padded tokens of the longer side
     batch_examples: Count | None = None
     accumulate: Count = 1
     optimizer: Literal["adam", "adamw"] = "adamw"
@@ -80,11 +80,11 @@ class Train(Value):
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "auto"
     workers: int = Field(default=0, ge=0)  # processes; 0: one per core on a CPU, one elsewhere
-    context: Count | None = None  # lm, masked, span: symbols of text in a row of a batch
-    mask_rate: float = Field(default=0.15, gt=0, lt=1)  # masked: share of symbols to predict
-    span_rate: float = Field(default=0.15, gt=0, lt=1)  # span: share of symbols to hide
+    context: Count | None = None  # lm, masked, span: tokens of text in a row of a batch
+    mask_rate: float = Field(default=0.15, gt=0, lt=1)  # masked: share of tokens to predict
+    span_rate: float = Field(default=0.15, gt=0, lt=1)  # span: share of tokens to hide
     span_mean: float = Field(default=3.0, ge=1)  # span: mean length of what is hidden in one piece
-    # How hard heads are pressed to be done without: what all of them cost, in loss per symbol; 0: they are free.
+    # How hard heads are pressed to be done without: what all of them cost, in loss per token; 0: they are free.
     l0: float = Field(default=0.0, ge=0)
     start_from: str | None = None  # a run whose weights and text to begin with
     parts: tuple[str, ...] | None = None  # names of weights (or how they begin) that are trained; None: all

@@ -65,7 +65,7 @@ class Run:
         for side in ("source", "target"):
             symbols, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
             if symbols > rows:
-                raise UserError(f"{path}: its {side} tokenizer has {symbols} symbols, its model {rows} ({side}_vocab)")
+                raise UserError(f"{path}: its {side} tokenizer has {symbols} tokens, its model {rows} ({side}_vocab)")
         assert config.task is not None
         return cls(config.model, codec, model.eval(), path, config.labels, config.pixels, TASKS[config.task])
 

@@ -65,7 +65,7 @@ def test_there_and_back(name, hub, tmp_path):
     assert again.parameters == report.parameters
     last = Run.load(tmp_path / "again").config
     assert last.start_id == run.config.start_id
-    assert last.model_copy(update={"ids": run.config.ids}) == run.config  # where there is no symbol, another stands in
+    assert last.model_copy(update={"ids": run.config.ids}) == run.config  # where there is no token, another stands in
 
 
 @pytest.mark.parametrize("name", [*BOTH, *DECODERS, *ENCODERS])

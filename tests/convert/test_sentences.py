@@ -38,7 +38,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory):
 
 
 def expected(path, texts: list[str]) -> np.ndarray:
-    """As the model's card tells: mean of the last vectors over real symbols, then length one."""
+    """As the model's card tells: mean of the last vectors over real tokens, then length one."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -432,6 +432,6 @@ def test_nothing_says_where_a_text_ends(tmp_path: Path) -> None:
     library = Library(models.WordLevel({"a": 0}, unk_token="a"))
     library.decoder = decoders.Fuse()
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="which symbol is the end"):
+    with pytest.raises(UserError, match="which token is the end"):
         read_tokenizers(tmp_path, "gpt2", {})
     assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0}).ids == SpecialIds(pad=0, unk=0, sos=0, eos=0)

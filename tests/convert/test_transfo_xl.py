@@ -39,7 +39,7 @@ def settings(path: Path) -> dict:
 
 @torch.no_grad()
 def log_probabilities(model: Model, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each next symbol, in segments that remember the ones before."""
+    """Of each next token, in segments that remember the ones before."""
     carried, said = None, []
     for tokens_BT in tokens:
         x_BTD, carried = model.read_segment(tokens_BT, carried)

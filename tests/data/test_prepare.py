@@ -109,8 +109,8 @@ def test_features_and_a_validation_file(tmp_path: Path) -> None:
     assert prepared.valid_examples == [Example("abc", "abcß", "N;DU")]
     told = "\n".join(prepared.notes)
     assert "1 of 2 lines; skipped 1 too long" in told
-    assert "validation, source: 1 unknown symbol in 1 line: 'DU' 1x" in told
-    assert "validation, target: 1 unknown symbol in 1 line: 'ß'" in told
+    assert "validation, source: 1 unknown token in 1 line: 'DU' 1x" in told
+    assert "validation, target: 1 unknown token in 1 line: 'ß'" in told
 
 
 @pytest.mark.parametrize("scheme", ["bpe:300", "unigram:300", "word", "byte"])

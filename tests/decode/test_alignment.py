@@ -1,4 +1,4 @@
-"""Alignment: where the attention says an output symbol comes from."""
+"""Alignment: where the attention says an output token comes from."""
 
 from __future__ import annotations
 

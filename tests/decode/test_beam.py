@@ -98,7 +98,7 @@ def test_equal_values_go_to_the_lowest_id_in_any_company() -> None:
     run = run_of("transformer-tiny", 5)
     weight = run.model.output.weight.detach().clone()
     try:
-        run.model.output.weight.data.zero_()  # every symbol is equally likely
+        run.model.output.weight.data.zero_()  # every token is equally likely
         scorer, tasks = tasks_of(run, ["ab", "cde"], max_length=4, min_length=2)
         assert [f[0].ids for f in search(scorer, tasks, Options(min_length=2))] == [(4, 4, 3), (4, 4, 3)]
         assert [f[0].ids for f in run_beam(scorer, tasks, width=1)] == [(4, 4, 3), (4, 4, 3)]
@@ -178,7 +178,7 @@ def test_diverse_groups_begin_differently(name: str) -> None:
     alike = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=0.0, max_length=8)))
     diverse = list(generate(run, texts, Options(beam=4, nbest=4, groups=2, diversity=50.0, max_length=8, min_length=1)))
     narrow = list(generate(run, texts, Options(beam=2, nbest=2, max_length=8)))
-    # Without a cost both groups find what a beam of their width finds; with a high one their first symbols differ.
+    # Without a cost both groups find what a beam of their width finds; with a high one their first tokens differ.
     assert [[h.ids for h in row] for row in alike] == [[h.ids for h in row] for row in narrow]
     assert all(len({h.ids[0] for h in row}) > 1 for row in diverse)
 

@@ -51,7 +51,7 @@ def test_scores_are_the_models_and_company_does_not_matter(
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_it_is_the_best_symbol_again_and_again(position: str, frame: str) -> None:
-    """Against the definition: the whole text through the model for every symbol."""
+    """Against the definition: the whole text through the model for every token."""
     run = language_model(position, 1, frame)
     for prompt in ("", "fad", "cafebabe"):
         ids, output = prompt_ids(run, prompt), []
@@ -93,14 +93,14 @@ def test_wishes_are_kept() -> None:
 def test_a_prompt_and_its_continuation_fit_the_positions() -> None:
     run = language_model("learned", 1)  # 40 positions, one of which the start takes
     (found,) = next(generate(run, ["abc" * 12], Options(min_length=3)))
-    assert len(found.ids) == 3 and "limit of 3 symbols" in found.flags["max_length"]
+    assert len(found.ids) == 3 and "limit of 3 tokens" in found.flags["max_length"]
     assert "too_long" in next(generate(run, ["a" * 39]))[0].flags
     (none,), (some,) = generate(run, ["abc" * 12, "abc"], Options(min_length=4))
     assert "learned positions" in none.flags["unsatisfied"] and len(some.ids) >= 4
     with pytest.raises(UserError, match=r"min_length.*learned positions for 39"):
         list(generate(run, ["abc"], Options(min_length=40)))
     none, some = score(run, [("abc" * 12, "abcd"), ("abc" * 12, "abc")])
-    assert "the text has 41 symbols, more than the 40" in none.flags["too_long"] and some.score < 0
+    assert "the text has 41 tokens, more than the 40" in none.flags["too_long"] and some.score < 0
     (unbounded,) = next(generate(language_model("rotary", 0), ["a"], Options(forbid=tuple("abcdef"), min_length=0)))
     assert unbounded.ids == (3,)
 

@@ -27,11 +27,11 @@ def test_different_symbols_are_no_loop(ids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("ids", "source", "scores", "flag", "reason"),
     [
-        ([5, 6] * 9, 18, -0.1, "repetition", "2 symbols repeated 9 times in a row"),
-        ([5] * 9, 9, -0.1, "repetition", "1 symbol repeated 9 times"),
-        (list(range(4, 40)), 4, -0.1, "length_ratio", "36 symbols for a source of 4"),
-        ([5], 40, -0.1, "length_ratio", "only 1 symbols for a source of 40"),
-        ([5, 6, 7], 3, -4.0, "low_score", "-4.00 per symbol"),
+        ([5, 6] * 9, 18, -0.1, "repetition", "2 tokens repeated 9 times in a row"),
+        ([5] * 9, 9, -0.1, "repetition", "1 token repeated 9 times"),
+        (list(range(4, 40)), 4, -0.1, "length_ratio", "36 tokens for a source of 4"),
+        ([5], 40, -0.1, "length_ratio", "only 1 tokens for a source of 40"),
+        ([5, 6, 7], 3, -4.0, "low_score", "-4.00 per token"),
     ],
 )
 def test_reasons(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
@@ -48,7 +48,7 @@ def test_attention_that_is_parked_or_blurred() -> None:
     source = tuple("abcdefg")
     parked = np.full((8, 7), 0.01)
     parked[:, 6] = 0.94
-    assert "on source symbol 6 ('g')" in collapsed(Alignment(parked, source, ()))["attention"]
+    assert "on source token 6 ('g')" in collapsed(Alignment(parked, source, ()))["attention"]
     assert "evenly" in collapsed(Alignment(np.full((8, 7), 1 / 7), source, ()))["attention"]
     assert collapsed(Alignment(np.eye(7), source, ())) == {}
     assert collapsed(Alignment(np.zeros((0, 7)), source, ())) == {}

@@ -46,7 +46,7 @@ def test_every_strategy_reports_the_models_own_scores(
     for key in ("require", "forbid"):
         if key in chosen and scheme == "space":
             chosen[key] = tuple(" ".join(phrase) for phrase in chosen[key])
-    if scheme == "word":  # whole words are symbols there
+    if scheme == "word":  # whole words are tokens there
         chosen.pop("require", None)
     check(run_of(name, seed, scheme), texts, Options.of(max_length=12, **chosen))
 

@@ -80,7 +80,7 @@ def test_an_empty_line_is_an_empty_output_without_the_model(settings: dict[str, 
 def test_a_hundred_thousand_characters_are_refused_not_read(name: str) -> None:
     long = "abcdef" * 17_000
     (h,), (other,) = generate(run_of(name, 1), [long, "abc"], Options(max_length=5))
-    assert h.text == "" and "102000 symbols, more than 2048 (max_source)" in h.flags["too_long"]
+    assert h.text == "" and "102000 tokens, more than 2048 (max_source)" in h.flags["too_long"]
     assert "too_long" not in other.flags
     one, two, three = score(run_of(name, 1), [(long, "abc"), ("abc", long), ("abc", "cab")])
     assert "source has 102000" in one.flags["too_long"] and "target has 102000" in two.flags["too_long"]
@@ -90,7 +90,7 @@ def test_a_hundred_thousand_characters_are_refused_not_read(name: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.sampled_from([{}, {"beam": 2}, {"sample": True}]))
 def test_any_text_has_an_answer(texts: list[str], chosen: dict[str, object]) -> None:
-    """Unknown symbols, control characters, other scripts."""
+    """Unknown tokens, control characters, other scripts."""
     rows = list(generate(run_of("rnn-bahdanau", 1), texts, Options.of(max_length=4, **chosen)))
     assert len(rows) == len(texts)
     for row in rows:
@@ -106,14 +106,14 @@ def test_learned_positions_bound_both_sides() -> None:
     torch.manual_seed(0)
     run = Run(config, codec, Model(config).eval(), Path("here"))
     (fits,), (too_long,) = generate(run, ["abcdabcd", "abcdabcda"], Options(min_length=8))
-    assert len(fits.ids) == 9 and "9 symbols, more than the 8 that fit" in too_long.flags["too_long"]
+    assert len(fits.ids) == 9 and "9 tokens, more than the 8 that fit" in too_long.flags["too_long"]
     pairs = [("abcdabcd", "abcdabcd"), ("abcdabcda", "abc"), ("abc", "abcdabcda"), ("abc", "fed")]
     scored = list(score(run, pairs))
     (alone,) = score(run, pairs[-1:])
     assert [bool(item.flags) for item in scored] == [False, True, True, False] and scored[3].score == alone.score
     assert math.isnan(scored[1].score) and scored[1].as_dict()["score"] is None
     for item, side in zip(scored[1:3], ("source", "target"), strict=True):
-        assert f"the {side} has 9 symbols, more than the 8 that fit" in item.as_dict()["flags"]["too_long"]
+        assert f"the {side} has 9 tokens, more than the 8 that fit" in item.as_dict()["flags"]["too_long"]
     with pytest.raises(UserError, match="learned positions"):
         list(generate(run, ["abc"], Options(min_length=9)))
 

@@ -17,7 +17,7 @@ vocabularies = st.lists(st.lists(letters, max_size=3).map(tuple), min_size=1, ma
 
 
 def spelling(symbols: list[Letters], usable: list[bool] | None = None, end: Letters = ()) -> Spelling:
-    """A vocabulary whose last symbol is the end."""
+    """A vocabulary whose last token is the end."""
     return Spelling.of([*symbols, end], [*(usable or [True] * len(symbols))[: len(symbols)], False], len(symbols))
 
 

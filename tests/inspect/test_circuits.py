@@ -66,7 +66,7 @@ def test_the_parts_of_a_pruned_model_add_up_too() -> None:
 
 
 def test_a_symbol_is_one_symbol() -> None:
-    with pytest.raises(UserError, match="is 2 symbols"):
+    with pytest.raises(UserError, match="is 2 tokens"):
         attribute(lm(), "abc", "ab")
     for kind in ("masked", "lm-hashed"):
         with pytest.raises(UserError, match="language models"):
@@ -76,7 +76,7 @@ def test_a_symbol_is_one_symbol() -> None:
 @pytest.mark.parametrize("stack", [{}, {"kv_heads": 2}, {"norm_at": "post"}, {"score": "general"}, {"score": "dot"}])
 @torch.no_grad()
 def test_products_are_what_the_first_layer_computes(stack: dict[str, Any]) -> None:
-    """Without positions, scores and what heads add to logits follow from the symbols alone."""
+    """Without positions, scores and what heads add to logits follow from the tokens alone."""
     run = lm(position="none", layers=1, **stack)
     text = "abcadb"
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
@@ -120,9 +120,9 @@ def test_the_top_of_a_product_is_its_largest_entries(monkeypatch: pytest.MonkeyP
 
 
 def inducing() -> Run:
-    """Two layers of attention made by hand: one looks at the symbol before, one at what followed the same symbol.
+    """Two layers of attention made by hand: one looks at the token before, one at what followed the same token.
 
-    A vector holds a symbol, a place, and the symbol before, each as one of so many ones.
+    A vector holds a token, a place, and the token before, each as one of so many ones.
     """
     tokenizer = Tokenizer.train("char", ["abcdefghijkl"])
     symbols, places = tokenizer.size, 25
@@ -167,7 +167,7 @@ def test_an_induction_head_made_by_hand_is_found_and_named() -> None:
     assert found.token == "b" and found.table()[0][0] == "layer 2 head 1"
     assert found.total == pytest.approx(found.logit, abs=1e-4)
     top = qk(run, 0, 0).top(1)[0].value, ov(run, 1, 0).top(1)[0]
-    assert top[0] == pytest.approx(0.0, abs=1e-5), "the first head does not care for symbols"
+    assert top[0] == pytest.approx(0.0, abs=1e-5), "the first head does not care for tokens"
     assert top[1].row == top[1].column, "the second copies them"
 
 

@@ -35,7 +35,7 @@ def test_every_head_is_measured(run: Run) -> None:
 
 
 def steered(model: Model, name: str, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Weights that look at one place: so far from the query, or at the first or last symbol where there is none."""
+    """Weights that look at one place: so far from the query, or at the first or last token where there is none."""
 
     def weights(x_BHTS: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x_BHTS)

@@ -132,8 +132,8 @@ def test_a_recurrent_step_adds_up(make_letters: Callable[..., Run]) -> None:
 def test_long_texts_are_cut_and_it_is_said(transformer_run: Run) -> None:
     found = traced(transformer_run, "ab" * 30, "c" * 40, most=20)
     assert len(found.tokens["source"]) == len(found.tokens["output"]) == 20
-    assert "61 symbols" in found.notes[0] and "first 20" in found.notes[0]
-    assert "41 symbols" in found.notes[1]
+    assert "61 tokens" in found.notes[0] and "first 20" in found.notes[0]
+    assert "41 tokens" in found.notes[1]
     assert not traced(transformer_run).notes
 
 

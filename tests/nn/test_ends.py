@@ -1,4 +1,4 @@
-"""How an image is read, against a convolution and by hand; and what is said about a symbol, by its formula."""
+"""How an image is read, against a convolution and by hand; and what is said about a token, by its formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_square_is_its_own_pixels_only() -> None:
     embedding = ImageEmbedding(PatchConfig(height=4, width=6, channels=2, size=2), 3)
     images = torch.randn(1, 2, 4, 6)
     before = embedding(images)
-    images[0, 1, 2, 5] += 1  # second row of squares, third column
+    images[0, 1, 2, 5] += 1  # second row of patches, third column
     changed = (embedding(images) - before).abs().amax(-1)[0] > 0
     assert changed.tolist() == [False] * 6 + [True]
 

@@ -50,7 +50,7 @@ def test_growing_costs_the_new_symbols_only() -> None:
 
 
 def test_a_memory_that_is_cut_grows_in_place_too() -> None:
-    """With the last 40 symbols kept, 100 steps copy a few times only."""
+    """With the last 40 tokens kept, 100 steps copy a few times only."""
     with torch.no_grad():
         cache, starts = draw(2, 40).extend(draw(2, 1)), set()
         for _ in range(100):

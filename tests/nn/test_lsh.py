@@ -180,7 +180,7 @@ def test_padding_has_no_gradient_and_no_influence() -> None:
 
 
 def test_the_future_is_not_looked_at() -> None:
-    """Later symbols can change which keys meet, but nothing they say reaches an earlier one."""
+    """Later tokens can change which keys meet, but nothing they say reaches an earlier one."""
     attention = make(hashes=2, chunk=4)
     x = torch.randn(1, 40, 12, dtype=torch.double)
     seen: list[Tensor] = []

@@ -173,14 +173,14 @@ def test_axial_positions_are_a_row_and_a_column_side_by_side() -> None:
     for t, position in enumerate(positions):
         row, column = divmod(position, 4)
         assert found[t].tolist() == [*axial.rows.weight[row].tolist(), *axial.columns.weight[column].tolist()]
-    with pytest.raises(UserError, match=r"13 symbols.*12 learned positions"):
+    with pytest.raises(UserError, match=r"13 tokens.*12 learned positions"):
         axial.embed(torch.arange(13).unsqueeze(0))
 
 
 def test_learned_positions_end_somewhere() -> None:
     learned = Learned(4, 3)
     assert torch.equal(learned.embed(torch.tensor([[2, 0]]))[0], learned.table.weight[[2, 0]])
-    with pytest.raises(UserError, match=r"4 symbols.*3 learned positions"):
+    with pytest.raises(UserError, match=r"4 tokens.*3 learned positions"):
         learned.embed(torch.arange(4).unsqueeze(0))
 
 

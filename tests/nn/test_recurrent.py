@@ -66,7 +66,7 @@ def weighted(query: Tensor, states: Tensor, keep: Tensor) -> Tensor:
 @pytest.mark.parametrize("input_feeding", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) -> None:
-    """Every variant, one symbol at a time, from torch's own cells and the formulas."""
+    """Every variant, one token at a time, from torch's own cells and the formulas."""
     torch.manual_seed(1)
     decoder = RecurrentDecoder(small(mixer, input_feeding=input_feeding, attend_first=attend_first))
     source, keep = torch.randn(2, 4, 8), lengths(4, 2)
@@ -102,7 +102,7 @@ def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) ->
 @pytest.mark.parametrize("score", ["additive", "general", "location"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_simplest_decoder_is_a_cell_and_one_attention(mixer: str, score: str) -> None:
-    """Without feeding, all symbols at once: torch's layer, then attention from its outputs."""
+    """Without feeding, all tokens at once: torch's layer, then attention from its outputs."""
     decoder = RecurrentDecoder(small(mixer, layers=1, score=score))
     source, first, x = torch.randn(2, 4, 8), torch.randn(2, 8), torch.randn(2, 3, 8)
     found, _ = decoder(x, decoder.start(Encoded(source, None, (first,))))

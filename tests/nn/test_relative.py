@@ -94,7 +94,7 @@ def test_in_segments_is_at_once_when_memory_is_long_enough(lengths: tuple[int, .
 
 @pytest.mark.parametrize("memory", [1, 3, 4, 6])
 def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
-    """In one layer, a symbol sees its own segment up to itself, and `memory` symbols before that segment."""
+    """In one layer, a token sees its own segment up to itself, and `memory` tokens before that segment."""
     model, tokens = build(memory), text(12)
     layer = model.decoder.blocks[0]
     carried, found = None, []
@@ -117,8 +117,8 @@ def test_memory_cut_short_is_another_text_cut_short() -> None:
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % VOCAB
     before, after = (read(model, each, 4, 4, 4, 4) for each in (tokens, changed))
-    assert (before[:, :4] - after[:, :4]).abs().amax() > 1e-3  # it is the first symbol: its segment sees it
-    assert torch.equal(before[:, 12:], after[:, 12:])  # two layers reach 2 * 3 symbols before a segment
+    assert (before[:, :4] - after[:, :4]).abs().amax() > 1e-3  # it is the first token: its segment sees it
+    assert torch.equal(before[:, 12:], after[:, 12:])  # two layers reach 2 * 3 tokens before a segment
 
 
 def test_no_gradient_flows_into_what_is_carried() -> None:

@@ -1,4 +1,4 @@
-"""Every score equals its formula, written out symbol by symbol."""
+"""Every score equals its formula, written out token by token."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_source_is_selected_by_sentence_and_only_when_told() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4))
 def test_what_is_kept_grows_with_what_is_read(pieces: list[tuple[int, bool]]) -> None:
-    """Pieces with a mask and pieces without, in any order: unmasked symbols are real."""
+    """Pieces with a mask and pieces without, in any order: unmasked tokens are real."""
     now, expected = State(()), torch.ones(2, 0, dtype=torch.bool)
     for count, masked in pieces:
         keep = torch.rand(2, count) < 0.5 if masked else None

@@ -101,7 +101,7 @@ def test_with_positions_it_is_not(position: str) -> None:
 
 @pytest.mark.parametrize("position", ["rotary", "alibi", "bucket", "relative", "none"])
 def test_relative_positions_do_not_know_where_they_are(position: str) -> None:
-    """A causal stack with a window of everything but the first symbols gives what it gives without those symbols."""
+    """A causal stack with a window of everything but the first tokens gives what it gives without those tokens."""
     torch.manual_seed(2)
     stack = Stack(**(SIZE | {"layers": 1}), position=position, window=2)
     decoder = Transformer(stack, causal=True)
@@ -126,7 +126,7 @@ def test_dropout_where_the_paper_puts_it() -> None:
 @pytest.mark.parametrize("position", ["none", "sinusoid", "learned", "rotary", "alibi", "bucket"])
 @pytest.mark.parametrize("blind", ["row", "batch"])
 def test_training_on_a_blind_row_stays_finite(position: str, blind: str) -> None:
-    """A row without a single real symbol: finite outputs and gradients, and no effect on the other row."""
+    """A row without a single real token: finite outputs and gradients, and no effect on the other row."""
     torch.manual_seed(3)
     encoder = Transformer(Stack(**SIZE, position=position, kv_heads=1), causal=False).train()
     decoder = Transformer(Stack(**SIZE, position=position), causal=True, source_width=12).train()

@@ -37,7 +37,7 @@ def together(model: Model, state: State, draws: torch.Generator, steps: int = 6,
 
 
 def memories(name: str) -> list[dict[str, int]]:
-    """Everything is remembered, and where positions count distances that may be the last few symbols only."""
+    """Everything is remembered, and where positions count distances that may be the last few tokens only."""
     stack = decoder(name).config.decoder
     assert stack is not None
     short = stack.position in ("relative", "rotary", "alibi", "bucket") and stack.residual == "add"
@@ -107,7 +107,7 @@ def test_a_recurrent_memory_needs_no_tree() -> None:
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_a_tree_knows_the_past_of_each(data: st.DataObject, sentences: int, width: int) -> None:
-    """Against lists: every symbol has a number, and paths are lists of them; the dead may be dropped at any time."""
+    """Against lists: every token has a number, and paths are lists of them; the dead may be dropped at any time."""
     none = torch.ones(sentences, 1, 0, dtype=torch.bool)
     tree = Tree(none, torch.zeros(sentences, 0, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
     names_AP: Tensor = torch.zeros(sentences, 0, dtype=torch.long)

@@ -87,7 +87,7 @@ def test_unknown_symbols_and_features_are_counted_and_named() -> None:
     codec.note_unknown(examples, rows, unknown)
     assert (unknown.symbols, unknown.total, unknown.texts) == ({"x": 3, "V": 1}, 4, 2)
     assert unknown.first["V"] == "Abx"
-    assert unknown.summary() == "4 unknown symbols in 2 lines: 'x' 3x, 'V' 1x"
+    assert unknown.summary() == "4 unknown tokens in 2 lines: 'x' 3x, 'V' 1x"
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -23,7 +23,7 @@ IDS = SpecialIds(pad=1, unk=2, sos=0, eos=0, mask=3)
 
 
 def words() -> Library:
-    """Cut at spaces only, so that a special symbol which is typed is a word of its own."""
+    """Cut at spaces only, so that a special token which is typed is a word of its own."""
     library = Library(models.WordLevel({**{name: i for i, name in enumerate(NAMES)}, "a": 4, "b": 5}, "<unk>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return library
@@ -126,7 +126,7 @@ def test_symbols_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
     assert foreign("words", size=5).encode(["a b zz"]) == [[4, 2, 2]]
     standing_in = ForeignTokenizer(words().to_str(), SpecialIds(pad=0, unk=0, sos=0, eos=0), 5)
     assert standing_in.encode(["a b"]) == [[4]]
-    with pytest.raises(UserError, match="it has 2 symbols"):
+    with pytest.raises(UserError, match="it has 2 tokens"):
         foreign("words", size=2)
 
 
@@ -188,7 +188,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"t\.json: not a readable tokenizer"):
             ForeignTokenizer.read(path, IDS)
     path.write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"t\.json: it has 6 symbols, too few"):
+    with pytest.raises(UserError, match=r"t\.json: it has 6 tokens, too few"):
         ForeignTokenizer.read(path, SpecialIds(pad=6))
     with pytest.raises(UserError, match=r"t\.json: not a tokenizer of ours"):
         Tokenizer.load(path)

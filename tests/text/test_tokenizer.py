@@ -1,4 +1,4 @@
-"""Text goes into ids and comes back; nothing that a user types is ever a special symbol."""
+"""Text goes into ids and comes back; nothing that a user types is ever a special token."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_mask_is_one_more_symbol_that_is_no_text(scheme: str, tmp_path) -> Non
     text = "the cat < mask >"
     ids = tokenizer.encode([text])[0]
     assert 4 not in ids
-    if not scheme.startswith(("bpe", "unigram")):  # which have one symbol less to learn
+    if not scheme.startswith(("bpe", "unigram")):  # which have one token less to learn
         assert [index - 1 if index > 4 else index for index in ids] == plain.encode([text])[0]
     assert tokenizer.decode([2, 4, *ids, 3]) == plain.decode(plain.encode([text])[0])
     tokenizer.save(tmp_path / "t.json")

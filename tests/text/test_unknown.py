@@ -1,4 +1,4 @@
-"""The report of unknown symbols counts all and names the most frequent."""
+"""The report of unknown tokens counts all and names the most frequent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_summary_is_short_and_tells_look_alikes_apart() -> None:
     report = UnknownTokens()
     report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100], "text")
     told = report.summary()
-    assert told.startswith("12 unknown symbols in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
+    assert told.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
     assert told.endswith(" and 3 more")
     assert len(told) < 200
     assert report.summary(1, what="label").startswith("12 unknown labels in 1 line: ")

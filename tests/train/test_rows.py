@@ -1,4 +1,4 @@
-"""What is hidden, where and how: proportions over many symbols, and nothing is lost."""
+"""What is hidden, where and how: proportions over many tokens, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Heard(SilentReporter):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Little runs to start from: one that guesses hidden symbols, one language model, one of images."""
+    """Little runs to start from: one that predicts masked tokens, one language model, one of images."""
     import regard.training.fit
 
     path = tmp_path_factory.mktemp("bases")
@@ -148,7 +148,7 @@ def test_text_that_the_tokens_of_a_run_cannot_hold(tmp_path: Path) -> None:
 def test_a_vocabulary_grows_for_what_stands_for_stretches(bases: Path, tmp_path: Path) -> None:
     train(tables("span", tmp_path, steps=2), tmp_path / "spans")
     said = heard(tuned("span", tmp_path / "spans", tmp_path), tmp_path / "more")
-    assert "longer than there" not in said  # it has such symbols already
+    assert "longer than there" not in said  # it has such tokens already
     pairs = labelled_file(tmp_path / "pairs.tsv")
     order = tables("span", tmp_path, steps=2) | {
         "task": "pairs",

@@ -81,7 +81,7 @@ def train(order: dict[str, Any], run: Path) -> TrainingReport:
 
 
 def entropy(path: Path) -> float:
-    """Of a symbol, knowing nothing but how often each occurs."""
+    """Of a token, knowing nothing but how often each occurs."""
     counts = Counter(path.read_text())
     return -sum(n * math.log(n / counts.total()) for n in counts.values()) / counts.total()
 
@@ -94,7 +94,7 @@ def test_text_is_learned(task: str, share: float, tmp_path: Path) -> None:
     assert best is not None and best.value < share * entropy(tmp_path / f"{task}.txt")
     if task == "lm":
         assert best.scores["perplexity"] == pytest.approx(math.exp(best.value))
-        assert best.scores["bits_per_char"] == pytest.approx(best.value / math.log(2), rel=0.01)  # a symbol is a letter
+        assert best.scores["bits_per_char"] == pytest.approx(best.value / math.log(2), rel=0.01)  # a token is a letter
     run = Run.load(tmp_path / "run")
     assert run.config.frame == run.codec.frame
     assert (run.config.decoder is None, run.config.encoder is None) == (task == "masked", task == "lm")
@@ -215,7 +215,7 @@ def test_a_table_of_positions_fits_the_longest_text(tmp_path: Path) -> None:
     order = tables("classify", tmp_path, steps=2)
     train(order, tmp_path / "run")
     short = TINY | {"max_length": 20}
-    with pytest.raises(UserError, match=r"data\.max_length: rows of 43 symbols are more than the 20 positions"):
+    with pytest.raises(UserError, match=r"data\.max_length: rows of 43 tokens are more than the 20 positions"):
         train(order | {"model": {"encoder": short}}, tmp_path / "other")
     preset = load_recipe(order | {"preset": "bert-tiny", "model": {"encoder": TINY}, "data": {"train": str(path)}})
     path.write_text(path.read_text() + "x" * 510 + "l\tsea\n")

@@ -127,9 +127,9 @@ def test_batches_by_number_of_symbols() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match="no symbol for what is hidden"):
+    with pytest.raises(UserError, match="no token for what is hidden"):
         TokenMasking(STREAM, TOKENIZER, BOTH, Train())
     with pytest.raises(UserError, match="no room for text"):
         TokenMasking(STREAM, TOKENIZER, ENCODER, Train(context=2))
-    with pytest.raises(UserError, match="two symbols at least"):
+    with pytest.raises(UserError, match="two tokens at least"):
         SpanCorruption(STREAM, 130, BOTH, Train(context=1))

@@ -58,20 +58,20 @@ def command(
         float | None, typer.Option(help="Rank by score / length ** PENALTY. (default: 1.0)")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most output symbols. (default: 3 times the source and 50)")
+        int | None, typer.Option(help="Most output tokens. (default: 3 times the source and 50)")
     ] = None,
     max_source: Annotated[
         int | None, typer.Option(help="A longer source or target is left out. (default: 2048)")
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Source symbols times hypotheses at once. (default: 8192)")
+        int | None, typer.Option(help="Source tokens times hypotheses at once. (default: 8192)")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Symbols of plain text read at a time. (default: as in training)")
+        int | None, typer.Option(help="Tokens of plain text read at a time. (default: as in training)")
     ] = None,
     memory: Annotated[
         int | None,
-        typer.Option(min=1, help="Symbols remembered while reading on, in models that do. (default: as in training)"),
+        typer.Option(min=1, help="Tokens remembered while reading on, in models that do. (default: as in training)"),
     ] = None,
     strict: Strict = False,
     json: Json = False,
@@ -82,9 +82,9 @@ def command(
     """Score a run on what it has not seen.
 
     Of pairs, the sources are decoded and compared with the targets. Language models are judged by the probability of a
-    text, encoders by the symbols they guess when some are hidden, models that were trained to fill in hidden stretches
+    text, encoders by the tokens they guess when some are hidden, models that were trained to fill in masked spans
     by those, classifiers by their labels. Scores come with 95% bootstrap intervals. wer is the share of sequences that
-    are wrong, per and cer count edits per symbol and character. Shares are in percent.
+    are wrong, per and cer count edits per token and character. Shares are in percent.
     """
     from functools import partial
 

@@ -36,7 +36,7 @@ def command(
         Real, typer.Option(help="Rank by score / length ** PENALTY. (default: 1.0)", rich_help_panel=SEARCH)
     ] = None,
     coverage_penalty: Annotated[
-        Real, typer.Option(help="Rank lower what leaves source symbols unread. (default: 0.0)", rich_help_panel=SEARCH)
+        Real, typer.Option(help="Rank lower what leaves source tokens unread. (default: 0.0)", rich_help_panel=SEARCH)
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Stop only when nothing can overtake any more.", rich_help_panel=SEARCH)
@@ -45,7 +45,7 @@ def command(
         Whole, typer.Option(help="Diverse beam: groups that avoid each other. (default: 1)", rich_help_panel=SEARCH)
     ] = None,
     diversity: Annotated[
-        Real, typer.Option(help="What a symbol of an earlier group costs. (default: 0.5)", rich_help_panel=SEARCH)
+        Real, typer.Option(help="What a token of an earlier group costs. (default: 0.5)", rich_help_panel=SEARCH)
     ] = None,
     mbr: Annotated[
         Whole, typer.Option(help="Choose from so many candidates by expected utility.", rich_help_panel=SEARCH)
@@ -62,7 +62,7 @@ def command(
         typer.Option(metavar="W,W,...", help="Of RUN and each --ensemble. (default: equal)", rich_help_panel=SEARCH),
     ] = None,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Draw symbols instead of searching for the best.", rich_help_panel=SAMPLING)
+        bool, typer.Option("--sample", help="Draw tokens instead of searching for the best.", rich_help_panel=SAMPLING)
     ] = False,
     temperature: Annotated[
         Real, typer.Option(help="Below 1 sharper, above 1 flatter. (default: 1.0)", rich_help_panel=SAMPLING)
@@ -91,26 +91,26 @@ def command(
         typer.Option(metavar="PHRASE", help="The output lacks it. Repeatable.", rich_help_panel=STEERING),
     ] = None,
     alternatives: Annotated[
-        Whole, typer.Option(help="The K best symbols at one place, each completed.", rich_help_panel=STEERING)
+        Whole, typer.Option(help="The K best tokens at one place, each completed.", rich_help_panel=STEERING)
     ] = None,
     alternatives_at: Annotated[
         Whole, typer.Option(help="That place, from 0. (default: after the prefix)", rich_help_panel=STEERING)
     ] = None,
     no_repeat_ngram: Annotated[
-        Whole, typer.Option(help="No N symbols in a row occur twice.", rich_help_panel=STEERING)
+        Whole, typer.Option(help="No N tokens in a row occur twice.", rich_help_panel=STEERING)
     ] = None,
     repetition_penalty: Annotated[
-        Real, typer.Option(help="Above 1: avoid symbols already there. (default: 1.0)", rich_help_panel=STEERING)
+        Real, typer.Option(help="Above 1: avoid tokens already there. (default: 1.0)", rich_help_panel=STEERING)
     ] = None,
     unknown: Annotated[
-        bool, typer.Option("--unknown", help="Let the unknown symbol be produced.", rich_help_panel=STEERING)
+        bool, typer.Option("--unknown", help="Let the unknown token be produced.", rich_help_panel=STEERING)
     ] = False,
     min_length: Annotated[
-        Whole, typer.Option(help="Fewest output symbols. (default: 0)", rich_help_panel=OUTPUT)
+        Whole, typer.Option(help="Fewest output tokens. (default: 0)", rich_help_panel=OUTPUT)
     ] = None,
     max_length: Annotated[
         Whole,
-        typer.Option(help="Most output symbols. (default: 3 times the source and 50)", rich_help_panel=OUTPUT),
+        typer.Option(help="Most output tokens. (default: 3 times the source and 50)", rich_help_panel=OUTPUT),
     ] = None,
     min_ratio: Annotated[
         Real, typer.Option(help="Fewest, in units of the source's length. (default: 0.0)", rich_help_panel=OUTPUT)
@@ -122,14 +122,14 @@ def command(
         Whole, typer.Option(help="A longer source gets an empty output. (default: 2048)", rich_help_panel=OUTPUT)
     ] = None,
     alignment: Annotated[
-        bool, typer.Option("--alignment", help="Show which source symbols made each symbol.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--alignment", help="Show which source tokens made each token.", rich_help_panel=OUTPUT)
     ] = False,
     alignment_heads: Annotated[
         str | None,
         typer.Option(metavar="L.H,L.H,...", help="Layers and heads it is read from, from 1.", rich_help_panel=OUTPUT),
     ] = None,
     batch_tokens: Annotated[
-        Whole, typer.Option(help="Source symbols times hypotheses at once. (default: 8192)", rich_help_panel=OUTPUT)
+        Whole, typer.Option(help="Source tokens times hypotheses at once. (default: 8192)", rich_help_panel=OUTPUT)
     ] = None,
     window: Annotated[
         Whole, typer.Option(help="Lines read ahead, to be sorted by length. (default: 4096)", rich_help_panel=OUTPUT)

@@ -26,7 +26,7 @@ def command(
     target: Target = None,
     columns: Columns = None,
     examples: Annotated[
-        int, typer.Option(min=1, help="Judge by the first so many pairs, images or stretches of text.")
+        int, typer.Option(min=1, help="Judge by the first so many pairs, images or windows of text.")
     ] = 200,
     no_ablation: Annotated[
         bool, typer.Option("--no-ablation", help="Leave out the slow part, a pass over the pairs for every head.")
@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """Judge every head of every layer: its importance, how sharp it looks, how far, and at what.
 
-    gradient is the expected slope of the loss at a gate on the head, ablation the rise of the loss per symbol without
+    gradient is the expected slope of the loss at a gate on the head, ablation the rise of the loss per token without
     it. The heads that align best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language
     model, induction heads are named.
     """

@@ -23,12 +23,10 @@ def command(
         str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Left out: list presets and recipes.")
     ] = None,
     settings: Set = None,
-    vocab: Annotated[
-        int | None, typer.Option(min=4, help="Symbols of the vocabulary, for presets and recipes.")
-    ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Symbols of a source and of a target.")] = 32,
+    vocab: Annotated[int | None, typer.Option(min=4, help="Tokens of the vocabulary, for presets and recipes.")] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a source and of a target.")] = 32,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Symbols of a training batch. (default: the recipe's, or 4096)")
+        int | None, typer.Option(min=1, help="Tokens of a training batch. (default: the recipe's, or 4096)")
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
@@ -119,9 +117,9 @@ def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list
     from regard.cost import duration, si
 
     load, pairs = info.load, config.encoder is not None and config.decoder is not None
-    symbol = "squares" if config.patches is not None else "target symbols" if pairs else "symbols"
+    symbol = "squares" if config.patches is not None else "target tokens" if pairs else "symbols"
     if config.patches is not None:
-        each = f"one of the {load.length} squares of an image, counting the first vector"
+        each = f"one of the {load.length} patches of an image, counting the first vector"
     else:
         each = f"{'a source and a target symbol' if pairs else 'a symbol'} at length {load.length}"
         each += f" after {config.decoder.memory} remembered" if config.has_memory and config.decoder is not None else ""

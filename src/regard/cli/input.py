@@ -97,7 +97,7 @@ class InputLines:
 
 
 class UnknownParts:
-    """What a run does not know of some examples: symbols of the source, and of the target or labels."""
+    """What a run does not know of some examples: tokens of the source, and of the target or labels."""
 
     def __init__(self, run: Run) -> None:
         self.codec = run.codec
@@ -129,7 +129,7 @@ class UnknownParts:
         return remarks
 
     def to_json(self) -> dict[str, int]:
-        """How many symbols or labels are unknown, by side."""
+        """How many tokens or labels are unknown, by side."""
         sides = {"source": self.source, "target": self.target}
         return {side: unknown.total for side, unknown in sides.items() if unknown}
 

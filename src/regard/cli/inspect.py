@@ -28,7 +28,7 @@ def command(
         typer.Option(help="The output to look at, a continuation, or a class; by default what the model says."),
     ] = None,
     go_on: Annotated[
-        int, typer.Option("--continue", metavar="N", min=0, help="Symbols by which a language model goes on.")
+        int, typer.Option("--continue", metavar="N", min=0, help="Tokens by which a language model goes on.")
     ] = 0,
     index: Annotated[int, typer.Option(min=0, help="Which image of the file, from 0.")] = 0,
     features: Annotated[str | None, typer.Option(help="Features of the source, as in their column.")] = None,
@@ -54,7 +54,7 @@ def command(
 ) -> None:
     """Write the attention page of one example: one file, which any browser opens without a network.
 
-    It shows the alignment, every head of every layer, how each output symbol was chosen, what each layer would have
+    It shows the alignment, every head of every layer, how each output token was chosen, what each layer would have
     said, positions, and one token's walk through a layer with the model's own numbers. Of an image it shows where heads
     look in it, and how far.
     """

@@ -33,13 +33,13 @@ NAMES = {
     "labels": "a classifier of texts",
     "image": "a classifier of images",
     "text": "a language model",
-    "hidden": "an encoder that guesses hidden symbols",
-    "stretches": "a model that fills in hidden stretches",
+    "hidden": "an encoder that predicts masked tokens",
+    "stretches": "a model that fills in masked spans",
 }
 
 
 class Found(NamedTuple):
-    """An evaluation, how many symbols or labels of the file RUN does not know, by side, and what to say about them."""
+    """An evaluation, how many tokens or labels of the file RUN does not know, by side, and what to say about them."""
 
     result: Evaluation
     unknown: dict[str, int]
@@ -157,7 +157,7 @@ def evaluate_plain(
 
 
 def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> list[str]:
-    """What is to be said about symbols of a text that a run does not know."""
+    """What is to be said about tokens of a text that a run does not know."""
     import numpy as np
 
     from regard.evaluate import text_metrics
@@ -170,7 +170,7 @@ def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> l
     remark = f"{100 * unknown.total / int(ends[-1]):.3g} % of the text: {unknown.summary()}"
     if "bits_per_char" in text_metrics(run):
         what = "are too few" if "bits_per_char" in result.metrics else "are left out"
-        remark += f"; bits per character {what}, since an unknown symbol does not say which character it was"
+        remark += f"; bits per character {what}, since an unknown token does not say which character it was"
     return [remark]
 
 

@@ -47,7 +47,7 @@ def command(
     by: Annotated[str, typer.Option(help="Judge by gradient, ablation, or gates (learned).")] = "gradient",
     tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Train for so many steps afterwards.")] = 0,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of the tuning.")] = 7e-4,
-    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or stretches of text to judge heads by.")] = 256,
+    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to judge heads by.")] = 256,
     picture: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw the loss against heads removed: .png, .svg or .pdf.")
     ] = None,
@@ -149,5 +149,5 @@ def _picture(report: PruneReport, path: str) -> None:
     gone = report.before.heads - report.after.heads
     if report.tuned_steps:
         lines["tuned"] = ((gone,), (report.after.loss,))
-    save(draw_lines(lines, f"heads removed, of {report.before.heads}", "loss per symbol"), path)
+    save(draw_lines(lines, f"heads removed, of {report.before.heads}", "loss per token"), path)
     talk(f"{path}: written")

@@ -32,15 +32,15 @@ def command(
         int | None, typer.Option(help="A longer source or target is not scored. (default: 2048)")
     ] = None,
     strict: Strict = False,
-    batch_tokens: Annotated[int | None, typer.Option(help="Symbols at once. (default: 8192)")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens at once. (default: 8192)")] = None,
     json: Json = False,
     threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
     """Print how probable each target is, given its source.
 
-    Scores are natural logarithms, the end symbol included. Plain output is one number per line of PAIRS, nan where
-    the line could not be used. With --json the number of every symbol is given too.
+    Scores are natural logarithms, the end token included. Plain output is one number per line of PAIRS, nan where
+    the line could not be used. With --json the number of every token is given too.
 
     For a language model, a line is a text, or a prompt and how it goes on, separated by a tab.
     """

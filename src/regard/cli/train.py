@@ -74,8 +74,8 @@ def command(
     Without a recipe or options, tokens and model are chosen from the data; the choices are printed and saved. Options
     change a recipe, --set changes both. Paths, those in a recipe too, are relative to the current directory.
 
-    Tasks: pairs (source to target), lm (plain text, the next symbol), masked (plain text, hidden symbols), span (plain
-    text, hidden stretches), classify (text to a label), image (picture to a label).
+    Tasks: pairs (source to target), lm (plain text, the next token), masked (plain text, masked tokens), span (plain
+    text, masked spans), classify (text to a label), image (picture to a label).
     """
     from regard.errors import UserError
 

@@ -1,4 +1,4 @@
-"""BERT: an encoder that guesses hidden symbols, tells classes, or gives vectors."""
+"""BERT: an encoder that predicts masked tokens, tells classes, or gives vectors."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ BERT = Family(
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    # The last two were trained to tell whether two sentences belong together, beside guessing hidden symbols.
+    # The last two were trained to tell whether two sentences belong together, beside guessing masked tokens.
     ignored=("bert.embeddings.position_ids", "bert.pooler.dense.*", "cls.seq_relationship.*"),
 )

@@ -109,7 +109,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) ->
 
 def _text(source: Path, family: Family, hf: Fields, names: set[str], note: Talk) -> tuple[Config, Codec]:
     """The settings, which need to know the ids of what is not text, and the text."""
-    if family.images:  # there is no text: a codec that knows no symbol
+    if family.images:  # there is no text: a codec that knows no token
         return our_config(family, hf, names, SpecialIds(), "end"), Codec(Tokenizer.train("char", []))
     if has_text(source):
         tokens = read_tokenizers(source, family.model_type, hf.data)
@@ -291,7 +291,7 @@ def _settings(config: Config) -> Json:
         del found["start"]
     if config.output in ("classes", "none"):
         del found["tie_output"]
-    if config.patches is not None:  # no symbol is read
+    if config.patches is not None:  # no token is read
         del found["source_vocab"], found["target_vocab"], found["scale_embeddings"]
     return found
 

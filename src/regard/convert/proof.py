@@ -17,7 +17,7 @@ from regard.config import Config
 from regard.errors import UserError
 from regard.model import Model
 
-LONGEST = 24  # symbols of a sample
+LONGEST = 24  # tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def draw_samples(config: Config, count: int) -> Samples:
 
 @torch.inference_mode()
 def our_outputs(model: Model, samples: Samples) -> list[Tensor]:
-    """Scores of every real symbol (or of the image or text as a whole), or vectors where nothing is predicted."""
+    """Scores of every real token (or of the image or text as a whole), or vectors where nothing is predicted."""
     config = model.config
     x = model.hidden(samples.source, samples.keep_NS, samples.input_NT, samples.types_NS)
     outputs = [_real(model.predict(x).squeeze(1) if config.output == "classes" else model.predict(x), samples)]

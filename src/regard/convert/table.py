@@ -222,7 +222,7 @@ def word_for(activation: Activation) -> str:
 
 
 def start_at(ids: SpecialIds, start_id: int | None, usual: str = "eos") -> Json:
-    """The part of a config that says which symbol comes first; where several have its id, the usual one."""
+    """The part of a config that says which token comes first; where several have its id, the usual one."""
     for name in (usual, "sos", "eos", "pad"):
         if start_id is None or getattr(ids, name) == start_id:
             return {"start": name, "ids": ids}
@@ -247,7 +247,7 @@ class Family:
     theirs: Callable[[Config], Json]
     table: Callable[[Config, Fields], Table]
     towers: tuple[str, ...]  # what a run must have to become one of these
-    images: bool = False  # read instead of symbols
+    images: bool = False  # read instead of tokens
     prefix: str = ""  # of the names of a model without its head, which may be left out
     heads: tuple[str, ...] = ()  # names that never have the prefix begin with one of these
     same: Callable[[Fields], Json] = lambda hf: {}  # second names of a tensor -> its first

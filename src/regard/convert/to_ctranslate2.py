@@ -43,7 +43,7 @@ def library() -> Any:
 
 
 class Names(NamedTuple):
-    """The symbols of both sides by id, as CTranslate2 wants them: different strings."""
+    """The tokens of both sides by id, as CTranslate2 wants them: different strings."""
 
     source: list[str]
     target: list[str]
@@ -289,7 +289,7 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
 
 
 def compare(run: Run, directory: Path, count: int, precision: Precision) -> float:
-    """The largest difference of the log-probability of any symbol, relative where that is above 1."""
+    """The largest difference of the log-probability of any token, relative where that is above 1."""
     config, ids, frame = run.config, run.config.ids, run.codec.frame
     sources, targets = _draw(config, config.source_vocab, count), _draw(config, config.target_vocab, count)
     names = names_of(run)
@@ -320,7 +320,7 @@ def _draw(config: Config, vocab: int, count: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def forced(run: Run, source: list[int], target: list[int]) -> Tensor:
-    """Our log-probability of every symbol of an output, and of the end after them."""
+    """Our log-probability of every token of an output, and of the end after them."""
     config, device = run.config, run.model.device
     input_1T = torch.tensor([[config.start_id, *target]], device=device)
     logp_TV = run.model(torch.tensor([source], device=device), None, input_1T)[0].float().log_softmax(-1).cpu()

@@ -22,7 +22,7 @@ from regard.text.tokenizer import Tokenizer
 
 # The marks around a text where no file tells them.
 FRAMES: dict[str, Frame] = {"bert": "both", "t5": "end", "marian": "end", "llama": "start"}
-# How special symbols are usually called; a directory may say otherwise.
+# How special tokens are usually called; a directory may say otherwise.
 NAMES = {
     "pad_token": ("<pad>", "[PAD]"),
     "unk_token": ("<unk>", "[UNK]", "<|endoftext|>"),
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> Tokens:
-    """Read the tokenizers of a Hugging Face directory, with the ids of their special symbols and the marks they set."""
+    """Read the tokenizers of a Hugging Face directory, with the ids of their special tokens and the marks they set."""
     settings = read_settings(directory)
     try:
         opened = open_vocabulary(directory, model_type, settings)
@@ -66,7 +66,7 @@ def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> Tokens
     made = []
     for library, size, row in zip(opened.libraries, opened.sizes, rows, strict=False):
         if row is not None and size > row:
-            notes.append(f"the tokenizer has {size} symbols, the model {row}: those numbered higher are unknown")
+            notes.append(f"the tokenizer has {size} tokens, the model {row}: those numbered higher are unknown")
         state = json.loads(library.to_str())
         if changed:
             state["post_processor"] = _template(frame, ids, library)
@@ -81,7 +81,7 @@ def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> Tokens
 
 
 class _Names:
-    """Looks up special symbols by what they are for."""
+    """Looks up special tokens by what they are for."""
 
     def __init__(self, library: Library, settings: Json) -> None:
         self._library, self._settings = library, settings
@@ -89,7 +89,7 @@ class _Names:
         self._special = {token.content: index for index, token in added.items() if token.special}
 
     def find(self, *roles: str) -> int | None:
-        """The id of the first of several roles that a symbol has: the one told, or a special one of a usual name."""
+        """The id of the first of several roles that a token has: the one told, or a special one of a usual name."""
         for role in roles:
             told = self._settings.get(role)
             for name in [told] if isinstance(told, str) else [name for name in NAMES[role] if name in self._special]:
@@ -98,11 +98,11 @@ class _Names:
         return None
 
     def special(self, index: Any) -> int | None:
-        """A number from a model's settings, if a special symbol has it; some are left over, and a letter's."""
+        """A number from a model's settings, if a special token has it; some are left over, and a letter's."""
         return index if index in self._special.values() else None
 
     def unknown(self) -> int | None:
-        """The symbol that the library itself gives for what is unknown."""
+        """The token that the library itself gives for what is unknown."""
         model = json.loads(self._library.to_str())["model"]
         name = model.get("unk_token")
         found: int | None = model.get("unk_id") if name is None else self._library.token_to_id(name)
@@ -138,13 +138,13 @@ def _set_marks(library: Library) -> tuple[list[int], list[int]]:
 def _ids(
     directory: Path, names: _Names, hf_config: Json, before: int | None, after: int | None, notes: list[str]
 ) -> SpecialIds:
-    """The ids of the special symbols: by the marks, by their names, by the model's settings, or by standing in."""
+    """The ids of the special tokens: by the marks, by their names, by the model's settings, or by standing in."""
     ends = hf_config.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     eos = _first(after, names.find("eos_token", "sep_token"), *ends)
     if eos is None:
         raise UserError(
-            f"{directory}: neither its tokenizer nor config.json (eos_token_id) tells which symbol is the end"
+            f"{directory}: neither its tokenizer nor config.json (eos_token_id) tells which token is the end"
         )
     others = [end for end in ends if end not in (None, eos)]
     if others:
@@ -156,9 +156,9 @@ def _ids(
     pad = _first(names.find("pad_token"), numbers["pad"])
     unk = _first(names.unknown(), names.find("unk_token"))
     if pad is None:
-        notes.append(f"no symbol for padding: the end ({eos}) stands in")
+        notes.append(f"no token for padding: the end ({eos}) stands in")
     if unk is None:
-        notes.append(f"no symbol for what is unknown: the end ({eos}) stands in")
+        notes.append(f"no token for what is unknown: the end ({eos}) stands in")
     return SpecialIds(pad=_first(pad, eos), unk=_first(unk, eos), sos=sos, eos=eos, mask=names.find("mask_token"))
 
 
@@ -187,7 +187,7 @@ def write_tokenizers(codec: Codec, directory: Path, model_type: str) -> list[str
     What comes back is to be told to the user.
     """
     if codec.features:
-        raise UserError("features are symbols beside the text, for which a Hugging Face tokenizer has no place")
+        raise UserError("features are tokens beside the text, for which a Hugging Face tokenizer has no place")
     notes = _write(codec.source, codec.frame, directory, model_type)
     if not codec.shared:
         (directory / TARGET).mkdir(exist_ok=True)
@@ -218,7 +218,7 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
         if frame == "both"
         else {"bos_token": ids.sos, "eos_token": ids.eos}
     )
-    if ids.sos == ids.pad:  # no symbol of its own
+    if ids.sos == ids.pad:  # no token of its own
         roles = {role: index for role, index in roles.items() if index != ids.sos or role == "pad_token"}
     settings: Json = {role: library.id_to_token(index) for role, index in roles.items() if index is not None}
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -230,11 +230,11 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
     left_out = _keep(state, tokenizer.size)
     write_json(directory / JSON, state)
     write_json(directory / SETTINGS, settings)
-    return [f"{directory / JSON}: left out {left_out} symbols that the model has no row for"] if left_out else []
+    return [f"{directory / JSON}: left out {left_out} tokens that the model has no row for"] if left_out else []
 
 
 def _keep(state: Json, size: int) -> int:
-    """Remove symbols from `size` on, which would be no ids for the model, and say how many those were."""
+    """Remove tokens from `size` on, which would be no ids for the model, and say how many those were."""
     model, vocab = state["model"], state["model"]["vocab"]
     if isinstance(vocab, list):
         model["vocab"] = vocab[:size]

@@ -47,13 +47,13 @@ def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Jso
 
 
 def _require_flat(hf: Fields) -> None:
-    """Refuse a softmax in levels: frequent symbols first, and rare ones by the group they are in."""
+    """Refuse a softmax in levels: frequent tokens first, and rare ones by the group they are in."""
     cutoffs = hf.get("cutoffs", CUTOFFS)
     if cutoffs:
         raise UserError(
-            f"{hf.where}: cutoffs {cutoffs!r} is not supported, only []: symbols beyond the first cutoff are embedded"
-            " in fewer numbers and predicted in two steps, first their group and then the symbol (adaptive softmax);"
-            " here all symbols are rows of one table and of one softmax"
+            f"{hf.where}: cutoffs {cutoffs!r} is not supported, only []: tokens beyond the first cutoff are embedded"
+            " in fewer numbers and predicted in two steps, first their group and then the token (adaptive softmax);"
+            " here all tokens are rows of one table and of one softmax"
         )
     if hf.get("div_val", 4) != 1 or hf.get("d_embed", 1024) != hf.get("d_model", 1024):
         raise UserError(
@@ -63,7 +63,7 @@ def _require_flat(hf: Fields) -> None:
 
 
 def _window(hf: Fields, memory: int) -> int | None:
-    """With the same length for all, a symbol sees as many as are remembered, itself among them."""
+    """With the same length for all, a token sees as many as are remembered, itself among them."""
     if not hf.flag("same_length", True):
         return None
     if type(memory) is not int or memory < 2:

@@ -1,4 +1,4 @@
-"""ViT: squares of an image read like words, and a class told from the first vector."""
+"""ViT: patches of an image read like words, and a class told from the first vector."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 class OpenedVocabulary(NamedTuple):
-    """One tokenizer for both sides, or two; how many of its symbols count; and whether it puts marks around a text."""
+    """One tokenizer for both sides, or two; how many of its tokens count; and whether it puts marks around a text."""
 
     libraries: list[Tokenizer]
     sizes: list[int]
@@ -37,7 +37,7 @@ class OpenedVocabulary(NamedTuple):
 
 
 def read_settings(directory: Path) -> Json:
-    """What is said beside the vocabulary, with the names of special symbols as plain strings."""
+    """What is said beside the vocabulary, with the names of special tokens as plain strings."""
     found: Json = {}
     for name in (SPECIALS, SETTINGS):
         if (directory / name).is_file():
@@ -90,7 +90,7 @@ def _parse(path: Path) -> Tokenizer:
 
 
 def _two_sides(directory: Path) -> OpenedVocabulary:
-    """Two SentencePiece models whose symbols are numbered in a table of their own, for both or for each."""
+    """Two SentencePiece models whose tokens are numbered in a table of their own, for both or for each."""
     libraries, sizes = [], []
     for side, table in (("source", "vocab.json"), ("target", "target_vocab.json")):
         path = directory / table if (directory / table).is_file() else directory / "vocab.json"
@@ -113,7 +113,7 @@ def _word_pieces(path: Path, settings: Json) -> Tokenizer:
     vocab = {symbol: index for index, symbol in enumerate(read_text(path).removesuffix("\n").split("\n"))}
     unknown = settings.get("unk_token", "[UNK]")
     if unknown not in vocab:
-        raise UserError(f"{path}: has no symbol {unknown}, which stands for unknown words")
+        raise UserError(f"{path}: has no token {unknown}, which stands for unknown words")
     library = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
     library.normalizer = normalizers.BertNormalizer(
         clean_text=True,
@@ -157,7 +157,7 @@ def _add(library: Tokenizer, directory: Path, settings: Json) -> None:
         token = AddedToken(name, normalized=False, special=special)
         (library.add_special_tokens if special else library.add_tokens)([token])
         if library.token_to_id(name) != index:
-            raise UserError(f"{directory}: its added symbol {name!r} cannot have the number {index}")
+            raise UserError(f"{directory}: its added token {name!r} cannot have the number {index}")
     named = [value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str)]
     library.add_special_tokens([name for name in named if library.token_to_id(name) is not None])
 
@@ -165,7 +165,7 @@ def _add(library: Tokenizer, directory: Path, settings: Json) -> None:
 def _numbers(path: Path) -> dict[str, int]:
     numbers = _table(path)
     if not numbers or not all(type(index) is int and index >= 0 for index in numbers.values()):
-        raise UserError(f"{path}: must hold the number of every symbol")
+        raise UserError(f"{path}: must hold the number of every token")
     return numbers
 
 
@@ -182,7 +182,7 @@ SPACE = "▁"
 
 
 class Piece(NamedTuple):
-    """A symbol."""
+    """A token."""
 
     text: str
     score: float
@@ -200,7 +200,7 @@ class Pieces(NamedTuple):
     squeeze: bool  # spaces at the ends are dropped, and all but one of several
 
     def named(self, *kinds: int) -> list[str]:
-        """The symbols of some kinds."""
+        """The tokens of some kinds."""
         return [piece.text for piece in self.pieces if piece.kind in kinds]
 
 
@@ -220,7 +220,7 @@ def read_pieces(path: Path) -> Pieces:
     if not pieces or algorithm not in (UNIGRAM, BPE) or suffixes or not escape:
         raise UserError(f"{path}: only unigram and bpe models that write a space as {SPACE} before a word can be read")
     if sum(piece.kind == UNKNOWN for piece in pieces) != 1:
-        raise UserError(f"{path}: not a SentencePiece model: it has no unknown symbol")
+        raise UserError(f"{path}: not a SentencePiece model: it has no unknown token")
     return Pieces(pieces, algorithm, charsmap, composed, prefix, squeeze)
 
 
@@ -265,8 +265,8 @@ def _piece(data: bytes) -> Piece:
 def build(model: Pieces, numbers: Mapping[str, int] | None = None, marks: Collection[str] = ()) -> Tokenizer:
     """The same tokenizer as the library has it.
 
-    `numbers` are the ids of its symbols where they are not counted through. Among them may be others: `marks`, which
-    keep their names, and symbols of another text, which are never found in this one. Symbols without a number come
+    `numbers` are the ids of its tokens where they are not counted through. Among them may be others: `marks`, which
+    keep their names, and tokens of another text, which are never found in this one. Tokens without a number come
     after all that have one.
     """
     names = _names(model, numbers, marks)
@@ -319,7 +319,7 @@ def _joining(model: Pieces) -> Iterator[Any]:
 def _unigram(model: Pieces, names: list[str]) -> Any:
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
     lowest, highest = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
-    # What somebody chose as a symbol is better than any way of cutting it. The name of a byte is no text, but the
+    # What somebody chose as a token is better than any way of cutting it. The name of a byte is no text, but the
     # library must find it: worse than any way of cutting it.
     scores.update((text, len(text.encode()) * highest - 0.1) for text in model.named(CHOSEN))
     scores.update((text, lowest - 100) for text in model.named(BYTE))

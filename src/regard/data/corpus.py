@@ -36,7 +36,7 @@ Lengths = NDArray[np.int32]
 
 
 class Corpus:
-    """Examples as ids, by number. Source and target rows end in the end symbol."""
+    """Examples as ids, by number. Source and target rows end in the end token."""
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
@@ -163,10 +163,10 @@ class CorpusWriter:
             sources, targets = self._encoder.encode([located.example for located in waiting])
         kept = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-            longest = max(len(source), len(target)) - 1  # the end symbol is not the user's
+            longest = max(len(source), len(target)) - 1  # the end token is not the user's
             if longest > self._max_length:
                 place = self._where.place(waiting[index].number)
-                self._account.skip(LONG, place, f"{longest:,} symbols; data.max_length is {self._max_length:,}")
+                self._account.skip(LONG, place, f"{longest:,} tokens; data.max_length is {self._max_length:,}")
             else:
                 kept.append(index)
         self._write("source", [sources[index] for index in kept])

@@ -21,7 +21,7 @@ from regard.text.tokenizer import Tokenizer
 Rows = NDArray[np.int64]
 
 MASKED, RANDOM = 0.8, 0.1  # of what is to be predicted; the rest stays as it is
-SENTINELS = 100  # symbols that stand for hidden sample_spans
+SENTINELS = 100  # tokens that stand for masked spans
 
 
 def generator(*key: int) -> np.random.Generator:
@@ -30,7 +30,7 @@ def generator(*key: int) -> np.random.Generator:
 
 
 def lm_batch(rows_BW: Rows, total: int) -> Batch:
-    """Every symbol but the last is read, every symbol but the first predicted."""
+    """Every token but the last is read, every token but the first predicted."""
     rows = torch.from_numpy(rows_BW)
     nothing_B0 = rows.new_empty((len(rows), 0))
     return Batch(nothing_B0, None, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, _labels(rows), total)
@@ -40,16 +40,16 @@ def _labels(rows_BW: Tensor) -> int:
     return rows_BW.shape[0] * (rows_BW.shape[1] - 1)
 
 
-# Hidden symbols
+# Hidden tokens
 
 
 def mask_tokens(
     rows_BW: Rows, rate: float, ids: SpecialIds, text: Rows, random: np.random.Generator
 ) -> tuple[Rows, NDArray[np.bool]]:
-    """Choose symbols to be predicted -> the rows as they are read, and where something is to be predicted.
+    """Choose tokens to be predicted -> the rows as they are read, and where something is to be predicted.
 
-    Of each row, `rate` of what is text is chosen, at least one symbol: 80 % of those become the mask, 10 % a random
-    symbol of `text`, 10 % stay. `text` are the ids that are text, in order.
+    Of each row, `rate` of what is text is chosen, at least one token: 80 % of those become the mask, 10 % a random
+    token of `text`, 10 % stay. `text` are the ids that are text, in order.
     """
     assert ids.mask is not None
     chosen = np.zeros(rows_BW.shape, bool)
@@ -79,9 +79,9 @@ def masked_batch(read_BW: Rows, label_BW: Rows, chosen_BW: NDArray[np.bool], tot
 def sample_spans(
     length: int, rate: float, mean: float, most: int, random: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Where the hidden sample_spans of a text begin and end: `rate` of it in pieces of `mean` symbols on average.
+    """Where the masked spans of a text begin and end: `rate` of it in pieces of `mean` tokens on average.
 
-    Text comes first, a hidden stretch last, and between two there is always some text.
+    Text comes first, a masked span last, and between two there is always some text.
     """
     hidden = min(max(1, round(length * rate)), length - 1)
     count = min(max(1, round(hidden / mean)), hidden, length - hidden, most)
@@ -99,9 +99,9 @@ def _parts(length: int, count: int, random: np.random.Generator) -> NDArray[np.i
 
 
 def corrupt_spans(row: Rows, places: list[tuple[int, int]], first: int) -> tuple[list[int], list[int]]:
-    """A row with its sample_spans replaced -> (what is read, what is to be said), without the end symbol.
+    """A row with its masked spans replaced -> (what is read, what is to be said), without the end token.
 
-    Stretch k is replaced by the symbol `first` - k, and said after that symbol; one more such symbol closes the answer.
+    Stretch k is replaced by the token `first` - k, and said after that token; one more such token closes the answer.
     """
     read: list[int] = []
     said: list[int] = []
@@ -137,7 +137,7 @@ def text_ids(size: int, special: frozenset[int]) -> Rows:
 
 
 class Windows:
-    """How a stream is cut: windows of `length` symbols, each `stride` after the one before."""
+    """How a stream is cut: windows of `length` tokens, each `stride` after the one before."""
 
     def __init__(self, stream: Stream, length: int, stride: int) -> None:
         self.length = min(length, len(stream))
@@ -173,17 +173,17 @@ def lm_windows(stream: Stream, context: int) -> Windows:
 
 
 class TokenMasking:
-    """Hides symbols in windows of a stream, marks included."""
+    """Hides tokens in windows of a stream, marks included."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, config: Config, train: Train) -> None:
         if config.ids.mask is None:
-            raise UserError("this vocabulary has no symbol for what is hidden (ids.mask), which task masked needs")
+            raise UserError("this vocabulary has no token for what is hidden (ids.mask), which task masked needs")
         self._stream, self._config, self._rate = stream, config, train.mask_rate
         self._before, self._after = config.ids.around(config.frame)
         self.before = len(self._before)
         length = context_of(train) - self.before - len(self._after)
         if length < 1:
-            raise UserError(f"train.context: {context_of(train)} symbols leave no room for text beside the marks")
+            raise UserError(f"train.context: {context_of(train)} tokens leave no room for text beside the marks")
         self.windows = Windows(stream, length, length)
         self._text = text_ids(tokenizer.size, tokenizer.special)
 
@@ -206,14 +206,14 @@ class SpanCorruption:
     """Hides sample_spans in windows of a stream."""
 
     def __init__(self, stream: Stream, first: int, config: Config, train: Train) -> None:
-        """`first` is the symbol for the first hidden stretch; those of the others count down from it."""
+        """`first` is the token for the first masked span; those of the others count down from it."""
         self._stream, self._config, self._train, self._first = stream, config, train, first
         self.windows = Windows(stream, context_of(train), context_of(train))
         if self.windows.length < 2:
-            raise UserError("train.context: to mask_tokens a part of a text, it needs two symbols at least")
+            raise UserError("train.context: to mask_tokens a part of a text, it needs two tokens at least")
 
     def places(self, rows: int, key: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-        """Where the hidden sample_spans of each row begin and end, which depends on the key."""
+        """Where the masked spans of each row begin and end, which depends on the key."""
         random, train, length = generator(*key), self._train, self.windows.length
         return [sample_spans(length, train.span_rate, train.span_mean, SENTINELS - 1, random) for _ in range(rows)]
 
@@ -228,11 +228,11 @@ class SpanCorruption:
         )
 
 
-EXTRA = "extra_id"  # how vocabularies from elsewhere name the symbols for hidden sample_spans
+EXTRA = "extra_id"  # how vocabularies from elsewhere name the tokens for masked spans
 
 
 def first_sentinel(codec: Codec, config: Config | None) -> int | None:
-    """The symbol for the first hidden stretch, if a vocabulary has such symbols; the others count down from it."""
+    """The token for the first masked span, if a vocabulary has such tokens; the others count down from it."""
     special = sorted(codec.target.special)
     named = [index for index, piece in zip(special, codec.target.pieces(special), strict=True) if EXTRA in piece]
     if named:

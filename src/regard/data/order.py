@@ -27,7 +27,7 @@ def batches(
     """Cut an epoch into batches: arrays of example numbers, each number exactly once.
 
     A batch holds at most `batch_examples` rows, and rows times the longest side at most `batch_tokens`; an example
-    longer than that is a batch of its own. Lengths count the end symbol.
+    longer than that is a batch of its own. Lengths count the end token.
     """
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
     shuffled = random.permutation(len(source_lengths))

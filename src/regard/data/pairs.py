@@ -125,7 +125,7 @@ def _codec(
     """Choose the schemes and learn the vocabularies, or take those of the run to start from."""
     text = recipe.text
     if base is not None:
-        return base.codec, [f"tokens: those of {recipe.train.start_from}, {base.codec.source_vocab:,} symbols"]
+        return base.codec, [f"tokens: those of {recipe.train.start_from}, {base.codec.source_vocab:,} tokens"]
     lines = scan.account.kept - scan.held_out
     sample = {"source": [e.source for e in scan.sample], "target": [e.target or "" for e in scan.sample]}
     sample["shared"] = sample["source"] + sample["target"]
@@ -137,7 +137,7 @@ def _codec(
         choice = choose(sample[side], lines) if request == "auto" else TokenizerChoice(request, "as asked for")
         texts = _texts(train, splitter, side, share(choice.scheme, sample[side], lines), lines)
         made[side] = Tokenizer.train(choice.scheme, texts, text.min_count)
-        notes.append(f"{side} tokens: {choice}; {made[side].size:,} symbols")
+        notes.append(f"{side} tokens: {choice}; {made[side].size:,} tokens")
     source = made.get("shared") or made["source"]
     target = source if labelled else made.get("shared") or made["target"]
     if scan.features:
@@ -164,7 +164,7 @@ def _unknowns(codec: Codec, train: CorpusWriter, examples: list[Example], labell
     for side in ("source", "target"):
         if train.unknown[side]:
             share = 100 * train.unknown[side] / train.symbols[side]
-            count = f"{train.unknown[side]:,} {side} symbols ({share:.2g} %)"
+            count = f"{train.unknown[side]:,} {side} tokens ({share:.2g} %)"
             yield f"training: {count} are unknown, being rarer than text.min_count"
     source, target = UnknownTokens(), UnknownTokens()
     codec.note_unknown(examples, codec.encode_source(examples), source)

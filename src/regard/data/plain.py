@@ -49,14 +49,14 @@ def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, b
     for what, writer in (("training", train_writer), ("validation", valid_writer)):
         if writer.unknown:
             notes.append(
-                f"{what}: {writer.unknown:,} symbols ({100 * writer.unknown / writer.symbols:.2g} %) are unknown"
+                f"{what}: {writer.unknown:,} tokens ({100 * writer.unknown / writer.symbols:.2g} %) are unknown"
             )
     accounts = {"train": account.to_json(), "valid": valid_account.to_json() if valid else None}
     return {"text": codec.config.model_dump(), "labels": (), "notes": notes, "accounts": accounts}
 
 
 def _size(writer: StreamWriter) -> str:
-    return f"{writer.symbols:,} symbols ({writer.characters:,} characters)"
+    return f"{writer.symbols:,} tokens ({writer.characters:,} characters)"
 
 
 def _codec(recipe: Recipe, train: Source, scan: TextScan, at: int, base: Base | None) -> tuple[Codec, list[str]]:
@@ -70,7 +70,7 @@ def _codec(recipe: Recipe, train: Source, scan: TextScan, at: int, base: Base | 
             raise UserError(
                 f"{recipe.train.start_from}: its tokens are separated by spaces, so line ends would be lost"
             )
-        return base.codec, [f"tokens: those of {recipe.train.start_from}, {base.codec.source_vocab:,} symbols"]
+        return base.codec, [f"tokens: those of {recipe.train.start_from}, {base.codec.source_vocab:,} tokens"]
     request = one_request(text, "one text")
     if request == "space":
         raise UserError(
@@ -84,11 +84,11 @@ def _codec(recipe: Recipe, train: Source, scan: TextScan, at: int, base: Base | 
             choice = TokenizerChoice("word", choice.reason)
     texts = _texts(train, at, share(choice.scheme, scan.sample, scan.pieces), scan.pieces)
     tokenizer = Tokenizer.train(choice.scheme, texts, text.min_count, mask=recipe.task == "masked")
-    return Codec(tokenizer, frame=TASKS[recipe.task].frame), [f"tokens: {choice}; {tokenizer.size:,} symbols"]
+    return Codec(tokenizer, frame=TASKS[recipe.task].frame), [f"tokens: {choice}; {tokenizer.size:,} tokens"]
 
 
 def _texts(train: Source, at: int, share: int, pieces: int) -> Iterator[str]:
-    """The text to learn symbols from: what is not held out, about `share` of so many pieces, drawn from all over."""
+    """The text to learn tokens from: what is not held out, about `share` of so many pieces, drawn from all over."""
     random = Random(0)
     for piece, held_out in divide(read_pieces(train, LineCounter()), at):
         if held_out:
@@ -275,7 +275,7 @@ class Stream:
 
 
 class Units(NamedTuple):
-    """A text in memory: its ids with an end symbol in front, and of each line how many ids and characters it has."""
+    """A text in memory: its ids with an end token in front, and of each line how many ids and characters it has."""
 
     ids: NDArray[np.uint32]
     symbols: NDArray[np.int64]

@@ -51,7 +51,7 @@ class PreparedText(NamedTuple):
 
 
 class PreparedImages(NamedTuple):
-    """What training on images starts from. Its codec knows no symbol: there is no text."""
+    """What training on images starts from. Its codec knows no token: there is no text."""
 
     codec: Codec
     train: Images

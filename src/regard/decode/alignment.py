@@ -1,4 +1,4 @@
-"""Which source symbol an output symbol comes from, read off the attention in a second, forced pass."""
+"""Which source token an output token comes from, read off the attention in a second, forced pass."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def align(
     heads: Sequence[HeadIndex] = (),
     batch_tokens: int = 8192,
 ) -> list[Alignment]:
-    """The alignment of every output with its source, both as ids that end in the end symbol: the mean of the heads.
+    """The alignment of every output with its source, both as ids that end in the end token: the mean of the heads.
 
-    The source's end symbol has its column (attention parks there), but no hard link.
+    The source's end token has its column (attention parks there), but no hard link.
     """
     heads = heads_of(run.model, heads)
     results: list[Alignment] = [Alignment(np.zeros((0, 0)), (), ())] * len(outputs)
@@ -65,7 +65,7 @@ def choose_heads(
 ) -> tuple[HeadIndex, ...]:
     """The decoder heads that align best on given pairs: sharp, and over the pairs looking at all of the source.
 
-    A head's merit is its mean weight on the symbol it looks at most, times the share of source symbols that it ever
+    A head's merit is its mean weight on the token it looks at most, times the share of source tokens that it ever
     looks at. The best head is taken, and up to `most` with nearly its merit.
     """
     examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in islice(pairs, lines)]
@@ -159,11 +159,11 @@ def mean_heads(seen: dict[int, list[Tensor]], heads: Sequence[HeadIndex]) -> Ten
     return torch.stack([joined[layer][:, head] for layer, head in heads]).mean(0)
 
 
-LEAST = 1e-3  # attention counted for a symbol that got less: one symbol alone must not decide everything
+LEAST = 1e-3  # attention counted for a token that got less: one token alone must not decide everything
 
 
 class Coverage:
-    """Sums up the attention that source symbols get from a hypothesis, which ranks by p * sum log min(1, attention)."""
+    """Sums up the attention that source tokens get from a hypothesis, which ranks by p * sum log min(1, attention)."""
 
     def __init__(self, model: Model, sources: Sequence[TokenIds], options: Options) -> None:
         self.model, self.penalty = model, options.coverage_penalty
@@ -172,7 +172,7 @@ class Coverage:
         device = model.device
         lengths_B = torch.tensor([len(source) for source in sources], device=device)
         place_S = torch.arange(int(lengths_B.max()), device=device)
-        self.real_BS = place_S < lengths_B.unsqueeze(1) - 1  # the end symbol needs no attention
+        self.real_BS = place_S < lengths_B.unsqueeze(1) - 1  # the end token needs no attention
         self.sum_NS = torch.zeros_like(self.real_BS, dtype=torch.float32)
 
     @contextmanager
@@ -206,7 +206,7 @@ def alignment_merits(
 ) -> dict[tuple[str, int], float]:
     """How well each head of the cross-attention aligns: agreement with links, or sharpness times coverage without any.
 
-    Agreement is the share of linked output symbols whose heaviest weight is on a symbol they are linked with.
+    Agreement is the share of linked output tokens whose heaviest weight is on a token they are linked with.
     """
     names = [name for name in attentions(model) if place(name)[0] == "cross"]
     total: dict[tuple[str, int], float] = {}

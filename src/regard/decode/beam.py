@@ -2,7 +2,7 @@
 
 Shapes: A sentences in the batch, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F kept.
 
-A hypothesis ends when its end symbol is among the `width` best candidates of its step. A sentence ends when `width`
+A hypothesis ends when its end token is among the `width` best candidates of its step. A sentence ends when `width`
 hypotheses have ended and none alive is better as it stands than the best of them (this is the definition; with `exact`
 it is waived), or when no hypothesis alive can overtake the kept ones: values only fall, so the best that a live one can
 reach is its present sum over the longest length allowed. To count ends alone would not do: a model that is sure of one
@@ -38,7 +38,7 @@ class Picked(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Where required phrases stand: the stage that each symbol leads to, and whether it is a step forward."""
+    """Where required phrases stand: the stage that each token leads to, and whether it is a step forward."""
 
     stage_AWV: Tensor
     nearer_AWV: Tensor
@@ -123,14 +123,14 @@ class BackPointers:
     """Every step's choices, from which whole paths are read off at the end."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # per row: its parent, symbol, score
+        self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # per row: its parent, token, score
         self.ends: list[np.ndarray] = []  # per row of a step: the score of ending there
 
     def grow(self, parents_N: Tensor, tokens_N: Tensor, scores_N: Tensor) -> None:
         self.steps.append((parents_N.numpy(force=True), tokens_N.numpy(force=True), scores_N.numpy(force=True)))
 
     def read(self, at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Symbols and scores before the end of paths that end at steps `at` in `rows`, left-aligned."""
+        """Tokens and scores before the end of paths that end at steps `at` in `rows`, left-aligned."""
         tokens = np.zeros((len(at), at.max(initial=0)), dtype=np.int64)
         scores = np.zeros(tokens.shape)
         rows = rows.copy()
@@ -233,7 +233,7 @@ def beam_search(
 def _pick_groups(
     sum_AGW: Tensor, value_AGWV: Tensor, eos: int, width: int, diversity: float, stages: Stages | None
 ) -> list[Picked]:
-    """Pick for one group after the other; a symbol costs `diversity` for each time an earlier group just took it."""
+    """Pick for one group after the other; a token costs `diversity` for each time an earlier group just took it."""
     picks: list[Picked] = []
     taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if sum_AGW.shape[1] > 1 else None
     for g in range(sum_AGW.shape[1]):
@@ -242,7 +242,7 @@ def _pick_groups(
         if taken_AV is None:
             return [pick(sum_AGW[:, g], value_AWV, eos, width, here)]
         picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, here)
-        # The cost decides which symbols are taken; it is not carried along.
+        # The cost decides which tokens are taken; it is not carried along.
         cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
         picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
         taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))

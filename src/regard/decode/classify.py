@@ -18,7 +18,7 @@ from regard.run import Run
 from regard.text.codec import Example
 
 BATCH_TOKENS = 8192
-MAX_SOURCE = 2048  # symbols of a text
+MAX_SOURCE = 2048  # tokens of a text
 IMAGES = 256  # at once
 
 
@@ -73,7 +73,7 @@ def _too_long(run: Run, symbols: int, most: int) -> dict[str, str]:
         room = f"{most} (max_source)"
     else:
         return {}
-    return {"too_long": f"the text has {symbols} symbols with the marks around it, more than {room}"}
+    return {"too_long": f"the text has {symbols} tokens with the marks around it, more than {room}"}
 
 
 def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]:

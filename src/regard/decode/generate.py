@@ -79,7 +79,7 @@ class Decoder:
             yield [places[j] for j in batch]
 
     def _size(self, task: SearchInput) -> int:
-        """What a task counts in a batch: its symbols, or if that is more its share of the table of all next symbols."""
+        """What a task counts in a batch: its tokens, or if that is more its share of the table of all next tokens."""
         share = self.scorer.vocab // (4096 if task.phrases is None else 1024)
         symbols = max(map(len, task.sources)) + (task.limit if self.scorer.continues else 0)
         return (self.options.rows + banks(task)) * max(share, symbols)
@@ -95,7 +95,7 @@ class Decoder:
         source = 0 if self.scorer.continues else len(task.sources[0]) - 1  # a continuation may be of any length
         flags = degenerate(symbols, source, found.token_scores)
         if found.limited:
-            flags["max_length"] = f"ended at the limit of {task.limit} symbols"
+            flags["max_length"] = f"ended at the limit of {task.limit} tokens"
         return Hypothesis(
             self.prepare.text(task, found.ids),
             found.score,
@@ -128,13 +128,13 @@ class Decoder:
             results[i][rank] = replace(old, alignment=alignment, flags={**old.flags, **collapsed(alignment)})
 
     def _name_other_cuts(self, results: list[list[Hypothesis]]) -> None:
-        """Flag what `score` would cut into other symbols: the score here is of these symbols."""
+        """Flag what `score` would cut into other tokens: the score here is of these tokens."""
         places = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         cuts = self.codec.encode_target([results[i][rank].text for i, rank in places])
         for (i, rank), ids in zip(places, cuts, strict=True):
             old = results[i][rank]
             if tuple(ids)[: len(old.ids)] != old.ids:
-                reason = "the text is usually cut into other symbols, so forced decoding scores it differently"
+                reason = "the text is usually cut into other tokens, so forced decoding scores it differently"
                 results[i][rank] = replace(old, flags={**old.flags, "segmentation": reason})
 
 
@@ -145,7 +145,7 @@ def nothing(flags: dict[str, str]) -> Hypothesis:
 
 @dataclass(frozen=True)
 class Piece:
-    """One decided symbol, and the text that is certain since the last one: they join to the whole output."""
+    """One decided token, and the text that is certain since the last one: they join to the whole output."""
 
     text: str
     token: str
@@ -154,7 +154,7 @@ class Piece:
 
 
 def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = None) -> Iterator[Piece]:
-    """The output for one input, symbol by symbol, the end symbol last; nothing for an empty or overlong source.
+    """The output for one input, token by token, the end token last; nothing for an empty or overlong source.
 
     A language model may stop at the limit without an end.
 
@@ -190,7 +190,7 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
 
 
 def _whole(ids: list[int], joining: Sequence[int]) -> list[int]:
-    """What no later symbol changes: where symbols may join the character before them, all before the last character."""
+    """What no later token changes: where tokens may join the character before them, all before the last character."""
     if not joining:
         return ids
     begun = [place for place, index in enumerate(ids) if index not in joining]

@@ -15,7 +15,7 @@ from regard.decode.options import Options
 from regard.decode.rules import Rule, steer
 from regard.decode.scorer import Scorer, SearchInput, best, select, time_to_leave
 
-Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> symbols (N,)
+Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> tokens (N,)
 
 
 class Step(NamedTuple):
@@ -34,7 +34,7 @@ def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
 def steps(
     scorer: Scorer, tasks: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> Iterator[Step]:
-    """Decide one symbol per row and step, for `count` rows per task, until every row has ended.
+    """Decide one token per row and step, for `count` rows per task, until every row has ended.
 
     The rules must make it end by the limit, as `Length` does.
     """

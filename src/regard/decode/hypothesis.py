@@ -18,7 +18,7 @@ from regard.decode.options import Utility
 class DecodedIds(NamedTuple):
     """A finished output as ids."""
 
-    ids: tuple[int, ...]  # ends in the end symbol, unless it stopped at the limit of an open-ended task
+    ids: tuple[int, ...]  # ends in the end token, unless it stopped at the limit of an open-ended task
     token_scores: tuple[float, ...]  # natural-log probabilities, one per id
     value: float  # what the search ranked it by
     limited: bool = False  # it ended because it had to
@@ -30,15 +30,15 @@ class DecodedIds(NamedTuple):
 
 @dataclass(frozen=True)
 class Alignment:
-    """Which source symbols an output was made from: a row of weights per output symbol, the end not counted."""
+    """Which source tokens an output was made from: a row of weights per output token, the end not counted."""
 
-    soft: np.ndarray  # (output symbols, source symbols), rows sum to 1; the last source symbol is its end
-    source: tuple[str, ...]  # the symbols as shown
+    soft: np.ndarray  # (output tokens, source tokens), rows sum to 1; the last source token is its end
+    source: tuple[str, ...]  # the tokens as shown
     output: tuple[str, ...]
 
     @property
     def hard(self) -> list[tuple[int, int]]:
-        """(source place, output place) of the heaviest link of each output symbol; the source's end is no place."""
+        """(source place, output place) of the heaviest link of each output token; the source's end is no place."""
         return [(int(place), t) for t, place in enumerate(self.soft[:, :-1].argmax(1))] if self.soft.size else []
 
 
@@ -56,7 +56,7 @@ class Hypothesis:
 
     text: str
     score: float  # the sum of token_scores
-    tokens: tuple[str, ...]  # as shown, the end symbol included if there is one
+    tokens: tuple[str, ...]  # as shown, the end token included if there is one
     token_scores: tuple[float, ...]
     normalized: float  # score / length ** length_penalty
     ids: tuple[int, ...] = ()
@@ -92,32 +92,32 @@ def normalize(score: float, length: int, penalty: float) -> float:
     return score / length**penalty if length else score
 
 
-TURNS, COVERED = 4, 8  # a unit so often in a row, over so many symbols, is a loop
-LONG, SHORT, SHORTEST = 4.0, 0.2, 10  # output symbols per source symbol; short only matters for longer sources
-LOW = -2.5  # mean log-probability per symbol: the model was guessing
-PARKED, TOKENS = 0.9, 6  # share of all attention on one source symbol, over so many output symbols
+TURNS, COVERED = 4, 8  # a unit so often in a row, over so many tokens, is a loop
+LONG, SHORT, SHORTEST = 4.0, 0.2, 10  # output tokens per source token; short only matters for longer sources
+LOW = -2.5  # mean log-probability per token: the model was guessing
+PARKED, TOKENS = 0.9, 6  # share of all attention on one source token, over so many output tokens
 BLUR = 0.95  # of the entropy of looking everywhere alike
 
 
 def degenerate(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
-    """Flags of an output (ids without the end symbol) for a source of so many symbols; 0: any length is right."""
+    """Flags of an output (ids without the end token) for a source of so many tokens; 0: any length is right."""
     flags = {}
     length = len(ids)
     if loop := longest_loop(ids):
         size, turns = loop
-        flags["repetition"] = f"{size} symbol{'s' * (size > 1)} repeated {turns} times in a row"
+        flags["repetition"] = f"{size} token{'s' * (size > 1)} repeated {turns} times in a row"
     if source and length / source > LONG and length > SHORTEST:
-        flags["length_ratio"] = f"{length} symbols for a source of {source}"
+        flags["length_ratio"] = f"{length} tokens for a source of {source}"
     elif source >= SHORTEST and length / source < SHORT:
-        flags["length_ratio"] = f"only {length} symbols for a source of {source}"
+        flags["length_ratio"] = f"only {length} tokens for a source of {source}"
     mean = sum(token_scores) / max(1, len(token_scores))
     if mean < LOW:
-        flags["low_score"] = f"{mean:.2f} per symbol on average, below {LOW}"
+        flags["low_score"] = f"{mean:.2f} per token on average, below {LOW}"
     return flags
 
 
 def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
-    """(size, turns) of the unit that is repeated in a row over the most symbols, if that is a loop."""
+    """(size, turns) of the unit that is repeated in a row over the most tokens, if that is a loop."""
     row = np.asarray(ids)
     longest: tuple[int, int] | None = None
     for size in range(1, len(row) // TURNS + 1):
@@ -125,7 +125,7 @@ def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
         edges = np.flatnonzero(np.diff(same))
         if not len(edges):
             continue
-        run = int((edges[1::2] - edges[::2]).max()) + size  # symbols that this unit covers
+        run = int((edges[1::2] - edges[::2]).max()) + size  # tokens that this unit covers
         turns = run // size
         if turns >= TURNS and run >= COVERED and (longest is None or turns * size > longest[0] * longest[1]):
             longest = size, turns
@@ -133,7 +133,7 @@ def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
 
 
 def collapsed(alignment: Alignment) -> dict[str, str]:
-    """Flags of an output's attention: parked on one symbol, or looking nowhere in particular."""
+    """Flags of an output's attention: parked on one token, or looking nowhere in particular."""
     soft = alignment.soft
     if len(soft) < TOKENS or soft.shape[1] < TOKENS:
         return {}
@@ -141,7 +141,7 @@ def collapsed(alignment: Alignment) -> dict[str, str]:
     place = int(share.argmax())
     if share[place] > PARKED:
         symbol = alignment.source[place]
-        return {"attention": f"{100 * share[place]:.0f}% of it on source symbol {place} ({symbol!r})"}
+        return {"attention": f"{100 * share[place]:.0f}% of it on source token {place} ({symbol!r})"}
     entropy = -(soft * np.log(np.maximum(soft, 1e-12))).sum(1).mean() / np.log(soft.shape[1])
     if entropy > BLUR:
         return {"attention": "spread evenly over the source"}
@@ -159,7 +159,7 @@ def shares(scores: Sequence[float]) -> list[float]:
 def expected(texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False) -> list[float]:
     """The expected utility, 0 to 1, of every text when each is right as often as its weight says (they sum to one).
 
-    Edit distance counts characters, or whole symbols where the texts are symbols `spaced` apart.
+    Edit distance counts characters, or whole tokens where the texts are tokens `spaced` apart.
     """
     useful = _utility(utility, spaced)
     mass: dict[str, float] = {}

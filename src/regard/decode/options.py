@@ -17,7 +17,7 @@ Phrase = Annotated[str, Field(min_length=1)]
 class Options(Value):
     """How to search, what to steer, what to report. Whatever steers changes which output is chosen, never its score.
 
-    Scores are the model's own natural-log probabilities, the end symbol included.
+    Scores are the model's own natural-log probabilities, the end token included.
     """
 
     # strategy: greedy unless something here says otherwise
@@ -32,39 +32,37 @@ class Options(Value):
 
     # beam search
     length_penalty: float = Field(default=1.0, ge=0)  # rank by score / length ** penalty
-    coverage_penalty: float = Field(default=0.0, ge=0)  # rank lower what leaves source symbols unattended
-    groups: Count = 1  # diverse beam search: so many groups, which avoid each other's symbols
-    diversity: float = Field(default=0.5, ge=0)  # how much a symbol costs that an earlier group has chosen at this step
+    coverage_penalty: float = Field(default=0.0, ge=0)  # rank lower what leaves source tokens unattended
+    groups: Count = 1  # diverse beam search: so many groups, which avoid each other's tokens
+    diversity: float = Field(default=0.5, ge=0)  # how much a token costs that an earlier group has chosen at this step
     exact: bool = False  # stop only when nothing alive can overtake, not when `beam` have ended, none alive better
 
     # sampling
     temperature: float = Field(default=1.0, gt=0)
     top_k: int = Field(default=0, ge=0)  # 0: all
     top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, lt=1)  # of the probability of the most probable symbol
+    min_p: float = Field(default=0.0, ge=0, lt=1)  # of the probability of the most probable token
     seed: int = Field(default=1, ge=0)
 
     # steering
     prefix: str = ""  # every output starts so, unless its line brings its own
     require: tuple[Phrase, ...] = ()
     forbid: tuple[Phrase, ...] = ()
-    alternatives: int = Field(default=0, ge=0)  # the so many best symbols at one place, each completed
-    alternatives_at: int | None = Field(
-        default=None, ge=0
-    )  # the place, in output symbols; None: right after the prefix
-    min_length: int = Field(default=0, ge=0)  # output symbols, the end not counted
+    alternatives: int = Field(default=0, ge=0)  # the so many best tokens at one place, each completed
+    alternatives_at: int | None = Field(default=None, ge=0)  # the place, in output tokens; None: right after the prefix
+    min_length: int = Field(default=0, ge=0)  # output tokens, the end not counted
     max_length: Count | None = None
     min_ratio: float = Field(default=0.0, ge=0)  # the same in units of the source's length
     max_ratio: float | None = Field(default=None, gt=0)  # with neither maximum: 3 times the source and 50 more
     no_repeat_ngram: int = Field(default=0, ge=0)
     repetition_penalty: float = Field(default=1.0, ge=1)
-    unknown: bool = False  # whether the unknown symbol may be produced
+    unknown: bool = False  # whether the unknown token may be produced
 
     # reporting and batching
     alignment: bool = False
     alignment_heads: tuple[HeadIndex, ...] = ()  # (layer, head) of the decoder, from 0; none: see `decode.alignment`
     max_source: Count = 2048  # a longer source is not searched, a longer source or target not scored: it is flagged
-    batch_tokens: Count = 8192  # padded source symbols times hypotheses
+    batch_tokens: Count = 8192  # padded source tokens times hypotheses
     window: Count = 4096  # lines read ahead, to be sorted by length
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products
 
@@ -126,7 +124,7 @@ class Options(Value):
 
     @property
     def samples(self) -> bool:
-        """Whether symbols are drawn, not searched for."""
+        """Whether tokens are drawn, not searched for."""
         return self.sample or (self.mbr > 0 and self.beam == 1)
 
     @property

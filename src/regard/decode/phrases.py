@@ -1,8 +1,8 @@
-"""Phrases that must or must not occur in an output, as one automaton that reads symbols of the vocabulary.
+"""Phrases that must or must not occur in an output, as one automaton that reads tokens of the vocabulary.
 
-Phrases are sequences of letters: bytes of text, or whole symbols where a vocabulary separates them by spaces. The
-automaton knows, whatever was produced so far, which phrases any next symbol would complete and how many symbols it
-takes at least to complete the rest. Because it reads the letters of a symbol, a phrase is recognised however it is cut.
+Phrases are sequences of letters: bytes of text, or whole tokens where a vocabulary separates them by spaces. The
+automaton knows, whatever was produced so far, which phrases any next token would complete and how many tokens it
+takes at least to complete the rest. Because it reads the letters of a token, a phrase is recognised however it is cut.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 Letters = tuple[int, ...]
 MOST = 10  # required phrases at once: the automaton remembers which subset was met
-NEVER = 30_000  # symbols: more than any output has
+NEVER = 30_000  # tokens: more than any output has
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The letters of every symbol of a vocabulary, the end included, and which symbols may be produced before it."""
+    """The letters of every token of a vocabulary, the end included, and which tokens may be produced before it."""
 
     letters_VL: np.ndarray  # padded with -1
     usable_V: np.ndarray
@@ -40,13 +40,13 @@ class Phrases:
     """Q states of the automaton, M = 2^phrases subsets of required phrases met."""
 
     next_QV: np.ndarray
-    met_QV: np.ndarray  # bits of the required phrases that the symbol completes
-    ban_QV: np.ndarray  # the symbol completes a forbidden phrase, or is not usable
-    need_MQ: np.ndarray  # fewest symbols until it may end: with every required phrase met, the end's letters included
+    met_QV: np.ndarray  # bits of the required phrases that the token completes
+    ban_QV: np.ndarray  # the token completes a forbidden phrase, or is not usable
+    need_MQ: np.ndarray  # fewest tokens until it may end: with every required phrase met, the end's letters included
     eos: int
 
     def walk(self, ids: Sequence[int], apart: Sequence[int] = ()) -> int | None:
-        """How many more symbols are needed at least between `ids` and the end; None if they break a rule.
+        """How many more tokens are needed at least between `ids` and the end; None if they break a rule.
 
         None of `apart` comes directly after `ids`.
         """
@@ -136,7 +136,7 @@ def _needs(
     need_MQ = np.where(((subset_M1 | end[0]) == full) & ~end[1], 0, NEVER).astype(np.int16)
     if not need_MQ.any():
         return need_MQ
-    edges = []  # from, to, phrases met; each once, however many symbols it has
+    edges = []  # from, to, phrases met; each once, however many tokens it has
     for state in range(states):
         usable = ~ban_QV[state]
         pairs = np.unique(next_QV[state, usable].astype(np.int64) << 32 | met_QV[state, usable])

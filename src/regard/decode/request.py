@@ -20,7 +20,7 @@ from regard.text.codec import Example
 from regard.text.tokenizer import Tokenizer
 
 SLACK, RATIO = 50, 3  # of the default limit: 3 times the source and 50 more
-CONTINUED = 100  # symbols that a language model adds at most by default
+CONTINUED = 100  # tokens that a language model adds at most by default
 KNOWN = 256  # automata kept for lines that ask for the same
 
 
@@ -76,7 +76,7 @@ class Preparer:
         return after.removeprefix(before) if after.startswith(before) else self.codec.decode_target(ids)
 
     def _readable(self, request: Request) -> bool:
-        """No symbol has more than so many characters, so a line that is far too long need not be cut into symbols."""
+        """No token has more than so many characters, so a line that is far too long need not be cut into tokens."""
         return len(request.source) <= 1_000_000
 
     def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> SearchInput | dict[str, str]:
@@ -97,7 +97,7 @@ class Preparer:
         most = self.longest_target - self.scorer.continues
         if self.options.min_length > most:
             raise UserError(
-                f"min_length: an output of at least {self.options.min_length} symbols is asked for where the model has"
+                f"min_length: an output of at least {self.options.min_length} tokens is asked for where the model has"
                 f" learned positions for {most}"
             )
         self._wishes(Request(""), min(most, self.options.max_length or most))
@@ -112,18 +112,18 @@ class Preparer:
         )
 
     def _wishes(self, request: Request, limit: int) -> tuple[list[int], Phrases | None]:
-        """The prefix and the phrases of an output of at most `limit` symbols."""
+        """The prefix and the phrases of an output of at most `limit` tokens."""
         text = request.prefix or self.options.prefix
         prefix = self.codec.target.encode([text])[0] if text else []
         if unknown := self.codec.target.unknown_symbols(text) if text else []:
             raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
         if len(prefix) > limit:
             raise UserError(
-                f"prefix {text!r}: its {len(prefix)} symbols are more than the output may have, {limit} (max_length)"
+                f"prefix {text!r}: its {len(prefix)} tokens are more than the output may have, {limit} (max_length)"
             )
         at = self.options.alternatives_at
         if at is not None and at < len(prefix):
-            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {len(prefix)} symbols")
+            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {len(prefix)} tokens")
         require = tuple(dict.fromkeys((*self.options.require, *request.require)))
         forbid = tuple(dict.fromkeys((*self.options.forbid, *request.forbid)))
         phrases = self._phrases(require, forbid) if require or forbid else None
@@ -132,7 +132,7 @@ class Preparer:
         return prefix, phrases
 
     def _lengths(self, source: int) -> tuple[int, int]:
-        """Fewest and most output symbols for a source of so many."""
+        """Fewest and most output tokens for a source of so many."""
         options = self.options
         minimum = max(options.min_length, math.ceil(options.min_ratio * source))
         limits = [self.longest_target - source if self.scorer.continues else self.longest_target]
@@ -144,7 +144,7 @@ class Preparer:
             limits.append(max(CONTINUED if self.scorer.continues else RATIO * source + SLACK, minimum))
         if minimum > min(limits):
             raise UserError(
-                f"min_length, min_ratio: an output of at least {minimum} symbols is asked for where at most"
+                f"min_length, min_ratio: an output of at least {minimum} tokens is asked for where at most"
                 f" {min(limits)} are possible (max_length, max_ratio, or the model's learned positions)"
             )
         return minimum, min(limits)
@@ -183,7 +183,7 @@ class Preparer:
     ) -> None:
         needed = phrases.walk(prefix, self.joining if prefix else ())
         if self.joining and any(composed(bad) in composed(text) for bad in forbid):
-            needed = None  # the automaton would only know at the next symbol that the prefix's last character is whole
+            needed = None  # the automaton would only know at the next token that the prefix's last character is whole
         if needed is None:
             raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
         if needed >= NEVER:
@@ -193,7 +193,7 @@ class Preparer:
             )
         if len(prefix) + needed > limit:
             raise UserError(
-                f"require {', '.join(map(repr, require))}: this needs at least {len(prefix) + needed} symbols"
+                f"require {', '.join(map(repr, require))}: this needs at least {len(prefix) + needed} tokens"
                 f" where an output has at most {limit} (max_length)"
             )
 
@@ -208,7 +208,7 @@ def as_request(item: Input) -> Request:
 
 
 def check_vocabulary(runs: Sequence[Run]) -> None:
-    """The runs of an ensemble must mean the same by a target symbol."""
+    """The runs of an ensemble must mean the same by a target token."""
     if not runs:
         raise UserError("no run to generate with")
     for run in runs[1:]:
@@ -229,10 +229,10 @@ def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
 
 
 def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:
-    """A flag if a side of so many symbols is more than a model has positions for, or than `most` (max_source)."""
+    """A flag if a side of so many tokens is more than a model has positions for, or than `most` (max_source)."""
     if length > min(positions, most):
         room = f"the {positions} that fit the model's learned positions" if positions < most else f"{most} (max_source)"
-        return {"too_long": f"the {side} has {length} symbols, more than {room}"}
+        return {"too_long": f"the {side} has {length} tokens, more than {room}"}
     return {}
 
 
@@ -240,9 +240,9 @@ UNBOUNDED = 10**9  # positions of a model that has no table of them
 
 
 def position_limits(models: Sequence[Model]) -> tuple[int, int]:
-    """Most source and target symbols, the end not counted, for which every model has positions.
+    """Most source and target tokens, the end not counted, for which every model has positions.
 
-    A language model has so many for both together, and reads at least one symbol less than that.
+    A language model has so many for both together, and reads at least one token less than that.
     """
     encoders, decoders = ([getattr(model.config, side) for model in models] for side in ("encoder", "decoder"))
     target = min(stack.max_positions or UNBOUNDED for stack in decoders)
@@ -255,9 +255,9 @@ APART = 0x110000  # a letter of its own, beyond all characters: here the charact
 
 
 class Speller:
-    """Letters are the bytes of the text; in a vocabulary of symbols set apart by spaces, the symbols themselves.
+    """Letters are the bytes of the text; in a vocabulary of tokens set apart by spaces, the tokens themselves.
 
-    Where symbols are parts of characters, which join when the text is put together, letters are those parts, with
+    Where tokens are parts of characters, which join when the text is put together, letters are those parts, with
     `APART` before each that begins a character and at the end: so `e` is not found in `é`, nor in any marked `e`.
     """
 
@@ -291,7 +291,7 @@ def joins(part: str) -> bool:
 
 
 def joining(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The symbols that may change the character before them."""
+    """The tokens that may change the character before them."""
     if tokenizer.scheme != "nfd":
         return ()
     pieces = tokenizer.pieces(range(tokenizer.size))

@@ -1,4 +1,4 @@
-"""What steers a search: objects that change the values by which a symbol is chosen, never the scores reported."""
+"""What steers a search: objects that change the values by which a token is chosen, never the scores reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rule:
         """Before the first step, make several hypotheses of each: which row each one comes from."""
 
     def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
-        """The hypotheses that carry on: which rows they come from, and the symbol each one appended."""
+        """The hypotheses that carry on: which rows they come from, and the token each one appended."""
 
 
 def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Length(Rule):
 
 
 class Prefix(Rule):
-    """The first symbols are given, whatever other rules say (so this one comes last), and what follows is set apart."""
+    """The first tokens are given, whatever other rules say (so this one comes last), and what follows is set apart."""
 
     def __init__(self, tasks: Sequence[SearchInput], device: torch.device) -> None:
         longest = max(len(task.prefix) for task in tasks)
@@ -109,7 +109,7 @@ class Past(Rule):
 
 
 class NoRepeat(Past):
-    """No sequence of `size` symbols comes twice."""
+    """No sequence of `size` tokens comes twice."""
 
     def __init__(self, tasks: Sequence[SearchInput], size: int, device: torch.device) -> None:
         super().__init__(tasks, device)
@@ -126,7 +126,7 @@ class NoRepeat(Past):
 
 
 class Repetition(Past):
-    """A symbol that was produced before counts `penalty` times its negative log-probability."""
+    """A token that was produced before counts `penalty` times its negative log-probability."""
 
     def __init__(self, tasks: Sequence[SearchInput], penalty: float, device: torch.device) -> None:
         super().__init__(tasks, device)
@@ -149,9 +149,9 @@ def banks(task: SearchInput) -> int:
 class Constraint(Rule):
     """Follows every hypothesis through its task's automaton, and keeps a way open to all required phrases.
 
-    A symbol is refused if it completes a forbidden phrase, or if after it the length limit leaves too little room for
+    A token is refused if it completes a forbidden phrase, or if after it the length limit leaves too little room for
     what is still required: so whatever search goes on under this rule ends with every phrase met. With `yielding`, for
-    searches that follow one path, the probability of ending too early goes to symbols that bring a phrase closer.
+    searches that follow one path, the probability of ending too early goes to tokens that bring a phrase closer.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Constraint(Rule):
         self.bound_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # on the way to a phrase that must be completed
 
     def _need(self, state: Tensor, met: Tensor, about: Tensor) -> Tensor:
-        """Fewest symbols to go, for states and subsets of rows that `about` describes."""
+        """Fewest tokens to go, for states and subsets of rows that `about` describes."""
         place = about[..., 1] + met * about[..., 2] + state
         return self.need_X[place]
 
@@ -234,7 +234,7 @@ class Constraint(Rule):
             self.bound_N = (self.bound_N | self.wanted_N)[rows_N] & nearer_N & (self.met_N == met_N)
 
     def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor]:
-        """For a beam: the stage that each symbol leads to (0: all is met), and whether it is a step forward."""
+        """For a beam: the stage that each token leads to (0: all is met), and whether it is a step forward."""
         scale_N1 = self.bank_B[alive_B].repeat_interleave(len(self.need_NV) // len(alive_B)).unsqueeze(1)
         return (self.need_NV * scale_N1).ceil().long(), self.nearer_NV
 

@@ -26,7 +26,7 @@ LOGITS = 1 << 22  # how many to hold at once
 
 @dataclass(frozen=True)
 class Scored:
-    """A target's natural-log probability, in total and per symbol, the end included."""
+    """A target's natural-log probability, in total and per token, the end included."""
 
     score: float  # nan if there is none
     tokens: tuple[str, ...]
@@ -76,7 +76,7 @@ def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[st
 def force(
     scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int = 8192
 ) -> list[tuple[float, ...]]:
-    """The log-probability of each symbol of every target (with its end symbol); `sources` holds ids per model."""
+    """The log-probability of each token of every target (with its end token); `sources` holds ids per model."""
     results: list[tuple[float, ...]] = [()] * len(targets)
     join = sum if scorer.continues else max
     lengths = [join((len(target), max(map(len, ids)))) for ids, target in zip(sources, targets, strict=True)]
@@ -100,7 +100,7 @@ def force(
 
 
 def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:
-    """The vectors from which the symbols of the targets are predicted, one after the other."""
+    """The vectors from which the tokens of the targets are predicted, one after the other."""
     device = model.device
     if model.encoder is not None:
         made = collate(sources, targets, model.config).to(device)

@@ -1,4 +1,4 @@
-"""One model or several, as one distribution over the next symbol."""
+"""One model or several, as one distribution over the next token."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ States = tuple[State, ...]  # one per model
 class SearchInput:
     """One sentence to search an output for, all in ids."""
 
-    sources: tuple[
-        TokenIds, ...
-    ]  # per model, each ending in its end symbol; for a language model the prompt, not empty
-    limit: int  # most output symbols, the end not counted
+    sources: tuple[TokenIds, ...]  # per model, each ending in its end token; for a language model the prompt, not empty
+    limit: int  # most output tokens, the end not counted
     minimum: int = 0
     prefix: tuple[int, ...] = ()
-    apart: tuple[int, ...] = ()  # symbols that may not follow the prefix directly: they would change its last character
+    apart: tuple[int, ...] = ()  # tokens that may not follow the prefix directly: they would change its last character
     phrases: Phrases | None = None
     key: int = 0  # what its random numbers depend on, beside the seed
-    open_end: bool = False  # at the limit it stops as it is, without an end symbol
+    open_end: bool = False  # at the limit it stops as it is, without an end token
 
 
 class Scorer:
-    """Next-symbol log-probabilities of an ensemble: the weighted mean of the models' own, made to sum to one again."""
+    """Next-token log-probabilities of an ensemble: the weighted mean of the models' own, made to sum to one again."""
 
     def __init__(
         self,
@@ -62,7 +60,7 @@ class Scorer:
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
 
     def start(self, tasks: Sequence[SearchInput]) -> States:
-        """The models' states before the first symbol, one row per task."""
+        """The models' states before the first token, one row per task."""
         with self.packed.used():
             return tuple(self._start(model, [task.sources[i] for task in tasks]) for i, model in enumerate(self.models))
 
@@ -70,7 +68,7 @@ class Scorer:
         pad_id = model.config.ids.pad
         if not self.continues:
             return State.join([model.encode(*self._padded(part, pad_id)) for part in alike(sources)])
-        # The last symbol is the first to be answered, and padding comes before.
+        # The last token is the first to be answered, and padding comes before.
         source_BS, keep_BS = self._padded([source[-2::-1] for source in sources], pad_id)
         source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)
         return model.read(source_BS, State(()), keep_BS)[1] if source_BS.shape[1] else State(())
@@ -88,7 +86,7 @@ class Scorer:
         return rows
 
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
-        """Feed one symbol to every row -> log-probabilities of the next, minus infinity where blocked."""
+        """Feed one token to every row -> log-probabilities of the next, minus infinity where blocked."""
         tokens = tokens_N if isinstance(tokens_N, list) else [tokens_N] * len(states)
         with self.packed.used():
             pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]
@@ -133,7 +131,7 @@ def time_to_leave(gone_A: Tensor, full_A: Tensor) -> bool:
 def alike(sources: Sequence[TokenIds], enough: int = 512) -> Iterator[Sequence[TokenIds]]:
     """Parts, in order, in which lengths differ little: reading padding costs as much as reading.
 
-    A part of `enough` symbols is worth a pass of its own. Sources that come sorted give the fewest.
+    A part of `enough` tokens is worth a pass of its own. Sources that come sorted give the fewest.
     """
     start = longest = 0
     for i, source in enumerate(sources):
@@ -156,7 +154,7 @@ def check(models: Sequence[Model]) -> Config:
         if config.target_vocab != first.target_vocab or config.ids != first.ids:
             raise UserError(
                 "ensemble: the runs differ in their target vocabulary"
-                f" ({config.target_vocab} symbols against {first.target_vocab}); train them with the same target tokens"
+                f" ({config.target_vocab} tokens against {first.target_vocab}); train them with the same target tokens"
             )
         if model.training:
             raise ValueError("a model in training mode drops out at random; call eval() first")

@@ -79,12 +79,12 @@ def make_rules(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, o
 
 
 def sampler(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, count: int) -> Choose:
-    """How a path chooses its next symbol."""
+    """How a path chooses its next token."""
     return Sampler(tasks, count, options, scorer.device) if options.samples else greedy
 
 
 def _alternatives(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
-    """The best symbols at one place, each completed by the strategy that the other options ask for."""
+    """The best tokens at one place, each completed by the strategy that the other options ask for."""
     plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
     bases = [task.prefix for task in tasks]
     at = options.alternatives_at
@@ -117,7 +117,7 @@ def _alternatives(scorer: Scorer, tasks: Sequence[SearchInput], options: Options
 
 
 def _next_symbols(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[int]]:
-    """The symbols that come first right after each task's prefix, under its rules."""
+    """The tokens that come first right after each task's prefix, under its rules."""
     results: list[list[int]] = [[] for _ in tasks]
     lengths = torch.tensor([len(task.prefix) for task in tasks], device=scorer.device)
 

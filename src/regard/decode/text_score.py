@@ -1,4 +1,4 @@
-"""How probable plain text is to a model: every symbol of it, or hidden ones, one by one or in stretches."""
+"""How probable plain text is to a model: every token of it, or hidden ones, one by one or in spans."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from regard.recipe import Recipe, Train
 from regard.run import RECIPE, Run, saved_recipe
 
 LOGITS = 1 << 22  # held at once
-ROWS = 4096  # symbols read at once
+ROWS = 4096  # tokens read at once
 CONTEXT = 1024  # where nothing else says how much a model reads at a time
 
 Numbers = NDArray[np.float64]
 
 
 class TokenScores(NamedTuple):
-    """Per symbol: its negative log-probability, whether it scored highest, and whether it was asked for at all.
+    """Per token: its negative log-probability, whether it scored highest, and whether it was asked for at all.
 
-    Where hidden stretches are said, the first of each counts the symbol that stands for it too, and the last of all
+    Where masked spans are said, the first of each counts the token that stands for it too, and the last of all
     what closes the answer.
     """
 
@@ -42,7 +42,7 @@ class TokenScores(NamedTuple):
 
 
 def context_of(run: Run, given: int | None = None) -> int:
-    """How many symbols to read at a time: as asked for, as in training, or as many as the model has positions for."""
+    """How many tokens to read at a time: as asked for, as in training, or as many as the model has positions for."""
     most = run.config.top.max_positions
     if given is not None:
         if given < 2 or (most is not None and given > most):
@@ -60,9 +60,9 @@ def recipe_of(run: Run) -> Recipe | None:
 
 
 def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
-    """Score every symbol but the first, each seeing at least half a window of `context` symbols before it.
+    """Score every token but the first, each seeing at least half a window of `context` tokens before it.
 
-    A model that reads on is given the text segment by segment; it remembers `memory` symbols, by default as many as it
+    A model that reads on is given the text segment by segment; it remembers `memory` tokens, by default as many as it
     was trained with.
     """
     if run.config.has_memory:
@@ -109,11 +109,11 @@ def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory:
 
 @contextmanager
 def _remembering(decoder: Transformer, memory: int, context: int) -> Iterator[None]:
-    """Let a model remember so many symbols for a while.
+    """Let a model remember so many tokens for a while.
 
-    If these are more than in training, every symbol of a segment sees as far back as its last one did, and not farther:
+    If these are more than in training, every token of a segment sees as far back as its last one did, and not farther:
     each further key would take its share of the attention without the model having learned what to do with it. Among
-    those, distances that only the later symbols of a segment met in training count as the longest that all of them did.
+    those, distances that only the later tokens of a segment met in training count as the longest that all of them did.
     """
     relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
     trained, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
@@ -132,7 +132,7 @@ def _remembering(decoder: Transformer, memory: int, context: int) -> Iterator[No
 
 
 def score_masked(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores:
-    """Hide some symbols, the same ones every time, and score those."""
+    """Hide some tokens, the same ones every time, and score those."""
     text = ids[1:]
     stream = Stream.of(text, 0)
     masks = TokenMasking(stream, run.codec.source, run.config, Train(context=context))
@@ -154,10 +154,10 @@ def score_masked(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores
 
 
 def score_spans(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores:
-    """Hide some stretches as in training, the same ones every time, and score what is to be said about them."""
+    """Hide some spans as in training, the same ones every time, and score what is to be said about them."""
     first, recipe = first_sentinel(run.codec, run.config), recipe_of(run)
     if first is None:
-        raise UserError(f"{run.path}: has no symbols that stand for hidden stretches of a text")
+        raise UserError(f"{run.path}: has no tokens that stand for masked spans of a text")
     text = ids[1:]
     train = (Train() if recipe is None else recipe.train).model_copy(update={"context": context})
     spans = SpanCorruption(Stream.of(text, 0), first, run.config, train)
@@ -172,7 +172,7 @@ def score_spans(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores:
             nll_BT, right_BT = _compare(run.model, x_BTD, batch.label_BT)
         for row, (start, hidden) in enumerate(zip(part, spans.places(len(part), key), strict=True)):
             places = [place for begin, end in hidden for place in (begin, *range(begin, end))]
-            places += 2 * places[-1:]  # the symbol that closes the answer, and the end
+            places += 2 * places[-1:]  # the token that closes the answer, and the end
             for numbers, found in zip(judged, (nll_BT[row], right_BT[row], np.ones(len(places))), strict=True):
                 np.add.at(numbers, start + np.asarray(places), found[: len(places)])
     return judged

@@ -42,7 +42,7 @@ class Output(NamedTuple):
 class Engine(Decoder):
     """A run that CTranslate2 answers with.
 
-    `workers` batches are worked on at once, each by `threads` threads. Scores of symbols come from a pass of their own
+    `workers` batches are worked on at once, each by `threads` threads. Scores of tokens come from a pass of their own
     over the outputs. For totals alone that is needed only where the search ranked by something else than the model's
     probability. Scores that are not wanted are not numbers.
     """
@@ -105,7 +105,7 @@ class Engine(Decoder):
         """The outputs for some tasks. What is never allowed is ruled out where it came up, by `strict`.
 
         Ruling it out changes what CTranslate2 ranks by: there the rest is made to sum to one first. And what may not
-        follow a prefix can only be ruled out behind the same symbols anywhere.
+        follow a prefix can only be ruled out behind the same tokens anywhere.
         """
         alike: dict[Any, dict[int, SearchInput]] = {}
         for i, task in tasks.items():  # limits are told once per batch
@@ -146,7 +146,7 @@ class Engine(Decoder):
             no_repeat_ngram_size=options.no_repeat_ngram,
             suppress_sequences=[[self._target[i] for i in sequence] for sequence in never] if strict else None,
             min_decoding_length=first.minimum,
-            max_decoding_length=first.limit + 1,  # its end is a symbol too
+            max_decoding_length=first.limit + 1,  # its end is a token too
             max_input_length=0,
             return_end_token=True,
             return_scores=self.scores == "totals",
@@ -171,7 +171,7 @@ class Engine(Decoder):
     def _scored(
         self, tasks: dict[int, SearchInput], outputs: dict[int, list[Output]]
     ) -> dict[tuple[int, Output], tuple[float, ...]]:
-        """The model's log-probability of every symbol of the outputs for which that is to be found out."""
+        """The model's log-probability of every token of the outputs for which that is to be found out."""
         asked = []
         for batch in self._batches(tasks) if self.scores != "none" else ():
             places = [(i, output) for i in batch for output in outputs[i] if output.total is None]
@@ -209,6 +209,6 @@ class Engine(Decoder):
 
 
 def _computed_positions(config: Config) -> int:
-    """Most symbols, the end not counted, for which the positions that we compute were written down."""
+    """Most tokens, the end not counted, for which the positions that we compute were written down."""
     computed = any(stack.position in ("none", "sinusoid", "sinusoid_halves") for stack in config.stacks.values())
     return POSITIONS - 1 if computed else 10**9

@@ -73,7 +73,7 @@ class Walk:
 
 
 def embedding(model: Model, name: str, calls: Calls, ids: Sequence[int] | None) -> Card:
-    """What goes into the first layer of a tower; without ids, squares of an image."""
+    """What goes into the first layer of a tower; without ids, patches of an image."""
     tower: Transformer = getattr(model, name)
     device = model.device
     if ids is None:
@@ -135,7 +135,7 @@ def prediction(model: Model, calls: Calls, norm: nn.Module) -> Card:
     else:
         side = " of the target" if model.encoder is not None else ""
         tied = f" W is the embedding table{side}, used a second time." if model.config.tie_output else ""
-        text = f"The vector of the last layer{normed} is compared with every symbol of the vocabulary.{tied}"
+        text = f"The vector of the last layer{normed} is compared with every token of the vocabulary.{tied}"
     bias = "" if model.output.bias is None else " + b"
     return Card(
         "Prediction: logits and softmax",

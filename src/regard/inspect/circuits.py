@@ -1,4 +1,4 @@
-"""What the parts of a language model say: the logit of a symbol, part by part, and what a head does to symbols.
+"""What the parts of a language model say: the logit of a token, part by part, and what a head does to tokens.
 
 The prediction layer is linear, and so is a normalisation whose scale is held fast at what it was. A logit is then a sum
 over everything that was ever added to the vector it is read from: embedding, heads, feed-forwards and biases.
@@ -23,12 +23,12 @@ from regard.nn.hooks import Calls, watch
 from regard.nn.transformer import Transformer
 from regard.run import Run
 
-MOST_PAIRS = 25_000_000  # entries of a matrix over symbols that are made at once
+MOST_PAIRS = 25_000_000  # entries of a matrix over tokens that are made at once
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """The logit of a symbol as a sum over the parts of a model."""
+    """The logit of a token as a sum over the parts of a model."""
 
     token: str
     logit: float
@@ -53,9 +53,9 @@ class Attribution:
 
 @torch.no_grad()
 def attribute(run: Run, text: str, token: str | None = None, place: int = -1) -> Attribution:
-    """Where the logit of a symbol comes from, after `text` or at an earlier place in it.
+    """Where the logit of a token comes from, after `text` or at an earlier place in it.
 
-    `token` is one symbol; without it, that which the model finds most probable.
+    `token` is one token; without it, that which the model finds most probable.
     """
     model = run.model
     decoder = _decoder(model)
@@ -137,11 +137,11 @@ def _held(norm: nn.Module, x_D: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x_PD: centre(x_PD) * scale * norm.weight
 
 
-# Matrices over symbols
+# Matrices over tokens
 
 
 class TokenPair(NamedTuple):
-    """An entry of a matrix over symbols."""
+    """An entry of a matrix over tokens."""
 
     row: str
     column: str
@@ -150,7 +150,7 @@ class TokenPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Circuit:
-    """A matrix over symbols as a product of two thin ones: rank at most a head's width, whatever the vocabulary."""
+    """A matrix over tokens as a product of two thin ones: rank at most a head's width, whatever the vocabulary."""
 
     left_VE: Tensor
     right_VE: Tensor
@@ -160,14 +160,14 @@ class Circuit:
         """The whole of it, (V, V)."""
         if len(self.left_VE) ** 2 > MOST_PAIRS:
             raise UserError(
-                f"a matrix over {len(self.left_VE):,} symbols has too many entries to be made whole; ask for the top"
+                f"a matrix over {len(self.left_VE):,} tokens has too many entries to be made whole; ask for the top"
             )
         return self.left_VE @ self.right_VE.T
 
     def row(self, symbol: str) -> Tensor:
-        """The entries of one symbol, (V,)."""
+        """The entries of one token, (V,)."""
         if symbol not in self.names:
-            raise UserError(f"{symbol!r} is not a symbol of this vocabulary")
+            raise UserError(f"{symbol!r} is not a token of this vocabulary")
         return self.right_VE @ self.left_VE[self.names.index(symbol)]
 
     def top(self, count: int = 20) -> list[TokenPair]:
@@ -184,7 +184,7 @@ class Circuit:
 
 @torch.no_grad()
 def qk(run: Run, layer: int, head: int) -> Circuit:
-    """The score that a symbol (row) gives another (column), both as bare embeddings, without position.
+    """The score that a token (row) gives another (column), both as bare embeddings, without position.
 
     `layer` counts from 0, `head` is its number from 0, as before any pruning.
     """
@@ -198,7 +198,7 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
 
 @torch.no_grad()
 def ov(run: Run, layer: int, head: int) -> Circuit:
-    """What looking at a symbol (row) adds to the logit of another (column), but for the last normalisation's scale."""
+    """What looking at a token (row) adds to the logit of another (column), but for the last normalisation's scale."""
     model = run.model
     attention, index, x_VD = _at(run, layer, head)
     assert isinstance(attention.out, nn.Linear) and model.output is not None
@@ -213,7 +213,7 @@ def ov(run: Run, layer: int, head: int) -> Circuit:
 
 
 def _at(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
-    """An attention, the place of a head in it, and all symbols as the attention would read them."""
+    """An attention, the place of a head in it, and all tokens as the attention would read them."""
     model = run.model
     decoder = _decoder(model)
     name = f"decoder.blocks.{layer}.attention"
@@ -240,7 +240,7 @@ def _names(run: Run) -> tuple[str, ...]:
 def _symbol(run: Run, token: str) -> int:
     ids: Sequence[int] = run.codec.target.encode([token])[0]
     if len(ids) != 1:
-        raise UserError(f"{token!r} is {len(ids)} symbols of this vocabulary, not one")
+        raise UserError(f"{token!r} is {len(ids)} tokens of this vocabulary, not one")
     return ids[0]
 
 

@@ -37,15 +37,15 @@ class Head:
     layer: int  # from 0
     head: int  # its number from 0, as before any pruning
     index: int  # its place among the heads that are left
-    gradient: float  # expected |dL/dgate| per symbol
-    ablation: float | None  # rise of the loss per symbol without it
+    gradient: float  # expected |dL/dgate| per token
+    ablation: float | None  # rise of the loss per token without it
     confidence: float  # mean of the largest weights
     entropy: float  # bits
-    distance: float  # between who looks and what is looked at, by weight: symbols, in an image pixels
+    distance: float  # between who looks and what is looked at, by weight: tokens, in an image pixels
     what: str  # what it mainly looks at, in words
     share: float  # of its weight that goes there
     alignment: float | None = None  # cross-attention: agreement with given links, or sharpness times coverage
-    induction: float | None = None  # language models: weight on what followed the same symbol before
+    induction: float | None = None  # language models: weight on what followed the same token before
 
     def to_json(self) -> dict[str, Any]:
         out = {key: value for key, value in vars(self).items() if value is not None}
@@ -112,7 +112,7 @@ def measure_heads(
 
 
 def induction_heads(heads: Sequence[Head]) -> list[Head]:
-    """The heads that mainly look at what followed the same symbol before, the clearest first."""
+    """The heads that mainly look at what followed the same token before, the clearest first."""
     return sorted((h for h in heads if (h.induction or 0.0) >= MAINLY), key=lambda h: -(h.induction or 0.0))
 
 
@@ -238,7 +238,7 @@ def _add(
 
 @torch.no_grad()
 def look_squares(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
-    """Follow where the squares of images look; distances are in pixels."""
+    """Follow where the patches of images look; distances are in pixels."""
     patches = model.config.patches
     assert patches is not None
     device = model.device

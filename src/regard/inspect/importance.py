@@ -17,7 +17,7 @@ Removed = Mapping[str, Sequence[int]]  # heads that are silenced, by the name of
 
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: Removed | None = None) -> dict[Spot, float]:
-    """The expected |dL/dg| of a gate g = 1 on each head, per symbol, with one gate for every example of a batch.
+    """The expected |dL/dg| of a gate g = 1 on each head, per token, with one gate for every example of a batch.
 
     Heads in `removed` are silenced, and not in the result.
     """
@@ -56,7 +56,7 @@ def gradient_importance(model: Model, batches: Sequence[Batch], removed: Removed
 def ablation_importance(
     model: Model, batches: Sequence[Batch], tick: Callable[[int, int], None] | None = None
 ) -> dict[Spot, float]:
-    """How much the loss per symbol rises when each head is silenced, one at a time."""
+    """How much the loss per token rises when each head is silenced, one at a time."""
     plain = loss(model, batches)
     spots = [(name, head) for name, attention in attentions(model).items() for head in range(attention.heads)]
     out = {}
@@ -69,7 +69,7 @@ def ablation_importance(
 
 @torch.no_grad()
 def loss(model: Model, batches: Sequence[Batch], removed: Removed | None = None) -> float:
-    """The loss per symbol in nats, with some heads silenced."""
+    """The loss per token in nats, with some heads silenced."""
     device = model.device
     total, symbols = 0.0, 0
     with patch(model, silencing(removed or {})):

@@ -22,7 +22,7 @@ from regard.recipe import Column
 from regard.run import Run
 from regard.text.codec import Example
 
-CLASS_TOKEN = "<image>"  # stands before the squares of an image
+CLASS_TOKEN = "<image>"  # stands before the patches of an image
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _text(run: Run, example: Example, continuation: Sequence[int], most: int) ->
     prompt = codec.target.encode([example.source])[0]
     labels = [*prompt, *continuation]
     if not labels:
-        raise UserError("there is nothing to look at: the text has no symbols")
+        raise UserError("there is nothing to look at: the text has no tokens")
     notes = _cut_note("text", labels, most)
     labels = labels[:most]
     inputs = [run.config.start_id, *labels[:-1]]
@@ -108,7 +108,7 @@ def _source(run: Run, example: Example, most: int) -> Given:
     codec, config = run.codec, run.config
     source = codec.encode_source([example])[0]
     if not source:
-        raise UserError("there is nothing to look at: the text has no symbols")
+        raise UserError("there is nothing to look at: the text has no tokens")
     notes = _cut_note("text", source, most)
     source = source[:most]
     tokens = {"source": tuple(codec.source_pieces(source))}
@@ -135,7 +135,7 @@ def give_image(run: Run, image_CHW: np.ndarray, label: str | None, name: str, mo
     if image_CHW.shape != wanted:
         raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}, the model reads {wanted}")
     if patches.count > most:
-        raise UserError(f"{name}: the model cuts it into {patches.count} squares; up to {most} can be shown")
+        raise UserError(f"{name}: the model cuts it into {patches.count} patches; up to {most} can be shown")
     scaled = image_CHW.astype(np.float32) if run.pixels is None else run.pixels(image_CHW[None])[0]
     across = patches.width // patches.size
     squares = tuple(f"{i // across + 1}·{i % across + 1}" for i in range(patches.count))
@@ -183,27 +183,27 @@ def _row(run: Run, ids: Sequence[int]) -> Tensor:
 
 
 def _cut_note(side: str, ids: Sequence[int], most: int) -> list[str]:
-    note = f"The {side} has {len(ids):,} symbols; the model was shown, and you see, the first {most}."
+    note = f"The {side} has {len(ids):,} tokens; the model was shown, and you see, the first {most}."
     return [note] if len(ids) > most else []
 
 
 BATCH_TOKENS = 4096
-STRETCH = 128  # symbols of a text that are read at once
-HIDE_EVERY = 7  # symbols, in models that guess hidden ones
+STRETCH = 128  # tokens of a text that are read at once
+HIDE_EVERY = 7  # tokens, in models that guess hidden ones
 MOST_IMAGES = 64  # at once
 
 Material = Sequence[Example] | str | Pictures  # pairs or texts with labels, plain text, images with labels
 
 
 def reads_text(config: Config) -> bool:
-    """Whether a model is judged by plain text: one that says the next symbol, or hidden ones."""
+    """Whether a model is judged by plain text: one that says the next token, or hidden ones."""
     return config.patches is None and config.output != "classes" and (config.encoder is None or config.decoder is None)
 
 
 def read_material(
     run: Run, paths: tuple[str, ...], columns: tuple[Column, ...], account: LineCounter, most: int | None = None
 ) -> Material:
-    """What a file holds for a run's model; at most so many pairs, images, or stretches of text."""
+    """What a file holds for a run's model; at most so many pairs, images, or windows of text."""
     config = run.config
     if config.patches is not None:
         found = read_images(paths[0])
@@ -220,7 +220,7 @@ def read_material(
 
 
 def batches_of(run: Run, material: Material, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Material as batches of about so many symbols."""
+    """Material as batches of about so many tokens."""
     config = run.config
     if isinstance(material, Pictures):
         return _image_batches(run, material)
@@ -254,7 +254,7 @@ def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[TokenIds, 
 
 
 def make_batches(pairs: Sequence[tuple[TokenIds, TokenIds]], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Pairs in batches of about so many padded symbols, those of like length together."""
+    """Pairs in batches of about so many padded tokens, those of like length together."""
     batches: list[Batch] = []
     current: list[tuple[TokenIds, TokenIds]] = []
     longest = 0
@@ -299,7 +299,7 @@ def _text_batches(run: Run, text: str, tokens: int) -> list[Batch]:
         row = torch.tensor([config.start_id, *ids])
         return [_next_symbols(part_BW) for part_BW in row.unfold(0, length + 1, length).split(max(1, tokens // length))]
     if config.ids.mask is None:
-        raise UserError("this vocabulary has no symbol for what is hidden, by which heads of this model are judged")
+        raise UserError("this vocabulary has no token for what is hidden, by which heads of this model are judged")
     before, after = config.ids.around(config.frame)
     length = min([STRETCH, len(ids), *(limit - len(before + after) for limit in limits)])
     starts = range(0, len(ids) - length + 1, length)
@@ -314,7 +314,7 @@ def _next_symbols(rows_BW: torch.Tensor) -> Batch:
 
 
 def _hidden_symbols(label_BS: torch.Tensor, run: Run) -> Batch:
-    """Every so manieth symbol is hidden, in each row from another place; marks stay in sight."""
+    """Every so manieth token is hidden, in each row from another place; marks stay in sight."""
     place_BS = torch.arange(label_BS.shape[1]) + torch.arange(len(label_BS)).unsqueeze(1)
     special = torch.tensor(sorted(run.codec.source.special))
     hide_BS = (place_BS % HIDE_EVERY == HIDE_EVERY // 2) & ~torch.isin(label_BS, special)

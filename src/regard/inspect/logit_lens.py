@@ -18,13 +18,13 @@ from regard.nn.transformer import Transformer
 
 Pieces = Callable[[Sequence[int]], list[str]]
 
-CANDIDATES = 8  # per output symbol
+CANDIDATES = 8  # per output token
 LENS_CANDIDATES = 5
 ROWS_AT_ONCE = 32  # copies of a text that are read together
 
 
 class Candidate(NamedTuple):
-    """A symbol that could come next, or a class."""
+    """A token that could come next, or a class."""
 
     token: str
     probability: float
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How one output symbol was chosen."""
+    """How one output token was chosen."""
 
     token: str
     probability: float
@@ -49,7 +49,7 @@ class Lens(NamedTuple):
 
 
 def candidates(logits_V: Tensor, count: int, pieces: Pieces) -> tuple[Candidate, ...]:
-    """The most probable symbols of one distribution."""
+    """The most probable tokens of one distribution."""
     probability_V = logits_V.softmax(-1)
     top = probability_V.topk(min(count, len(logits_V)))
     tokens = pieces(top.indices.tolist())

@@ -1,4 +1,4 @@
-"""Feed-forward layers as memories (Geva et al. 2021): what sets a neuron off, and which symbols it then speaks for."""
+"""Feed-forward layers as memories (Geva et al. 2021): what sets a neuron off, and which tokens it then speaks for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.nn.hooks import record
 from regard.nn.transformer import Transformer
 from regard.run import Run
 
-BEFORE = 12  # symbols of context that are shown
+BEFORE = 12  # tokens of context that are shown
 
 
 class Trigger(NamedTuple):
@@ -35,7 +35,7 @@ class Neuron:
     layer: int
     index: int
     triggers: tuple[Trigger, ...]  # the strongest first
-    promotes: tuple[tuple[str, float], ...]  # symbols whose logits it raises most, per unit of its value
+    promotes: tuple[tuple[str, float], ...]  # tokens whose logits it raises most, per unit of its value
 
 
 @torch.no_grad()
@@ -100,14 +100,14 @@ def _trigger(run: Run, row: list[int], place: int, value: float) -> Trigger:
 
 
 ROWS = 8
-LONGEST = 24  # symbols that are then repeated
+LONGEST = 24  # tokens that are then repeated
 
 
 @torch.no_grad()
 def induction_scores(model: Model, symbols: torch.Tensor | None = None, seed: int = 0) -> dict[Spot, float]:
-    """The weight of every head of a language model from a symbol to what followed it the last time.
+    """The weight of every head of a language model from a token to what followed it the last time.
 
-    It reads random symbols twice over, so that nothing but the repetition helps. `symbols` are the ids to draw from;
+    It reads random tokens twice over, so that nothing but the repetition helps. `tokens` are the ids to draw from;
     without them all that are no marks.
     """
     config = model.config

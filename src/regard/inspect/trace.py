@@ -56,7 +56,7 @@ class Trace:
     walks: tuple[Walk, ...]
     notes: tuple[str, ...] = ()
     score: float = field(default=0.0)  # log-probability of the output
-    unit: str = "symbol"  # what a step says: a symbol, or a class
+    unit: str = "symbol"  # what a step says: a token, or a class
     shot: Shot | None = None  # the image that was read
     distances: dict[str, np.ndarray] = field(default_factory=dict)  # in an image: pixels, by map, for each head
 
@@ -102,7 +102,7 @@ def trace(
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:
     """Follow a text through a model that has an encoder or a decoder alone.
 
-    A language model reads `answer` as the continuation, or goes on by itself for `more` symbols, the most probable
+    A language model reads `answer` as the continuation, or goes on by itself for `more` tokens, the most probable
     ones. For a model of classes `answer` is the class to compare with.
     """
     config = run.config
@@ -120,7 +120,7 @@ def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, fe
 
 @torch.no_grad()
 def continuation(run: Run, text: str, count: int) -> list[int]:
-    """The most probable next symbol, so many times or until the end, as ids."""
+    """The most probable next token, so many times or until the end, as ids."""
     model, out = run.model, list[int]()
     tokens = [run.config.start_id, *run.codec.target.encode([text])[0]]
     device, state = model.device, State(())
@@ -186,8 +186,8 @@ def _told(config: Config, vocabulary_alone: bool) -> list[str]:
     if not vocabulary_alone:
         return []
     if config.ids.mask is None:
-        return ["This vocabulary has no symbol for what is hidden: each symbol was guessed with itself in sight."]
-    return ["Output and logit lens: each symbol was hidden in turn, and guessed from the others."]
+        return ["This vocabulary has no token for what is hidden: each token was guessed with itself in sight."]
+    return ["Output and logit lens: each token was hidden in turn, and guessed from the others."]
 
 
 def facts(model: Model) -> dict[str, str]:
@@ -196,11 +196,11 @@ def facts(model: Model) -> dict[str, str]:
     told = {name: _describe(stack) for name, stack in config.stacks.items()}
     if config.patches is not None:
         p = config.patches
-        told["image"] = f"{p.height} × {p.width}, {p.count} squares of {p.size} × {p.size}"
+        told["image"] = f"{p.height} × {p.width}, {p.count} patches of {p.size} × {p.size}"
     elif config.encoder is not None and config.decoder is not None:
-        told["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target symbols"
+        told["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target tokens"
     else:
-        told["vocabulary"] = f"{config.source_vocab if config.decoder is None else config.target_vocab:,} symbols"
+        told["vocabulary"] = f"{config.source_vocab if config.decoder is None else config.target_vocab:,} tokens"
     if config.classes is not None:
         told["classes"] = str(config.classes)
     told["parameters"] = f"{model.size:,}"
@@ -293,7 +293,7 @@ def best_head(weights: dict[int, np.ndarray], length: int) -> tuple[int, int]:
 
 
 def between_squares(rows: int, columns: int, size: int) -> Tensor:
-    """Pixels between the middles of any two squares, (squares, squares)."""
+    """Pixels between the middles of any two patches, (patches, patches)."""
     row_S = torch.arange(rows).repeat_interleave(columns)
     column_S = torch.arange(columns).repeat(rows)
     place_S2 = torch.stack((row_S, column_S), dim=1).float() * size
@@ -301,7 +301,7 @@ def between_squares(rows: int, columns: int, size: int) -> Tensor:
 
 
 def square_distance(weights_BHTS: Tensor, far_SS: Tensor) -> Tensor:
-    """The mean distance of every square's look, (B, H, squares). What goes to the image as a whole has no distance."""
+    """The mean distance of every square's look, (B, H, patches). What goes to the image as a whole has no distance."""
     squares_BHSS = weights_BHTS[..., 1:, 1:]
     total_BHS = squares_BHSS.sum(-1).clamp(min=1e-9)
     mean_BHS: Tensor = (squares_BHSS * far_SS).sum(-1) / total_BHS

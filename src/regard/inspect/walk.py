@@ -40,7 +40,7 @@ def can_walk(tower: Transformer) -> bool:
 
 
 def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int] | None) -> Walk:
-    """The walk through an attention tower; without ids, that of the squares of an image."""
+    """The walk through an attention tower; without ids, that of the patches of an image."""
     tower: Transformer = getattr(model, name)
     stack: Stack = getattr(model.config, name)
     layers = []
@@ -54,7 +54,7 @@ def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int] |
             cards += [_add(block.cross_residual, block.cross, calls, stack, "cross-attention")]
         cards += [_feed_forward(block, stack, calls)]
         cards += [_add(block.feed_forward_residual, block.feed_forward, calls, stack, "feed-forward")]
-        # Where symbols are hidden in turn, what is said is not what this pass would say.
+        # Where tokens are hidden in turn, what is said is not what this pass would say.
         if index == stack.layers - 1 and (name == "decoder" or model.config.output == "classes"):
             cards.append(prediction(model, calls, tower.norm))
         layers.append((f"layer {index + 1}", tuple(cards)))
@@ -228,16 +228,16 @@ def walk_recurrent(model: Model, calls: Calls, ids: Sequence[int]) -> Walk:
     fed = [part for part, on in (("c_t", stack.attend_first), ("h̃_{t−1}", stack.input_feeding)) if on]
     inside = " ; ".join(["y_{t−1}", *fed])
     embedding = Card(
-        "The symbol before",
+        "The token before",
         "y_{t−1} = E[token_{t−1}]",
-        "The embedding of the symbol that was just produced (at the start, the start symbol).",
+        "The embedding of the token that was just produced (at the start, the start token).",
         f"E: {len(model.target_embedding.weight)} × {stack.width}",
         (Vector.of("y", embedded_TD),),
     )
     state = Card(
         "The state",
         f"h_t = {cell}([{inside}], h_{{t−1}})" if fed else f"h_t = {cell}(y_{{t−1}}, h_{{t−1}})",
-        f"The decoder's memory moves on by one symbol, through {stack.layers} layer{'s' * (stack.layers > 1)}."
+        f"The decoder's memory moves on by one token, through {stack.layers} layer{'s' * (stack.layers > 1)}."
         + (" The last attentional vector is fed in again." if stack.input_feeding else "")
         + (" The context joins the input." if stack.attend_first else ""),
         f"1 × {stack.width}",
@@ -246,7 +246,7 @@ def walk_recurrent(model: Model, calls: Calls, ids: Sequence[int]) -> Walk:
     ask = Card(
         "Who asks, and who is asked",
         f"q_t = {query}    k_s = v_s = e_s",
-        "The query is the decoder's state; keys and values are what the encoder wrote, a vector e per source symbol.",
+        "The query is the decoder's state; keys and values are what the encoder wrote, a vector e per source token.",
         f"q: 1 × {stack.width}, e: {looked.v_HSE.shape[1]} × {stack.width}",
         (Vector.of("q", looked.q_HTE),),
         scores,

@@ -32,7 +32,7 @@ class CrossCache:
 
     @property
     def kept_BS(self) -> Tensor:
-        """Which symbols are real, also where all are."""
+        """Which tokens are real, also where all are."""
         if self.keep_BS is not None:
             return self.keep_BS
         return self.pos_BS.new_ones(len(self.keys[0].k_BGSE), self.pos_BS.shape[1], dtype=torch.bool)
@@ -62,17 +62,17 @@ def _join(parts_BGSE: Sequence[Tensor], length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """The memory of every hypothesis after `length` symbols."""
+    """The memory of every hypothesis after `length` tokens."""
 
     layers: tuple[Memory, ...]
     length: int = 0
-    keep_NP: Tensor | None = None  # which of the past symbols are real; None: all
+    keep_NP: Tensor | None = None  # which of the past tokens are real; None: all
     source: CrossCache | None = None
     tree: Tree | None = None  # if there is one, `layers` have a row for each sentence and the tree knows what is real
 
     @classmethod
     def join(cls, states: Sequence[State]) -> State:
-        """States before the first output symbol as one, their sentences one after the other."""
+        """States before the first output token as one, their sentences one after the other."""
         if len(states) == 1:
             return states[0]
         memories = zip(*(state.layers for state in states), strict=True)
@@ -125,17 +125,17 @@ class State:
         return replace(self, layers=layers, source=source, tree=tree)
 
     def advance(self, layers: tuple[Memory, ...], count: int, keep_NT: Tensor | None) -> State:
-        """The state `count` symbols later."""
+        """The state `count` tokens later."""
         return replace(self, layers=layers, length=self.length + count, keep_NP=self.kept(count, keep_NT))
 
     def positions(self, count: int, keep_NP: Tensor | None, device: torch.device) -> Tensor:
-        """Positions of everything seen. Padding on the left does not count: a symbol's position is its own."""
+        """Positions of everything seen. Padding on the left does not count: a token's position is its own."""
         if keep_NP is None:
             return torch.arange(self.length + count, device=device).unsqueeze(0)
         return keep_NP.cumsum(1).sub(1).clamp(min=0)
 
     def kept(self, count: int, keep_NT: Tensor | None) -> Tensor | None:
-        """Which symbols are real, past and new ones together."""
+        """Which tokens are real, past and new ones together."""
         if self.keep_NP is None and keep_NT is None:
             return None
         known = self.keep_NP if self.keep_NP is not None else keep_NT
@@ -151,7 +151,7 @@ def _select(memory: Memory, rows: Tensor) -> Memory:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder hands over: a vector per symbol, and for recurrent ones the last state of each layer."""
+    """What an encoder hands over: a vector per token, and for recurrent ones the last state of each layer."""
 
     states_BSD: Tensor
     keep_BS: Tensor | None
@@ -162,7 +162,7 @@ class Encoded:
         return torch.arange(self.states_BSD.shape[1], device=self.states_BSD.device).unsqueeze(0)
 
 
-SPARE = 16  # symbols that a new buffer has room for, at least
+SPARE = 16  # tokens that a new buffer has room for, at least
 
 
 class KV(NamedTuple):
@@ -177,7 +177,7 @@ class KV(NamedTuple):
 
     @property
     def room(self) -> int:
-        """How many symbols can be added before anything has to be copied."""
+        """How many tokens can be added before anything has to be copied."""
         return 0
 
     def extend(self, new: KV) -> KV:
@@ -193,7 +193,7 @@ class KV(NamedTuple):
         return KV(self.k_BGSE.index_select(0, rows), self.v_BGSE.index_select(0, rows))
 
     def take(self, rows_A: Tensor, place_AL: Tensor, room: int) -> KV:
-        """Of these rows these symbols each, with room for more."""
+        """Of these rows these tokens each, with room for more."""
         place_AS = F.pad(place_AL, (0, room))  # what fills the room does not matter, but all is one copy
 
         def taken(x_BSGE: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class KV(NamedTuple):
         return self.k_BGSE.transpose(1, 2), self.v_BGSE.transpose(1, 2)
 
     def last(self, count: int) -> KV:
-        """At most the last `count` symbols."""
+        """At most the last `count` tokens."""
         if self.length <= count:
             return self
         return KV(self.k_BGSE[:, :, -count:], self.v_BGSE[:, :, -count:])
@@ -222,9 +222,9 @@ class Buffer:
     buffer's content ends may write on behind itself; any other must copy first. So a cache never changes.
     """
 
-    k_BSGE: Tensor  # a row's symbols lie together: they are read in one go, and the holes between rows do not matter
+    k_BSGE: Tensor  # a row's tokens lie together: they are read in one go, and the holes between rows do not matter
     v_BSGE: Tensor
-    used: int = 0  # symbols
+    used: int = 0  # tokens
 
     @classmethod
     def of(cls, kv: KV, rows: int, capacity: int) -> Buffer:
@@ -239,7 +239,7 @@ class Buffer:
         return self.view(start, end)
 
     def view(self, start: int, end: int) -> Cache:
-        """The symbols from `start` to `end`, behind which nothing is used now."""
+        """The tokens from `start` to `end`, behind which nothing is used now."""
         self.used = end
         cache = Cache(self.k_BSGE[:, start:end].transpose(1, 2), self.v_BSGE[:, start:end].transpose(1, 2))
         cache.buffer, cache.start = self, start
@@ -247,7 +247,7 @@ class Buffer:
 
 
 class Cache(KV):
-    """Keys and values in a buffer: growing costs the new symbols only, and reordering is one copy."""
+    """Keys and values in a buffer: growing costs the new tokens only, and reordering is one copy."""
 
     buffer: Buffer
     start: int  # its first place in the buffer
@@ -285,21 +285,21 @@ class Cache(KV):
 
 
 def _strips(x_BSGE: Tensor, start: int, length: int) -> Tensor:
-    """Symbols of every row as one strip each."""
+    """Tokens of every row as one strip each."""
     size = x_BSGE[0, 0].numel()
     return x_BSGE.flatten(1)[:, start * size : (start + length) * size]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Which of the symbols that a sentence remembers are the past of which hypothesis."""
+    """Which of the tokens that a sentence remembers are the past of which hypothesis."""
 
     seen_AWP: Tensor
     pos_AP: Tensor
-    next_A1: Tensor  # the position of the symbol to come; one row where all sentences agree
+    next_A1: Tensor  # the position of the token to come; one row where all sentences agree
 
     def grow(self, memory: int) -> Tree:
-        """Every hypothesis gets its next symbol, and sees no farther back than its `memory` (0: all the way)."""
+        """Every hypothesis gets its next token, and sees no farther back than its `memory` (0: all the way)."""
         sentences, width, _ = self.seen_AWP.shape
         own_AWW = torch.eye(width, dtype=torch.bool, device=self.seen_AWP.device).expand(sentences, -1, -1)
         seen_AWP = torch.cat((self.seen_AWP, own_AWW), dim=2)
@@ -319,12 +319,12 @@ class Tree:
         return replace(tree, pos_AP=self.pos_AP[sentences_A], next_A1=next_A1)
 
     def alive(self) -> Tensor:
-        """Places (A, L) of the symbols that some hypothesis comes from, filled up with others where they are fewer."""
+        """Places (A, L) of the tokens that some hypothesis comes from, filled up with others where they are fewer."""
         alive_AP = self.seen_AWP.any(1)
         most = int(alive_AP.sum(1).max())
         return alive_AP.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
     def take(self, place_AL: Tensor) -> Tree:
-        """Remember these symbols of every sentence, which must be all that are alive."""
+        """Remember these tokens of every sentence, which must be all that are alive."""
         place_AWL = place_AL.unsqueeze(1).expand(-1, self.seen_AWP.shape[1], -1)
         return replace(self, seen_AWP=self.seen_AWP.gather(2, place_AWL), pos_AP=self.pos_AP.gather(1, place_AL))

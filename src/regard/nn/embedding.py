@@ -1,4 +1,4 @@
-"""The two ends of an encoder that stands alone: how it reads an image, and what it says about a symbol."""
+"""The two ends of an encoder that stands alone: how it reads an image, and what it says about a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ImageEmbedding(nn.Module):
         self.first = nn.Parameter(torch.zeros(width))
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """-> (B, 1 + squares, width), row by row."""
+        """-> (B, 1 + patches, width), row by row."""
         size = self.patches.size
         squares_BCYXyx = image_BCHW.unfold(2, size, size).unfold(3, size, size)
         squares_BSP = squares_BCYXyx.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
@@ -28,7 +28,7 @@ class ImageEmbedding(nn.Module):
 
 
 class LmHeadTransform(nn.Module):
-    """A layer between the encoder and the prediction of a hidden symbol: norm(act(W x))."""
+    """A layer between the encoder and the prediction of a masked token: norm(act(W x))."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()

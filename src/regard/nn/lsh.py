@@ -1,4 +1,4 @@
-"""Attention among symbols that hash alike: queries are their own keys, sorted by hash, and look at near chunks.
+"""Attention among tokens that hash alike: queries are their own keys, sorted by hash, and look at near chunks.
 
 Letters beyond the legend of attention.py:
 X heads of all rows   R rounds of hashing   P places: the length in whole chunks   N chunks   C places of a chunk
@@ -26,10 +26,10 @@ ITSELF, HIDDEN = -(2.0**13), -(2.0**30)
 
 
 class Order(NamedTuple):
-    """The symbols of a pass sorted by hash, once per round, and the way back."""
+    """The tokens of a pass sorted by hash, once per round, and the way back."""
 
-    symbol_XRP: Tensor  # which symbol stands at a place; numbers beyond the length fill the last chunk
-    place_XRP: Tensor  # where a symbol stands
+    symbol_XRP: Tensor  # which token stands at a place; numbers beyond the length fill the last chunk
+    place_XRP: Tensor  # where a token stands
 
 
 class LSHAttention(nn.Module):
@@ -79,7 +79,7 @@ class LSHAttention(nn.Module):
         return out
 
     def sort(self, kv: KV, sight: AttentionMask) -> Order | None:
-        """The symbols by hash; None where attention is exact."""
+        """The tokens by hash; None where attention is exact."""
         if not self._pays(sight.q_pos_BT.shape[1], kv.k_BGSE.shape[2]):
             return None
         symbol_XRP = self._hash(kv.k_BGSE, sight.keep_BS).argsort(dim=-1, stable=True)
@@ -93,7 +93,7 @@ class LSHAttention(nn.Module):
 
     @torch.no_grad()
     def _hash(self, x_BHTE: Tensor, keep_BT: Tensor | None) -> Tensor:
-        """The bucket of every symbol, (X, R, P): which axis of a turned space is nearest. Padding comes last."""
+        """The bucket of every token, (X, R, P): which axis of a turned space is nearest. Padding comes last."""
         length = x_BHTE.shape[2]
         whole = math.ceil(length / self.lsh.chunk) * self.lsh.chunk
         factors = self._buckets(whole)
@@ -113,7 +113,7 @@ class LSHAttention(nn.Module):
         return F.pad(bucket_BHRT.flatten(0, 1), (0, whole - length), value=known)
 
     def _buckets(self, length: int) -> tuple[int, ...]:
-        """How many buckets, as a product if they are too many for comparing each symbol with all their axes."""
+        """How many buckets, as a product if they are too many for comparing each token with all their axes."""
         if self.lsh.buckets is not None:
             return (self.lsh.buckets,)
         power = (2 * (length // self.lsh.chunk)).bit_length() - 1
@@ -168,8 +168,8 @@ class LSHAttention(nn.Module):
 
     @torch.no_grad()
     def _bias(self, q_XRNC: Tensor, k_XRNK: Tensor, order: Order, sight: AttentionMask, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores. There is no past here, so the order of symbols is that of their positions."""
-        # In steps of ITSELF: one for the query's own symbol, more for each that comes later, none for the others.
+        """What is added to the scores. There is no past here, so the order of tokens is that of their positions."""
+        # In steps of ITSELF: one for the query's own token, more for each that comes later, none for the others.
         q_XRNC1 = q_XRNC.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32)) * -ITSELF
         k_XRN1K = k_XRNK.unsqueeze(-2).to(q_XRNC1.dtype) * -ITSELF
         bias_XRNCK = (q_XRNC1 + ITSELF) - k_XRN1K if sight.causal else (q_XRNC1 - k_XRN1K).abs_().add_(ITSELF)

@@ -92,7 +92,7 @@ def _require_within(pos_BT: Tensor, limit: int) -> None:
     if pos_BT.is_meta or not pos_BT.numel() or (longest := int(pos_BT.max()) + 1) <= limit:
         return
     raise UserError(
-        f"an input of {longest} symbols is longer than the {limit} learned positions of this"
+        f"an input of {longest} tokens is longer than the {limit} learned positions of this"
         " model (max_length); shorten it, or train with position=sinusoid, rotary, alibi or bucket"
     )
 

@@ -17,7 +17,7 @@ CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM
 
 
 class RecurrentEncoder(nn.Module):
-    """Layers that read forwards and backwards; both states side by side make the vector of a symbol."""
+    """Layers that read forwards and backwards; both states side by side make the vector of a token."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class RecurrentDecoder(nn.Module):
         return attention
 
     def start(self, encoded: Encoded) -> State:
-        """The state before the first symbol: the encoder's last states through a bridge."""
+        """The state before the first token: the encoder's last states through a bridge."""
         finals = encoded.final or (encoded.states_BSD[:, 0],)
         initial = [torch.tanh(bridge(finals[min(i, len(finals) - 1)])) for i, bridge in enumerate(self.bridges)]
         layers: list[Memory] = [(h, torch.zeros_like(h)) if self.stack.mixer == "lstm" else (h,) for h in initial]
@@ -102,7 +102,7 @@ class RecurrentDecoder(nn.Module):
         return State(tuple(layers), source=CrossCache((keys,), encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_NTD: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Read on from `state`. Symbols are independent of the outputs before them unless those are fed back."""
+        """Read on from `state`. Tokens are independent of the outputs before them unless those are fed back."""
         if keep_NT is None and not (self.stack.input_feeding or self.stack.attend_first):
             return self._read(x_NTD, state, None)
         outs = []

@@ -15,11 +15,11 @@ from regard.nn.dropout import Dropout
 from regard.nn.position import make_position
 from regard.nn.reversible import ReversibleBlock, run_reversible
 
-SegmentMemory = tuple[Tensor, ...]  # per layer, what went into it for the last symbols read
+SegmentMemory = tuple[Tensor, ...]  # per layer, what went into it for the last tokens read
 
 
 class Transformer(nn.Module):
-    """Embedded symbols in, one vector per symbol out."""
+    """Embedded tokens in, one vector per token out."""
 
     def __init__(self, stack: Stack, *, causal: bool, source_width: int | None = None) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class Transformer(nn.Module):
         return Encoded(x_BSD, keep_BS)
 
     def start(self, encoded: Encoded) -> State:
-        """The state before the first symbol; the source's keys are computed here and never again."""
+        """The state before the first token; the source's keys are computed here and never again."""
         crosses = [block.cross for block in self.blocks if isinstance(block, Block)]
         keys = tuple(cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE) for cross in crosses if cross is not None)
         return State((), source=CrossCache(keys, encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Read on from `state`: one symbol or many, the same outputs. `keep_BT` is False at padding."""
+        """Read on from `state`: one token or many, the same outputs. `keep_BT` is False at padding."""
         if state.length and not state.layers:
             raise ValueError("reversible layers keep no keys in training: nothing can be read on from there")
         if state.tree is not None:
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         return x_BTD, state.advance(tuple(layers), length, keep_BT)
 
     def _branch(self, x_N1D: Tensor, state: State, tree: Tree) -> tuple[Tensor, State]:
-        """Read one symbol for every hypothesis. Those of a sentence stand side by side, as if they were its symbols."""
+        """Read one token for every hypothesis. Those of a sentence stand side by side, as if they were its tokens."""
         grown = tree.grow(self.memory)
         x_AWD = self._embed(x_N1D.view(len(grown.seen_AWP), -1, x_N1D.shape[-1]), tree.next_A1)
         if self.reversible:

@@ -31,7 +31,7 @@ class TextConfig(Value):
 
 
 class Codec:
-    """Two tokenizers (or one, shared) and the features, which are source symbols numbered after the text.
+    """Two tokenizers (or one, shared) and the features, which are source tokens numbered after the text.
 
     Where there is one side only, for a language model or an encoder, its tokenizer is the only argument.
     """
@@ -182,7 +182,7 @@ class Codec:
 
 
 def split_features(features: str, separator: str) -> list[str]:
-    """The symbols of a features column: between separators, without the white space around them, never empty."""
+    """The tokens of a features column: between separators, without the white space around them, never empty."""
     return [name for part in features.split(separator) if (name := part.strip())]
 
 
@@ -194,11 +194,11 @@ class Example(NamedTuple):
     features: str | None = None
 
 
-DISTINCT = 10_000  # beyond so many different symbols only their number is kept
+DISTINCT = 10_000  # beyond so many different tokens only their number is kept
 
 
 class UnknownTokens:
-    """A count of unknown symbols, filled line by line, told in one sentence."""
+    """A count of unknown tokens, filled line by line, told in one sentence."""
 
     def __init__(self) -> None:
         self.symbols: Counter[str] = Counter()  # how often each
@@ -207,13 +207,13 @@ class UnknownTokens:
         self.texts = 0  # texts with at least one
 
     def add(self, tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
-        """Count what is unknown in `texts`, of which `ids` are the symbols."""
+        """Count what is unknown in `texts`, of which `ids` are the tokens."""
         for text, row in zip(texts, ids, strict=True):
             if tokenizer.unknown(row):
                 self.count(tokenizer.unknown_symbols(text), text)
 
     def count(self, symbols: Sequence[str], text: str) -> None:
-        """Count unknown `symbols`, seen in `text`."""
+        """Count unknown `tokens`, seen in `text`."""
         self.total += len(symbols)
         self.texts += bool(symbols)
         for symbol in symbols:
@@ -236,7 +236,7 @@ class UnknownTokens:
 
 
 def _shown(symbol: str) -> str:
-    """A symbol in quotes, with its code point where the eye may not tell."""
+    """A token in quotes, with its code point where the eye may not tell."""
     short = symbol if len(symbol) <= 24 else symbol[:23] + "…"
     if len(symbol) == 1 and not symbol.isascii():
         return f"{short!r} (U+{ord(symbol):04X})"

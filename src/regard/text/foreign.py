@@ -14,8 +14,8 @@ from regard.errors import UserError
 from regard.text.learn import byte_letters
 from regard.text.tokenizer import UNKNOWN, Tokenizer, read_text
 
-# Names that begin with this are never found in text, which has no such characters: those of special symbols, so that
-# nothing a user types is one, and in a file those of symbols that are of another text with the same vocabulary.
+# Names that begin with this are never found in text, which has no such characters: those of special tokens, so that
+# nothing a user types is one, and in a file those of tokens that are of another text with the same vocabulary.
 HIDDEN = "\U0010fffe\U0010ffff"
 BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # how some vocabularies name single bytes
 
@@ -23,7 +23,7 @@ BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # how some vo
 class ForeignTokenizer(Tokenizer):
     """Any tokenizer of the `tokenizers` library: cutting, numbering and joining are the library's.
 
-    Text becomes ids without marks around it, and symbols that are marked as special are never found in it. Symbols that
+    Text becomes ids without marks around it, and tokens that are marked as special are never found in it. Tokens that
     are merely added to the vocabulary are. `size` is the number of ids that the model has; pieces numbered higher take
     part in the cutting and count as unknown.
     """
@@ -38,7 +38,7 @@ class ForeignTokenizer(Tokenizer):
         names = {**_numbered(state["model"]), **{token["id"]: token["content"] for token in state["added_tokens"]}}
         self.size = 1 + max(names) if size is None else size
         if max(ids.model_dump(exclude_none=True).values()) >= self.size:
-            raise UserError(f"it has {self.size} symbols, too few for {ids}")
+            raise UserError(f"it has {self.size} tokens, too few for {ids}")
         self._symbols = [names.get(index, "").removeprefix(HIDDEN) for index in range(self.size)]
         self._aside = {self._symbols[i]: i for i, name in names.items() if i < self.size and name.startswith(HIDDEN)}
         self._more = max(names) >= self.size
@@ -61,20 +61,20 @@ class ForeignTokenizer(Tokenizer):
         return super()._clean(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
 
     def _numbers(self, encoding: Any) -> list[int]:
-        """SpecialIds; what is unknown as a whole may be a symbol of the other text."""
+        """SpecialIds; what is unknown as a whole may be a token of the other text."""
         ids, unk, aside = list(encoding.ids), self.ids.unk, self._aside
         if not aside:
             return ids
         return [aside.get(symbol, i) if i == unk else i for i, symbol in zip(ids, encoding.tokens, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text; what is special is skipped wherever it stands, an unknown symbol is `⁇`."""
+        """Turn ids into text; what is special is skipped wherever it stands, an unknown token is `⁇`."""
         shown = ((index, self._is_unknown(index)) for index in ids)
         symbols = [UNKNOWN if new else self._symbols[i] for i, new in shown if new or i not in self.special]
         return str(self._decoder.decode(symbols)) if self._decoder else " ".join(symbols)
 
     def _is_unknown(self, index: int) -> bool:
-        """Whether an id says that a symbol is unknown; where another mark stands in for that, none does."""
+        """Whether an id says that a token is unknown; where another mark stands in for that, none does."""
         ids = self.ids
         return (index == ids.unk and index not in (ids.pad, ids.sos, ids.eos, ids.mask)) or index >= self.size
 
@@ -86,7 +86,7 @@ class ForeignTokenizer(Tokenizer):
         return self._spelling(index).decode("utf-8", "backslashreplace")
 
     def spellings(self) -> list[bytes]:
-        """The bytes that each symbol stands for in a text, with the space before a word; none for what is not text."""
+        """The bytes that each token stands for in a text, with the space before a word; none for what is not text."""
         return [b"" if index in self.special else self._spelling(index) for index in range(self.size)]
 
     def _spelling(self, index: int) -> bytes:
@@ -129,7 +129,7 @@ def _numbered(model: dict[str, Any]) -> dict[int, str]:
 
 
 def _hide(state: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
-    """The same tokenizer with special symbols that cannot be written, and without cutting short or filling up."""
+    """The same tokenizer with special tokens that cannot be written, and without cutting short or filling up."""
     model = dict(state["model"])
     vocab = model["vocab"]
     names = {symbol for index, symbol in _numbered(model).items() if index in special}
@@ -153,7 +153,7 @@ def _hide(state: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
 
 
 def _steps(decoder: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """The steps that join symbols to text, by name."""
+    """The steps that join tokens to text, by name."""
     if decoder is None:
         return {}
     return {step["type"]: step for step in decoder.get("decoders", [decoder])}

@@ -1,4 +1,4 @@
-"""The ways of cutting text into symbols, and how a request for one is read."""
+"""The ways of cutting text into tokens, and how a request for one is read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from regard.config import SpecialIds
 from regard.errors import UserError, closest
 from regard.recipe import Text
 
-SIMPLE = ("char", "nfd", "space", "word", "byte")  # the symbols follow from the text
-LEARNED = ("bpe", "unigram")  # the symbols are learned, as many as asked for
-ALLOWED = "char, nfd, space, word, byte, bpe:N, unigram:N (N symbols, for example bpe:8000) or auto"
-SMALLEST = 260  # four symbols that are not text and 256 bytes
+SIMPLE = ("char", "nfd", "space", "word", "byte")  # the tokens follow from the text
+LEARNED = ("bpe", "unigram")  # the tokens are learned, as many as asked for
+ALLOWED = "char, nfd, space, word, byte, bpe:N, unigram:N (N tokens, for example bpe:8000) or auto"
+SMALLEST = 260  # four tokens that are not text and 256 bytes
 LARGEST = 1_000_000
 
 
 class Scheme(NamedTuple):
-    """A way of cutting text, with the number of symbols where that is free."""
+    """A way of cutting text, with the number of tokens where that is free."""
 
     kind: str
     size: int | None = None
@@ -43,10 +43,10 @@ def parse_scheme(request: str, where: str = "tokens") -> Scheme:
         return Scheme(kind)
     if kind in LEARNED:
         if not re.fullmatch(r"[0-9]{1,9}", number):
-            raise UserError(f"{where}: {request!r} lacks its number of symbols; write it as {kind}:8000")
+            raise UserError(f"{where}: {request!r} lacks its number of tokens; write it as {kind}:8000")
         if not SMALLEST <= int(number) <= LARGEST:
             raise UserError(
-                f"{where}: {request!r} is out of range; N counts every symbol, among them the 256 bytes and 4 that are "
+                f"{where}: {request!r} is out of range; N counts every token, among them the 256 bytes and 4 that are "
                 f"not text, and goes from {SMALLEST} to {LARGEST}"
             )
         return Scheme(kind, int(number))
@@ -61,7 +61,7 @@ os.environ.setdefault(SWITCH, "false")
 
 IDS = SpecialIds()  # of the vocabularies that we learn; those from elsewhere have their own
 SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))  # the last only when asked for
-EVERY = 2**40  # more symbols than any text has
+EVERY = 2**40  # more tokens than any text has
 
 _INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits and the joiners that some scripts write in words
 PATTERNS = {
@@ -94,14 +94,14 @@ def cutter(kind: str) -> Any:
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each of the 256 bytes in byte-level symbols: itself if it can be seen."""
+    """The letter that stands for each of the 256 bytes in byte-level tokens: itself if it can be seen."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
 
 
 def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
-    """Learn the symbols of `texts`; what is not text comes first, then the rest, most frequent first."""
+    """Learn the tokens of `texts`; what is not text comes first, then the rest, most frequent first."""
     specials = SPECIALS if mask else SPECIALS[:-1]
     model: Any
     if scheme.kind == "byte":
@@ -121,7 +121,7 @@ def learn(scheme: Scheme, texts: Iterable[str], min_count: int = 1, mask: bool =
 
 
 def _symbols(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
-    """The symbols of a scheme that learns nothing. The library counts words; for single symbols a Counter is faster."""
+    """The tokens of a scheme that learns nothing. The library counts words; for single tokens a Counter is faster."""
     if kind == "word":
         learner = Tokenizer(models.WordLevel({}, unk_token=SPECIALS[IDS.unk]))
         learner.pre_tokenizer = cutter(kind)
@@ -136,7 +136,7 @@ def _symbols(kind: str, texts: Iterable[str], min_count: int) -> list[str]:
 
 
 def single(kind: str, text: str) -> Sequence[str]:
-    """The symbols of the schemes that need no library: characters, decomposed characters, or what is between spaces."""
+    """The tokens of the schemes that need no library: characters, decomposed characters, or what is between spaces."""
     if kind == "space":
         return [symbol for symbol in text.split(" ") if symbol]
     return unicodedata.normalize("NFD", text) if kind == "nfd" else text
@@ -164,7 +164,7 @@ def _bpe(specials: Sequence[str], texts: Iterable[str], room: int) -> Any:
 
 
 def _unigram(specials: Sequence[str], texts: Iterable[str], room: int) -> Any:
-    """Make the learned pieces fit: at most `room` symbols, among them every byte, the same ones each time.
+    """Make the learned pieces fit: at most `room` tokens, among them every byte, the same ones each time.
 
     The library gives bytes that it has no score for steps of 0.0001 near the lowest score, in random order; here all of
     them get the lowest.
@@ -189,7 +189,7 @@ def _best_first(scored: tuple[float, str]) -> tuple[float, str]:
     return -score, piece
 
 
-# (lines up to, symbols): few lines cannot teach the embedding of many symbols
+# (lines up to, tokens): few lines cannot teach the embedding of many tokens
 SIZES = ((1_000, 1_000), (5_000, 2_000), (20_000, 4_000), (200_000, 8_000), (2_000_000, 16_000))
 LARGE = 32_000
 
@@ -207,7 +207,7 @@ class TokenizerChoice(NamedTuple):
 def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
     """Choose a scheme for text like `sample`, of which there are `lines` lines in all.
 
-    Symbols separated by spaces are recognised by their number: few different ones that come again and again, or very
+    Tokens separated by spaces are recognised by their number: few different ones that come again and again, or very
     short ones. Short lines and unbroken strings over a small alphabet go by character, all else by learned pieces.
     """
     lines = len(sample) if lines is None else lines
@@ -224,7 +224,7 @@ def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
     short = size <= 1.5 or (size <= 2.5 and len(symbols) <= 1_000 and again >= 3)
     if spaced and (closed or short):
         return TokenizerChoice(
-            "space", f"{len(symbols):,} distinct symbols separated by spaces, {size:.1f} characters each"
+            "space", f"{len(symbols):,} distinct tokens separated by spaces, {size:.1f} characters each"
         )
     parts = set(unicodedata.normalize("NFD", "".join(letters)))
     ideographs = len(parts) > 500  # one of them says as much as several letters

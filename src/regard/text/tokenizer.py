@@ -16,7 +16,7 @@ from regard.errors import UserError
 from regard.files import replace_file
 from regard.text.learn import IDS, PATTERNS, SMALLEST, SPECIALS, byte_letters, learn, parse_scheme, single, threads
 
-UNKNOWN = "⁇"  # how an unknown symbol is shown: U+2047
+UNKNOWN = "⁇"  # how an unknown token is shown: U+2047
 SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
 
 
@@ -32,7 +32,7 @@ class Tokenizer:
     byte    the 256 bytes of UTF-8; exact, nothing is unknown
     bpe:N, unigram:N   learned pieces over bytes; exact, nothing is unknown
 
-    Exact means that `decode(encode([text])[0]) == text` when no symbol is unknown; an unknown one comes back as `⁇`.
+    Exact means that `decode(encode([text])[0]) == text` when no token is unknown; an unknown one comes back as `⁇`.
     """
 
     def __init__(self, library: Library) -> None:
@@ -43,12 +43,12 @@ class Tokenizer:
         self.ids = SpecialIds(mask=4) if tuple(symbols[: len(SPECIALS)]) == SPECIALS else IDS
         first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # the first id that is text
         if tuple(symbols[:first]) != SPECIALS[:first] or "" in symbols or library.get_added_tokens_decoder():
-            raise UserError("its symbols are not numbered as in a tokenizer of a run")
+            raise UserError("its tokens are not numbered as in a tokenizer of a run")
         self.special = frozenset(range(first))
         self.scheme: str = f"{self._kind}:{self.size}" if self._kind in ("bpe", "unigram") else self._kind
         self._symbols: list[str] = symbols
         self._ids = {symbol: index for index, symbol in enumerate(symbols) if index >= first}
-        self._bytes: list[bytes] | None = None  # of each symbol, in the byte-level schemes
+        self._bytes: list[bytes] | None = None  # of each token, in the byte-level schemes
         if self._kind in ("byte", "bpe", "unigram"):
             byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
             text = (bytes(map(byte_of.__getitem__, symbol)) for symbol in symbols[first:])
@@ -57,10 +57,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
-        """Learn a tokenizer from a stream of texts, with a symbol for what is hidden if `mask` is set.
+        """Learn a tokenizer from a stream of texts, with a token for what is hidden if `mask` is set.
 
-        Symbols rarer than `min_count` are unknown (char, space, word).
-        bpe:N and unigram:N end up with fewer than N symbols when the text does not have so many; `scheme` then says so.
+        Tokens rarer than `min_count` are unknown (char, space, word).
+        bpe:N and unigram:N end up with fewer than N tokens when the text does not have so many; `scheme` then says so.
         """
         parsed = parse_scheme(scheme)
         if parsed.kind == "auto":
@@ -117,21 +117,21 @@ class Tokenizer:
         return self._symbols[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
 
     def unknown(self, ids: Iterable[int]) -> int:
-        """How many of the ids are the unknown symbol."""
+        """How many of the ids are the unknown token."""
         return sum(map(self._is_unknown, ids))
 
     def _is_unknown(self, index: int) -> bool:
         return index == self.ids.unk
 
     def unknown_symbols(self, text: str) -> list[str]:
-        """The symbols of `text` that this tokenizer does not know, in order, with repetitions."""
+        """The tokens of `text` that this tokenizer does not know, in order, with repetitions."""
         text = self._clean(text)
         [encoding] = self._encodings([text], fast=False)
         found = zip(self._numbers(encoding), encoding.offsets, strict=True)
         return [text[a:b] for index, (a, b) in found if self._is_unknown(index)]
 
     def spellings(self) -> list[bytes]:
-        """The bytes that each symbol stands for in a text; none for what is not text."""
+        """The bytes that each token stands for in a text; none for what is not text."""
         spelled = self._bytes or [symbol.encode("utf-8", "replace") for symbol in self._symbols]
         return [b"" if index in self.special else letters for index, letters in enumerate(spelled)]
 

@@ -233,14 +233,14 @@ class Window(BaseModel):
 
     steps: int = 0
     examples: int = 0
-    tokens: int = 0  # target symbols: what the loss is divided by
+    tokens: int = 0  # target tokens: what the loss is divided by
     symbols: int = 0  # of both sides
     nll: float = 0.0
     smoothed: float = 0.0
     norm: float = 0.0
 
     def means(self, seconds: float) -> dict[str, float]:
-        """Per symbol, per step, and per second of the `seconds` that the window took."""
+        """Per token, per step, and per second of the `seconds` that the window took."""
         seconds = max(seconds, 1e-9)
         return {
             "loss": self.nll / self.tokens,

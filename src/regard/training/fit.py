@@ -345,7 +345,7 @@ class WorkerChoice(NamedTuple):
 
 def choose_preset(examples: int, symbols: int, device: str) -> WorkerChoice:
     """A model that the data can fill and the machine can train."""
-    size = f"{examples:,} training examples, {symbols:,} symbols"
+    size = f"{examples:,} training examples, {symbols:,} tokens"
     if symbols < FEW_SYMBOLS:
         return WorkerChoice("transformer-tiny", f"little data ({size})")
     if examples >= MANY_EXAMPLES and device == "cuda":
@@ -358,7 +358,7 @@ def choose_preset(examples: int, symbols: int, device: str) -> WorkerChoice:
 def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, symbols: int) -> WorkerChoice:
     """How many processes; several one-thread processes do more on a CPU than one with several threads.
 
-    `rows` and `symbols` are those of a batch.
+    `rows` and `tokens` are those of a batch.
     """
     if train.workers:
         return WorkerChoice(str(train.workers), "as asked for")

@@ -36,7 +36,7 @@ class StepBatches(NamedTuple):
     shares: list[tuple[Batch, float]]  # weight 0: nothing was left for this process, but it must take part
     batches: int
     examples: int
-    tokens: int  # target symbols
+    tokens: int  # target tokens
     symbols: int  # of both sides
     fresh: bool = False  # nothing is remembered from the step before, in models that read on
 
@@ -133,7 +133,7 @@ class ImageLoader(DataLoader):
 
 
 class WindowLoader(DataLoader):
-    """Windows in random order. Where the first one begins differs by epoch, so that every symbol gets every context."""
+    """Windows in random order. Where the first one begins differs by epoch, so that every token gets every context."""
 
     def __init__(self, stream: Stream, windows: Windows, train: Train, world: ProcessGroup) -> None:
         super().__init__(train, world)
@@ -150,7 +150,7 @@ class WindowLoader(DataLoader):
 
 
 class LmLoader(WindowLoader):
-    """Each symbol is predicted from those before it in its window."""
+    """Each token is predicted from those before it in its window."""
 
     def __init__(self, stream: Stream, train: Train, world: ProcessGroup) -> None:
         super().__init__(stream, lm_windows(stream, context_of(train)), train, world)
@@ -169,7 +169,7 @@ class SegmentLoader(LmLoader):
 
 
 class MaskedLoader(WindowLoader):
-    """Hidden symbols are predicted from all that is around them."""
+    """Hidden tokens are predicted from all that is around them."""
 
     def __init__(self, masks: TokenMasking, stream: Stream, train: Train, world: ProcessGroup) -> None:
         super().__init__(stream, masks.windows, train, world)
@@ -180,7 +180,7 @@ class MaskedLoader(WindowLoader):
 
 
 class SpanLoader(WindowLoader):
-    """Hidden stretches are said one after the other."""
+    """Hidden spans are said one after the other."""
 
     def __init__(self, spans: SpanCorruption, stream: Stream, train: Train, world: ProcessGroup) -> None:
         super().__init__(stream, spans.windows, train, world)

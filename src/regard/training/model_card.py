@@ -15,17 +15,17 @@ from regard.training.report import CURVE, duration
 
 CARD = "README.md"
 MEANING = {
-    "loss": "negative log-probability of a symbol of the target, in nats",
+    "loss": "negative log-probability of a token of the target, in nats",
     "perplexity": "exp(loss)",
     "bits_per_char": "the same in bits, per character of the text",
     "accuracy": "sequences that are right in full, in percent",
     "wer": "sequences that are wrong, in percent",
-    "per": "edits per symbol of the reference, in percent",
+    "per": "edits per token of the reference, in percent",
     "bleu": "BLEU",
     "chrf": "chrF",
 }
 TASK_MEANING = {
-    "masked": {"accuracy": "hidden symbols that are guessed right, in percent"},
+    "masked": {"accuracy": "masked tokens that are guessed right, in percent"},
     "classify": {
         "loss": "negative log-probability of a label, in nats",
         "accuracy": "labels that are right, in percent",
@@ -35,8 +35,8 @@ TASK_MEANING = {
 KINDS = {
     "pairs": "A sequence-to-sequence model",
     "lm": "A language model",
-    "masked": "An encoder that guesses hidden symbols",
-    "span": "A sequence-to-sequence model that guesses hidden stretches of text",
+    "masked": "An encoder that predicts masked tokens",
+    "span": "A sequence-to-sequence model that guesses masked spans of text",
     "classify": "A classifier of texts",
     "image": "A classifier of images",
 }

@@ -27,7 +27,11 @@ from regard.training.validation import LmValid, corpus_valid, hidden_valid, imag
 
 Table = dict[str, Any]
 
-_A = {"encoder": "an encoder", "decoder": "a decoder"}
+STACKS = {
+    ("encoder", "decoder"): "an encoder and a decoder",
+    ("encoder",): "an encoder without a decoder",
+    ("decoder",): "a decoder without an encoder",
+}
 MOST_PATCHES = 64  # that a square size is chosen for
 
 
@@ -90,8 +94,7 @@ def _check_towers(table: Table, recipe: Recipe) -> None:
     has = tuple(name for name in ("encoder", "decoder") if isinstance(table.get(name), dict))
     wanted = TASKS[recipe.task].stacks
     if has != wanted:
-        needs = "an encoder and a decoder" if len(wanted) > 1 else f"{_A[wanted[0]]} alone"
-        raise UserError(f"{_which(recipe)}: training for {recipe.task} needs a model with {needs}")
+        raise UserError(f"{_which(recipe)}: training for {recipe.task} needs a model with {STACKS[wanted]}")
 
 
 def _which(recipe: Recipe) -> str:
@@ -123,7 +126,7 @@ def _needs(recipe: Recipe, prepared: AnyPrepared, base: Config | None) -> Table:
 
 
 def _square(height: int, width: int) -> int:
-    """The side of the squares that an image is cut into: the smallest, from 2, that makes few enough of them."""
+    """The side of the patches that an image is cut into: the smallest, from 2, that makes few enough of them."""
     sides = [side for side in range(2, min(height, width) + 1) if height % side == width % side == 0]
     few = [side for side in sides if (height // side) * (width // side) <= MOST_PATCHES]
     return few[0] if few else sides[-1] if sides else 1
@@ -157,13 +160,13 @@ def _check(config: Config, recipe: Recipe, prepared: AnyPrepared) -> None:
     if (config.patches is not None) != (task == "image"):
         raise UserError(f"{which}: {'images are read by a model with patches' if task == 'image' else 'reads images'}")
     if task == "masked" and not config.predicts_tokens:
-        raise UserError(f"{which}: to guess hidden symbols a model predicts symbols; add --set output=tokens")
+        raise UserError(f"{which}: to predicts masked tokens a model predicts tokens; add --set output=tokens")
     for name, stack in config.stacks.items():
         most, longest = stack.max_positions, _lengths(recipe, prepared).get(name, 0)
         if most is not None and longest > most:
             setting = "train.context" if TASKS[task].plain_text else "data.max_length"
             raise UserError(
-                f"{setting}: rows of {longest} symbols are more than the {most} positions of the {name}; "
+                f"{setting}: rows of {longest} tokens are more than the {most} positions of the {name}; "
                 f"lower it, or raise model.{name}.max_length"
             )
     if isinstance(prepared, PreparedImages):

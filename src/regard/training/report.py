@@ -258,7 +258,7 @@ def draw_curve(run: Path, metric: str) -> Path | None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")  # an object of its own: no window, no global state
     axes = figure.add_subplot()
     axes.set_xlabel("step")
-    axes.set_ylabel("loss per symbol (nats)")
+    axes.set_ylabel("loss per token (nats)")
     axes.grid(alpha=0.3)
     if train:
         axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, label="training loss")

@@ -48,7 +48,7 @@ def open_base(recipe: Recipe) -> BaseRun | None:
 
 
 def _same_text(recipe: Recipe, base: RunConfig) -> None:
-    """Refuse settings of text that would not be followed: text becomes symbols as it does in the run."""
+    """Refuse settings of text that would not be followed: text becomes tokens as it does in the run."""
     asked = {key: getattr(recipe.text, key) for key in sorted(recipe.text.model_fields_set)}
     there = {key: getattr(base.text, key, Text.model_fields[key].default) for key in asked}
     other = [

@@ -65,9 +65,9 @@ def tune(
     lr: float = LR,
     seed: int = 1,
 ) -> list[float]:
-    """Train in this process for some steps -> the loss per symbol of each; it ends in eval mode.
+    """Train in this process for some steps -> the loss per token of each; it ends in eval mode.
 
-    With a teacher the model also learns to say what that says, which tells it more than one right symbol does. What is
+    With a teacher the model also learns to say what that says, which tells it more than one right token does. What is
     kept is a moving average of the weights; with a `judge` (less is better), the best of several on the way, and else
     the last.
     """
@@ -104,7 +104,7 @@ def tune(
 
 
 def _distil(model: Model, teacher: Model | None, batch: Batch) -> tuple[float, Tensor]:
-    """-> loss per symbol, and what is minimised."""
+    """-> loss per token, and what is minimised."""
     logits_NV, label_N = _logits(model, batch)
     usual = F.cross_entropy(logits_NV, label_N, label_smoothing=SMOOTHING)
     nll = float(F.cross_entropy(logits_NV.detach(), label_N))
@@ -134,7 +134,7 @@ def learn_gates(
 ) -> dict[Spot, float]:
     """Train a model with gates for some steps -> the log-odds of every head; then the gates are taken away again.
 
-    `press` is what it costs, in loss per symbol, to keep all heads. The model is changed: it learns to do without the
+    `press` is what it costs, in loss per token, to keep all heads. The model is changed: it learns to do without the
     heads that are being shut.
     """
     device = model.device
@@ -169,7 +169,7 @@ class Snapshot:
 
     heads: int
     parameters: int
-    loss: float  # per symbol, in nats
+    loss: float  # per token, in nats
     metrics: dict[str, float]
     sentences_per_second: float  # decoded greedily on this machine, or read where nothing is decoded
 
@@ -182,7 +182,7 @@ class PruneReport:
     pruned: Snapshot  # before any tuning
     after: Snapshot  # the same, if nothing was tuned
     removed: dict[str, list[int]]  # numbers of the heads by attention
-    curve: list[tuple[int, float]]  # heads silenced, loss per symbol
+    curve: list[tuple[int, float]]  # heads silenced, loss per token
     tuned_steps: int
 
     def to_json(self) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def check(run: Run) -> None:
 
 
 def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[Spot]) -> list[tuple[int, float]]:
-    """The loss per symbol as more and more heads are silenced."""
+    """The loss per token as more and more heads are silenced."""
     counts = sorted({round(i * len(order) / POINTS) for i in range(POINTS + 1)})
     return [(count, loss(model, batches, by_attention(order[:count]))) for count in counts]
 

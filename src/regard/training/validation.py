@@ -1,4 +1,4 @@
-"""Validation: teacher-forced, without dropout or smoothing, per symbol, each process on its share of batches."""
+"""Validation: teacher-forced, without dropout or smoothing, per token, each process on its share of batches."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def hidden_valid(hiding: TokenMasking | SpanCorruption, train: Train, world: Pro
 
 
 class LmValid:
-    """The loss on plain text, and what it means: perplexity per symbol, bits per character."""
+    """The loss on plain text, and what it means: perplexity per token, bits per character."""
 
     def __init__(self, stream: Stream, config: Config, train: Train, world: ProcessGroup) -> None:
         windows, rows = lm_windows(stream, context_of(train)), rows_of(train)
