@@ -263,13 +263,6 @@ def test_frames_and_ids_are_found(made, kind: str) -> None:
     assert [note for note in ours.notes if "padding" in note] == ours.notes and bool(ours.notes) == standing_in
 
 
-def test_pairs_are_those_of_transformers(made, theirs) -> None:
-    first, second = ["the cat", "hello"], ["sat on", "日本 world!"]
-    ids, types = made["bert"].codec.encode_pair(first, second)
-    other = theirs["bert"](first, second)
-    assert (ids, types) == (other["input_ids"], other["token_type_ids"])
-
-
 def test_a_language_is_a_symbol_before_the_text(made, theirs) -> None:
     text = ">>fra<< the cat"
     assert made["marian"].ids(text) == theirs["marian"](text)["input_ids"]

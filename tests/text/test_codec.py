@@ -34,12 +34,10 @@ def test_features_come_first_and_the_end_last() -> None:
 )
 def test_a_frame_stands_around_the_source_and_its_features(frame, before, after, tmp_path) -> None:
     codec = Codec(CHAR, SPACE, FEATURES, frame=frame)
-    a, b = CHAR.encode(["Ab", "u"])
+    (a,) = CHAR.encode(["Ab"])
     assert codec.encode_source([Example("Ab")]) == [[*before, *a, *after]]
     assert codec.encode_source([Example("Ab", features="N")]) == [[*before, CHAR.size + 1, *a, *after]]
     assert codec.encode_target(["a"]) == [[*SPACE.encode(["a"])[0], 3]]
-    first, second = [*before, *a, *after], [*b, *after]
-    assert codec.encode_pair(["Ab"], ["u"]) == ([first + second], [[0] * len(first) + [1] * len(second)])
     codec.save(tmp_path)
     assert Codec.load(tmp_path, parse(TextConfig, codec.config.model_dump(mode="json"), "config.json")) == codec
 

@@ -117,7 +117,7 @@ def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list
     from regard.cost import duration, si
 
     load, pairs = info.load, config.encoder is not None and config.decoder is not None
-    symbol = "squares" if config.patches is not None else "target tokens" if pairs else "symbols"
+    symbol = "patches" if config.patches is not None else "target tokens" if pairs else "tokens"
     if config.patches is not None:
         each = f"one of the {load.length} patches of an image, counting the first vector"
     else:

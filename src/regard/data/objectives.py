@@ -73,7 +73,7 @@ def masked_batch(read_BW: Rows, label_BW: Rows, chosen_BW: NDArray[np.bool], tot
     return Batch(source, None, source.new_empty((len(source), 0)), label, keep, int(keep.sum()), total)
 
 
-# Hidden sample_spans
+# Span corruption
 
 
 def sample_spans(
@@ -203,7 +203,7 @@ class TokenMasking:
 
 
 class SpanCorruption:
-    """Hides sample_spans in windows of a stream."""
+    """Span corruption over windows of a stream."""
 
     def __init__(self, stream: Stream, first: int, config: Config, train: Train) -> None:
         """`first` is the token for the first masked span; those of the others count down from it."""

@@ -115,14 +115,6 @@ class Codec:
         before = [self.ids.sos] if self.frame in ("both", "start") else []
         return before, [self.ids.eos] if self.frame in ("both", "end") else []
 
-    def encode_pair(self, first: Sequence[str], second: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
-        """SpecialIds of two texts in one row, an end after each if the frame has one, and for every id the text it is of."""
-        before, after = self._marks
-        firsts = [[*before, *row, *after] for row in self.source.encode(first)]
-        seconds = [[*row, *after] for row in self.source.encode(second)]
-        both = list(zip(firsts, seconds, strict=True))
-        return [a + b for a, b in both], [[0] * len(a) + [1] * len(b) for a, b in both]
-
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
         """SpecialIds of the target text, and the end."""
         rows = self.target.encode(texts)
@@ -224,7 +216,7 @@ class UnknownTokens:
     def __bool__(self) -> bool:
         return self.total > 0
 
-    def summary(self, most: int = 8, what: str = "symbol") -> str:
+    def summary(self, most: int = 8, what: str = "token") -> str:
         """Say what was unknown, most frequent first; empty if nothing was."""
         if not self:
             return ""
