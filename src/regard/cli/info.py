@@ -121,7 +121,7 @@ def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list
     if config.patches is not None:
         each = f"one of the {load.length} patches of an image, counting the first vector"
     else:
-        each = f"{'a source and a target symbol' if pairs else 'a symbol'} at length {load.length}"
+        each = f"{'a source and a target token' if pairs else 'a token'} at length {load.length}"
         each += f" after {config.decoder.memory} remembered" if config.has_memory and config.decoder is not None else ""
     costs = [
         (
@@ -133,7 +133,7 @@ def _costs(config: Config, info: Info, rate: float, symbols: int | None) -> list
             "memory, training",
             si(info.training, "B"),
             f"weights, gradients and Adam {si(info.optimizer, 'B')}; {load.batch_tokens:,} "
-            f"{'symbols a side' if pairs else symbol} {si(info.activations, 'B')}",
+            f"{'tokens a side' if pairs else symbol} {si(info.activations, 'B')}",
         ),
     ]
     if config.decoder is None:
