@@ -180,6 +180,17 @@ def test_a_broken_config(tmp_path: Path, content: str, said: str) -> None:
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
+def test_a_run_of_version_0_4_names_neither_task_nor_tokens(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    model = run.config.model_dump(mode="json") | {"output": "symbols"}
+    change(tmp_path, model=model)
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    del data["task"]
+    (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    loaded = Run.load(tmp_path)
+    assert loaded.config == run.config and loaded.task.name == "pairs"
+
+
 @pytest.mark.parametrize("number", [0, 2, "1", None])
 def test_only_our_format_number_is_read(tmp_path: Path, number: object) -> None:
     saved(tmp_path)

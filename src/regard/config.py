@@ -291,8 +291,8 @@ class Config(Value):
     @field_validator("output", mode="before")
     @classmethod
     def _old_name(cls, output: Any) -> Any:
-        """Runs and recipes of version 0.4 and older say tokens."""
-        return "tokens" if output == "tokens" else output
+        """Runs and recipes of version 0.4 and older say symbols."""
+        return "tokens" if output == "symbols" else output
 
     @model_validator(mode="after")
     def _joined(self) -> Config:
