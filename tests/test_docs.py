@@ -115,9 +115,21 @@ def test_every_setting_is_documented(page, kind):
 
 
 def test_links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+\.md|LICENSE)(?:#[a-z-]*)?\)", page.read_text(encoding="utf-8")):
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "BENCHMARKS.md", ROOT / "docs" / "families" / "README.md"):
+        for target in re.findall(
+            r"\]\(([^)#]+\.(?:md|py|svg|png)|LICENSE)(?:#[a-z-]*)?\)", page.read_text(encoding="utf-8")
+        ):
             assert (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+def test_pre_commit_runs_the_checks_of_ci():
+    hooks = re.findall(r"^ *entry: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    checks = re.findall(
+        r"^\.venv/bin/(?:ruff|mypy).*$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(checks) == 3 and set(checks) < set(hooks)
+    shown = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert all(check in shown for check in checks)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,289 @@
+"""Draw the packages of regard and the imports between them: python docs/pictures/architecture.py
+
+Writes architecture.svg beside this file. The layers are those of tests/test_policy.py, everything else is read off the
+imports, lazy ones included. Only the standard library is used, and the same source always gives the same bytes.
+An arrow that follows from two others is left out, or nothing could be seen; the tooltip of a box lists all its imports.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html import escape
+from itertools import pairwise
+from math import fsum
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCE = ROOT / "src" / "regard"
+OUT = Path(__file__).with_suffix(".svg")
+
+WIDTH, MARGIN, LABEL = 860, 16, 34  # of the drawing, around it, and for the number of a layer on its left
+CHAR, LINE = 6.05, 14  # of the small monospaced text: pixels per character and per line
+GAP, ROW_GAP, LANE = 14, 30, 10  # between boxes of a row, between rows, and for an arrow that passes a row
+NAMES_WIDTH = 270  # module names in a box are wrapped to this many pixels
+
+STYLE = """
+svg { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+.layer { fill: #f1f4f8; } .layer.odd { fill: #e7ecf3; } .number { font-size: 15px; fill: #6b7685; }
+.box { fill: #ffffff; stroke: #44617f; } .name { font-size: 13px; font-weight: 600; fill: #14202e; }
+.modules { font-size: 10px; fill: #4a5765; } .import { fill: none; stroke: #7d93ab; stroke-width: 1.2; }
+.tip { fill: #7d93ab; }
+@media (prefers-color-scheme: dark) {
+.layer { fill: #161b22; } .layer.odd { fill: #1d242d; } .number { fill: #8b96a3; }
+.box { fill: #0d1117; stroke: #7fa3c7; } .name { fill: #e6edf3; }
+.modules { fill: #a3afbb; } .import { stroke: #62788f; } .tip { fill: #62788f; }
+}
+"""
+
+
+@dataclass(eq=False)
+class Node:
+    """A box, or (without a name) a point where an arrow passes a row."""
+
+    row: int
+    name: str = ""
+    modules: list[str] = field(default_factory=list)  # of a package, wrapped into lines
+    width: float = LANE
+    height: float = 0
+    x: float = 0  # of the middle
+    y: float = 0  # of the top
+    above: list[Node] = field(default_factory=list)
+    below: list[Node] = field(default_factory=list)
+
+
+def layers() -> dict[str, int]:
+    """The layer of every package and top-level module, as the policy test has it; entry points are left out."""
+    for node in ast.parse((ROOT / "tests" / "test_policy.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            found: dict[str, int] = ast.literal_eval(node.value)
+            return {name: layer for name, layer in found.items() if not name.startswith("_") and exists(name)}
+    raise ValueError("tests/test_policy.py has no LAYERS")
+
+
+def exists(name: str) -> bool:
+    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
+
+
+def modules_of(name: str) -> list[str]:
+    """The modules of a package; a top-level module has none."""
+    return sorted(file.stem for file in (SOURCE / name).glob("*.py") if not file.stem.startswith("_"))
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Names of packages and top-level modules that a file imports from regard."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            inside = node.module == "regard"  # from regard import demo
+            names = [f"regard.{alias.name}" for alias in node.names] if inside else [node.module or ""]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "regard" and rest:
+                yield rest[0]
+
+
+def imports(names: dict[str, int]) -> dict[str, set[str]]:
+    """For every box, the boxes that it imports from."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name in names:
+        files = (SOURCE / name).rglob("*.py") if (SOURCE / name).is_dir() else [SOURCE / f"{name}.py"]
+        for file in files:
+            found[name] |= {other for other in imported(file) if other in names and other != name}
+    return found
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """All that a box imports, directly or through others."""
+    seen: set[str] = set()
+    left = [start]
+    while left:
+        for other in graph[left.pop()] - seen:
+            seen.add(other)
+            left.append(other)
+    return seen
+
+
+def direct(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph without the arrows that follow from others."""
+    reach = {name: reachable(graph, name) for name in graph}
+    for name in graph:
+        if name in reach[name]:
+            raise ValueError(f"import cycle through {name}")
+    return {name: {b for b in others if not any(b in reach[c] for c in others)} for name, others in graph.items()}
+
+
+def rows_of(names: dict[str, int], graph: dict[str, set[str]]) -> dict[str, int]:
+    """The row of every box, from the top: within a layer, what is imported stands below what imports it."""
+    depth: dict[str, int] = {}
+
+    def deep(name: str) -> int:
+        if name not in depth:
+            same = [other for other in graph[name] if names[other] == names[name]]
+            depth[name] = 1 + max(map(deep, same), default=-1)
+        return depth[name]
+
+    keys = sorted({(names[name], deep(name)) for name in names}, reverse=True)
+    return {name: keys.index((names[name], deep(name))) for name in names}
+
+
+def make_box(name: str, row: int) -> Node:
+    lines: list[str] = []
+    for module in modules_of(name):
+        if lines and (len(lines[-1]) + 1 + len(module)) * CHAR <= NAMES_WIDTH:
+            lines[-1] += f" {module}"
+        else:
+            lines.append(module)
+    title = len(name) * CHAR * 1.3
+    width = max([title, *(len(line) * CHAR for line in lines)]) + 16
+    return Node(row, name, lines, width, 26 + LINE * len(lines) + (2 if lines else 0))
+
+
+def lay_out(names: dict[str, int], graph: dict[str, set[str]]) -> tuple[list[list[Node]], dict[str, Node]]:
+    """Boxes and passing arrows in rows, ordered so that arrows are short and cross little."""
+    of_row = rows_of(names, graph)
+    boxes = {name: make_box(name, of_row[name]) for name in sorted(names)}
+    rows: list[list[Node]] = [[] for _ in range(max(of_row.values()) + 1)]
+    for box in boxes.values():
+        rows[box.row].append(box)
+    for name in sorted(graph):
+        for other in sorted(graph[name]):
+            here = boxes[name]
+            for row in range(here.row + 1, boxes[other].row):
+                passing = Node(row)
+                rows[row].append(passing)
+                join(here, passing)
+                here = passing
+            join(here, boxes[other])
+    for turn in range(40):
+        order = range(1, len(rows)) if turn % 2 == 0 else range(len(rows) - 2, -1, -1)
+        for row in order:
+            place = {id(node): i / max(1, len(r) - 1) for r in rows for i, node in enumerate(r)}
+            keys = {id(n): mean([place[id(m)] for m in (n.above if turn % 2 == 0 else n.below)]) for n in rows[row]}
+            rows[row].sort(key=lambda n, k=keys, p=place: p[id(n)] if k[id(n)] is None else k[id(n)])
+    set_x(rows)
+    return rows, boxes
+
+
+def join(upper: Node, lower: Node) -> None:
+    upper.below.append(lower)
+    lower.above.append(upper)
+
+
+def mean(values: list[float]) -> float | None:
+    return fsum(values) / len(values) if values else None  # fsum: the same in every version of Python
+
+
+def set_x(rows: list[list[Node]]) -> None:
+    """Put every node near the middle of its neighbours, in the order of its row and without overlap."""
+    left, right = MARGIN + LABEL, WIDTH - MARGIN
+    for row in rows:
+        spread(row, [left + (right - left) * (i + 0.5) / len(row) for i in range(len(row))], left, right)
+    for turn in range(600):
+        for row in rows if turn % 2 else rows[::-1]:
+            wanted = [mean([m.x for m in node.above + node.below]) or node.x for node in row]
+            spread(row, wanted, left, right)
+
+
+def spread(row: list[Node], wanted: list[float], left: float, right: float) -> None:
+    """The positions nearest to the wanted ones that keep the distances: push right, then left, and take the mean."""
+
+    def distance(a: Node, b: Node) -> float:
+        return (a.width + b.width) / 2 + GAP
+
+    forward, backward = list(wanted), list(wanted)
+    for i, node in enumerate(row):
+        least = left + node.width / 2 if i == 0 else forward[i - 1] + distance(row[i - 1], node)
+        forward[i] = max(forward[i], least)
+    for i in reversed(range(len(row))):
+        last = i == len(row) - 1
+        most = right - row[i].width / 2 if last else backward[i + 1] - distance(row[i], row[i + 1])
+        backward[i] = min(backward[i], most)
+    middle = [(a + b) / 2 for a, b in zip(forward, backward, strict=True)]
+    for i in reversed(range(len(row))):  # the mean may leave the frame on the right
+        most = right - row[i].width / 2 if i == len(row) - 1 else middle[i + 1] - distance(row[i], row[i + 1])
+        middle[i] = min(middle[i], most)
+    for node, x in zip(row, middle, strict=True):
+        node.x = x
+
+
+def draw() -> str:
+    """The drawing as SVG."""
+    names = layers()
+    everything = imports(names)
+    rows, boxes = lay_out(names, direct(everything))
+    y, bands = float(MARGIN), dict[int, tuple[float, float]]()
+    for row in rows:
+        height = max(node.height for node in row)
+        layer = names[next(node.name for node in row if node.name)]
+        for node in row:
+            node.y = y + (height - node.height) / 2 if node.name else y
+            if not node.name:
+                node.height = height
+        top = bands.get(layer, (y - ROW_GAP / 2, 0.0))[0]
+        bands[layer] = (top, y + height + ROW_GAP / 2)
+        y += height + ROW_GAP
+    height = y - ROW_GAP + MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+        f'height="{height:.0f}" role="img" aria-label="Packages of regard by layer, and the imports between them">',
+        f"<style>{STYLE}</style>",
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>',
+    ]
+    for layer, (top, bottom) in sorted(bands.items(), reverse=True):
+        odd = " odd" if layer % 2 else ""
+        parts.append(
+            f'<rect class="layer{odd}" x="0" y="{top:.1f}" width="{WIDTH}" height="{bottom - top:.1f}"/>'
+            f'<text class="number" x="{MARGIN}" y="{(top + bottom) / 2 + 5:.1f}">{layer}</text>'
+        )
+    for name in sorted(boxes):
+        for lower in boxes[name].below:
+            parts.append(arrow(boxes[name], lower))
+    for name, box in sorted(boxes.items()):
+        parts.append(draw_box(box, sorted(everything[name])))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def arrow(upper: Node, lower: Node) -> str:
+    """One import, from the bottom of a box through its passing points to the top of another."""
+    points = [(port(upper, upper.below, lower), upper.y + upper.height)]
+    before = upper
+    while not lower.name:
+        points += [(lower.x, lower.y), (lower.x, lower.y + lower.height)]
+        before, lower = lower, lower.below[0]
+    points.append((port(lower, lower.above, before), lower.y))
+    path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
+    for (x1, y1), (x2, y2) in pairwise(points):
+        bend = (y1 + y2) / 2
+        path += f"C{x1:.1f} {bend:.1f} {x2:.1f} {bend:.1f} {x2:.1f} {y2:.1f}"
+    return f'<path class="import" d="{path}" marker-end="url(#tip)"/>'
+
+
+def port(box: Node, ends: list[Node], end: Node) -> float:
+    """Where the arrow to or from `end`, one of `ends`, touches a box: side by side around its middle."""
+    index, last = sorted(ends, key=lambda node: node.x).index(end), len(ends) - 1
+    return box.x + (index - last / 2) * min(12.0, (box.width - 20) / max(1, last))
+
+
+def draw_box(box: Node, used: list[str]) -> str:
+    x, y = box.x - box.width / 2, box.y
+    tooltip = f"{box.name} imports {', '.join(used)}" if used else f"{box.name} imports nothing of regard"
+    name = f"{box.name}/" if box.modules else box.name
+    lines = "".join(
+        f'<text class="modules" x="{box.x:.1f}" y="{y + 31 + LINE * i:.1f}" text-anchor="middle">{escape(line)}</text>'
+        for i, line in enumerate(box.modules)
+    )
+    return (
+        f"<g><title>{escape(tooltip)}</title>"
+        f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="5"/>'
+        f'<text class="name" x="{box.x:.1f}" y="{y + 17:.1f}" text-anchor="middle">{escape(name)}</text>{lines}</g>'
+    )
+
+
+if __name__ == "__main__":
+    OUT.write_text(draw(), encoding="utf-8")
