@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from regard.config import Config, parse
-from regard.data.objectives import SpanCorruption, first_sentinel
+from regard.data.objectives import SpanCorruption
 from regard.data.plain import Stream, Units, read_pieces, tokenised
 from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
@@ -131,18 +131,17 @@ def test_hidden_stretches_are_scored_as_in_training(place: Path) -> None:
     run = Run.load(place / "span")
     ids = units(run, place / "text.txt").ids[: 1 + 16 * 7]
     judged = score_spans(run, ids, 16)
-    first = first_sentinel(run.codec, run.config)
     train = saved_recipe(place / "span").train
-    assert first is not None and train.span_rate == 0.3
-    spans = SpanCorruption(Stream.of(ids[1:], 0), first, run.config, train)
-    whole = spans.whole(np.arange(0, 16 * 7, 16), (0, 0, 0))
+    assert train.span_rate == 0.3
+    spans = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
+    whole = spans.batch(np.arange(0, 16 * 7, 16), (0, 0, 0))
     batch = whole.part(slice(None), whole.tokens)
     scores = judge(run.model, [batch], ProcessGroup())
     assert judged.asked.sum() == batch.tokens
     assert judged.nll.sum() / judged.asked.sum() == pytest.approx(scores["loss"], rel=1e-4)
     assert 100 * judged.right.sum() / judged.asked.sum() == pytest.approx(scores["accuracy"], rel=1e-4)
     text = (batch.label_BT > run.codec.ids.eos) & (batch.label_BT < run.codec.target_vocab)
-    hidden = enumerate(spans.places(7, (0, 0, 0)))
+    hidden = enumerate(spans.spans(7, (0, 0, 0)))
     places = [place for row, pieces in hidden for a, b in pieces for place in range(16 * row + a, 16 * row + b)]
     assert np.flatnonzero(judged.asked).tolist() == places
     assert ids[1:][places].tolist() == batch.label_BT[text].tolist()

@@ -28,11 +28,17 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     _sync_entry(path.parent)
 
 
-def replace_directory(path: Path, write: Callable[[Path], object]) -> None:
-    """The same for a directory: complete, or as it was before."""
-    temporary, old = _temporary(path), _temporary(path)
+def replace_directory(path: Path, write: Callable[[Path], object], temporary: Path | None = None) -> None:
+    """The same for a directory: complete, or as it was before.
+
+    It is written to `temporary`, a new name by default; with a given name, what a killed process left there is removed.
+    """
+    temporary = temporary or _temporary(path)
+    old = temporary.with_name(temporary.name + ".old")
     with _told(path):
         try:
+            for left in (temporary, old):
+                shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir(parents=True)
             write(temporary)
             for file in temporary.rglob("*"):

@@ -39,7 +39,7 @@ def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, mo
     monkeypatch.setattr(module, "SMALL", small)
     monkeypatch.setattr(module, "CHUNK", chunk)
     writer = write(tmp_path / "c")
-    corpus = Corpus.open(tmp_path / "c")
+    corpus = Corpus(tmp_path / "c")
     sources, targets = CODEC.encode_source(EXAMPLES), CODEC.encode_target([e.target or "" for e in EXAMPLES])
     assert [corpus.source(i).tolist() for i in range(len(corpus))] == sources
     assert [corpus.target(i).tolist() for i in range(len(corpus))] == targets
@@ -53,7 +53,7 @@ def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, mo
 def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
     codec = Codec(CODEC.source, CODEC.target, [f"f{n}" for n in range(70_000)] + ["N", "V"])
     write(tmp_path / "c", codec)
-    corpus = Corpus.open(tmp_path / "c")
+    corpus = Corpus(tmp_path / "c")
     assert corpus.source(5).dtype == np.uint32
     assert corpus.source(5).tolist() == codec.encode_source([EXAMPLES[5]])[0]
     assert corpus.target(5).dtype == np.uint16
@@ -65,7 +65,7 @@ def test_too_many_symbols_are_skipped_counted_and_named(tmp_path: Path) -> None:
     fits = [n for n, e in enumerate(EXAMPLES) if len(e.source) + 2 <= 12]  # two features
     assert 0 < len(fits) < len(EXAMPLES)
     assert writer.examples == [EXAMPLES[n] for n in fits]
-    assert account.kept == len(Corpus.open(tmp_path / "c")) == len(fits)
+    assert account.kept == len(Corpus(tmp_path / "c")) == len(fits)
     assert account.skipped == {"too long": len(EXAMPLES) - len(fits)}
     first = next(n for n in range(100) if n not in fits)
     assert account.places["too long"][0] == f"pairs.tsv:{first + 1}"
@@ -75,7 +75,7 @@ def test_too_many_symbols_are_skipped_counted_and_named(tmp_path: Path) -> None:
 
 def test_a_batch_is_its_rows(tmp_path: Path) -> None:
     write(tmp_path / "c")
-    corpus = Corpus.open(tmp_path / "c")
+    corpus = Corpus(tmp_path / "c")
     stack = Stack(layers=1, width=8, heads=1, ff=8)
     config = Config(source_vocab=CODEC.source_vocab, target_vocab=CODEC.target_vocab, encoder=stack, decoder=stack)
     rows = np.array([3, 50, 4])
@@ -91,7 +91,7 @@ def test_a_batch_is_its_rows(tmp_path: Path) -> None:
 
 def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a readable corpus"):
-        Corpus.open(tmp_path)
+        Corpus(tmp_path)
     for number, damage in enumerate(
         [
             lambda path: (path / "source.bin").write_bytes(b"\0\0\0"),
@@ -105,4 +105,4 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
         write(path)
         damage(path)
         with pytest.raises(UserError, match=str(path)):
-            Corpus.open(path)
+            Corpus(path)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data.images import Pixels, label_names, read_images
-from regard.data.prepare import PreparedImages, open_prepared, prepare
+from regard.data.images import Images, Pixels, label_names, read_images
+from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.errors import UserError
 from regard.recipe import load_recipe
 
@@ -24,10 +24,8 @@ def saved(path: Path, **arrays: Any) -> str:
     return str(path)
 
 
-def made(path: Path, **data: str) -> PreparedImages:
-    prepared = prepare(load_recipe({"task": "image", "data": data}), path / "data")
-    assert isinstance(prepared, PreparedImages)
-    return prepared
+def made(path: Path, **data: str) -> Prepared[Images]:
+    return prepare(load_recipe({"task": "image", "data": data}), path / "data")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +52,7 @@ def test_prepared_images(tmp_path: Path) -> None:
     scaled = prepared.pixels(np.asarray(prepared.train.images_NCHW))
     assert scaled.mean((0, 2, 3)) == pytest.approx(np.zeros(3), abs=1e-5)
     assert scaled.max() - scaled.min() == pytest.approx(1, abs=0.2)
-    again = open_prepared(tmp_path / "data")
-    assert isinstance(again, PreparedImages) and again.pixels == prepared.pixels
+    assert open_prepared(tmp_path / "data").pixels == prepared.pixels
 
 
 def test_validation_images_of_their_own(tmp_path: Path) -> None:

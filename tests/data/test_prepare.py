@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from regard import files
 from regard.data import prepare as module
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.errors import UserError
@@ -218,23 +219,29 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "replace", full)
-    with pytest.raises(UserError, match=r"cannot write .*No space left"):
+    monkeypatch.setattr(files.os, "rename", full)
+    with pytest.raises(UserError, match=r"data: cannot write: No space left"):
         made(tmp_path / "data", {"train": path}, seed=2)
     assert contents(tmp_path / "data") == before
     assert not (tmp_path / "data.tmp").exists()
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "data.tmp" / "train").mkdir(parents=True)
+    made(tmp_path / "data", {"train": table(tmp_path / "t.tsv", PAIRS)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "t.tsv"]
+
+
 def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch) -> None:
     path = table(tmp_path / "t.tsv", PAIRS)
-    make = module._make
+    kind = module.KINDS["pairs"]
 
     def slowly(*arguments: object) -> dict:
         with open(path, "a") as file:
             file.write("late\tl a t e\n")
-        return make(*arguments)
+        return kind.write(*arguments)
 
-    monkeypatch.setattr(module, "_make", slowly)
+    monkeypatch.setitem(module.KINDS, "pairs", kind._replace(write=slowly))
     with pytest.raises(UserError, match="changed while it was read"):
         made(tmp_path / "data", {"train": path})
 

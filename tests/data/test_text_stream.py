@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from regard.data import corpus
 from regard.data import plain as stream
 from regard.data.plain import Stream, StreamWriter, divide, read_pieces, split_at, tokenised
-from regard.data.prepare import PreparedText, open_prepared, prepare
+from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
 from regard.recipe import load_recipe
@@ -93,12 +93,10 @@ def test_what_is_written_is_what_was_read(
     assert units.characters.sum() == len(TEXT)
 
 
-def made(path: Path, content: str, **settings: object) -> PreparedText:
+def made(path: Path, content: str, **settings: object) -> Prepared[Stream]:
     (path / "text.txt").write_text(content)
     tables = {"task": "lm", "data": {"train": str(path / "text.txt")}, "text": {"source_tokens": "char"}}
-    prepared = prepare(load_recipe(tables | settings), path / "data")
-    assert isinstance(prepared, PreparedText)
-    return prepared
+    return prepare(load_recipe(tables | settings), path / "data")
 
 
 def test_the_last_tenth_is_for_validation_and_not_learned_from(tmp_path: Path) -> None:
@@ -110,8 +108,7 @@ def test_the_last_tenth_is_for_validation_and_not_learned_from(tmp_path: Path) -
     told = "\n".join(prepared.notes)
     assert "the last 10.1 % of the text" in told and "are unknown" in told
     assert prepared.codec.frame == "none" and prepared.codec.shared
-    again = open_prepared(tmp_path / "data")
-    assert isinstance(again, PreparedText) and len(again.train) == len(train)
+    assert len(open_prepared(tmp_path / "data").train) == len(train)
 
 
 def test_a_mask_is_a_symbol_of_masked_models_only(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from regard.data.reader import LineCounter
 from regard.errors import UserError
 from regard.inspect.heads import look_squares, measure_heads
 from regard.inspect.importance import ablation_importance, gradient_importance, loss
-from regard.inspect.inputs import HIDE_EVERY, STRETCH, Material, batches_of, read_material
+from regard.inspect.inputs import MASK_EVERY, STRETCH, Material, batches_of, read_material
 from regard.inspect.trace import between_squares
 from regard.nn.hooks import patch
 from regard.text.codec import Example
@@ -65,7 +65,7 @@ def test_symbols_are_hidden_and_marks_are_not() -> None:
     assert torch.equal(hidden, batch.keep_BT) and batch.tokens == int(hidden.sum())
     assert torch.equal(batch.source_BS[~hidden], batch.label_BT[~hidden])
     assert not hidden[:, 0].any() and not hidden[:, -1].any()
-    assert batch.tokens == pytest.approx(batch.label_BT.numel() / HIDE_EVERY, rel=0.1)
+    assert batch.tokens == pytest.approx(batch.label_BT.numel() / MASK_EVERY, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["lm-hashed", "lm-distances", "masked", "image"])

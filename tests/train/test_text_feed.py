@@ -12,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import Config, Stack
-from regard.data.objectives import SpanCorruption, TokenMasking, Windows, lanes, lm_windows
+from regard.data.objectives import TEXT_OBJECTIVES, CausalLM, SpanCorruption, TokenMasking, Windows
 from regard.data.plain import Stream
 from regard.errors import UserError
 from regard.recipe import Train
+from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 from regard.training.distributed import ProcessGroup
-from regard.training.loader import DataLoader, LmLoader, MaskedLoader, SegmentLoader, SpanLoader
+from regard.training.loader import DataLoader, SegmentLoader, WindowLoader
 
 TOKENIZER = Tokenizer.train("char", ["".join(map(chr, range(97, 123)))], mask=True)
+CODEC = Codec(TOKENIZER)
 IDS = np.arange(5, 305, dtype=np.uint32) % 26 + 5
 STREAM = Stream.of(IDS, len(IDS))
 STACK = Stack(layers=1, width=8, heads=2)
@@ -30,11 +32,9 @@ BOTH = Config(source_vocab=131, target_vocab=131, encoder=STACK, decoder=STACK)
 
 def make(kind: str, rank: int = 0, size: int = 1, **settings: Any) -> DataLoader:
     train, world = Train(**({"context": 16, "batch_examples": 4} | settings)), ProcessGroup(rank, size)
-    if kind == "masked":
-        return MaskedLoader(TokenMasking(STREAM, TOKENIZER, ENCODER, train), STREAM, train, world)
-    if kind == "span":
-        return SpanLoader(SpanCorruption(STREAM, 130, BOTH, train), STREAM, train, world)
-    return SegmentLoader(STREAM, train, world) if kind == "lanes" else LmLoader(STREAM, train, world)
+    objective = TEXT_OBJECTIVES["lm" if kind == "lanes" else kind]
+    config = ENCODER if kind == "masked" else BOTH
+    return (SegmentLoader if kind == "lanes" else WindowLoader)(objective(STREAM, CODEC, config, train), train, world)
 
 
 def epoch(feed: DataLoader, number: int) -> list[Any]:
@@ -107,8 +107,8 @@ def test_lanes_go_on_where_they_stopped() -> None:
 @given(st.integers(2, 400), st.integers(1, 40), st.integers(1, 12), st.integers(0, 50))
 def test_lanes_stay_within_the_text(symbols: int, context: int, rows: int, offset: int) -> None:
     stream = Stream.of(np.arange(symbols, dtype=np.uint32), symbols)
-    windows = lm_windows(stream, context)
-    cut = lanes(symbols, windows, rows, offset)
+    windows = CausalLM(stream, CODEC, BOTH, Train(context=context)).windows
+    cut = windows.lanes(rows, offset)
     assert cut and len({len(starts) for starts in cut}) == 1
     for starts in cut:
         assert starts.min() >= 0 and starts.max() + windows.length <= symbols
@@ -127,9 +127,11 @@ def test_batches_by_number_of_symbols() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match="no token for what is hidden"):
-        TokenMasking(STREAM, TOKENIZER, BOTH, Train())
+    with pytest.raises(UserError, match="no mask token"):
+        TokenMasking(STREAM, CODEC, BOTH, Train())
     with pytest.raises(UserError, match="no room for text"):
-        TokenMasking(STREAM, TOKENIZER, ENCODER, Train(context=2))
-    with pytest.raises(UserError, match="two tokens at least"):
-        SpanCorruption(STREAM, 130, BOTH, Train(context=1))
+        TokenMasking(STREAM, CODEC, ENCODER, Train(context=2))
+    with pytest.raises(UserError, match="no sentinel tokens"):
+        SpanCorruption(STREAM, CODEC, ENCODER, Train())
+    with pytest.raises(UserError, match="at least two tokens"):
+        SpanCorruption(STREAM, CODEC, BOTH, Train(context=1))

@@ -49,12 +49,13 @@ class Corpus:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
 
-    @classmethod
-    def open(cls, directory: str | Path) -> Corpus:
-        return cls(directory)
-
     def __len__(self) -> int:
         return len(self.source_lengths)
+
+    @property
+    def size(self) -> int:
+        """What is reported as the amount of data: examples."""
+        return len(self)
 
     def source(self, index: int) -> Row:
         return self._source.row(index)

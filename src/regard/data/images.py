@@ -14,6 +14,7 @@ from regard.data.pairs import wanted
 from regard.data.reader import Source, open_raw
 from regard.errors import UserError, closest
 from regard.recipe import Recipe
+from regard.text.codec import Base
 
 CHANNELS = (1, 3, 4)
 
@@ -102,14 +103,23 @@ class Images:
         return len(self.labels)
 
     @property
+    def size(self) -> int:
+        """What is reported as the amount of data: images."""
+        return len(self)
+
+    def read(self, rows: NDArray[np.int64], pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Some of the images, scaled, and the numbers of their labels."""
+        return pixels(np.asarray(self.images_NCHW[rows])), self.labels[rows]
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height, width."""
         channels, height, width = self.images_NCHW.shape[1:]
         return channels, height, width
 
 
-def make_images(recipe: Recipe, train: Source, valid: Source | None, path: Path) -> dict[str, Any]:
-    """Write images into `path`; return the record of it."""
+def make_images(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> dict[str, Any]:
+    """Write images into `path`; return the record of it. A base run changes nothing."""
     pictures = read_images(train.paths[0])
     assert pictures.labels is not None
     labels = label_names(pictures.labels)

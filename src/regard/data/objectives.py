@@ -1,6 +1,14 @@
-"""Batches of the tasks that are not pairs: what goes in, what is to be said, and where."""
+"""Training objectives as batches: causal LM, masked language modelling, span corruption, and image classification.
+
+A text objective cuts a stream of ids into windows and makes batches of them, for training, validation and scoring.
+Which tokens are masked depends on a key of integers alone: the same key gives the same batch in every process.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -9,47 +17,70 @@ from torch import Tensor
 
 from regard.batch import Batch, GlobalBatch, collate
 from regard.config import Config, SpecialIds
-from regard.data.images import Images, Pixels
-from regard.data.order import Indices
+from regard.data.order import Indices, generator
 from regard.data.plain import Stream
 from regard.errors import UserError
 from regard.recipe import Train
 from regard.tasks import CONTEXT
 from regard.text.codec import Codec
-from regard.text.tokenizer import Tokenizer
 
-Rows = NDArray[np.int64]
+Ids = NDArray[np.int64]
+Chosen = NDArray[np.bool]
+Spans = list[tuple[int, int]]  # (start, end) of each masked span
 
-MASKED, RANDOM = 0.8, 0.1  # of what is to be predicted; the rest stays as it is
-SENTINELS = 100  # tokens that stand for masked spans
-
-
-def generator(*key: int) -> np.random.Generator:
-    """Random numbers that depend on the key alone."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key))))
+MASKED, RANDOM = 0.8, 0.1  # of the tokens to predict; the rest is left unchanged
+SENTINELS = 100  # sentinel tokens: each replaces a masked span
+EXTRA = "extra_id"  # how imported vocabularies name their sentinels
 
 
-def lm_batch(rows_BW: Rows, total: int) -> Batch:
+# Batches
+
+
+def lm_batch(rows_BW: Ids | Tensor, total: int | None = None) -> Batch:
     """Every token but the last is read, every token but the first predicted."""
-    rows = torch.from_numpy(rows_BW)
-    nothing_B0 = rows.new_empty((len(rows), 0))
-    return Batch(nothing_B0, None, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, _labels(rows), total)
+    rows = torch.as_tensor(rows_BW)
+    label = rows[:, 1:].contiguous()
+    tokens = label.numel()
+    return Batch(label[:, :0], None, rows[:, :-1].contiguous(), label, None, tokens, tokens if total is None else total)
 
 
-def _labels(rows_BW: Tensor) -> int:
-    return rows_BW.shape[0] * (rows_BW.shape[1] - 1)
+def masked_batch(read_BW: Ids, label_BW: Ids, chosen_BW: Chosen, total: int | None = None) -> Batch:
+    """The tokens as they are read, and the original ones as labels where `chosen_BW`."""
+    source, label, keep = (torch.from_numpy(np.ascontiguousarray(x)) for x in (read_BW, label_BW, chosen_BW))
+    tokens = int(keep.sum())
+    return Batch(source, None, source[:, :0], label, keep, tokens, tokens if total is None else total)
 
 
-# Hidden tokens
+def span_batch(pairs: list[tuple[list[int], list[int]]], config: Config, total: int | None = None) -> Batch:
+    """Pairs of corrupt text and target, as `corrupt_spans` makes them."""
+    before, after = config.ids.around(config.frame)
+    sources = [[*before, *read, *after] for read, _ in pairs]
+    return collate(sources, [[*target, config.ids.eos] for _, target in pairs], config, total)
+
+
+def image_batch(scaled_NCHW: NDArray[np.float32], label_N: Ids, total: int | None = None) -> Batch:
+    """Images with scaled pixels and the number of the label of each."""
+    label = torch.from_numpy(label_N).unsqueeze(1)
+    count = len(label)
+    source = torch.from_numpy(scaled_NCHW).float()
+    return Batch(source, None, label[:, :0], label, None, count, count if total is None else total)
+
+
+# Masks
+
+
+def text_ids(size: int, special: frozenset[int]) -> Ids:
+    """The ids of a vocabulary that are not special tokens."""
+    return np.asarray([index for index in range(size) if index not in special], np.int64)
 
 
 def mask_tokens(
-    rows_BW: Rows, rate: float, ids: SpecialIds, text: Rows, random: np.random.Generator
-) -> tuple[Rows, NDArray[np.bool]]:
-    """Choose tokens to be predicted -> the rows as they are read, and where something is to be predicted.
+    rows_BW: Ids, rate: float, ids: SpecialIds, text: Ids, random: np.random.Generator
+) -> tuple[Ids, Chosen]:
+    """Choose tokens to be predicted -> the rows as they are read, and where tokens are chosen.
 
-    Of each row, `rate` of what is text is chosen, at least one token: 80 % of those become the mask, 10 % a random
-    token of `text`, 10 % stay. `text` are the ids that are text, in order.
+    Of each row, `rate` of the ids in `text` is chosen, at least one token: 80 % of those become the mask, 10 % a random
+    token of `text`, 10 % stay.
     """
     assert ids.mask is not None
     chosen = np.zeros(rows_BW.shape, bool)
@@ -68,29 +99,27 @@ def mask_tokens(
     return read, chosen
 
 
-def masked_batch(read_BW: Rows, label_BW: Rows, chosen_BW: NDArray[np.bool], total: int) -> Batch:
-    source, label, keep = (torch.from_numpy(np.ascontiguousarray(x)) for x in (read_BW, label_BW, chosen_BW))
-    return Batch(source, None, source.new_empty((len(source), 0)), label, keep, int(keep.sum()), total)
+def mask_every(rows_BW: Ids, every: int, ids: SpecialIds, text: Ids) -> tuple[Ids, Chosen]:
+    """Mask every n-th position, one further to the left in each row, unless it holds a special token."""
+    assert ids.mask is not None
+    positions = np.arange(rows_BW.shape[1]) + np.arange(len(rows_BW))[:, None]
+    chosen = (positions % every == every // 2) & np.isin(rows_BW, text)
+    return np.where(chosen, ids.mask, rows_BW), chosen
 
 
-# Span corruption
+def sample_spans(length: int, rate: float, mean: float, most: int, random: np.random.Generator) -> Spans:
+    """Choose the masked spans of a text: `rate` of it, `mean` tokens each on average, at most `most` spans.
 
-
-def sample_spans(
-    length: int, rate: float, mean: float, most: int, random: np.random.Generator
-) -> list[tuple[int, int]]:
-    """Where the masked spans of a text begin and end: `rate` of it in pieces of `mean` tokens on average.
-
-    Text comes first, a masked span last, and between two there is always some text.
+    Text comes first, a masked span last, and two spans never touch.
     """
-    hidden = min(max(1, round(length * rate)), length - 1)
-    count = min(max(1, round(hidden / mean)), hidden, length - hidden, most)
-    shown, gone = _parts(length - hidden, count, random), _parts(hidden, count, random)
-    ends = np.cumsum(shown + gone)
-    return [(int(end - size), int(end)) for end, size in zip(ends, gone, strict=True)]
+    masked = min(max(1, round(length * rate)), length - 1)
+    count = min(max(1, round(masked / mean)), masked, length - masked, most)
+    gaps, sizes = _partition(length - masked, count, random), _partition(masked, count, random)
+    ends = np.cumsum(gaps + sizes)
+    return [(int(end - size), int(end)) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _parts(length: int, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
     """Cut `length` into `count` parts, none empty, all ways equally likely."""
     cuts = (
         np.sort(random.choice(np.arange(1, length), count - 1, replace=False)) if count > 1 else np.empty(0, np.int64)
@@ -98,42 +127,45 @@ def _parts(length: int, count: int, random: np.random.Generator) -> NDArray[np.i
     return np.diff(np.concatenate(([0], cuts, [length]))).astype(np.int64)
 
 
-def corrupt_spans(row: Rows, places: list[tuple[int, int]], first: int) -> tuple[list[int], list[int]]:
-    """A row with its masked spans replaced -> (what is read, what is to be said), without the end token.
+def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[int]]:
+    """Replace the masked spans of a row -> (text with sentinels, target), both without the end token.
 
-    Stretch k is replaced by the token `first` - k, and said after that token; one more such token closes the answer.
+    Span k is replaced by the sentinel `first` - k, and follows that sentinel in the target, which one more sentinel
+    closes.
     """
     read: list[int] = []
-    said: list[int] = []
-    at = 0
-    for k, (start, end) in enumerate(places):
-        read += [*row[at:start].tolist(), first - k]
-        said += [first - k, *row[start:end].tolist()]
-        at = end
-    read += row[at:].tolist()
-    return read, [*said, first - len(places)]
+    target: list[int] = []
+    position = 0
+    for k, (start, end) in enumerate(spans):
+        read += [*row[position:start].tolist(), first - k]
+        target += [first - k, *row[start:end].tolist()]
+        position = end
+    read += row[position:].tolist()
+    return read, [*target, first - len(spans)]
 
 
-def span_batch(pairs: list[tuple[list[int], list[int]]], config: Config, total: int | None = None) -> Batch:
-    ids = config.ids
-    before, after = ids.around(config.frame)
-    sources = [[*before, *read, *after] for read, _ in pairs]
-    return collate(sources, [[*said, ids.eos] for _, said in pairs], config, total)
+def first_sentinel(codec: Codec, config: Config | None) -> int | None:
+    """The sentinel of the first masked span, if a vocabulary has sentinels; the others count down from it."""
+    special = sorted(codec.target.special)
+    named = [index for index, piece in zip(special, codec.target.pieces(special), strict=True) if EXTRA in piece]
+    if named:
+        return named[-1]
+    if config is not None and config.target_vocab >= codec.target_vocab + SENTINELS:
+        return config.target_vocab - 1
+    return None
 
 
-# Images
+# Objectives over a stream
 
 
-def image_batch(images: Images, pixels: Pixels, rows: Indices | slice, total: int | None = None) -> Batch:
-    source = torch.from_numpy(pixels(np.asarray(images.images_NCHW[rows])))
-    label = torch.from_numpy(images.labels[rows]).unsqueeze(1)
-    count = len(label)
-    return Batch(source, None, label.new_empty((count, 0)), label, None, count, count if total is None else total)
+def context_of(train: Train) -> int:
+    """How many tokens of plain text a row has."""
+    return train.context or CONTEXT
 
 
-def text_ids(size: int, special: frozenset[int]) -> Rows:
-    """The ids of a vocabulary that are text."""
-    return np.asarray([index for index in range(size) if index not in special], np.int64)
+def rows_of(train: Train) -> int:
+    """How many windows make a batch."""
+    return train.batch_examples or max(1, train.batch_tokens // context_of(train))
 
 
 class Windows:
@@ -142,101 +174,111 @@ class Windows:
     def __init__(self, stream: Stream, length: int, stride: int) -> None:
         self.length = min(length, len(stream))
         self.stride = max(1, stride - (length - self.length))
-        self.last = len(stream) - self.length  # where the last one can begin
+        self.last = len(stream) - self.length  # the last possible start
 
     def starts(self, offset: int = 0) -> Indices:
         return np.arange(min(offset, self.last), self.last + 1, self.stride)
 
+    def lanes(self, rows: int, offset: int = 0) -> list[Indices]:
+        """The starts of batches whose rows each continue the same row of the batch before.
 
-def rows_of(train: Train) -> int:
-    """How many windows make a batch."""
-    return train.batch_examples or max(1, train.batch_tokens // context_of(train))
-
-
-def context_of(train: Train) -> int:
-    return train.context or CONTEXT
-
-
-def lanes(symbols: int, windows: Windows, rows: int, offset: int = 0) -> list[Indices]:
-    """Where the windows of each batch begin; there are fewer lanes if the text is too short for so many."""
-    stride = windows.stride
-    offset = min(offset, max(0, symbols - 1 - stride))
-    room = symbols - 1 - offset
-    rows = max(1, min(rows, room // stride))
-    length = room // rows
-    firsts = offset + np.arange(rows) * length
-    return [firsts + start for start in range(0, max(1, length - stride + 1), stride)]
+        The stream is cut into `rows` lanes of equal length, fewer if it is too short for so many.
+        """
+        size, stride = self.last + self.length, self.stride
+        offset = min(offset, max(0, size - 1 - stride))
+        rest = size - 1 - offset
+        rows = max(1, min(rows, rest // stride))
+        length = rest // rows
+        firsts = offset + np.arange(rows) * length
+        return [firsts + start for start in range(0, max(1, length - stride + 1), stride)]
 
 
-def lm_windows(stream: Stream, context: int) -> Windows:
-    return Windows(stream, context + 1, context)
+class TextObjective(ABC):
+    """Makes batches of the windows of a stream."""
+
+    windows: Windows
+
+    @abstractmethod
+    def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None: ...
+
+    @abstractmethod
+    def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
+        """The batch of the windows at `starts`; random choices depend on the key."""
 
 
-class TokenMasking:
-    """Hides tokens in windows of a stream, marks included."""
+class CausalLM(TextObjective):
+    """Each token is predicted from those before it in its window."""
 
-    def __init__(self, stream: Stream, tokenizer: Tokenizer, config: Config, train: Train) -> None:
+    def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None:
+        self._stream = stream
+        self.windows = Windows(stream, context_of(train) + 1, context_of(train))
+
+    def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
+        length = self.windows.length
+        tokens = len(starts) * (length - 1)
+        return GlobalBatch(
+            len(starts), tokens, tokens, lambda part, total: lm_batch(self._stream.windows(starts[part], length), total)
+        )
+
+
+class TokenMasking(TextObjective):
+    """Masked tokens are predicted from their window, which has special tokens around it as the frame demands."""
+
+    def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None:
         if config.ids.mask is None:
-            raise UserError("this vocabulary has no token for what is hidden (ids.mask), which task masked needs")
-        self._stream, self._config, self._rate = stream, config, train.mask_rate
+            raise UserError("this vocabulary has no mask token (ids.mask), which task masked needs")
+        self._stream, self._ids, self._rate = stream, config.ids, train.mask_rate
         self._before, self._after = config.ids.around(config.frame)
-        self.before = len(self._before)
-        length = context_of(train) - self.before - len(self._after)
+        self.text_offset = len(self._before)  # position of the first token of the text in a row
+        length = context_of(train) - self.text_offset - len(self._after)
         if length < 1:
-            raise UserError(f"train.context: {context_of(train)} tokens leave no room for text beside the marks")
+            raise UserError(f"train.context: {context_of(train)} tokens leave no room for text beside special tokens")
         self.windows = Windows(stream, length, length)
-        self._text = text_ids(tokenizer.size, tokenizer.special)
+        self.text = text_ids(codec.source.size, codec.source.special)
 
-    def whole(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
-        """A batch in which what is hidden depends on the key."""
+    def rows(self, starts: Indices) -> Ids:
+        """The windows with special tokens around them, unmasked."""
         text = self._stream.windows(starts, self.windows.length)
-        before, after = (np.tile(np.asarray(mark, np.int64), (len(text), 1)) for mark in (self._before, self._after))
-        label = np.concatenate((before, text, after), axis=1)
-        read, chosen = mask_tokens(label, self._rate, self._config.ids, self._text, generator(*key))
-        tokens = max(1, int(chosen.sum()))
+        before, after = (np.tile(np.asarray(ids, np.int64), (len(text), 1)) for ids in (self._before, self._after))
+        return np.concatenate((before, text, after), axis=1)
+
+    def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
+        label = self.rows(starts)
+        read, chosen = mask_tokens(label, self._rate, self._ids, self.text, generator(*key))
         return GlobalBatch(
             len(starts),
-            tokens,
+            max(1, int(chosen.sum())),
             label.size,
             lambda part, total: masked_batch(read[part], label[part], chosen[part], total),
         )
 
 
-class SpanCorruption:
-    """Span corruption over windows of a stream."""
+class SpanCorruption(TextObjective):
+    """Masked spans are predicted one after the other, each after its sentinel."""
 
-    def __init__(self, stream: Stream, first: int, config: Config, train: Train) -> None:
-        """`first` is the token for the first masked span; those of the others count down from it."""
-        self._stream, self._config, self._train, self._first = stream, config, train, first
+    def __init__(self, stream: Stream, codec: Codec, config: Config, train: Train) -> None:
+        first = first_sentinel(codec, config)
+        if first is None:
+            raise UserError("this vocabulary has no sentinel tokens for masked spans, which task span needs")
+        self._stream, self._first, self._config, self._train = stream, first, config, train
         self.windows = Windows(stream, context_of(train), context_of(train))
         if self.windows.length < 2:
-            raise UserError("train.context: to mask_tokens a part of a text, it needs two tokens at least")
+            raise UserError("train.context: span corruption needs at least two tokens of text")
 
-    def places(self, rows: int, key: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-        """Where the masked spans of each row begin and end, which depends on the key."""
+    def spans(self, rows: int, key: tuple[int, ...]) -> list[Spans]:
+        """The masked spans of each row."""
         random, train, length = generator(*key), self._train, self.windows.length
         return [sample_spans(length, train.span_rate, train.span_mean, SENTINELS - 1, random) for _ in range(rows)]
 
-    def whole(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
+    def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         rows = self._stream.windows(starts, self.windows.length)
-        hidden = zip(rows, self.places(len(rows), key), strict=True)
-        pairs = [corrupt_spans(row, places, self._first) for row, places in hidden]
-        tokens = sum(len(said) + 1 for _, said in pairs)
-        symbols = tokens + sum(len(read) for read, _ in pairs)
-        return GlobalBatch(
-            len(pairs), tokens, symbols, lambda part, total: span_batch(pairs[part], self._config, total)
-        )
+        masked = zip(rows, self.spans(len(rows), key), strict=True)
+        pairs = [corrupt_spans(row, spans, self._first) for row, spans in masked]
+        tokens = sum(len(target) + 1 for _, target in pairs)
+        both = tokens + sum(len(read) for read, _ in pairs)
+        return GlobalBatch(len(pairs), tokens, both, lambda part, total: span_batch(pairs[part], self._config, total))
 
 
-EXTRA = "extra_id"  # how vocabularies from elsewhere name the tokens for masked spans
-
-
-def first_sentinel(codec: Codec, config: Config | None) -> int | None:
-    """The token for the first masked span, if a vocabulary has such tokens; the others count down from it."""
-    special = sorted(codec.target.special)
-    named = [index for index, piece in zip(special, codec.target.pieces(special), strict=True) if EXTRA in piece]
-    if named:
-        return named[-1]
-    if config is not None and config.target_vocab >= codec.target_vocab + SENTINELS:
-        return config.target_vocab - 1
-    return None
+TEXT_OBJECTIVES: Mapping[str, type[TextObjective]] = MappingProxyType(
+    {"lm": CausalLM, "masked": TokenMasking, "span": SpanCorruption}  # by task
+)

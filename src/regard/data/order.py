@@ -16,6 +16,11 @@ Lengths = NDArray[np.integer[Any]]
 WINDOW = 1 << 20  # examples sorted together; bounds the memory of sorting
 
 
+def generator(*key: int) -> np.random.Generator:
+    """Random numbers that depend on the key alone."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key))))
+
+
 def batches(
     source_lengths: Lengths,
     target_lengths: Lengths,
@@ -29,7 +34,7 @@ def batches(
     A batch holds at most `batch_examples` rows, and rows times the longest side at most `batch_tokens`; an example
     longer than that is a batch of its own. Lengths count the end token.
     """
-    random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+    random = generator(seed, epoch)
     shuffled = random.permutation(len(source_lengths))
     found: list[Indices] = []
     for start in range(0, len(shuffled), WINDOW):

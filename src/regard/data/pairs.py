@@ -19,6 +19,12 @@ from regard.text.learn import TokenizerChoice, choose, one_request, requests, sh
 from regard.text.tokenizer import Tokenizer
 
 NO_LABEL = "label that training does not have"
+VALID_EXAMPLES = "valid.jsonl"
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The validation examples that `make_pairs` wrote into `path`."""
+    return [Example(*json.loads(row)) for row in (path / VALID_EXAMPLES).read_bytes().split(b"\n")[:-1]]
 
 
 def make_pairs(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def make_pairs(recipe: Recipe, train: Source, valid: Source | None, path: Path, 
 
     examples = valid_writer.examples or []
     rows = "".join(json.dumps(example) + "\n" for example in examples)
-    (path / "valid.jsonl").write_bytes(rows.encode())
+    (path / VALID_EXAMPLES).write_bytes(rows.encode())
     notes.append(f"training: {train_writer.count:,} examples from {train.name}, {account.summary()}")
     notes.extend(filter(None, [train.hint(account)]))
     if valid:

@@ -268,6 +268,11 @@ class Stream:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def size(self) -> int:
+        """What is reported as the amount of data: characters."""
+        return self.characters
+
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Rows of `length` ids that begin at these places."""
         rows = [self._cut(int(start), int(start) + length) for start in starts]

@@ -194,13 +194,14 @@ class Source(NamedTuple):
 
     def place(self, number: int, file: int = 0) -> str:
         """Name a line."""
-        return f"{self._names()[file]}:{number}"
+        return f"{self.file_names[file]}:{number}"
 
     @property
     def name(self) -> str:
-        return " + ".join(self._names())
+        return " + ".join(self.file_names)
 
-    def _names(self) -> tuple[str, ...]:
+    @property
+    def file_names(self) -> tuple[str, ...]:
         return self.names or tuple(map(shown, self.paths))
 
     def read(self, account: LineCounter) -> Iterator[Located]:
@@ -237,7 +238,7 @@ class Source(NamedTuple):
             if source is None or target is None:
                 counts[source is None] = account.read + 1 + sum(1 for _ in (right if source is None else left))
                 counts[source is not None] = account.read
-                first, second = self._names()
+                first, second = self.file_names
                 raise UserError(
                     f"{first} has {counts[0]:,} lines but {second} has {counts[1]:,}; "
                     "parallel files need one line for one line"

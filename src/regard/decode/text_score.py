@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.data.objectives import SpanCorruption, TokenMasking, Windows, first_sentinel
+from regard.data.objectives import SpanCorruption, TokenMasking, Windows
 from regard.data.order import Indices
 from regard.data.plain import Stream
 from regard.errors import UserError
@@ -135,11 +135,11 @@ def score_masked(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores
     """Hide some tokens, the same ones every time, and score those."""
     text = ids[1:]
     stream = Stream.of(text, 0)
-    masks = TokenMasking(stream, run.codec.source, run.config, Train(context=context))
+    masks = TokenMasking(stream, run.codec, run.config, Train(context=context))
     judged = TokenScores(*(np.zeros(len(text)) for _ in TokenScores._fields))
     device = run.model.device
     for part in _parts(masks.windows, len(text), context):
-        whole = masks.whole(part, (0, 0, int(part[0])))
+        whole = masks.batch(part, (0, 0, int(part[0])))
         batch = whole.part(slice(None), whole.tokens).to(device)
         assert batch.keep_BT is not None
         with torch.inference_mode():
@@ -147,7 +147,7 @@ def score_masked(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores
             nll_BS, right_BS = _compare(run.model, x_BSD, batch.label_BT)
         for row, start in enumerate(part):
             keep = batch.keep_BT[row].cpu().numpy()
-            places = start + np.flatnonzero(keep) - masks.before
+            places = start + np.flatnonzero(keep) - masks.text_offset
             judged.nll[places], judged.right[places] = nll_BS[row, keep], right_BS[row, keep]
             judged.asked[places] = 1
     return judged
@@ -155,22 +155,20 @@ def score_masked(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores
 
 def score_spans(run: Run, ids: NDArray[np.uint32], context: int) -> TokenScores:
     """Hide some spans as in training, the same ones every time, and score what is to be said about them."""
-    first, recipe = first_sentinel(run.codec, run.config), recipe_of(run)
-    if first is None:
-        raise UserError(f"{run.path}: has no tokens that stand for masked spans of a text")
+    recipe = recipe_of(run)
     text = ids[1:]
     train = (Train() if recipe is None else recipe.train).model_copy(update={"context": context})
-    spans = SpanCorruption(Stream.of(text, 0), first, run.config, train)
+    spans = SpanCorruption(Stream.of(text, 0), run.codec, run.config, train)
     judged = TokenScores(*(np.zeros(len(text)) for _ in TokenScores._fields))
     device = run.model.device
     for part in _parts(spans.windows, len(text), context):
         key = (0, 0, int(part[0]))
-        whole = spans.whole(part, key)
+        whole = spans.batch(part, key)
         batch = whole.part(slice(None), whole.tokens).to(device)
         with torch.inference_mode():
             x_BTD = run.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
             nll_BT, right_BT = _compare(run.model, x_BTD, batch.label_BT)
-        for row, (start, hidden) in enumerate(zip(part, spans.places(len(part), key), strict=True)):
+        for row, (start, hidden) in enumerate(zip(part, spans.spans(len(part), key), strict=True)):
             places = [place for begin, end in hidden for place in (begin, *range(begin, end))]
             places += 2 * places[-1:]  # the token that closes the answer, and the end
             for numbers, found in zip(judged, (nll_BT[row], right_BT[row], np.ones(len(places))), strict=True):

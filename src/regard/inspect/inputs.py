@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.batch import Batch, TokenIds, collate, pad
 from regard.config import Config, PatchConfig
 from regard.data.images import Pictures, read_images
+from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
 from regard.data.plain import read_pieces
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError, one_of
@@ -189,7 +190,7 @@ def _cut_note(side: str, ids: Sequence[int], most: int) -> list[str]:
 
 BATCH_TOKENS = 4096
 STRETCH = 128  # tokens of a text that are read at once
-HIDE_EVERY = 7  # tokens, in models that guess hidden ones
+MASK_EVERY = 7  # tokens, in masked language models
 MOST_IMAGES = 64  # at once
 
 Material = Sequence[Example] | str | Pictures  # pairs or texts with labels, plain text, images with labels
@@ -297,30 +298,17 @@ def _text_batches(run: Run, text: str, tokens: int) -> list[Batch]:
     if config.encoder is None:
         length = min([STRETCH, len(ids), *limits])
         row = torch.tensor([config.start_id, *ids])
-        return [_next_symbols(part_BW) for part_BW in row.unfold(0, length + 1, length).split(max(1, tokens // length))]
+        return [lm_batch(part_BW) for part_BW in row.unfold(0, length + 1, length).split(max(1, tokens // length))]
     if config.ids.mask is None:
         raise UserError("this vocabulary has no token for what is hidden, by which heads of this model are judged")
     before, after = config.ids.around(config.frame)
     length = min([STRETCH, len(ids), *(limit - len(before + after) for limit in limits)])
     starts = range(0, len(ids) - length + 1, length)
     label_NW, _ = pad([[*before, *ids[start : start + length], *after] for start in starts], config.ids.pad)
-    return [_hidden_symbols(part_BW, run) for part_BW in label_NW.split(max(1, tokens // label_NW.shape[1]))]
-
-
-def _next_symbols(rows_BW: torch.Tensor) -> Batch:
-    label_BT = rows_BW[:, 1:].contiguous()
-    nothing_B0 = label_BT[:, :0]
-    return Batch(nothing_B0, None, rows_BW[:, :-1].contiguous(), label_BT, None, label_BT.numel(), label_BT.numel())
-
-
-def _hidden_symbols(label_BS: torch.Tensor, run: Run) -> Batch:
-    """Every so manieth token is hidden, in each row from another place; marks stay in sight."""
-    place_BS = torch.arange(label_BS.shape[1]) + torch.arange(len(label_BS)).unsqueeze(1)
-    special = torch.tensor(sorted(run.codec.source.special))
-    hide_BS = (place_BS % HIDE_EVERY == HIDE_EVERY // 2) & ~torch.isin(label_BS, special)
-    source_BS = label_BS.masked_fill(hide_BS, run.config.ids.mask or 0)
-    count = int(hide_BS.sum())
-    return Batch(source_BS, None, source_BS[:, :0], label_BS, hide_BS, count, count)
+    known = text_ids(run.codec.source.size, run.codec.source.special)
+    parts = [part_BW.numpy() for part_BW in label_NW.split(max(1, tokens // label_NW.shape[1]))]
+    masked = [mask_every(part_BW, MASK_EVERY, config.ids, known) for part_BW in parts]
+    return [masked_batch(read, part, chosen) for part, (read, chosen) in zip(parts, masked, strict=True)]
 
 
 # Images
@@ -333,7 +321,7 @@ def _image_batches(run: Run, pictures: Pictures) -> list[Batch]:
     for label in pictures.labels:
         if label not in known:
             raise one_of("label", label, known)
-    pixels = pictures.images_NCHW if run.pixels is None else run.pixels(pictures.images_NCHW)
-    images, labels = torch.from_numpy(pixels).float(), torch.tensor([[known[label]] for label in pictures.labels])
-    parts = zip(images.split(MOST_IMAGES), labels.split(MOST_IMAGES), strict=True)
-    return [Batch(x, None, y[:, :0], y, None, len(y), len(y)) for x, y in parts]
+    scaled = pictures.images_NCHW if run.pixels is None else run.pixels(pictures.images_NCHW)
+    labels = np.asarray([known[label] for label in pictures.labels])
+    starts = range(0, len(labels), MOST_IMAGES)
+    return [image_batch(scaled[at : at + MOST_IMAGES], labels[at : at + MOST_IMAGES]) for at in starts]

@@ -9,15 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from regard.config import Config
-from regard.data.corpus import Corpus
-from regard.data.images import Images
-from regard.data.plain import Stream
-from regard.data.prepare import AnyPrepared, Prepared, PreparedImages, open_prepared, prepare
+from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.decode.alignment import choose_heads, save_heads
 from regard.device import choose_device, cores, tune_allocator, usable_precision
 from regard.errors import UserError
@@ -186,8 +183,7 @@ def _set_up_new(recipe: Recipe, path: Path, base: BaseRun | None, talk: Reporter
     except OSError as error:
         raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
     save_recipe(recipe, path)
-    pixels = prepared.pixels if isinstance(prepared, PreparedImages) else None
-    made = RunConfig(model=config, text=codec.config, task=recipe.task, labels=prepared.labels, pixels=pixels)
+    made = RunConfig(model=config, text=codec.config, task=recipe.task, labels=prepared.labels, pixels=prepared.pixels)
     write_json(path / "config.json", made.model_dump(mode="json"))
     return recipe
 
@@ -210,9 +206,9 @@ def _train(recipe: Recipe, path: Path, world: ProcessGroup, talk: Reporter) -> T
     if train.l0:
         gate_heads(model)
     validation: Validate = make_validation(recipe, prepared, model.config, world)
-    if isinstance(prepared, Prepared) and recipe.task == "pairs":
+    if recipe.task == "pairs":
         validation = Validation(prepared, recipe, model, world)
-    sizes = _size(prepared.train), _size(prepared.valid)
+    sizes = prepared.train.size, prepared.valid.size
     start = {
         "preset": recipe.preset,
         "parameters": parameters,
@@ -244,7 +240,7 @@ def _train(recipe: Recipe, path: Path, world: ProcessGroup, talk: Reporter) -> T
         best = progress.best
         if train.l0 and best is not None:
             talk.say(cut_shut_heads(path, path / TRAINING / UNCUT))
-        if best is not None and isinstance(prepared, Prepared) and recipe.task == "pairs":
+        if best is not None and recipe.task == "pairs":
             # Alignments are asked of the heads that align best on examples not trained on.
             save_heads(path, choose_heads(Run.load(path), prepared.valid_examples))
         kept = "" if best is None else f": {score(train.metric, best.value)} on the validation examples"
@@ -252,11 +248,6 @@ def _train(recipe: Recipe, path: Path, world: ProcessGroup, talk: Reporter) -> T
 
     progress = Trainer(model, train, feed, validation, path, world, talk, conclude).run(start)
     return TrainingReport(path, progress, train.metric, parameters)
-
-
-def _size(part: Corpus | Stream | Images) -> int:
-    """How much there is: examples, or characters of plain text."""
-    return part.characters if isinstance(part, Stream) else len(part)
 
 
 def main() -> None:
@@ -276,7 +267,7 @@ if __name__ == "__main__":
     main()
 
 
-def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Reporter) -> Recipe:
+def resolve(recipe: Recipe, prepared: Prepared[Any], talk: Reporter) -> Recipe:
     """Fill in what the recipe leaves open, and say so."""
     train, text = recipe.train, recipe.text
     device = choose_device(train.device)
@@ -287,7 +278,7 @@ def resolve(recipe: Recipe, prepared: AnyPrepared, talk: Reporter) -> Recipe:
     changes["precision"] = usable_precision(train.precision, device, talk.say)
     name = recipe.preset
     if name == "auto" and train.start_from is None:
-        if isinstance(prepared, Prepared) and recipe.task == "pairs":
+        if recipe.task == "pairs":
             corpus = prepared.train
             symbols = int(corpus.source_lengths.sum() + corpus.target_lengths.sum())
             name, reason = choose_preset(len(corpus), symbols, device.type)

@@ -5,27 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-import numpy as np
-
 from regard.batch import Batch, GlobalBatch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
 from regard.data.images import Images, Pixels
-from regard.data.objectives import (
-    Rows,
-    SpanCorruption,
-    TokenMasking,
-    Windows,
-    context_of,
-    generator,
-    image_batch,
-    lanes,
-    lm_batch,
-    lm_windows,
-    rows_of,
-)
-from regard.data.order import Indices, batches
-from regard.data.plain import Stream
+from regard.data.objectives import TextObjective, image_batch, rows_of
+from regard.data.order import Indices, batches, generator
 from regard.recipe import Train
 from regard.training.distributed import ProcessGroup
 
@@ -118,9 +103,8 @@ class ImageLoader(DataLoader):
         self._pixels = pixels
 
     def _cut(self, epoch: int) -> list[Indices]:
-        random = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._train.seed, epoch])))
         rows = self._train.batch_examples or 64
-        order = random.permutation(len(self._images))
+        order = generator(self._train.seed, epoch).permutation(len(self._images))
         return [order[start : start + rows] for start in range(0, len(order), rows)]
 
     def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
@@ -128,63 +112,30 @@ class ImageLoader(DataLoader):
             len(rows),
             len(rows),
             len(rows),
-            lambda part, total: image_batch(self._images, self._pixels, rows[part], total),
+            lambda part, total: image_batch(*self._images.read(rows[part], self._pixels), total),
         )
 
 
 class WindowLoader(DataLoader):
     """Windows in random order. Where the first one begins differs by epoch, so that every token gets every context."""
 
-    def __init__(self, stream: Stream, windows: Windows, train: Train, world: ProcessGroup) -> None:
+    def __init__(self, objective: TextObjective, train: Train, world: ProcessGroup) -> None:
         super().__init__(train, world)
-        self._stream = stream
-        self._windows = windows
+        self._objective = objective
 
     def _cut(self, epoch: int) -> list[Indices]:
-        random, rows = generator(self._train.seed, epoch), rows_of(self._train)
-        starts = random.permutation(self._windows.starts(int(random.integers(self._windows.stride))))
+        random, rows, windows = generator(self._train.seed, epoch), rows_of(self._train), self._objective.windows
+        starts = random.permutation(windows.starts(int(random.integers(windows.stride))))
         return [starts[at : at + rows] for at in range(0, len(starts), rows)]
 
-    def _read(self, starts: Indices) -> Rows:
-        return self._stream.windows(starts, self._windows.length)
-
-
-class LmLoader(WindowLoader):
-    """Each token is predicted from those before it in its window."""
-
-    def __init__(self, stream: Stream, train: Train, world: ProcessGroup) -> None:
-        super().__init__(stream, lm_windows(stream, context_of(train)), train, world)
-
     def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
-        tokens = len(rows) * (self._windows.length - 1)
-        return GlobalBatch(len(rows), tokens, tokens, lambda part, total: lm_batch(self._read(rows[part]), total))
+        return self._objective.batch(rows, (self._train.seed, epoch, batch))
 
 
-class SegmentLoader(LmLoader):
+class SegmentLoader(WindowLoader):
     """The stream in lanes side by side: a row of a batch goes on where the same row of the batch before ended."""
 
     def _cut(self, epoch: int) -> list[Indices]:
-        offset = int(generator(self._train.seed, epoch).integers(self._windows.stride))
-        return lanes(len(self._stream), self._windows, rows_of(self._train), offset)
-
-
-class MaskedLoader(WindowLoader):
-    """Hidden tokens are predicted from all that is around them."""
-
-    def __init__(self, masks: TokenMasking, stream: Stream, train: Train, world: ProcessGroup) -> None:
-        super().__init__(stream, masks.windows, train, world)
-        self._masks = masks
-
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
-        return self._masks.whole(rows, (self._train.seed, epoch, batch))
-
-
-class SpanLoader(WindowLoader):
-    """Hidden spans are said one after the other."""
-
-    def __init__(self, spans: SpanCorruption, stream: Stream, train: Train, world: ProcessGroup) -> None:
-        super().__init__(stream, spans.windows, train, world)
-        self._spans = spans
-
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
-        return self._spans.whole(rows, (self._train.seed, epoch, batch))
+        windows = self._objective.windows
+        offset = int(generator(self._train.seed, epoch).integers(windows.stride))
+        return windows.lanes(rows_of(self._train), offset)

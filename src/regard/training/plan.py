@@ -5,25 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from regard.config import Config, parse
-from regard.data.objectives import SENTINELS, SpanCorruption, TokenMasking, context_of, first_sentinel
-from regard.data.prepare import AnyPrepared, Prepared, PreparedImages, PreparedText
+from regard.data.objectives import SENTINELS, TEXT_OBJECTIVES, context_of, first_sentinel
+from regard.data.prepare import Prepared
 from regard.errors import UserError
 from regard.presets import PRESETS, fitting, merge, preset, refuse_unread
 from regard.recipe import Recipe
 from regard.run import RunConfig
 from regard.tasks import TASKS
 from regard.training.distributed import ProcessGroup
-from regard.training.loader import (
-    CorpusLoader,
-    DataLoader,
-    ImageLoader,
-    LmLoader,
-    MaskedLoader,
-    SegmentLoader,
-    SpanLoader,
-)
+from regard.training.loader import CorpusLoader, DataLoader, ImageLoader, SegmentLoader, WindowLoader
 from regard.training.trainer import Validate
-from regard.training.validation import LmValid, corpus_valid, hidden_valid, image_valid
+from regard.training.validation import LmValid, corpus_valid, image_valid, text_valid
 
 Table = dict[str, Any]
 
@@ -35,7 +27,7 @@ STACKS = {
 MOST_PATCHES = 64  # that a square size is chosen for
 
 
-def model_config(recipe: Recipe, prepared: AnyPrepared, base: RunConfig | None) -> Config:
+def model_config(recipe: Recipe, prepared: Prepared[Any], base: RunConfig | None) -> Config:
     """The model of a recipe: a preset, or that of the run to start from, made to fit the data."""
     changes = recipe.model
     if base is not None:
@@ -101,7 +93,7 @@ def _which(recipe: Recipe) -> str:
     return recipe.train.start_from or f"preset {recipe.preset}"
 
 
-def _needs(recipe: Recipe, prepared: AnyPrepared, base: Config | None) -> Table:
+def _needs(recipe: Recipe, prepared: Prepared[Any], base: Config | None) -> Table:
     """What the task and its data decide about a model."""
     task, codec = recipe.task, prepared.codec
     needs: Table = {} if base is not None else {"ids": codec.ids.model_dump(), "frame": codec.frame}
@@ -114,7 +106,7 @@ def _needs(recipe: Recipe, prepared: AnyPrepared, base: Config | None) -> Table:
         needs |= {"output": "classes", "classes": len(prepared.labels), "output_bias": True}
     if task == "classify" and base is None:
         needs["pooler"] = True
-    if isinstance(prepared, PreparedImages):
+    if TASKS[recipe.task].reads == "images":
         channels, height, width = prepared.train.shape
         size = _square(height, width)
         if base is None or base.patches is None:
@@ -132,11 +124,11 @@ def _square(height: int, width: int) -> int:
     return few[0] if few else sides[-1] if sides else 1
 
 
-def _lengths(recipe: Recipe, prepared: AnyPrepared) -> dict[str, int]:
+def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
     """The longest row that each tower has to read."""
-    if isinstance(prepared, PreparedText):
+    if TASKS[recipe.task].plain_text:
         return dict.fromkeys(("encoder", "decoder"), context_of(recipe.train))
-    if isinstance(prepared, PreparedImages):
+    if TASKS[recipe.task].reads == "images":
         return {}
     sides = {"encoder": "source_lengths", "decoder": "target_lengths"}
     corpora = prepared.train, prepared.valid
@@ -154,7 +146,7 @@ def _longer(config: Config, recipe: Recipe, lengths: dict[str, int]) -> Table:
     }
 
 
-def _check(config: Config, recipe: Recipe, prepared: AnyPrepared) -> None:
+def _check(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
     """Say what does not fit together, before anything is trained."""
     task, which = recipe.task, _which(recipe)
     if (config.patches is not None) != (task == "image"):
@@ -169,7 +161,7 @@ def _check(config: Config, recipe: Recipe, prepared: AnyPrepared) -> None:
                 f"{setting}: rows of {longest} tokens are more than the {most} positions of the {name}; "
                 f"lower it, or raise model.{name}.max_length"
             )
-    if isinstance(prepared, PreparedImages):
+    if TASKS[recipe.task].reads == "images":
         assert config.patches is not None
         patches = config.patches
         ours = (patches.channels, patches.height, patches.width)
@@ -180,37 +172,28 @@ def _check(config: Config, recipe: Recipe, prepared: AnyPrepared) -> None:
             )
 
 
-def make_loader(recipe: Recipe, prepared: AnyPrepared, config: Config, world: ProcessGroup) -> DataLoader:
+def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config, world: ProcessGroup) -> DataLoader:
     """The training data as steps."""
-    train, task = recipe.train, recipe.task
-    if isinstance(prepared, Prepared):
-        return CorpusLoader(prepared.train, config, train, world)
-    if isinstance(prepared, PreparedImages):
+    train, reads = recipe.train, TASKS[recipe.task].reads
+    if reads == "text":
+        objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, train)
+        return (SegmentLoader if config.has_memory else WindowLoader)(objective, train, world)
+    if reads == "images":
+        assert prepared.pixels is not None
         return ImageLoader(prepared.train, prepared.pixels, train, world)
-    stream = prepared.train
-    if task == "lm":
-        return SegmentLoader(stream, train, world) if config.has_memory else LmLoader(stream, train, world)
-    if task == "masked":
-        return MaskedLoader(TokenMasking(stream, prepared.codec.source, config, train), stream, train, world)
-    return SpanLoader(_spans(prepared, recipe, config, valid=False), stream, train, world)
+    return CorpusLoader(prepared.train, config, train, world)
 
 
-def make_validation(recipe: Recipe, prepared: AnyPrepared, config: Config, world: ProcessGroup) -> Validate:
+def make_validation(recipe: Recipe, prepared: Prepared[Any], config: Config, world: ProcessGroup) -> Validate:
     """The validation data as scores; for pairs the loss alone."""
     train, task = recipe.train, recipe.task
-    if isinstance(prepared, PreparedImages):
+    scores = ("loss", "accuracy") if task in ("classify", "masked") else ("loss",)
+    if TASKS[task].reads == "text":
+        objective = TEXT_OBJECTIVES[task](prepared.valid, prepared.codec, config, train)
+        if task == "lm":
+            return LmValid(prepared.valid, objective, config, train, world)
+        return text_valid(objective, config, train, world, scores)
+    if TASKS[task].reads == "images":
+        assert prepared.pixels is not None
         return image_valid(prepared.valid, prepared.pixels, train.batch_examples or 64, world)
-    if isinstance(prepared, Prepared):
-        scores = ("loss", "accuracy") if task == "classify" else ("loss",)
-        return corpus_valid(prepared.valid, config, train.batch_tokens, world, scores)
-    if task == "lm":
-        return LmValid(prepared.valid, config, train, world)
-    if task == "masked":
-        return hidden_valid(TokenMasking(prepared.valid, prepared.codec.source, config, train), train, world)
-    return hidden_valid(_spans(prepared, recipe, config, valid=True), train, world)
-
-
-def _spans(prepared: PreparedText, recipe: Recipe, config: Config, valid: bool) -> SpanCorruption:
-    first = first_sentinel(prepared.codec, config)
-    assert first is not None
-    return SpanCorruption(prepared.valid if valid else prepared.train, first, config, recipe.train)
+    return corpus_valid(prepared.valid, config, train.batch_tokens, world, scores)

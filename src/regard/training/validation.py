@@ -9,20 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regard.batch import Batch, GlobalBatch
+from regard.batch import Batch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
 from regard.data.images import Images, Pixels
-from regard.data.objectives import (
-    SpanCorruption,
-    TokenMasking,
-    context_of,
-    image_batch,
-    lanes,
-    lm_batch,
-    lm_windows,
-    rows_of,
-)
+from regard.data.objectives import TextObjective, image_batch, rows_of
 from regard.data.order import Indices, batches
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared
@@ -91,49 +82,44 @@ def image_valid(images: Images, pixels: Pixels, rows: int, world: ProcessGroup) 
     order = spread(len(images), LOSS_EXAMPLES)
     return Valid(
         [order[at : at + rows] for at in range(0, len(order), rows)],
-        lambda batch: image_batch(images, pixels, batch),
+        lambda batch: image_batch(*images.read(batch, pixels)),
         ("loss", "accuracy"),
         world,
     )
 
 
-def hidden_valid(hiding: TokenMasking | SpanCorruption, train: Train, world: ProcessGroup) -> Valid:
-    """On text of which always the same is hidden."""
-    starts = hiding.windows.starts()
-    starts = starts[spread(len(starts), max(1, LOSS_SYMBOLS // hiding.windows.length))]
-    rows = rows_of(train)
+def text_valid(
+    objective: TextObjective, config: Config, train: Train, world: ProcessGroup, scores: Sequence[str] = ("loss",)
+) -> Valid:
+    """On plain text; the same tokens are masked every time."""
+    windows, rows = objective.windows, rows_of(train)
+    most = max(1, LOSS_SYMBOLS // windows.stride)
+    if config.has_memory:  # lanes that are read from their beginning
+        cut = windows.lanes(rows)[: max(1, most // rows)]
+    else:
+        starts = windows.starts()
+        starts = starts[spread(len(starts), most)]
+        cut = [starts[at : at + rows] for at in range(0, len(starts), rows)]
 
     def make(batch: Indices) -> Batch:
-        whole: GlobalBatch = hiding.whole(batch, (0, 0, int(batch[0])))
+        whole = objective.batch(batch, (0, 0, int(batch[0])))
         return whole.part(slice(None), whole.tokens)
 
-    scores = ("loss", "accuracy") if isinstance(hiding, TokenMasking) else ("loss",)
-    return Valid([starts[at : at + rows] for at in range(0, len(starts), rows)], make, scores, world)
+    return Valid(cut, make, scores, world)
 
 
 class LmValid:
     """The loss on plain text, and what it means: perplexity per token, bits per character."""
 
-    def __init__(self, stream: Stream, config: Config, train: Train, world: ProcessGroup) -> None:
-        windows, rows = lm_windows(stream, context_of(train)), rows_of(train)
-        most = max(1, LOSS_SYMBOLS // windows.stride)
-        if config.has_memory:  # lanes that are read from their beginning
-            cut = lanes(len(stream), windows, rows)[: max(1, most // rows)]
-        else:
-            starts = windows.starts()
-            starts = starts[spread(len(starts), most)]
-            cut = [starts[at : at + rows] for at in range(0, len(starts), rows)]
-
-        def make(batch: Indices) -> Batch:
-            text = stream.windows(batch, windows.length)
-            return lm_batch(text, text.size - len(text))
-
-        self._valid = Valid(cut, make, ("loss",), world)
-        self._symbols_per_character = (len(stream) - 1) / max(1, stream.characters)
+    def __init__(
+        self, stream: Stream, objective: TextObjective, config: Config, train: Train, world: ProcessGroup
+    ) -> None:
+        self._valid = text_valid(objective, config, train, world)
+        self._tokens_per_character = (len(stream) - 1) / max(1, stream.characters)
 
     def __call__(self, model: Model) -> Scores:
         loss = self._valid(model)["loss"]
-        bits = loss / math.log(2) * self._symbols_per_character
+        bits = loss / math.log(2) * self._tokens_per_character
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "bits_per_char": bits}
 
 
@@ -143,7 +129,7 @@ DECODED_EXAMPLES = 1_000  # validated by decoding, at most
 class Validation:
     """Scores a model on the validation examples, each process on its share."""
 
-    def __init__(self, prepared: Prepared, recipe: Recipe, model: Model, world: ProcessGroup) -> None:
+    def __init__(self, prepared: Prepared[Corpus], recipe: Recipe, model: Model, world: ProcessGroup) -> None:
         self._codec = prepared.codec
         self._metric = recipe.train.metric
         self._world = world

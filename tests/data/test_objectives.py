@@ -14,7 +14,6 @@ from regard.config import Config, SpecialIds, Stack
 from regard.data.objectives import (
     SENTINELS,
     corrupt_spans,
-    generator,
     lm_batch,
     mask_tokens,
     masked_batch,
@@ -22,6 +21,7 @@ from regard.data.objectives import (
     span_batch,
     text_ids,
 )
+from regard.data.order import generator
 
 IDS = SpecialIds(mask=4)
 TEXT = text_ids(60, frozenset({0, 1, 2, 3, 4, 31}))
