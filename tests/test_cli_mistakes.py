@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard.presets import PRESETS, unread
+from regard.presets import PRESETS, unused_changes
 from toykit import call, small
 
 
@@ -67,15 +67,15 @@ def test_the_command_line_is_named_beside_the_recipe(toy, tmp_path):
 def test_what_recurrent_towers_do_not_read():
     rnn = PRESETS["rnn-luong"]
     read = {"layers": 3, "width": 8, "dropout": 0.1, "position": "none"}
-    assert unread(rnn, {"encoder": read, "decoder": read | {"score": "dot", "max_length": 9}}) == []
-    assert unread(rnn, {"encoder": {"score": "dot"}}) == [("encoder", "score")]
-    assert unread(rnn, {"encoder": {"score": "dot"}, "decoder": {"score": "dot"}}) == []  # one tower reads it
-    assert unread(rnn, {"encoder": {"ff": 8}, "decoder": {"ff": 8}}) == [("encoder", "ff"), ("decoder", "ff")]
+    assert unused_changes(rnn, {"encoder": read, "decoder": read | {"score": "dot", "max_length": 9}}) == []
+    assert unused_changes(rnn, {"encoder": {"score": "dot"}}) == [("encoder", "score")]
+    assert unused_changes(rnn, {"encoder": {"score": "dot"}, "decoder": {"score": "dot"}}) == []  # one tower reads it
+    assert unused_changes(rnn, {"encoder": {"ff": 8}, "decoder": {"ff": 8}}) == [("encoder", "ff"), ("decoder", "ff")]
     mixed = {"encoder": {"heads": 4}, "decoder": {"heads": 4, "mixer": "gru"}}
-    assert unread(PRESETS["transformer-tiny"], mixed) == []
+    assert unused_changes(PRESETS["transformer-tiny"], mixed) == []
     mixed["decoder"]["heads"] = 2
-    assert unread(PRESETS["transformer-tiny"], mixed) == [("decoder", "heads")]
-    assert unread(PRESETS["transformer-tiny"], {"encoder": {"heads": 4, "norm": "rms"}}) == []
+    assert unused_changes(PRESETS["transformer-tiny"], mixed) == [("decoder", "heads")]
+    assert unused_changes(PRESETS["transformer-tiny"], {"encoder": {"heads": 4, "norm": "rms"}}) == []
 
 
 def test_another_preset_than_the_recipes(toy, tmp_path):

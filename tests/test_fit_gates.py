@@ -11,8 +11,8 @@ import torch
 from regard.decode.generate import generate
 from regard.errors import UserError
 from regard.inspect.prune import gate_heads, restore_uncut
-from regard.model import Model, attentions
-from regard.nn.gates import gated
+from regard.model import Model
+from regard.nn.gates import head_gates
 from regard.presets import preset
 from regard.recipe import load_recipe
 from regard.run import Run, weights_of
@@ -45,14 +45,14 @@ def recipe(pairs: Path, **train: Any) -> Any:
 
 
 def heads(run: Run) -> int:
-    return sum(attention.heads for attention in attentions(run.model).values())
+    return sum(attention.heads for attention in run.model.attentions().values())
 
 
 def test_pressure_removes_heads_for_real(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     fit(recipe(pairs, steps=40, l0=30.0, ema=0.5), out, talk=SilentReporter())
     run = Run.load(out)
-    assert heads(run) < 12 and not gated(run.model)
+    assert heads(run) < 12 and not head_gates(run.model)
     assert run.config.encoder is not None and run.config.encoder.kept_heads is not None
     small = run.model.size
     with torch.no_grad():

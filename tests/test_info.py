@@ -176,7 +176,7 @@ def test_cache_is_what_decoding_holds():
     for _ in range(3):
         _, state = model.step(torch.zeros(1, dtype=torch.int64), state)
     held = sum(x.numel() * 4 for memory in state.layers for x in memory)
-    source = sum(x.numel() * 4 for kv in state.source.keys for x in kv)
+    source = sum(x.numel() * 4 for kv in state.source.layers for x in kv)
     per_source, per_target = cache_bytes(model)
     assert (source, held) == (5 * per_source, 3 * per_target)
 

@@ -151,7 +151,7 @@ def test_parts_add_up_to_the_whole(name: str) -> None:
         objective.zero_grad()
         values = []
         for part in parts:
-            objective.carried = None
+            objective.segment_memory = None
             found = objective(batch(part, name))
             found.smoothed.backward()
             values.append(torch.stack([found.smoothed.detach(), found.nll, found.correct]))
@@ -181,7 +181,7 @@ def test_half_precision_runs_and_is_near(name: str) -> None:
     half.smoothed.backward()
     assert half.smoothed.dtype == torch.float32
     assert all(p.grad.isfinite().all() for p in objective.parameters() if p.grad is not None)
-    objective.carried = None
+    objective.segment_memory = None
     assert half.smoothed.item() == pytest.approx(objective(whole).smoothed.item(), rel=0.05)
 
 
@@ -238,14 +238,14 @@ def test_a_language_model_reads_on() -> None:
 
     whole, objective = losses(Objective(model), 12).sum(), Objective(model)
     torch.testing.assert_close(losses(objective, 4, 4, 4).sum(), whole, atol=1e-4, rtol=1e-5)
-    assert objective.carried is not None and objective.carried[0].shape[1] == 12
+    assert objective.segment_memory is not None and objective.segment_memory[0].shape[1] == 12
     first = losses(Objective(model), 4, 4, 4)[0]
     assert losses(objective, 4, 4, 4)[0] != first  # still remembers
-    objective.carried = None
+    objective.segment_memory = None
     torch.testing.assert_close(losses(objective, 4, 4, 4)[0], first)
 
 
-def test_vectors_alone_are_nothing_to_train_for() -> None:
+def test_a_model_without_an_output_layer_cannot_be_trained() -> None:
     model = Model(shrunk("bert-base", VOCAB, {"output": "none", "output_bias": False}))
-    with pytest.raises(ValueError, match="without a prediction layer"):
+    with pytest.raises(ValueError, match="without an output layer"):
         Objective(model)(batch(name="bert-base"))

@@ -34,10 +34,10 @@ def trained(remembers: bool) -> Model:
     objective = Objective(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(18):
-        objective.carried = None
+        objective.segment_memory = None
         for segment_BT in segments(stream(13, epoch)):
             if not remembers:
-                objective.carried = None
+                objective.segment_memory = None
             batch = Batch(segment_BT[:, :0], None, segment_BT[:, :-1], segment_BT[:, 1:], None, 1, 1)
             optimizer.zero_grad()
             (objective(batch).smoothed / batch.label_BT.numel()).backward()

@@ -21,7 +21,7 @@ from regard.errors import UserError
 from regard.inspect.importance import loss, silencing
 from regard.inspect.inputs import batches_of, make_batches
 from regard.inspect.prune import Amount, by_attention, cut, greedy_order, heads_of, how_many, ranking, removable
-from regard.model import Model, attentions, head_numbers
+from regard.model import Model
 from regard.nn.hooks import patch
 from regard.run import Run
 from regard.text.codec import Example
@@ -84,7 +84,7 @@ def test_pruned_is_masked_for_any_heads_and_twice(data: st.DataObject, kv_heads:
     model = tiny(kv_heads=kv_heads, position="alibi")
     for _ in range(2):
         removed = {}
-        for name, attention in attentions(model).items():
+        for name, attention in model.attentions().items():
             gone = data.draw(st.sets(st.integers(0, attention.heads - 1), max_size=attention.heads - 1))
             if gone:
                 removed[name] = sorted(gone)
@@ -101,7 +101,7 @@ def test_the_config_says_which_heads_are_left(tmp_path: Path) -> None:
     assert small.config.decoder.kept_cross_heads == ((3,), (0, 1, 2, 3))
     assert small.config.encoder.kept_cross_heads is None
     again = cut(small, {"encoder.blocks.0.attention": [0]})
-    assert head_numbers(again, "encoder.blocks.0.attention") == (2,)
+    assert again.attentions()["encoder.blocks.0.attention"].head_numbers == (2,)
     Run(small.config, run.codec, small, tmp_path).save(tmp_path / "small")
     loaded = Run.load(tmp_path / "small")
     assert isinstance(loaded.config, Config) and loaded.config == small.config
@@ -160,7 +160,7 @@ def test_the_curve_begins_whole_and_ends_bare() -> None:
     curve = quality_curve(model, batches, order)
     assert curve[0][0] == 0 and curve[-1][0] == len(order) == 24 - 6
     small = cut(model, by_attention(order))
-    assert all(attention.heads == 1 for attention in attentions(small).values())
+    assert all(attention.heads == 1 for attention in small.attentions().values())
     assert curve[-1][1] == pytest.approx(loss(small, batches), abs=1e-5)
 
 
@@ -220,7 +220,7 @@ def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Pa
     assert loaded.config == smaller.config and loaded.labels == run.labels and loaded.pixels == run.pixels
     batches = batches_of(loaded, held_out)
     assert loss(loaded.model, batches) == pytest.approx(report.after.loss, abs=1e-5)
-    silenced = {name: [0, 2] for name in attentions(run.model)}
+    silenced = {name: [0, 2] for name in run.model.attentions()}
     assert loss(cut(run.model, silenced), batches) == pytest.approx(loss(run.model, batches, silenced), abs=1e-5)
 
 
@@ -247,7 +247,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     save(smaller, report, tmp_path / "small", run.path)
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config
-    kept = head_numbers(loaded.model, "decoder.blocks.0.cross")
+    kept = loaded.model.attentions()["decoder.blocks.0.cross"].head_numbers
     assert load_heads(tmp_path / "small") == tuple((0, index) for index in range(len(kept)))
 
 

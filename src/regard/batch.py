@@ -1,4 +1,4 @@
-"""A batch: padded ids and the masks that say what is real."""
+"""A batch: padded ids with keep-masks, which are False at padding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class Batch(NamedTuple):
-    """Examples side by side. A keep-mask is None when nothing is padded: the fast paths like to know."""
+    """Examples as padded rows. A keep-mask is None when nothing is padded, which selects fast paths."""
 
     source_BS: Tensor
     source_keep_BS: Tensor | None
     input_BT: Tensor  # start token, then the target without its end
     label_BT: Tensor  # the target with its end; the padding token where keep_BT is False
     keep_BT: Tensor | None
-    tokens: int  # real labels here
-    total: int  # real labels in the whole step, over all processes and accumulated batches: what the loss is divided by
+    tokens: int  # labels of this batch, without padding
+    total: int  # labels of the step, over all processes and accumulated batches: the divisor of the loss
 
     def to(self, device: torch.device | str) -> Batch:
         moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)}
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 def pad(rows: Sequence[TokenIds], fill: int) -> tuple[Tensor, Tensor | None]:
-    """Put rows of ids into one tensor, with the mask of what is real (None if all is)."""
+    """Rows of ids as one tensor, and its keep-mask (None if nothing is padded)."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     keep = np.arange(lengths.max(initial=0)) < lengths[:, None]
     table = np.full(keep.shape, fill, dtype=np.int64)
@@ -42,7 +42,7 @@ def pad(rows: Sequence[TokenIds], fill: int) -> tuple[Tensor, Tensor | None]:
 def collate(
     sources: Sequence[TokenIds], targets: Sequence[TokenIds], config: Config, total: int | None = None
 ) -> Batch:
-    """Make a batch of source and target ids, each row ending in the end token."""
+    """A batch of source and target ids, each row ending in the end token."""
     source_BS, source_keep_BS = pad(sources, config.ids.pad)
     label_BT, keep_BT = pad(targets, config.ids.pad)
     input_BT = label_BT.roll(1, dims=1)
@@ -54,9 +54,9 @@ def collate(
 
 
 class GlobalBatch(NamedTuple):
-    """A batch before it is shared: its numbers, and a function (rows, labels of the step) that makes a part of it."""
+    """The batch of all processes: its counts, and a function (rows, labels of the step) that builds a part of it."""
 
     examples: int
-    tokens: int
-    symbols: int
+    tokens: int  # labels
+    all_tokens: int  # of source and target
     part: Callable[[slice, int], Batch]

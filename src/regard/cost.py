@@ -16,7 +16,7 @@ from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.lsh import LSHAttention
-from regard.presets import PRESETS, preset, refuse_unread
+from regard.presets import PRESETS, preset, refuse_unused
 from regard.recipe import Train, load_recipe
 
 
@@ -302,7 +302,7 @@ def configure(tables: dict[str, Any], vocab: int | None, where: str) -> tuple[Co
         for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
     )
     config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
-    refuse_unread(PRESETS[recipe.preset], recipe.model)
+    refuse_unused(PRESETS[recipe.preset], recipe.model)
     return config, recipe.train
 
 

@@ -1,4 +1,4 @@
-"""The machine: its cores, its devices, its allocator, and what its processor can do."""
+"""The machine: cores, devices, the memory allocator, support for bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tune_allocator() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such token
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such symbol
     except (OSError, AttributeError):
         return False
     large = 1 << 30

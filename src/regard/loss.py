@@ -1,4 +1,4 @@
-"""The training objective: a sum over tokens, divided once by the count of the whole step, however that is split."""
+"""The training objective: a sum over tokens, which the step divides once by its number of tokens over all processes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from regard.model import Model
 from regard.nn.gates import expected_open
 from regard.nn.transformer import SegmentMemory
 
-# Logits worked on at once: few enough to stay in the cache. Writing all logits of a step to memory, reading them back
-# for the softmax and again for its gradient, is what a small model with a large vocabulary spends its time on.
+# Logits computed at once: few enough to stay in the CPU cache. A small model with a large vocabulary spends its time on
+# writing all logits to memory and reading them back for the softmax and its gradient.
 CHUNK_ELEMENTS = 1 << 20
 
 
 class Loss(NamedTuple):
-    """Sums over real tokens; divide by the count of the whole step."""
+    """Sums over the labels that are not padding."""
 
-    smoothed: Tensor  # what is minimised
+    smoothed: Tensor  # label-smoothed cross-entropy, which is minimised
     nll: Tensor  # negative log-probability of the labels, detached
-    correct: Tensor  # tokens whose label scored highest, detached
+    correct: Tensor  # labels with the highest logit, detached
 
 
-class _Prediction(torch.autograd.Function):
-    """Linear layer, softmax and smoothed cross-entropy in one, a cache-sized piece at a time.
+class _ChunkedLoss(torch.autograd.Function):
+    """LM head, softmax and smoothed cross-entropy in one, a cache-sized chunk of rows at a time.
 
-    Gradients are made in the forward pass, while a piece of logits is at hand, and only scaled in the backward pass.
+    Gradients are computed in the forward pass, while a chunk of logits is cached, and scaled in the backward pass.
     """
 
     @staticmethod
@@ -38,7 +38,7 @@ class _Prediction(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, label_N: Tensor, smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, vocab = len(x_ND), len(weight_VD)
-        rows = _rows_at_once(weight_VD)
+        rows = _chunk_rows(weight_VD)
         x_grad_ND = torch.empty_like(x_ND)
         weight_grad_VD = torch.zeros_like(weight_VD)
         bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
@@ -73,18 +73,18 @@ class _Prediction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if made is None else made * grads[0].to(made.dtype) for made in ctx.saved_tensors]
+        scaled = [None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors]
         return *scaled, None, None
 
 
 def predict_and_compare(
     x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float, bias_V: Tensor | None = None
 ) -> Loss:
-    """Loss of predicting `label_N` from `x_ND`: the smoothed target puts `smoothing` evenly on all tokens."""
+    """The loss of the LM head on hidden states; label smoothing spreads `smoothing` evenly over the vocabulary."""
     if torch.is_grad_enabled() and not torch.is_autocast_enabled(x_ND.device.type):
-        return Loss(*_Prediction.apply(x_ND, weight_VD, bias_V, label_N, smoothing))
+        return Loss(*_ChunkedLoss.apply(x_ND, weight_VD, bias_V, label_N, smoothing))
     total = Loss(*(x_ND.new_zeros((), dtype=torch.float32) for _ in Loss._fields))
-    rows = _rows_at_once(weight_VD)
+    rows = _chunk_rows(weight_VD)
     for x, label in zip(x_ND.split(rows), label_N.split(rows), strict=True):
         logits = F.linear(x, weight_VD, bias_V).float()
         nll = F.cross_entropy(logits, label, reduction="sum")
@@ -94,12 +94,12 @@ def predict_and_compare(
     return total
 
 
-def _rows_at_once(weight_VD: Tensor) -> int:
+def _chunk_rows(weight_VD: Tensor) -> int:
     return max(16, CHUNK_ELEMENTS // len(weight_VD))
 
 
 class Objective(nn.Module):
-    """A model together with what it is trained for; wrapping both lets data-parallel training see one module."""
+    """The model and its loss as one module, as data-parallel training needs."""
 
     def __init__(
         self, model: Model, label_smoothing: float = 0.0, scheduled_sampling: float = 0.0, l0: float = 0.0
@@ -108,25 +108,23 @@ class Objective(nn.Module):
         self.model = model
         self.label_smoothing = label_smoothing
         self.scheduled_sampling = scheduled_sampling
-        self.l0 = l0  # what open gates cost, in models that have them
-        self.carried: SegmentMemory | None = (
-            None  # from the segment before, in models that read on; the caller resets it
-        )
+        self.l0 = l0  # cost of open head gates
+        self.segment_memory: SegmentMemory | None = None  # of the segment before; the caller resets it
 
     def forward(self, batch: Batch) -> Loss:
         if self.training and self.scheduled_sampling:
-            x_BTD = self._partly_own(batch)
+            x_BTD = self._scheduled_sampling(batch)
         elif self.model.config.has_memory:
-            x_BTD, self.carried = self.model.read_segment(batch.input_BT, self.carried)
+            x_BTD, self.segment_memory = self.model.read_segment(batch.input_BT, self.segment_memory)
         else:
             x_BTD = self.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         if batch.keep_BT is None:
             x_ND, label_N = x_BTD.flatten(0, 1), batch.label_BT.flatten()
-        else:  # nothing is predicted where there is nothing to compare with
+        else:  # padding has no logits
             x_ND, label_N = x_BTD[batch.keep_BT], batch.label_BT[batch.keep_BT]
         output = self.model.output
         if output is None:
-            raise ValueError("a model without a prediction layer has nothing to be trained for")
+            raise ValueError("a model without an output layer cannot be trained")
         if self.model.transform is not None:
             x_ND = self.model.transform(x_ND)
         loss = predict_and_compare(x_ND, output.weight, label_N, self.label_smoothing, output.bias)
@@ -134,17 +132,17 @@ class Objective(nn.Module):
             return loss
         return loss._replace(smoothed=loss.smoothed + self.l0 * batch.tokens * expected_open(self.model))
 
-    def _partly_own(self, batch: Batch) -> Tensor:
-        """Teacher forcing in which some inputs are what the model itself would have said."""
+    def _scheduled_sampling(self, batch: Batch) -> Tensor:
+        """Hidden states with inputs that are partly the model's own greedy predictions."""
         state = self.model.encode(batch.source_BS, batch.source_keep_BS)
         tokens_B = batch.input_BT[:, 0]
-        outs: list[Tensor] = []
+        hidden: list[Tensor] = []
         for t in range(batch.input_BT.shape[1]):
             if t > 0:
                 with torch.no_grad():
-                    own_B = self.model.predict(outs[-1]).argmax(-1).squeeze(1)
-                mine_B = torch.rand(len(own_B), device=own_B.device) < self.scheduled_sampling
-                tokens_B = torch.where(mine_B, own_B, batch.input_BT[:, t])
+                    own_B = self.model.predict(hidden[-1]).argmax(-1).squeeze(1)
+                sampled_B = torch.rand(len(own_B), device=own_B.device) < self.scheduled_sampling
+                tokens_B = torch.where(sampled_B, own_B, batch.input_BT[:, t])
             x_B1D, state = self.model.read(tokens_B.unsqueeze(1), state)
-            outs.append(x_B1D)
-        return torch.cat(outs, dim=1)
+            hidden.append(x_B1D)
+        return torch.cat(hidden, dim=1)

@@ -1,4 +1,4 @@
-"""The model: tokens in, scores over the next token out. One class for every family; the config says which."""
+"""The model: token ids or an image in, logits out. One class for every family; the config says which."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from regard.nn.attention import Attention
 from regard.nn.cache import State
 from regard.nn.embedding import ImageEmbedding, LmHeadTransform
 from regard.nn.lsh import LSHAttention
+from regard.nn.matmul import Linear
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
 from regard.nn.transformer import SegmentMemory, Transformer
 
 
 class Model(nn.Module):
-    """An encoder, a decoder, or both, between embeddings and a prediction layer."""
+    """An encoder, a decoder, or both, between embeddings and an output layer: LM head or classifier."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -47,14 +48,14 @@ class Model(nn.Module):
             else:
                 self.decoder = Transformer(decoder, causal=True, source_width=source_width)
         top = config.top
-        self.pooler = nn.Linear(top.out_width, top.out_width) if config.pooler else None
+        self.pooler = Linear(top.out_width, top.out_width) if config.pooler else None
         self.transform = LmHeadTransform(top) if config.output == "transformed" else None
-        self.output: nn.Linear | None = None
+        self.output: Linear | None = None
         if config.output != "none":
-            place = "meta" if self._tied() is not None else None  # a matrix that is only a name for a table
+            device = "meta" if self._tied() is not None else None  # no memory: the weight is the embedding's
             vocab = config.output_vocab
-            self.output = nn.Linear(top.out_width, config.classes or vocab, bias=config.output_bias, device=place)
-            if place and config.output_bias:
+            self.output = Linear(top.out_width, config.classes or vocab, bias=config.output_bias, device=device)
+            if device and config.output_bias:
                 self.output.bias = nn.Parameter(torch.zeros(vocab))
         self._initialise()
         self._tie()
@@ -68,29 +69,33 @@ class Model(nn.Module):
         """Number of parameters; a shared tensor counts once."""
         return sum(p.numel() for p in self.parameters())
 
+    def attentions(self) -> dict[str, Attention | LSHAttention]:
+        """Every attention by module name; one that two modules share has its first."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, Attention | LSHAttention)}
+
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
-        """Read the source; what comes back is the state before the first output token."""
+        """Encode the source -> the decoding state before the first output token."""
         if self.encoder is None or self.decoder is None:
             raise ValueError("only a model with an encoder and a decoder encodes a source for decoding")
         encoded = self.encoder.encode(self._embed_source(source_BS, None), keep_BS)
         return self.decoder.start(encoded)
 
     def step(self, tokens_N: Tensor, state: State) -> tuple[Tensor, State]:
-        """Feed one token to every hypothesis -> scores over the next one, and the state after it."""
+        """Feed one token to every hypothesis -> logits of the next one, and the state after it."""
         x_N1D, state = self.read(tokens_N.unsqueeze(1), state)
         return self.predict(x_N1D.squeeze(1)), state
 
     def read(self, tokens_NT: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Feed tokens to the decoder -> a vector for each, and the state after them."""
+        """Feed tokens to the decoder -> a hidden state for each, and the decoding state after them."""
         assert self.decoder is not None
         out: tuple[Tensor, State] = self.decoder(self._embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
-    def read_segment(self, tokens_BT: Tensor, carried: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
-        """Read the next segment of a long text -> a vector for each token, and what to carry to the segment after."""
+    def read_segment(self, tokens_BT: Tensor, memory: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
+        """Read the next segment of a long text -> a hidden state per token, and the memory for the segment after."""
         if not isinstance(self.decoder, Transformer):
-            raise ValueError("only a Transformer decoder reads on across segments")
-        return self.decoder.read_segment(self._embed(self.target_embedding, tokens_BT), carried)
+            raise ValueError("only a Transformer decoder has a segment memory")
+        return self.decoder.read_segment(self._embed(self.target_embedding, tokens_BT), memory)
 
     def hidden(
         self,
@@ -99,9 +104,9 @@ class Model(nn.Module):
         input_BT: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """The vectors that the prediction layer reads, for given output tokens (teacher forcing).
+        """The hidden states that the output layer reads (B, T, D), with teacher forcing where there is a decoder.
 
-        A model of classes has one per row, (B, 1, D). `types_BS` tells segments apart; None: all are of the first kind.
+        A classifier has one per row, (B, 1, D). `types_BS` are token types; None: all are of the first type.
         """
         if self.decoder is None:
             assert self.encoder is not None
@@ -114,19 +119,19 @@ class Model(nn.Module):
         return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
 
     def pool(self, x_BSD: Tensor) -> Tensor:
-        """The vector of the first token, which stands for the whole input."""
+        """The hidden state of the first token, through the pooler if there is one."""
         x_BD = x_BSD[:, 0]
         return x_BD if self.pooler is None else self.pooler(x_BD).tanh()
 
     def predict(self, x_D: Tensor) -> Tensor:
-        """The prediction layer: scores over the vocabulary or the classes; without one, the vectors themselves."""
+        """The output layer: logits over the vocabulary or the classes; without one, the hidden states themselves."""
         if self.output is None:
             return x_D
         out: Tensor = self.output(x_D if self.transform is None else self.transform(x_D))
         return out
 
     def forward(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
-        """Scores over the token after each given one. Padding at the end of a row never reaches what is before it."""
+        """Logits of the token after each given one, (B, T, V); of a classifier (B, 1, classes)."""
         return self.predict(self.hidden(source_BS, keep_BS, input_BT))
 
     def _embed_source(self, source_BS: Tensor, types_BS: Tensor | None) -> Tensor:
@@ -145,7 +150,7 @@ class Model(nn.Module):
         return x_BTD * math.sqrt(table.embedding_dim) if self.config.scale_embeddings else x_BTD
 
     def _tied(self) -> nn.Embedding | None:
-        """The table that the prediction layer is the transpose of, if it is."""
+        """The embedding whose weight the LM head shares, if it does."""
         tied = self.config.tie_output and self.config.predicts_tokens
         return self.target_embedding or self.source_embedding if tied else None
 
@@ -155,9 +160,9 @@ class Model(nn.Module):
             self.output.weight = table.weight
 
     def _initialise(self) -> None:
-        """Glorot for matrices, zero for biases, and embeddings that have unit variance once scaled.
+        """Glorot for matrices, zero for biases, and embeddings with unit variance after scaling.
 
-        Where scores are not scaled by the root of the head width, the queries start so much smaller.
+        Where scores are not scaled by the root of the head width, the query weights are.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -182,39 +187,24 @@ class Model(nn.Module):
 
 
 def on_meta(config: Config) -> Model:
-    """A model with shapes but no numbers, for configurations too large to build."""
+    """A model on the meta device: shapes without memory, for any size."""
     with torch.device("meta"):
         return Model(config)
 
 
-def unfilled(config: Config, device: str | torch.device = "cpu") -> Model:
-    """A model whose parameters are yet to be loaded: nothing is spent on initialising them."""
+def uninitialised(config: Config, device: str | torch.device = "cpu") -> Model:
+    """A model whose weights are yet to be loaded: they are allocated, but not initialised."""
     return allocate(on_meta(config), device)
 
 
 def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
-    """Give memory to a model that has none; what is in it is anything."""
-    model.to_empty(device=device)  # no module keeps numbers that are not parameters
-    model._tie()  # moving made two tensors of what was one
+    """Allocate a model on the meta device; its weights are arbitrary."""
+    model.to_empty(device=device)  # there are no buffers, whose values would be lost
+    model._tie()  # to_empty made two tensors of a shared one
     return model
 
 
-AnyAttention = Attention | LSHAttention
-
-
-def attentions(model: Model) -> dict[str, AnyAttention]:
-    """Every attention of a model by name; one that two modules share has its first."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, AnyAttention)}
-
-
-def place(name: str) -> tuple[str, int]:
-    """The kind of an attention, encoder, decoder or cross, and its layer."""
-    tower, _, index, role = name.split(".")
-    return ("cross" if role == "cross" else tower), int(index)
-
-
-def head_numbers(model: Model, name: str) -> tuple[int, ...]:
-    """The numbers of an attention's heads: those it had before any pruning."""
-    attention = attentions(model)[name]
-    kept = attention.kept if isinstance(attention, Attention) else None
-    return tuple(kept) if kept is not None else tuple(range(attention.heads))
+def kind_and_layer(name: str) -> tuple[str, int]:
+    """The kind (encoder, decoder or cross) and the layer of the attention with this module name."""
+    stack, _, layer, role = name.split(".")
+    return ("cross" if role == "cross" else stack), int(layer)

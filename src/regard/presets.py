@@ -232,7 +232,7 @@ def merge(base: Table, changes: Table) -> Table:
     return merged
 
 
-def fitting(base: Table, changes: Table) -> Table:
+def applicable_changes(base: Table, changes: Table) -> Table:
     """Changes without those to a tower that `base` does not have, where they are said of both towers alike."""
     given = {name: changes.get(name) for name in ("encoder", "decoder")}
     here, there = given.values()
@@ -250,7 +250,7 @@ _RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
 }
 
 
-def unread(base: Table, changes: Table) -> list[tuple[str, str]]:
+def unused_changes(base: Table, changes: Table) -> list[tuple[str, str]]:
     """(tower, key) of changes that a recurrent tower does not read; said of both towers, one that reads it will do."""
     towers = {name: tower for name in ("encoder", "decoder") if isinstance(tower := changes.get(name), dict)}
     deaf = {
@@ -266,9 +266,9 @@ def unread(base: Table, changes: Table) -> list[tuple[str, str]]:
     return [(name, key) for name, keys in deaf.items() for key in sorted(keys) if not heard(name, key)]
 
 
-def refuse_unread(base: Table, changes: Table) -> None:
+def refuse_unused(base: Table, changes: Table) -> None:
     """Raise an error that names the changes which would change nothing."""
-    if found := unread(base, changes):
+    if found := unused_changes(base, changes):
         names = ", ".join(f"{tower}.{key}" for tower, key in found)
         raise UserError(f"model: {names}: not read by a recurrent tower (gru, lstm), only by layers of attention")
 
@@ -284,7 +284,7 @@ def preset(
     """The config of a family, with vocabularies (`vocab` serves both sides) and changed keys."""
     if name not in PRESETS:
         raise one_of("preset", name, PRESETS)
-    table = merge(PRESETS[name], fitting(PRESETS[name], changes or {}))
+    table = merge(PRESETS[name], applicable_changes(PRESETS[name], changes or {}))
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
         given = vocab if size is None else size
         table[side] = table.get(side, 8000) if given is None else given

@@ -22,7 +22,7 @@ from regard.decode.request import Preparer
 from regard.decode.score import force
 from regard.decode.scorer import Scorer, SearchInput, States, best
 from regard.decode.search import make_rules, search
-from regard.nn.cache import KV, Cache
+from regard.nn.cache import KV, KVCache
 from regard.run import Run
 
 
@@ -142,17 +142,17 @@ def test_nbest_is_in_order_and_all_different(name: str) -> None:
 def test_a_step_does_not_copy_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are never reordered; they move when there is no room for more, which is ever more seldom."""
     run, copied = run_of("transformer-tiny", 1), []
-    scorer, take = Scorer([run.model]), KV.take
+    scorer, gather = Scorer([run.model]), KV.gather
 
-    def count(kv: KV, rows_A: Tensor, place_AL: Tensor, room: int) -> KV:
-        copied.append(place_AL.shape[1])
-        return take(kv, rows_A, place_AL, room)
+    def count(kv: KV, rows_A: Tensor, slot_AL: Tensor, free: int) -> KV:
+        copied.append(slot_AL.shape[1])
+        return gather(kv, rows_A, slot_AL, free)
 
     def refuse(kv: KV, rows: Tensor) -> KV:
         raise AssertionError("beam search reordered its keys")
 
-    monkeypatch.setattr(KV, "take", count)
-    monkeypatch.setattr(Cache, "select", refuse)
+    monkeypatch.setattr(KV, "gather", count)
+    monkeypatch.setattr(KVCache, "select", refuse)
     for groups, width in ((1, 4), (2, 3)):
         copied.clear()
         tasks = [SearchInput(([4, 5, 6, 3],), 60, minimum=60), SearchInput(([7, 3],), 60, minimum=60)]

@@ -4,7 +4,7 @@ import torch
 
 from regard.inspect.inputs import make_batches
 from regard.model import Model
-from regard.nn.gates import gated
+from regard.nn.gates import head_gates
 from regard.training.tune import learn_gates
 
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]
@@ -18,6 +18,6 @@ def test_pressure_shuts_what_is_not_needed(transformer: Model) -> None:
         transformer.get_parameter(f"{name}.out.weight")[:, :4] = 0.0
     odds = learn_gates(transformer, batches, 40, press=3.0, lr=0.0)
     assert odds[name, 0] < 0.0 and len(odds) == 24
-    assert not transformer.training and not gated(transformer)
+    assert not transformer.training and not head_gates(transformer)
     idle = learn_gates(transformer, batches, 5, press=0.0, lr=0.0)
     assert idle[name, 0] == 2.0

@@ -9,7 +9,7 @@ from regard.errors import UserError
 from regard.inspect.importance import ablation_importance, gradient_importance, loss
 from regard.inspect.inputs import encode_pairs, make_batches
 from regard.loss import Objective
-from regard.model import Model, attentions
+from regard.model import Model
 from regard.nn.hooks import patch
 from regard.run import Run
 from regard.text.codec import Example
@@ -68,12 +68,12 @@ def test_parameters_are_as_before(transformer: Model) -> None:
 def test_ablation_is_the_loss_without_the_head(transformer: Model) -> None:
     batches = make_batches(PAIRS, transformer.config)
     found = ablation_importance(transformer, batches)
-    assert len(found) == sum(attention.heads for attention in attentions(transformer).values())
+    assert len(found) == sum(attention.heads for attention in transformer.attentions().values())
     name, head = "encoder.blocks.1.attention", 2
     without = loss(transformer, batches, {name: [head]})
     assert found[name, head] == pytest.approx(without - loss(transformer, batches), abs=1e-6)
     with torch.no_grad():  # a head whose output matrix is zero is silent already
-        attention = attentions(transformer)[name]
+        attention = transformer.attentions()[name]
         attention.out.weight[:, head * attention.head_width : (head + 1) * attention.head_width] = 0  # type: ignore[index, operator]
     assert ablation_importance(transformer, batches)[name, head] == pytest.approx(0, abs=1e-7)
     assert gradient_importance(transformer, batches)[name, head] == pytest.approx(0, abs=1e-7)

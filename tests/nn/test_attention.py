@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.nn.attention import KV, Attention, AttentionMask, softmax_seen
+from regard.nn.attention import Attention, AttentionMask, masked_softmax
+from regard.nn.cache import KV
 from regard.nn.position import Position
 
-NOWHERE = Position()
+NO_POSITION = Position()
 
 
 def small(**changes: object) -> Stack:
@@ -24,14 +25,14 @@ def places(length: int, start: int = 0) -> Tensor:
 
 
 def run(
-    attention: Attention, x: Tensor, context: Tensor, keep: Tensor | None = None, **sight: object
+    attention: Attention, x: Tensor, context: Tensor, keep: Tensor | None = None, **mask: object
 ) -> tuple[Tensor, Tensor]:
     """Fused output, eager output; the weights seen on the eager path must say the same."""
     pos, key_pos = places(x.shape[1]), places(context.shape[1])
 
     def once() -> Tensor:
-        kv = attention.keys(context, key_pos, NOWHERE)
-        return attention(x, kv, AttentionMask.of(pos, key_pos, keep, **sight), NOWHERE)
+        kv = attention.project_kv(context, key_pos, NO_POSITION)
+        return attention(x, kv, AttentionMask(pos, key_pos, keep, **mask), NO_POSITION)
 
     fused, seen = once(), []
     hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
@@ -95,7 +96,7 @@ def test_mask_is_what_positions_say(causal: bool, window: int | None) -> None:
     """Padding, causality and window at once, from positions that are neither sorted nor contiguous."""
     q, k = torch.tensor([[3, 7], [0, 4]]), torch.tensor([[0, 2, 3, 6, 9], [4, 3, 0, 1, 5]])
     keep = torch.tensor([[True] * 5, [True, False, True, True, True]])
-    mask = AttentionMask.of(q, k, keep, causal, window).mask_B1TS
+    mask = AttentionMask(q, k, keep, causal, window).mask_B1TS
     assert mask is not None
     for b in range(2):
         for t in range(2):
@@ -106,21 +107,21 @@ def test_mask_is_what_positions_say(causal: bool, window: int | None) -> None:
 
 
 def test_nothing_to_hide_means_no_mask() -> None:
-    assert AttentionMask.of(places(4), places(4), None).mask_B1TS is None
-    assert AttentionMask.of(places(1, start=3), places(4), None, causal=True).mask_B1TS is None
-    assert AttentionMask.of(places(4), places(4), None).additive(torch.float32) is None
+    assert AttentionMask(places(4), places(4), None).mask_B1TS is None
+    assert AttentionMask(places(1, start=3), places(4), None, causal=True).mask_B1TS is None
+    assert AttentionMask(places(4), places(4), None).additive(torch.float32) is None
 
 
 def test_additive_mask_joins_mask_and_bias() -> None:
     mask = torch.tensor([[True, False], [True, True]])[None, None]
     bias = torch.randn(1, 3, 2, 2)
-    both = AttentionMask(places(2), places(2), mask, bias).additive(torch.float32)
+    both = AttentionMask(places(2), places(2), bias_BHTS=bias, mask_B1TS=mask).additive(torch.float32)
     assert both is not None
     for h in range(3):
         for t in range(2):
             for s in range(2):
                 assert both[0, h, t, s] == (bias[0, h, t, s] if mask[0, 0, t, s] else -math.inf)
-    assert torch.equal(AttentionMask(places(2), places(2), None, bias).additive(torch.float64), bias.double())
+    assert torch.equal(AttentionMask(places(2), places(2), bias_BHTS=bias).additive(torch.float64), bias.double())
 
 
 def test_softmax_of_seen_is_softmax_or_zero() -> None:
@@ -128,7 +129,7 @@ def test_softmax_of_seen_is_softmax_or_zero() -> None:
     scores[0, 0, 1] = -math.inf
     scores[1, 0, 2, 1:] = -math.inf
     scores.requires_grad_()
-    weights = softmax_seen(scores)
+    weights = masked_softmax(scores)
     (weights * torch.randn_like(weights)).sum().backward()
     assert torch.equal(weights[0, 0, 1], torch.zeros(4))
     assert torch.equal(weights[1, 0, 2], torch.tensor([1.0, 0, 0, 0]))
@@ -154,8 +155,8 @@ def test_a_blind_row_brings_nothing_and_finite_gradients(
     attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
     x, context = (torch.randn(2, t, 12, requires_grad=True) for t in (3, 4))
     keep = torch.tensor([[True, True, False, False], [False] * 4])
-    kv = attention.keys(context, places(4), NOWHERE)
-    out = attention(x, kv, AttentionMask.of(places(3), places(4), keep), NOWHERE)
+    kv = attention.project_kv(context, places(4), NO_POSITION)
+    out = attention(x, kv, AttentionMask(places(3), places(4), keep), NO_POSITION)
     (out * torch.randn_like(out)).sum().backward()
     assert out.isfinite().all()
     assert brought[0][0].any()
@@ -224,20 +225,20 @@ def test_hypotheses_share_the_keys_of_their_sentence(padded: bool) -> None:
     attention = Attention(small(), 12)
     x, context = torch.randn(6, 2, 12), torch.randn(2, 4, 12)
     keep = torch.arange(4) < torch.tensor([[4], [2]]) if padded else None
-    kv = attention.keys(context, places(4), NOWHERE)
+    kv = attention.project_kv(context, places(4), NO_POSITION)
     rows = torch.arange(2).repeat_interleave(3)
-    found = attention(x, kv, AttentionMask.of(places(2), places(4), keep), NOWHERE)
+    found = attention(x, kv, AttentionMask(places(2), places(4), keep), NO_POSITION)
     keep_of_rows = None if keep is None else keep[rows]
-    expected = attention(x, kv.select(rows), AttentionMask.of(places(2), places(4), keep_of_rows), NOWHERE)
+    expected = attention(x, kv.select(rows), AttentionMask(places(2), places(4), keep_of_rows), NO_POSITION)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_cache_is_keys_that_grew() -> None:
     attention = Attention(small(), 12)
     context = torch.randn(2, 5, 12)
-    whole = attention.keys(context, places(5), NOWHERE)
-    grown = attention.keys(context[:, :2], places(2), NOWHERE).extend(
-        attention.keys(context[:, 2:], places(3, start=2), NOWHERE)
+    whole = attention.project_kv(context, places(5), NO_POSITION)
+    grown = attention.project_kv(context[:, :2], places(2), NO_POSITION).extend(
+        attention.project_kv(context[:, 2:], places(3, start=2), NO_POSITION)
     )
     for a, b in zip(whole, grown, strict=True):
         torch.testing.assert_close(a, b)
@@ -287,11 +288,11 @@ def test_a_pruned_attention_is_the_whole_one_with_silent_heads(
 def test_hooks_read_and_replace() -> None:
     attention = Attention(small(), 12)
     x = torch.randn(1, 4, 12)
-    kv, sight = attention.keys(x, places(4), NOWHERE), AttentionMask.of(places(4), places(4), None)
+    kv, mask = attention.project_kv(x, places(4), NO_POSITION), AttentionMask(places(4), places(4), None)
     shapes = []
     attention.mixed.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
     attention.weights.register_forward_hook(lambda _m, _i, out: torch.ones_like(out) / 4)
-    found = attention(x, kv, sight, NOWHERE)
+    found = attention(x, kv, mask, NO_POSITION)
     mean = kv.v_BGSE.mean(2, keepdim=True).expand(-1, -1, 4, -1)
     torch.testing.assert_close(found, attention.out(mean.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-5)
     assert shapes == [(1, 3, 4, 4)]

@@ -20,30 +20,30 @@ def test_a_step_drops_what_its_seed_and_number_say() -> None:
     used, fresh, x = MaskPool(7, size=1000, renew=4), MaskPool(7, size=1000, renew=4), torch.ones(3, 5)
     for step in (0, 1, 5, 9):
         used.begin(step)
-        used.cut(x, 0.3)
-        used.cut(torch.ones(40), 0.5)
+        used.mask(x, 0.3)
+        used.mask(torch.ones(40), 0.5)
     for step in (9, 2):
         used.begin(step)
         fresh.begin(step)
         for rate in (0.5, 0.3, 0.5):
-            assert torch.equal(used.cut(x, rate), fresh.cut(x, rate))
+            assert torch.equal(used.mask(x, rate), fresh.mask(x, rate))
 
 
 def test_a_large_tensor_does_not_change_later_steps() -> None:
     """A resumed run has not seen the long batches before it, and must drop the same all the same."""
     uninterrupted, resumed, x = MaskPool(1, size=100), MaskPool(1, size=100), torch.ones(10)
     uninterrupted.begin(0)
-    uninterrupted.cut(torch.ones(500), 0.5)
+    uninterrupted.mask(torch.ones(500), 0.5)
     for pool in (uninterrupted, resumed):
         pool.begin(1)
-    assert torch.equal(uninterrupted.cut(x, 0.5), resumed.cut(x, 0.5))
+    assert torch.equal(uninterrupted.mask(x, 0.5), resumed.mask(x, 0.5))
 
 
 def test_a_step_with_a_large_tensor_can_be_repeated() -> None:
     pool, masks = MaskPool(3, size=100), []
     for _ in range(2):
         pool.begin(5)
-        masks.append([pool.cut(torch.ones(n), 0.5) for n in (10, 400, 10)])
+        masks.append([pool.mask(torch.ones(n), 0.5) for n in (10, 400, 10)])
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
 
 
@@ -53,7 +53,7 @@ def test_share_and_mean(rate: float, size: int) -> None:
     """Within five standard deviations of as many draws as there are, also for a tensor larger than the pool."""
     pool = MaskPool(2, size=size)
     pool.begin(0)
-    mask = pool.cut(torch.ones(100, 300), rate)
+    mask = pool.mask(torch.ones(100, 300), rate)
     deviation = (rate * (1 - rate) / min(mask.numel(), size)) ** 0.5
     assert abs((mask == 0).float().mean().item() - rate) < 5 * deviation
     assert abs(mask.mean().item() - 1) < 5 * deviation / (1 - rate)
@@ -68,14 +68,14 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_layers_steps_seeds_and_rates_drop_independently() -> None:
     x, pool = torch.ones(20_000), MaskPool(4, size=1 << 18, renew=2)
     pool.begin(0)
-    first, layer, other_rate = pool.cut(x, 0.5), pool.cut(x, 0.5), pool.cut(x, 0.4)
+    first, layer, other_rate = pool.mask(x, 0.5), pool.mask(x, 0.5), pool.mask(x, 0.4)
     pool.begin(1)
-    step = pool.cut(x, 0.5)
+    step = pool.mask(x, 0.5)
     pool.begin(2)
-    renewed = pool.cut(x, 0.5)
+    renewed = pool.mask(x, 0.5)
     stranger = MaskPool(5, size=1 << 18)
     stranger.begin(0)
-    for other in (layer, other_rate, step, renewed, stranger.cut(x, 0.5)):
+    for other in (layer, other_rate, step, renewed, stranger.mask(x, 0.5)):
         assert abs(agreement(first, other) - 0.5) < 0.03
 
 
@@ -84,9 +84,9 @@ def test_two_rates_at_one_place_drop_independently() -> None:
     pool, shares = MaskPool(6, size=1000), []
     for step in range(300):
         pool.begin(step)
-        low = pool.cut(torch.ones(400), 0.2) == 0
+        low = pool.mask(torch.ones(400), 0.2) == 0
         pool.begin(step)  # the same place in the pool
-        high = pool.cut(torch.ones(400), 0.6) == 0
+        high = pool.mask(torch.ones(400), 0.6) == 0
         shares.append(high[low].float().mean())
     assert abs(torch.stack(shares).mean().item() - 0.6) < 0.1
 
@@ -98,7 +98,7 @@ def test_gradient_is_the_mask() -> None:
     out = dropout(x)
     out.sum().backward()
     pool.begin(0)
-    mask = pool.cut(x, 0.4)
+    mask = pool.mask(x, 0.4)
     assert x.grad is not None
     assert torch.equal(out, x * mask)
     assert torch.equal(x.grad, mask)
@@ -129,4 +129,4 @@ def test_a_pool_reaches_every_dropout_and_can_be_taken_back() -> None:
 def test_masks_follow_the_type_of_what_they_mask() -> None:
     pool = MaskPool(0, size=100)
     pool.begin(0)
-    assert pool.cut(torch.ones(4, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16
+    assert pool.mask(torch.ones(4, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16

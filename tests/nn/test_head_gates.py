@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard.model import Model
-from regard.nn.gates import OPEN, Gate, add_gates, expected_open, fold_gates, gated, remove_gates
+from regard.nn.gates import INITIAL_LOG_ODDS, HeadGate, add_gates, expected_open, fold_gates, head_gates, remove_gates
 from regard.presets import preset
 from regard.run import weights_of
 
@@ -23,8 +23,8 @@ def test_open_gates_change_nothing_and_shut_ones_silence() -> None:
     model = made()
     plain = model(SOURCE, None, INPUT)
     add_gates(model)
-    gates = gated(model)
-    assert len(gates) == 6 and all(torch.all(part.odds == OPEN) for part in gates.values())
+    gates = head_gates(model)
+    assert len(gates) == 6 and all(torch.all(part.odds == INITIAL_LOG_ODDS) for part in gates.values())
     for part in gates.values():
         part.odds.fill_(9.0)
     assert torch.allclose(model(SOURCE, None, INPUT), plain, atol=1e-6)
@@ -32,12 +32,12 @@ def test_open_gates_change_nothing_and_shut_ones_silence() -> None:
     shut = model(SOURCE, None, INPUT)
     remove_gates(model)
     model.get_parameter("decoder.blocks.1.cross.out.weight")[:, 8:12] = 0.0
-    assert torch.allclose(model(SOURCE, None, INPUT), shut, atol=1e-6) and not gated(model)
+    assert torch.allclose(model(SOURCE, None, INPUT), shut, atol=1e-6) and not head_gates(model)
 
 
 def test_drawn_gates_are_often_exactly_open_or_shut_and_have_gradients() -> None:
     torch.manual_seed(0)
-    part = Gate(20_000, torch.device("cpu")).train()
+    part = HeadGate(20_000, torch.device("cpu")).train()
     with torch.no_grad():
         part.odds.zero_()
     drawn_H = part(torch.ones(1, 20_000, 1, 1)).flatten()
@@ -53,9 +53,9 @@ def test_the_expected_share_is_the_observed_one(value: float) -> None:
     torch.manual_seed(0)
     model = made()
     add_gates(model)
-    part = Gate(50_000, torch.device("cpu")).train()
+    part = HeadGate(50_000, torch.device("cpu")).train()
     with torch.no_grad():
-        for each in (part, *gated(model).values()):
+        for each in (part, *head_gates(model).values()):
             each.odds.fill_(value)
         seen = float((part(torch.ones(1, 50_000, 1, 1)) > 0).float().mean())
     assert float(expected_open(model).detach()) == pytest.approx(seen, abs=0.01)
@@ -65,7 +65,7 @@ def test_the_expected_share_is_the_observed_one(value: float) -> None:
 def test_folded_gates_say_the_same() -> None:
     model, plain = made(), made()
     add_gates(model)
-    for part in gated(model).values():
+    for part in head_gates(model).values():
         part.odds.copy_(torch.randn(4) * 3)
     folded = fold_gates(model, weights_of(model))
     assert set(folded) == set(weights_of(plain))

@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, trained alone, and merged into plain weights that say the same."""
+"""Adapters: nothing at first, trained alone, and merged into plain weights of an equal model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.model import Model
-from regard.nn.lora import LoraLinear, adapt, merged
+from regard.nn.lora import LoraLinear, add_adapters, merge_adapters
 from regard.presets import preset
 from regard.run import weights_of
 
@@ -34,11 +34,11 @@ def stir(model: Model) -> None:
 @pytest.mark.parametrize("name", ["transformer-tiny", "llama-tiny", "t5-tiny"])
 def test_merged_weights_say_what_adapters_say(name: str) -> None:
     model, plain = tiny(name), tiny(name)
-    layers = adapt(model, rank=3, alpha=6.0, on=ON)
+    layers = add_adapters(model, rank=3, alpha=6.0, on=ON)
     assert torch.equal(outputs(model), outputs(plain))  # a new adapter changes nothing
     stir(model)
     before = outputs(plain)
-    weights, adapters = merged(model, weights_of(model))
+    weights, adapters = merge_adapters(model, weights_of(model))
     assert weights.keys() == weights_of(plain).keys()
     assert set(adapters) == {f"{layer}.lora_{part}" for layer in layers for part in ("up", "down")}
     plain.load_state_dict(weights, strict=False)
@@ -48,19 +48,19 @@ def test_merged_weights_say_what_adapters_say(name: str) -> None:
 
 def test_every_matrix_of_the_parts_named_and_no_other() -> None:
     model = tiny()
-    layers = adapt(model, 2, 4.0, ON)
+    layers = add_adapters(model, 2, 4.0, ON)
     assert len(layers) == 2 * (3 + 2) + 2 * (3 + 3 + 2)
     assert "decoder.blocks.1.cross.key_value" in layers and "encoder.blocks.0.feed_forward.up" in layers
     assert all(isinstance(model.get_submodule(layer), LoraLinear) for layer in layers)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {f"{layer}.{part}" for layer in layers for part in ("lora_up", "lora_down")}
-    assert adapt(tiny(), 2, 4.0, ("cross",)) == [layer for layer in layers if ".cross." in layer]
-    assert adapt(tiny(), 2, 4.0, ("crossing",)) == []
+    assert add_adapters(tiny(), 2, 4.0, ("cross",)) == [layer for layer in layers if ".cross." in layer]
+    assert add_adapters(tiny(), 2, 4.0, ("crossing",)) == []
 
 
 def test_gradients_reach_the_adapters_alone() -> None:
     model = tiny()
-    adapt(model, 2, 4.0, ON)
+    add_adapters(model, 2, 4.0, ON)
     tokens = torch.arange(12).view(2, 6)
     model(tokens, None, tokens).square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -68,5 +68,5 @@ def test_gradients_reach_the_adapters_alone() -> None:
 
 
 def test_without_adapters_nothing_is_merged() -> None:
-    weights, adapters = merged(tiny(), weights_of(tiny()))
+    weights, adapters = merge_adapters(tiny(), weights_of(tiny()))
     assert not adapters and all(torch.equal(x, weights_of(tiny())[name]) for name, x in weights.items())

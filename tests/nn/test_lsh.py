@@ -12,10 +12,10 @@ from regard.config import AxialConfig, Config, LshConfig, Stack
 from regard.model import Model
 from regard.nn.attention import AttentionMask
 from regard.nn.cache import State
-from regard.nn.lsh import LSHAttention, Order
+from regard.nn.lsh import LSHAttention, SortOrder
 from regard.nn.position import Position
 
-NOWHERE = Position()
+NO_POSITION = Position()
 
 
 def make(**lsh: object) -> LSHAttention:
@@ -38,21 +38,21 @@ def padded(length: int, *lengths: int, left: bool = False) -> Tensor:
 def exact_and_hashed(attention: LSHAttention, x: Tensor, causal: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Both ways, whatever the length would choose."""
     outs = []
-    for pays in (False, True):
-        monkeypatch.setattr(attention, "_pays", lambda queries, keys, pays=pays: pays)
+    for saves in (False, True):
+        monkeypatch.setattr(attention, "_saves", lambda queries, keys, saves=saves: saves)
         outs.append(run(attention, x, None, causal))
     return outs
 
 
 def run(attention: LSHAttention, x: Tensor, keep: Tensor | None = None, causal: bool = True) -> Tensor:
     pos = places(x.shape[1])
-    kv = attention.keys(x, pos, NOWHERE)
-    return attention(x, kv, AttentionMask.of(pos, pos, keep, causal), NOWHERE)
+    kv = attention.project_kv(x, pos, NO_POSITION)
+    return attention(x, kv, AttentionMask(pos, pos, keep, causal), NO_POSITION)
 
 
-def by_hand(attention: LSHAttention, x: Tensor, order: Order | None, keep: Tensor | None, causal: bool) -> Tensor:
+def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: Tensor | None, causal: bool) -> Tensor:
     """What is brought back, (B, H, T, E): pairs one by one, all that meet in some round, as often as they meet."""
-    kv = attention.keys(x, places(x.shape[1]), NOWHERE)
+    kv = attention.project_kv(x, places(x.shape[1]), NO_POSITION)
     shared, values, lsh = kv.k_BGSE.tolist(), kv.v_BGSE, attention.lsh
     length = x.shape[1]
     out = torch.zeros_like(values)
@@ -60,7 +60,7 @@ def by_hand(attention: LSHAttention, x: Tensor, order: Order | None, keep: Tenso
         for h in range(attention.heads):
             met = {(t, s): 1 for t in range(length) for s in range(length)}
             if order is not None:
-                rounds = order.symbol_XRP[b * attention.heads + h].unflatten(-1, (-1, lsh.chunk)).tolist()
+                rounds = order.token_XRP[b * attention.heads + h].unflatten(-1, (-1, lsh.chunk)).tolist()
                 if not lsh.once:  # all rounds are one ring
                     rounds = [[chunk for each in rounds for chunk in each]]
                 met = dict.fromkeys(met, 0)
@@ -99,22 +99,22 @@ def test_is_a_softmax_over_what_meets(
     attention = make(hashes=hashes, chunk=chunk, before=around[0], after=around[1], once=once)
     x = torch.randn(2, length, 12, dtype=torch.double)
     keep = None if padding == "none" else padded(length, length, length - 6, left=padding == "left")
-    kv, sight = (
-        attention.keys(x, places(length), NOWHERE),
-        AttentionMask.of(places(length), places(length), keep, causal),
+    kv, mask = (
+        attention.project_kv(x, places(length), NO_POSITION),
+        AttentionMask(places(length), places(length), keep, causal),
     )
-    order = attention.sort(kv, sight)
+    order = attention.sort(kv, mask)
     assert order is not None
     expected = by_hand(attention, x, order, keep, causal)
     brought: list[Tensor] = []
     attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
-    out = attention(x, kv, sight, NOWHERE)
-    assert "mask_B1TS" not in vars(sight)  # nothing of the size of all pairs was made
+    out = attention(x, kv, mask, NO_POSITION)
+    assert "mask_B1TS" not in vars(mask)  # nothing of the size of all pairs was made
     real = slice(None) if keep is None else keep.unsqueeze(1).expand(-1, 2, -1)
     torch.testing.assert_close(brought[0][real], expected[real])
     seen: list[Tensor] = []
     attention.weights.register_forward_hook(lambda _m, _i, weights: seen.append(weights))
-    watched = attention(x, kv, sight, NOWHERE)
+    watched = attention(x, kv, mask, NO_POSITION)
     rows = slice(None) if keep is None else keep
     torch.testing.assert_close(watched[rows], out[rows])
     torch.testing.assert_close(seen[0].sum(-1)[real], torch.ones_like(seen[0][..., 0])[real])
@@ -158,12 +158,12 @@ def test_gradients_are_those_of_finite_differences(once: bool) -> None:
     attention = make(hashes=2, chunk=2, once=once)
     x, keep = torch.randn(1, 11, 12, dtype=torch.double, requires_grad=True), padded(11, 10)
     pos = places(11)
-    order = attention.sort(attention.keys(x, pos, NOWHERE), AttentionMask.of(pos, pos, keep, True))
+    order = attention.sort(attention.project_kv(x, pos, NO_POSITION), AttentionMask(pos, pos, keep, True))
     assert order is not None
 
     def brought(x: Tensor) -> Tensor:
-        kv = attention.keys(x, pos, NOWHERE)
-        return attention(x, kv, AttentionMask.of(pos, pos, keep, True), NOWHERE, order)[:, :10]
+        kv = attention.project_kv(x, pos, NO_POSITION)
+        return attention(x, kv, AttentionMask(pos, pos, keep, True), NO_POSITION, order)[:, :10]
 
     assert torch.autograd.gradcheck(brought, x, fast_mode=True)
 

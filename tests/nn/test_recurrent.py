@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard.config import Stack
 from regard.nn.attention import Attention
-from regard.nn.cache import Encoded
+from regard.nn.cache import EncoderOutput
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 
 MIXERS = ["gru", "lstm"]
@@ -71,7 +71,7 @@ def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) ->
     decoder = RecurrentDecoder(small(mixer, input_feeding=input_feeding, attend_first=attend_first))
     source, keep = torch.randn(2, 4, 8), lengths(4, 2)
     final, x = (torch.randn(2, 8), torch.randn(2, 8)), torch.randn(2, 3, 8)
-    found, _ = decoder(x, decoder.start(Encoded(source, keep, final)))
+    found, _ = decoder(x, decoder.start(EncoderOutput(source, keep, final)))
 
     states = [torch.tanh(bridge(last)) for bridge, last in zip(decoder.bridges, final, strict=True)]
     cells = [torch.zeros(2, 8), torch.zeros(2, 8)]
@@ -105,7 +105,7 @@ def test_simplest_decoder_is_a_cell_and_one_attention(mixer: str, score: str) ->
     """Without feeding, all tokens at once: torch's layer, then attention from its outputs."""
     decoder = RecurrentDecoder(small(mixer, layers=1, score=score))
     source, first, x = torch.randn(2, 4, 8), torch.randn(2, 8), torch.randn(2, 3, 8)
-    found, _ = decoder(x, decoder.start(Encoded(source, None, (first,))))
+    found, _ = decoder(x, decoder.start(EncoderOutput(source, None, (first,))))
     initial = torch.tanh(decoder.bridges[0](first)).unsqueeze(0)
     states = decoder.blocks[0].cell(x, initial if mixer == "gru" else (initial, torch.zeros_like(initial)))[0]
     compare = decoder.cross.score
@@ -122,13 +122,13 @@ def test_what_joins_the_input(option: str) -> None:
     final, x = (torch.randn(1, 8), torch.randn(1, 8)), torch.randn(1, 3, 8)
     seen: list[Tensor] = []
     decoder.blocks[0].cell.register_forward_pre_hook(lambda _m, args: seen.append(args[0][:, 0, 8:]))
-    out, _ = decoder(x, decoder.start(Encoded(torch.randn(1, 4, 8), None, final)))
+    out, _ = decoder(x, decoder.start(EncoderOutput(torch.randn(1, 4, 8), None, final)))
     if option == "input_feeding":
         assert not seen[0].any()
         assert torch.equal(seen[1], out[:, 0])
         assert torch.equal(seen[2], out[:, 1])
     else:
-        decoder(x[:, :1], decoder.start(Encoded(torch.randn(1, 4, 8), None, final)))
+        decoder(x[:, :1], decoder.start(EncoderOutput(torch.randn(1, 4, 8), None, final)))
         assert (seen[0] - seen[3]).abs().max() > 1e-3
 
 
@@ -138,7 +138,7 @@ def test_local_attention_of_a_decoder(center: str) -> None:
     decoder = RecurrentDecoder(small(cross_window=1, cross_center=center, layers=1))
     weights: list[Tensor] = []
     decoder.cross.weights.register_forward_hook(lambda _m, _i, out: weights.append(out[0, 0]))
-    decoder(torch.randn(1, 5, 8), decoder.start(Encoded(torch.randn(1, 7, 8), None, (torch.randn(1, 8),))))
+    decoder(torch.randn(1, 5, 8), decoder.start(EncoderOutput(torch.randn(1, 7, 8), None, (torch.randn(1, 8),))))
     seen = weights[0] > 0
     if center == "step":
         assert seen.nonzero().tolist() == [[t, s] for t in range(5) for s in range(7) if abs(t - s) <= 1]
@@ -151,7 +151,7 @@ def test_a_decoder_can_start_from_states_alone() -> None:
     """An attention encoder has no last state: its first vector serves every layer."""
     decoder = RecurrentDecoder(small("lstm"))
     states = torch.randn(2, 3, 8)
-    state = decoder.start(Encoded(states, None))
+    state = decoder.start(EncoderOutput(states, None))
     for bridge, (h, c) in zip(decoder.bridges, state.layers, strict=True):
         assert torch.equal(h, torch.tanh(bridge(states[:, 0])))
         assert not c.any()

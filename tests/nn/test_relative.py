@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.model import Model
 from regard.nn.attention import Attention, AttentionMask
-from regard.nn.block import NOWHERE
+from regard.nn.position import NO_POSITION
 from regard.presets import preset
 
 VOCAB = 19
@@ -68,7 +68,10 @@ def test_scores_are_the_formula_of_the_paper(past: int) -> None:
     seen: list[Tensor] = []
     attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
     attention(
-        x[:, past:], attention.keys(x, places, NOWHERE), AttentionMask.of(places[:, past:], places, None, True), NOWHERE
+        x[:, past:],
+        attention.project_kv(x, places, NO_POSITION),
+        AttentionMask(places[:, past:], places, None, True),
+        NO_POSITION,
     )
     key_matrix = attention.key_value.weight[: heads * head]
     for b in range(2):
@@ -106,9 +109,9 @@ def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
     x = model.target_embedding(tokens) * math.sqrt(12)
     query, places = torch.arange(12).unsqueeze(1), torch.arange(12).unsqueeze(0)
     may = (places <= query) & (places >= query // 4 * 4 - memory)
-    sight = AttentionMask(places, places, may[None, None], None)
-    keys = layer.attention.keys(x, places, NOWHERE)
-    close(torch.cat(found, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, sight, NOWHERE)))
+    mask = AttentionMask(places, places, mask_B1TS=may[None, None])
+    keys = layer.attention.project_kv(x, places, NO_POSITION)
+    close(torch.cat(found, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, mask, NO_POSITION)))
 
 
 def test_memory_cut_short_is_another_text_cut_short() -> None:
@@ -152,7 +155,7 @@ def test_beyond_reach_all_distances_are_the_same() -> None:
     for parameter in relative.parameters():
         parameter.normal_()
     places = torch.arange(9).unsqueeze(0)
-    _, seen = relative(torch.randn(2, 2, 1, 6), AttentionMask.of(places[:, -1:], places, None, True), 1.0)
+    _, seen = relative(torch.randn(2, 2, 1, 6), AttentionMask(places[:, -1:], places, None, True), 1.0)
     scores = seen.bias_BHTS[:, :, 0].flip(-1)  # by distance
     close(scores[..., 3:], scores[..., 3:4].expand(-1, -1, 6))
     assert (scores[..., :4].diff(dim=-1).abs() > 1e-3).all()

@@ -15,7 +15,7 @@ from regard.nn.position import Position
 from regard.nn.reversible import ReversibleBlock, run_reversible
 from regard.nn.transformer import Transformer
 
-NOWHERE = Position()
+NO_POSITION = Position()
 
 
 def small(**changes: object) -> Stack:
@@ -31,10 +31,10 @@ def tower(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
     return made
 
 
-def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, sight: AttentionMask, position: Position) -> Tensor:
+def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, mask: AttentionMask, position: Position) -> Tensor:
     """The same layers as an ordinary loop, all of whose activations autograd keeps."""
     for block in blocks:
-        x, _ = block(x, pos, sight, position)
+        x, _ = block(x, pos, mask, position)
     return x
 
 
@@ -51,12 +51,12 @@ def gradients(model: Transformer, x: Tensor, keep: Tensor | None = None) -> tupl
 
 def test_block_is_its_formula() -> None:
     block, x, pos = ReversibleBlock(small(), None).double(), torch.randn(2, 5, 16).double(), torch.arange(5)[None]
-    sight = AttentionMask.of(pos, pos, None, causal=True)
+    mask = AttentionMask(pos, pos, None, causal=True)
     one, two = x[..., :8], x[..., 8:]
     normed = block.attention_residual.norm(two)
-    one = one + block.attention(normed, block.attention.keys(normed, pos, NOWHERE), sight, NOWHERE)
+    one = one + block.attention(normed, block.attention.project_kv(normed, pos, NO_POSITION), mask, NO_POSITION)
     two = two + block.feed_forward(block.feed_forward_residual.norm(one))
-    torch.testing.assert_close(block(x, pos, sight, NOWHERE)[0], torch.cat((one, two), -1))
+    torch.testing.assert_close(block(x, pos, mask, NO_POSITION)[0], torch.cat((one, two), -1))
 
 
 @pytest.mark.parametrize("mixer", ["attention", "lsh"])
@@ -76,7 +76,7 @@ def test_gradients_equal_those_of_stored_activations(
         torch.manual_seed(1)
         pool.begin(0)
         results.append(gradients(model, x, keep))
-        after.append((torch.rand(1), pool.mark()))
+        after.append((torch.rand(1), pool.get_state()))
     (out, found), (expected_out, expected) = results
     torch.testing.assert_close(out, expected_out)
     assert found.keys() == expected.keys() and len(found) > 20
@@ -155,10 +155,10 @@ def test_gradients_under_autocast_are_near_those_without() -> None:
         assert float((weight.grad - expected[name]).norm() / expected[name].norm()) < 0.2, name
 
 
-def test_one_does_not_read_on_after_training() -> None:
+def test_decoding_does_not_continue_from_training() -> None:
     model, x = tower().train(), torch.randn(1, 6, 8, dtype=torch.double)
     _, state = model(x, State(()))
-    with pytest.raises(ValueError, match="keep no keys"):
+    with pytest.raises(ValueError, match="store no keys"):
         model(x, state)
 
 

@@ -105,10 +105,10 @@ def check(
     seen: list[Tensor] = []
     hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
     pos, key_pos = torch.arange(2).unsqueeze(0), torch.arange(5).unsqueeze(0)
-    kv, sight = attention.keys(context, key_pos, Position()), AttentionMask.of(pos, key_pos, None)
-    found = attention(x, kv, sight, Position())
+    kv, mask = attention.project_kv(context, key_pos, Position()), AttentionMask(pos, key_pos, None)
+    found = attention(x, kv, mask, Position())
     hook.remove()
-    torch.testing.assert_close(attention(x, kv, sight, Position()), found, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attention(x, kv, mask, Position()), found, atol=1e-5, rtol=1e-5)
     expected = torch.zeros(2, 2, attention.heads, len(values[0][0][0]))
     for b in range(2):
         for t in range(2):

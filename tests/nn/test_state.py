@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard.nn.attention import KV
-from regard.nn.cache import CrossCache, State
+from regard.nn.cache import KV, CrossCache, State
 
 
 def state(rows: int, length: int, keep: Tensor | None = None) -> State:
@@ -39,8 +38,8 @@ def test_a_source_is_selected_by_sentence_and_only_when_told() -> None:
     assert start.select(torch.tensor([0, 0, 1, 1, 2, 2])).source is start.source
     left = start.select(torch.tensor([0, 2]), torch.tensor([0, 2])).source
     assert left is not None
-    assert torch.equal(left.keys[0].k_BGSE, kv.k_BGSE[[0, 2]])
-    assert torch.equal(left.keys[0].v_BGSE, kv.v_BGSE[[0, 2]])
+    assert torch.equal(left.layers[0].k_BGSE, kv.k_BGSE[[0, 2]])
+    assert torch.equal(left.layers[0].v_BGSE, kv.v_BGSE[[0, 2]])
     assert torch.equal(left.keep_BS, keep[[0, 2]])
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard.config import Stack
 from regard.nn.attention import Attention
-from regard.nn.cache import Encoded, State
+from regard.nn.cache import EncoderOutput, State
 from regard.nn.transformer import Transformer
 
 SIZE = {"width": 12, "heads": 3, "ff": 20, "layers": 2, "dropout": 0.0}
@@ -118,7 +118,7 @@ def test_dropout_where_the_paper_puts_it() -> None:
     for name, module in decoder.named_modules():
         if name.endswith("dropout") and module.rate == 0.25:
             module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    decoder(torch.randn(1, 2, 12), decoder.start(Encoded(torch.randn(1, 3, 12), None)))
+    decoder(torch.randn(1, 2, 12), decoder.start(EncoderOutput(torch.randn(1, 3, 12), None)))
     layer = ["attention_residual.dropout", "cross_residual.dropout", "feed_forward_residual.dropout"]
     assert calls == ["dropout", *(f"blocks.{i}.{part}" for i in range(2) for part in layer)]
 

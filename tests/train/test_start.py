@@ -13,7 +13,7 @@ from test_resume import At, result, send
 from test_tasks import labelled_file, tables, train
 
 from regard.errors import UserError
-from regard.nn.lora import adapt
+from regard.nn.lora import add_adapters
 from regard.recipe import load_recipe
 from regard.run import Run, weights_of
 from regard.training.distributed import Stopped
@@ -101,7 +101,7 @@ def test_adapters_are_merged_and_kept(bases: Path, tmp_path: Path) -> None:
     order = tuned("lm", bases / "lm", tmp_path, lora=4, lr=0.02)
     said = heard(order, tmp_path / "run")
     base, adapted = Run.load(bases / "lm"), Run.load(bases / "lm")
-    layers = adapt(adapted.model, 4, 8.0, ("attention", "cross", "feed_forward"))
+    layers = add_adapters(adapted.model, 4, 8.0, ("attention", "cross", "feed_forward"))
     adapters = load_file(tmp_path / "run/adapters.safetensors")
     assert set(adapters) == {f"{layer}.lora_{part}" for layer in layers for part in ("up", "down")}
     assert f"trained: {sum(x.numel() for x in adapters.values()):,} parameters" in said and "rank 4" in said

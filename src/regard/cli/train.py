@@ -116,7 +116,7 @@ def recipe_with(recipe: str | None, told: dict[str, Any], settings: list[str]) -
 
     A recipe's settings of its own preset that another one has no use for are left out.
     """
-    from regard.presets import PRESETS, unread
+    from regard.presets import PRESETS, unused_changes
     from regard.recipe import assign, recipe_tables
 
     tables = recipe_tables(recipe) if recipe is not None else {}
@@ -125,7 +125,7 @@ def recipe_with(recipe: str | None, told: dict[str, Any], settings: list[str]) -
         if setting.partition("=")[0].strip() == "preset":
             assign(chosen, setting)
     if chosen["preset"] != tables.get("preset") and isinstance(tables.get("model"), dict):
-        for tower, key in unread(PRESETS.get(chosen["preset"], {}), tables["model"]):
+        for tower, key in unused_changes(PRESETS.get(chosen["preset"], {}), tables["model"]):
             del tables["model"][tower][key]
     if {"train.minutes", "train.steps", "train.epochs"} & told.keys():  # a budget given here replaces the recipe's
         for key in ("minutes", "steps", "epochs"):

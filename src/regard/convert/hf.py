@@ -34,7 +34,7 @@ from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import VIT
 from regard.errors import UserError, closest
 from regard.files import replace_directory, replace_file, write_json
-from regard.model import Model, on_meta, unfilled
+from regard.model import Model, on_meta, uninitialised
 from regard.run import Run, weights_of
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, talk: Talk) ->
     report = ConversionReport(source.resolve().name, family.model_type, architecture, 0, None, notes)
 
     def write(path: Path) -> None:
-        model = unfilled(config).eval()
+        model = uninitialised(config).eval()
         fill(weights_of(model), table, weights)
         report.parameters = _size(model)
         Run(config, codec, model, path, labels, pixels).save(path)

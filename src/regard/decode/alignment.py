@@ -20,7 +20,7 @@ from regard.decode.options import HeadIndex, Options
 from regard.decode.scorer import by_length
 from regard.errors import UserError
 from regard.files import read_json, write_json
-from regard.model import Model, attentions, place
+from regard.model import Model, kind_and_layer
 from regard.nn.attention import Attention
 from regard.nn.hooks import record
 from regard.run import HEADS, Run
@@ -208,7 +208,7 @@ def alignment_merits(
 
     Agreement is the share of linked output tokens whose heaviest weight is on a token they are linked with.
     """
-    names = [name for name in attentions(model) if place(name)[0] == "cross"]
+    names = [name for name in model.attentions() if kind_and_layer(name)[0] == "cross"]
     total: dict[tuple[str, int], float] = {}
     count = 0.0
     for start in range(0, len(pairs), 32):

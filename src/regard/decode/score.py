@@ -17,6 +17,7 @@ from regard.decode.request import check_vocabulary, encode, position_limits, too
 from regard.decode.scorer import Scorer, by_length, windows
 from regard.errors import UserError
 from regard.model import Model
+from regard.nn.matmul import use_matmuls
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -84,7 +85,7 @@ def force(
         labels = [targets[i] for i in batch]
         hidden = []
         for m, model in enumerate(scorer.models):
-            with scorer.packed.used():
+            with use_matmuls(scorer.matmuls):
                 hidden.append(_hidden(model, [sources[i][m] for i in batch], labels))
         label_N = torch.from_numpy(np.concatenate([np.asarray(label, dtype=np.int64) for label in labels]))
         label_N = label_N.to(scorer.device)

@@ -17,7 +17,7 @@ from regard.decode.phrases import Phrases
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State
-from regard.nn.matmul import Packed
+from regard.nn.matmul import packed_matmuls, use_matmuls
 
 States = tuple[State, ...]  # one per model
 
@@ -56,12 +56,12 @@ class Scorer:
         self.eos = config.ids.eos
         self.vocab = config.target_vocab
         self.device = next(self.models[0].parameters()).device
-        self.packed = Packed(self.models, precision == "bf16")
+        self.matmuls = packed_matmuls(self.models, precision == "bf16")
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
 
     def start(self, tasks: Sequence[SearchInput]) -> States:
         """The models' states before the first token, one row per task."""
-        with self.packed.used():
+        with use_matmuls(self.matmuls):
             return tuple(self._start(model, [task.sources[i] for task in tasks]) for i, model in enumerate(self.models))
 
     def _start(self, model: Model, sources: Sequence[TokenIds]) -> State:
@@ -88,7 +88,7 @@ class Scorer:
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
         """Feed one token to every row -> log-probabilities of the next, minus infinity where blocked."""
         tokens = tokens_N if isinstance(tokens_N, list) else [tokens_N] * len(states)
-        with self.packed.used():
+        with use_matmuls(self.matmuls):
             pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]
         logp_NV = self.join([logits_NV for logits_NV, _ in pairs])
         if isinstance(tokens_N, list) and bool(logp_NV.isnan().any()):  # said at the first step, once per search
@@ -116,7 +116,7 @@ def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> Sta
 
 def branching(states: States, sentences: int, device: torch.device) -> States:
     """The states of `sentences` rows for a search whose hypotheses part."""
-    return tuple(state.branching(sentences, device) for state in states)
+    return tuple(state.with_prefix_tree(sentences, device) for state in states)
 
 
 def time_to_leave(gone_A: Tensor, full_A: Tensor) -> bool:

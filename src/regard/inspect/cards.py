@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.model import Model
-from regard.nn.hooks import Calls
+from regard.nn.hooks import ForwardCalls
 from regard.nn.transformer import Transformer
 
 NUMBERS = 8  # of a vector that are shown
@@ -72,7 +72,7 @@ class Walk:
     layers: tuple[tuple[str, tuple[Card, ...]], ...]
 
 
-def embedding(model: Model, name: str, calls: Calls, ids: Sequence[int] | None) -> Card:
+def embedding(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
     """What goes into the first layer of a tower; without ids, patches of an image."""
     tower: Transformer = getattr(model, name)
     device = model.device
@@ -123,7 +123,7 @@ def _square(model: Model) -> tuple[str, str, str]:
     return "x_t = W pixels_t + b", text, f"1 × {numbers}  ·  {numbers} × {width}  =  1 × {width}"
 
 
-def prediction(model: Model, calls: Calls, norm: nn.Module) -> Card:
+def prediction(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
     """From the last vector to logits and probabilities."""
     assert model.output is not None
     x_TD = calls.input(model.output)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from regard.errors import UserError
 from regard.inspect.trace import Map, Trace
-from regard.model import Model, attentions, head_numbers
-from regard.nn.attention import Attention, key_heads
-from regard.nn.block import NOWHERE, Block, Residual
-from regard.nn.hooks import Calls, watch
+from regard.model import Model
+from regard.nn.attention import Attention
+from regard.nn.block import Block, Residual
+from regard.nn.hooks import ForwardCalls, record_calls
+from regard.nn.position import NO_POSITION
 from regard.nn.transformer import Transformer
 from regard.run import Run
 
@@ -61,7 +62,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
     decoder = _decoder(model)
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
     device = model.device
-    with watch(model) as calls:
+    with record_calls(model) as calls:
         logits_V = model(torch.tensor([ids], device=device), None)[0, place].float()
     chosen = int(logits_V.argmax()) if token is None else _symbol(run, token)
     parts = _Parts(calls, place, calls.input(decoder.blocks[0])[place])
@@ -85,7 +86,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
 class _Parts:
     """Everything that was added up to one vector; a normalisation acts on each part, with its scale held fast."""
 
-    def __init__(self, calls: Calls, place: int, embedded_D: Tensor) -> None:
+    def __init__(self, calls: ForwardCalls, place: int, embedded_D: Tensor) -> None:
         self._calls, self._place = calls, place
         self.x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second is all biases
         self.heads: list[slice] = []
@@ -217,19 +218,19 @@ def _at(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
     model = run.model
     decoder = _decoder(model)
     name = f"decoder.blocks.{layer}.attention"
-    if name not in attentions(model) or head not in head_numbers(model, name):
+    if name not in model.attentions() or head not in model.attentions()[name].head_numbers:
         raise UserError(f"no head {head} in layer {layer}, counted from 0")
     block = decoder.blocks[layer]
     assert isinstance(block, Block) and isinstance(block.attention, Attention) and model.target_embedding is not None
     x_VD = model._embed(model.target_embedding, torch.arange(run.config.target_vocab))
     x_VD = decoder.embed_norm(x_VD)
     x_VD = block.attention_residual.norm(x_VD) if block.attention_residual.pre else x_VD
-    return block.attention, head_numbers(model, name).index(head), x_VD
+    return block.attention, model.attentions()[name].head_numbers.index(head), x_VD
 
 
 def _key_value(attention: Attention, x_VD: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    group = key_heads(attention)[head]
-    k_1GVE, v_1GVE = attention.keys(x_VD.unsqueeze(0), torch.zeros(1, len(x_VD), dtype=torch.long), NOWHERE)
+    group = attention.kv_indices[head]
+    k_1GVE, v_1GVE = attention.project_kv(x_VD.unsqueeze(0), torch.zeros(1, len(x_VD), dtype=torch.long), NO_POSITION)
     return k_1GVE[0, group], v_1GVE[0, group]
 
 

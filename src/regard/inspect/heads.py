@@ -20,7 +20,7 @@ from regard.inspect.inputs import Material, batches_of, encode_pairs
 from regard.inspect.logit_lens import entropy_bits
 from regard.inspect.neurons import induction_scores
 from regard.inspect.trace import between_squares, square_distance
-from regard.model import Model, attentions, head_numbers, place
+from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
 
@@ -83,9 +83,9 @@ def measure_heads(
     text = torch.tensor([i for i in range(run.codec.target.size) if i not in run.codec.target.special])
     induced = induction_scores(model, text) if config.encoder is None else {}
     out = []
-    for name in attentions(model):
-        kind, layer = place(name)
-        for index, number in enumerate(head_numbers(model, name)):
+    for name in model.attentions():
+        kind, layer = kind_and_layer(name)
+        for index, number in enumerate(model.attentions()[name].head_numbers):
             seen, spot = sums[name], (name, index)
             what, share = seen.describe(index)
             out.append(
@@ -178,7 +178,7 @@ class Sums:
 @torch.no_grad()
 def look(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
     """Follow where every head looks over batches of examples."""
-    found = attentions(model)
+    found = model.attentions()
     device = model.device
     zeros = {name: torch.zeros(3, attention.heads, device=device) for name, attention in found.items()}
     sums = {name: Sums(x_3H[0], x_3H[1], x_3H[2]) for name, x_3H in zeros.items()}
@@ -188,7 +188,7 @@ def look(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
             model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         rows = {"source": (batch.source_BS, batch.source_keep_BS), "target": (batch.input_BT, batch.keep_BT)}
         for name in found:
-            kind, _ = place(name)
+            kind, _ = kind_and_layer(name)
             asks, asked = SIDES[kind]
             _add(sums[name], maps[f"{name}.weights"], kind, rows[asks], rows[asked])
     return sums
@@ -251,7 +251,7 @@ def look_squares(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
         "same row": (row_S[:, None] == row_S) & ~own_SS,
         "same column": (column_S[:, None] == column_S).to(device) & ~own_SS,
     }
-    zeros = {name: torch.zeros(3, a.heads, device=device) for name, a in attentions(model).items()}
+    zeros = {name: torch.zeros(3, a.heads, device=device) for name, a in model.attentions().items()}
     sums = {name: Sums(x_3H[0], x_3H[1], x_3H[2]) for name, x_3H in zeros.items()}
     for batch in batches:
         with record(model, *(f"{name}.weights" for name in sums)) as maps:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.batch import Batch
 from regard.loss import Loss, Objective
-from regard.model import Model, attentions
+from regard.model import Model
 from regard.nn.hooks import Change, patch, without
 
 Spot = tuple[str, int]  # the name of an attention, and the place of a head among those it has
@@ -22,7 +22,7 @@ def gradient_importance(model: Model, batches: Sequence[Batch], removed: Removed
     Heads in `removed` are silenced, and not in the result.
     """
     removed = removed or {}
-    found = attentions(model)
+    found = model.attentions()
     device = model.device
     total = {name: torch.zeros(attention.heads, device=device) for name, attention in found.items()}
     symbols = 0
@@ -58,7 +58,7 @@ def ablation_importance(
 ) -> dict[Spot, float]:
     """How much the loss per token rises when each head is silenced, one at a time."""
     plain = loss(model, batches)
-    spots = [(name, head) for name, attention in attentions(model).items() for head in range(attention.heads)]
+    spots = [(name, head) for name, attention in model.attentions().items() for head in range(attention.heads)]
     out = {}
     for done, (name, head) in enumerate(spots):
         out[name, head] = loss(model, batches, {name: [head]}) - plain

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.errors import UserError
 from regard.inspect.importance import Spot
 from regard.inspect.inputs import batches_of
-from regard.model import Model, attentions
+from regard.model import Model
 from regard.nn.block import Block
 from regard.nn.hooks import record
 from regard.nn.transformer import Transformer
@@ -122,7 +122,7 @@ def induction_scores(model: Model, symbols: torch.Tensor | None = None, seed: in
     once_NT = torch.stack([symbols[torch.randperm(len(symbols), generator=draws)[:length]] for _ in range(ROWS)])
     start_N1 = torch.full((ROWS, 1), config.start_id)
     device = model.device
-    names = list(attentions(model))
+    names = list(model.attentions())
     with record(model, *(f"{name}.weights" for name in names)) as maps:
         model.hidden(torch.cat((start_N1, once_NT, once_NT), dim=1).to(device), None)
     t = torch.arange(length + 1, 2 * length + 1)  # in the second round; what followed stands `length` - 1 before

@@ -16,8 +16,8 @@ from regard.config import Config
 from regard.errors import UserError
 from regard.files import replace_file
 from regard.inspect.importance import Removed, Spot, ablation_importance, gradient_importance, loss
-from regard.model import Model, attentions, head_numbers, place
-from regard.nn.attention import Attention, key_heads
+from regard.model import Model, kind_and_layer
+from regard.nn.attention import Attention
 from regard.nn.gates import add_gates
 from regard.nn.reversible import ReversibleBlock
 from regard.run import WEIGHTS, Run
@@ -55,7 +55,7 @@ class Amount:
 
 def heads_of(model: Model) -> int:
     """How many heads a model has."""
-    return sum(attention.heads for attention in attentions(model).values())
+    return sum(attention.heads for attention in model.attentions().values())
 
 
 def ranking(model: Model, batches: Sequence[Batch], by: Criterion, removed: Removed | None = None) -> dict[Spot, float]:
@@ -72,7 +72,7 @@ def _ablation(model: Model, batches: Sequence[Batch], removed: Removed) -> dict[
         return ablation_importance(model, batches)
     out = {}
     plain = loss(model, batches, removed)
-    for name, attention in attentions(model).items():
+    for name, attention in model.attentions().items():
         gone = list(removed.get(name, ()))
         for head in range(attention.heads):
             if head not in gone:
@@ -99,7 +99,7 @@ def how_many(order: dict[Spot, float], amount: Amount) -> int:
 
 def removable(model: Model, names: Sequence[Spot]) -> list[Spot]:
     """Of heads in the order in which they would go, those that can: the last of an attention stays."""
-    left = {name: attention.heads for name, attention in attentions(model).items()}
+    left = {name: attention.heads for name, attention in model.attentions().items()}
     out = []
     for name, head in names:
         if left[name] > 1:
@@ -115,7 +115,7 @@ def greedy_order(
     gone: list[Spot] = []
     while len(gone) < count:
         removed = by_attention(gone)
-        left = {name: a.heads - len(removed.get(name, [])) for name, a in attentions(model).items()}
+        left = {name: a.heads - len(removed.get(name, [])) for name, a in model.attentions().items()}
         order = [spot for spot in ranking(model, batches, by, removed) if left[spot[0]] > 1]
         gone.append(order[0])
         if len(gone) % 10 == 0:
@@ -136,14 +136,14 @@ def cut(model: Model, removed: Removed) -> Model:
     require_cuttable(model)
     kept = {
         name: [h for h in range(a.heads) if h not in set(removed.get(name, ()))]
-        for name, a in attentions(model).items()
+        for name, a in model.attentions().items()
     }
     empty = [name for name, heads in kept.items() if not heads]
     if empty:
         raise UserError(f"{empty[0]}: all of its heads would go; one must stay")
     small = Model(_config(model, kept)).to(model.device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    for name, attention in attentions(model).items():
+    for name, attention in model.attentions().items():
         assert isinstance(attention, Attention)
         weights |= {f"{name}.{key}": x for key, x in _cut_attention(attention, kept[name])}
     with torch.no_grad():
@@ -154,7 +154,7 @@ def cut(model: Model, removed: Removed) -> Model:
 
 def require_cuttable(model: Model) -> None:
     """Heads that share queries with keys are not cut apart."""
-    if not all(isinstance(attention, Attention) for attention in attentions(model).values()):
+    if not all(isinstance(attention, Attention) for attention in model.attentions().values()):
         raise UserError("heads of hashed attention (mixer lsh) cannot be removed")
 
 
@@ -165,9 +165,9 @@ def _config(model: Model, kept: dict[str, list[int]]) -> Config:
         if stack is None or stack.recurrent:
             continue
         lists: dict[str, list[tuple[int, ...]]] = {"kept_heads": [], "kept_cross_heads": []}
-        for name in sorted((n for n in kept if n.startswith(f"{tower}.")), key=lambda n: place(n)[1]):
-            numbers = head_numbers(model, name)
-            field = "kept_cross_heads" if place(name)[0] == "cross" else "kept_heads"
+        for name in sorted((n for n in kept if n.startswith(f"{tower}.")), key=lambda n: kind_and_layer(n)[1]):
+            numbers = model.attentions()[name].head_numbers
+            field = "kept_cross_heads" if kind_and_layer(name)[0] == "cross" else "kept_heads"
             lists[field].append(tuple(numbers[head] for head in kept[name]))
         whole = tuple(range(stack.heads))
         fields = {key: tuple(value) for key, value in lists.items() if any(heads != whole for heads in value)}
@@ -179,7 +179,7 @@ def _cut_attention(attention: Attention, kept: list[int]) -> Iterator[tuple[str,
     """The parameters of an attention, by name, for some of its heads."""
     if len(kept) == attention.heads:
         return
-    kept_groups = sorted({key_heads(attention)[head] for head in kept})
+    kept_groups = sorted({attention.kv_indices[head] for head in kept})
     for name, parameter in attention.named_parameters():
         x = parameter.detach()
         part, _, leaf = name.rpartition(".")
@@ -200,7 +200,7 @@ FILES = ("config.json", WEIGHTS)  # what cutting changes
 
 def gate_heads(model: Model) -> None:
     """Put gates on all heads, if they can be cut afterwards."""
-    found = attentions(model).values()
+    found = model.attentions().values()
     plain = all(isinstance(a, Attention) and a.key_value is not None for a in found)
     if not plain or any(isinstance(part, ReversibleBlock) for part in model.modules()):
         raise UserError("train.l0: only heads of plain Transformer layers learn to be done without")
@@ -216,11 +216,11 @@ def cut_shut_heads(path: Path, whole: Path) -> str:
     """
     run = Run.load(path)
     removed = {}
-    for name, attention in attentions(run.model).items():
+    for name, attention in run.model.attentions().items():
         weight_DHE = run.model.get_parameter(f"{name}.out.weight").unflatten(1, (attention.heads, -1))
         shut = [head for head in range(attention.heads) if not weight_DHE[:, head].any()]
         removed[name] = shut[1:] if len(shut) == attention.heads else shut
-    total, gone = sum(a.heads for a in attentions(run.model).values()), sum(map(len, removed.values()))
+    total, gone = sum(a.heads for a in run.model.attentions().values()), sum(map(len, removed.values()))
     if gone:
         whole.mkdir(parents=True, exist_ok=True)
         for name in FILES:

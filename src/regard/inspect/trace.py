@@ -29,9 +29,9 @@ from regard.inspect.logit_lens import (
     steps,
 )
 from regard.inspect.walk import can_walk, walk_recurrent, walk_transformer
-from regard.model import Model, attentions, head_numbers, place
+from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
-from regard.nn.hooks import Calls, record, watch
+from regard.nn.hooks import ForwardCalls, record, record_calls
 from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
 from regard.run import Run
@@ -145,7 +145,7 @@ def follow(run: Run, given: Given, heads: Sequence[tuple[int, int]] = ()) -> Tra
     model.eval()
     try:
         names = layer_places(model).values()
-        with record(model, "*.weights", *names) as recorded, watch(model) as calls:
+        with record(model, "*.weights", *names) as recorded, record_calls(model) as calls:
             out = model(*given.inputs)[0].float()
         vectors = {name: recorded[name][0] for name in names}
         if vocabulary_alone:
@@ -226,7 +226,7 @@ def _pictures(model: Model, length: int) -> list[Picture]:
     return [made for made in found if made is not None]
 
 
-def _walks(model: Model, calls: Calls, given: Given) -> tuple[Walk, ...]:
+def _walks(model: Model, calls: ForwardCalls, given: Given) -> tuple[Walk, ...]:
     walks = []
     for name in model.config.stacks:
         tower, ids = getattr(model, name), given.ids.get(name)
@@ -256,10 +256,10 @@ class Map:
 def maps_of(model: Model, recorded: Mapping[str, Tensor]) -> tuple[Map, ...]:
     """The maps of one example, from what was recorded of all weights."""
     out = []
-    for name in attentions(model):
-        kind, layer = place(name)
+    for name in model.attentions():
+        kind, layer = kind_and_layer(name)
         weights_HTS = recorded[f"{name}.weights"][0].float().cpu().numpy()
-        out.append(Map(name, kind, layer, weights_HTS, *ROWS[kind], head_numbers(model, name)))
+        out.append(Map(name, kind, layer, weights_HTS, *ROWS[kind], model.attentions()[name].head_numbers))
     return tuple(out)
 
 

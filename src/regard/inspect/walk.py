@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from regard.config import Stack
 from regard.inspect.cards import MOST_STEPS, Card, Scores, Vector, Walk, embedding, prediction
 from regard.model import Model
-from regard.nn.attention import KV, Attention, AttentionMask, key_heads
+from regard.nn.attention import Attention, AttentionMask
 from regard.nn.block import Block, Residual
-from regard.nn.hooks import Calls
+from regard.nn.cache import KV
+from regard.nn.hooks import ForwardCalls
 from regard.nn.position import Position
 from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
@@ -39,7 +40,7 @@ def can_walk(tower: Transformer) -> bool:
     return all(type(block) is Block and isinstance(block.attention, Attention) for block in tower.blocks)
 
 
-def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int] | None) -> Walk:
+def walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Walk:
     """The walk through an attention tower; without ids, that of the patches of an image."""
     tower: Transformer = getattr(model, name)
     stack: Stack = getattr(model.config, name)
@@ -62,14 +63,14 @@ def walk_transformer(model: Model, name: str, calls: Calls, ids: Sequence[int] |
     return Walk(name, rows, tuple(layers))
 
 
-def _incoming(calls: Calls, block: Block, index: int, width: int) -> Card:
+def _incoming(calls: ForwardCalls, block: Block, index: int, width: int) -> Card:
     text = f"What layer {index} made of this token."
     x = Vector.of("x", calls.input(block))
     return Card("What comes in", f"x_t = layer_{index}(…)_t", text, f"1 × {width}", (x,))
 
 
 def _attention(
-    name: str, attention: Attention, stack: Stack, calls: Calls, position: Position, kind: str
+    name: str, attention: Attention, stack: Stack, calls: ForwardCalls, position: Position, kind: str
 ) -> list[Card]:
     looked = _looked(calls, attention)
     cross = kind == "cross"
@@ -123,7 +124,7 @@ def _turns(position: Position) -> bool:
     return type(position).rotate is not Position.rotate
 
 
-def _mixed(calls: Calls, attention: Attention) -> Tensor:
+def _mixed(calls: ForwardCalls, attention: Attention) -> Tensor:
     """(H, T, E), from what the output matrix was given."""
     if isinstance(attention.out, nn.Identity):
         return calls.output(attention).unsqueeze(0)
@@ -179,7 +180,7 @@ def score_card(
     return Card(where + "scores, mask, softmax", formula, text, shape, (), scores, "scores")
 
 
-def _add(residual: Residual, sublayer: nn.Module, calls: Calls, stack: Stack, what: str) -> Card:
+def _add(residual: Residual, sublayer: nn.Module, calls: ForwardCalls, stack: Stack, what: str) -> Card:
     norm = "LayerNorm" if stack.norm == "layer" else "RMSNorm"
     before, made = calls.input(residual), calls.output(sublayer)
     vectors = [Vector.of("x", before), Vector.of("o", made)]
@@ -194,7 +195,7 @@ def _add(residual: Residual, sublayer: nn.Module, calls: Calls, stack: Stack, wh
     return Card(title, formula, text, f"1 × {stack.width}", tuple(vectors))
 
 
-def _feed_forward(block: Block, stack: Stack, calls: Calls) -> Card:
+def _feed_forward(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     part = block.feed_forward
     hidden_TF = calls.input(part.down)
     act = {"gelu_tanh": "gelu"}.get(stack.activation, stack.activation)
@@ -211,7 +212,7 @@ def _feed_forward(block: Block, stack: Stack, calls: Calls) -> Card:
     return Card("Feed-forward", formula, text, shape, vectors)
 
 
-def walk_recurrent(model: Model, calls: Calls, ids: Sequence[int]) -> Walk:
+def walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Walk:
     """One step of a recurrent decoder."""
     decoder = model.decoder
     assert isinstance(decoder, RecurrentDecoder) and model.target_embedding is not None
@@ -294,14 +295,14 @@ class AttentionCall:
         q_1HTE = position.rotate(q_1HTE, pos_1T)
         if attention.relative is not None:  # the distances' part of the scores depends on the queries
             q_1HTE, sight = attention.relative(q_1HTE, sight, self.scale)
-        k_1HSE, v_1HSE = (x[:, key_heads(attention)] for x in kv)
+        k_1HSE, v_1HSE = (x[:, attention.kv_indices] for x in kv)
         scores_1HTS = attention.score.compare(attention.score.query(q_1HTE), k_1HSE, sight.k_pos_BS)
-        bias_BHTS = sight.bias_BHTS if attention.relative is not None else attention._of_kept(sight.bias_BHTS)
+        bias_BHTS = sight.bias_BHTS if attention.relative is not None else attention.own_bias(sight.bias_BHTS)
         self.q_HTE, self.k_HSE, self.v_HSE = q_1HTE[0], k_1HSE[0], v_1HSE[0]
         self.raw_HTS = scores_1HTS[0] / self.scale
         self.bias_HTS: Tensor | None = None if bias_BHTS is None else bias_BHTS[0]
 
 
-def _looked(calls: Calls, attention: Attention) -> AttentionCall:
+def _looked(calls: ForwardCalls, attention: Attention) -> AttentionCall:
     """The numbers inside an attention, computed again from what it was given."""
-    return AttentionCall(attention, [(args[0], args[1], args[2], args[3]) for args in calls.given[attention]])
+    return AttentionCall(attention, [(args[0], args[1], args[2], args[3]) for args in calls.inputs[attention]])

@@ -1,4 +1,4 @@
-"""A layer: self-attention, cross-attention where there is a source, feed-forward, each added and normalised."""
+"""A Transformer layer: self-attention, cross-attention to a source, feed-forward, each with residual and norm."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Activation, Stack
-from regard.nn.attention import KV, Attention, AttentionMask
+from regard.nn.attention import Attention, AttentionMask
+from regard.nn.cache import KV
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
 from regard.nn.lsh import LSHAttention
-from regard.nn.position import Position
+from regard.nn.matmul import Linear
+from regard.nn.position import NO_POSITION, Position
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -24,7 +26,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def make_norm(stack: Stack, width: int | None = None) -> nn.Module:
-    """The normalisation a stack asks for."""
+    """The normalisation of a stack; `width` if it differs from the stack's."""
     if stack.norm == "rms":
         return nn.RMSNorm(width or stack.width, eps=stack.norm_eps)
     return nn.LayerNorm(width or stack.width, eps=stack.norm_eps)
@@ -36,9 +38,9 @@ class FeedForward(nn.Module):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
         bias = stack.bias != "none"
-        self.up = nn.Linear(stack.width, stack.ff, bias=bias)
-        self.gate = nn.Linear(stack.width, stack.ff, bias=bias) if stack.gated else None
-        self.down = nn.Linear(stack.ff, stack.width, bias=bias)
+        self.up = Linear(stack.width, stack.ff, bias=bias, feeds_matmul=True)
+        self.gate = Linear(stack.width, stack.ff, bias=bias, feeds_matmul=True) if stack.gated else None
+        self.down = Linear(stack.ff, stack.width, bias=bias)
         self.act = ACTIVATIONS[stack.activation]
         self.dropout = Dropout(stack.ff_dropout)
         self.neurons = Tap()
@@ -51,7 +53,7 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """Add & norm around a sub-layer: norm(x + f(x)) after it, or x + f(norm(x)) before it."""
+    """Add & norm around a sub-layer: norm(x + f(x)) (post), or x + f(norm(x)) (pre)."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -93,32 +95,31 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         pos_BT: Tensor,
-        sight: AttentionMask,
+        mask: AttentionMask,
         position: Position,
         past: KV | None = None,
         source: tuple[KV, AttentionMask] | None = None,
     ) -> tuple[Tensor, KV]:
-        """`past`: keys of earlier positions; `source`: keys of the other tower -> (x, keys of everything seen)."""
-        seen: list[KV] = []
+        """`past`: KV of earlier tokens, `source`: KV of the encoder output -> x, and KV of past and new tokens."""
+        kv = past
 
         def attend(x_BTD: Tensor) -> Tensor:
-            new = self.attention.keys(x_BTD, pos_BT, position)
-            seen.append(new if past is None else past.extend(new))
-            out: Tensor = self.attention(x_BTD, seen[0], sight, position)
+            nonlocal kv
+            new = self.attention.project_kv(x_BTD, pos_BT, position)
+            kv = new if kv is None else kv.extend(new)
+            out: Tensor = self.attention(x_BTD, kv, mask, position)
             return out
 
         x_BTD = self.attention_residual(x_BTD, attend)
         if self.cross is not None and source is not None:
-            cross, (kv, cross_sight) = self.cross, source
-            # Positions of two towers are not comparable, so nothing is rotated between them.
-            x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, kv, cross_sight, NOWHERE))
+            cross, (source_kv, source_mask) = self.cross, source
+            # Positions of source and target are not comparable, so nothing is rotated between them.
+            x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, source_kv, source_mask, NO_POSITION))
         x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
-        return self.output(x_BTD), seen[0]
+        assert kv is not None
+        return self.output(x_BTD), kv
 
-    def remember(self, x_BPD: Tensor, pos_BP: Tensor, position: Position) -> KV:
-        """Keys of what went into this layer earlier."""
+    def project_memory(self, x_BPD: Tensor, pos_BP: Tensor, position: Position) -> KV:
+        """KV of earlier inputs of this layer."""
         residual = self.attention_residual
-        return self.attention.keys(residual.norm(x_BPD) if residual.pre else x_BPD, pos_BP, position)
-
-
-NOWHERE = Position()
+        return self.attention.project_kv(residual.norm(x_BPD) if residual.pre else x_BPD, pos_BP, position)

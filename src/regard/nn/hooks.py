@@ -1,4 +1,4 @@
-"""Named places where a forward hook can read or replace what passes."""
+"""Hooks: named points of a model (taps) whose values can be recorded or patched, and records of all forward calls."""
 
 from __future__ import annotations
 
@@ -14,30 +14,52 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.errors import UserError, closest
 
+Change = Callable[[Tensor], Tensor]
+
 
 class Tap(nn.Identity):
-    """A place to look. It costs nothing until someone hooks it; being watched is what selects a slow path."""
+    """A named hook point. It costs nothing until it is hooked; attention with hooked weights takes its eager path."""
 
     @property
     def watched(self) -> bool:
         return bool(self._forward_hooks)
 
 
-Change = Callable[[Tensor], Tensor]
+def taps(model: nn.Module) -> dict[str, Tap]:
+    """Every tap of a model by name; a module with two names has its first."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Tap)}
+
+
+def find_taps(model: nn.Module, pattern: str) -> dict[str, Tap]:
+    """The taps whose names match a pattern with * and ?, at least one."""
+    known = taps(model)
+    matching = {name: tap for name, tap in known.items() if fnmatchcase(name, pattern)}
+    if not matching:
+        names = sorted(known)
+        some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+        raise UserError(f"no hook point of this model is named {pattern!r}{closest(pattern, names)}\n  known: {some}")
+    return matching
 
 
 class Recording(Mapping[str, Tensor]):
-    """What passed, by the name of its place; several passes (decoding step by step) are put one after the other."""
+    """Values by the name of their tap; those of several passes (decoding step by step) are concatenated."""
 
     def __init__(self) -> None:
         self._passes: dict[str, list[Tensor]] = {}
 
+    def add(self, name: str, x: Tensor) -> None:
+        self._passes.setdefault(name, []).append(x.detach())
+
+    def clear(self) -> None:
+        """Forget all passes so far."""
+        self._passes.clear()
+
     def passes(self, name: str) -> list[Tensor]:
-        """Each pass by itself, in order."""
+        """The value of each pass, in order."""
         return list(self._passes[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        """All passes joined along time; where a cache grew, what was not there yet is zero."""
+        """All passes concatenated along time; keys that a growing cache did not have yet count as zero."""
         passes = self._passes[name]
         if len(passes) == 1:
             return passes[0]
@@ -50,47 +72,35 @@ class Recording(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._passes)
 
-    def _add(self, name: str, x: Tensor) -> None:
-        self._passes.setdefault(name, []).append(x.detach())
-
-
-def taps(model: nn.Module) -> dict[str, Tap]:
-    """Every place of a model where one can look, by name; a module that two names share has its first."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Tap)}
-
-
-def find_taps(model: nn.Module, pattern: str) -> dict[str, Tap]:
-    """The places whose names fit a pattern with * and ?; it is a mistake if there are none."""
-    known = taps(model)
-    found = {name: tap for name, tap in known.items() if fnmatchcase(name, pattern)}
-    if not found:
-        names = sorted(known)
-        some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-        raise UserError(f"no place in this model is named {pattern!r}{closest(pattern, names)}\n  known: {some}")
-    return found
-
 
 @contextmanager
 def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
-    """Keep what passes through the places named, while the context lasts.
+    """Record the taps that match the patterns (all by default) while the context is open.
 
-    Attention whose weights are watched takes its slow path, for as long as it is watched; the results stay the same.
+    Attention whose weights are recorded takes its eager path meanwhile; its results stay the same.
     """
-    found = {name: tap for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
+    matching = {name: tap for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
+    with record_taps(matching) as recording:
+        yield recording
+
+
+@contextmanager
+def record_taps(taps: Mapping[str, Tap]) -> Iterator[Recording]:
+    """Record these taps under these names while the context is open."""
     recording = Recording()
 
-    def keeper(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        return lambda module, inputs, x: recording._add(name, x)
+    def recorder(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        return lambda module, inputs, x: recording.add(name, x)
 
-    with _hooked({tap: keeper(name) for name, tap in found.items()}):
+    with _hooked({tap: recorder(name) for name, tap in taps.items()}):
         yield recording
 
 
 @contextmanager
 def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
-    """Replace what passes through the places named by a function of it, while the context lasts.
+    """Replace the values of matching taps by a function of them, by pattern, while the context is open.
 
-    A recording opened inside a patch sees what the patch made; one opened outside sees what was there before.
+    A recording opened inside a patch has the patched values, one opened outside the original ones.
     """
     functions: dict[Tap, Change] = {}
     for pattern, change in changes.items():
@@ -99,7 +109,7 @@ def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
                 raise UserError(f"{name}: two patterns want to change it, the second being {pattern!r}; name it once")
             functions[tap] = change
 
-    def changer(change: Change) -> Callable[[nn.Module, object, Tensor], Tensor]:
+    def patcher(change: Change) -> Callable[[nn.Module, object, Tensor], Tensor]:
         def hook(module: nn.Module, inputs: object, x: Tensor) -> Tensor:
             new = change(x)
             if new.shape != x.shape:
@@ -108,65 +118,60 @@ def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
 
         return hook
 
-    with _hooked({tap: changer(change) for tap, change in functions.items()}):
+    with _hooked({tap: patcher(change) for tap, change in functions.items()}):
         yield
 
 
 def without(*heads: int) -> Change:
-    """A patch for `mixed` or `weights` places that silences heads."""
+    """A patch for `mixed` or `weights` taps that ablates heads."""
 
-    def silence(x_BHTE: Tensor) -> Tensor:
+    def ablate(x_BHTE: Tensor) -> Tensor:
         gate_H = x_BHTE.new_ones(x_BHTE.shape[1])
         gate_H[list(heads)] = 0.0
         return x_BHTE * gate_H.view(-1, 1, 1)
 
-    return silence
+    return ablate
 
 
-@contextmanager
-def _hooked(hooks: Mapping[Tap, Callable[..., Tensor | None]]) -> Iterator[None]:
-    handles: list[RemovableHandle] = []
-    try:
-        for tap, hook in hooks.items():
-            handles.append(tap.register_forward_hook(hook))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class Calls:
-    """Inputs and outputs of every module, by module."""
+class ForwardCalls:
+    """Arguments and results of every forward call, by module."""
 
     def __init__(self) -> None:
-        self.given: dict[nn.Module, list[tuple[Any, ...]]] = {}
-        self.made: dict[nn.Module, list[Any]] = {}
+        self.inputs: dict[nn.Module, list[tuple[Any, ...]]] = {}
+        self.outputs: dict[nn.Module, list[Any]] = {}
+
+    def add(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.inputs.setdefault(module, []).append(inputs)
+        self.outputs.setdefault(module, []).append(output)
 
     def output(self, module: nn.Module) -> Tensor:
-        """All that a module made, one vector per token: (T, D)."""
-        return torch.cat([x[0] if isinstance(x, tuple) else x for x in self.made[module]], dim=1)[0]
+        """The results of a module for a batch of one, a vector per token: (T, D)."""
+        return torch.cat([x[0] if isinstance(x, tuple) else x for x in self.outputs[module]], dim=1)[0]
 
     def input(self, module: nn.Module) -> Tensor:
-        """All that a module was given, one vector per token: (T, D)."""
-        return torch.cat([args[0] for args in self.given[module]], dim=1)[0]
+        """The first arguments of a module for a batch of one, a vector per token: (T, D)."""
+        return torch.cat([args[0] for args in self.inputs[module]], dim=1)[0]
 
 
 @contextmanager
-def watch(model: nn.Module) -> Iterator[Calls]:
-    """Keep what every module is given and makes, while the context lasts."""
-    calls = Calls()
-    handles: list[RemovableHandle] = []
+def record_calls(model: nn.Module) -> Iterator[ForwardCalls]:
+    """Record the forward calls of every submodule while the context is open.
 
-    def keep(module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
-        calls.given.setdefault(module, []).append(given)
-        calls.made.setdefault(module, []).append(made)
-
-    try:
-        for name, module in model.named_modules():
-            # The places to look are for `record`; a hook on them would change which path is taken.
-            if name and not isinstance(module, nn.ModuleList) and not isinstance(module, Tap):
-                handles.append(module.register_forward_hook(keep))
+    Taps are left out, since a hook on them would select the eager path; `record` is for them.
+    """
+    calls = ForwardCalls()
+    modules = [module for name, module in model.named_modules() if name]
+    with _hooked({m: calls.add for m in modules if not isinstance(m, nn.ModuleList | Tap)}):
         yield calls
+
+
+@contextmanager
+def _hooked(hooks: Mapping[Any, Callable[..., Tensor | None]]) -> Iterator[None]:
+    handles: list[RemovableHandle] = []
+    try:
+        for module, hook in hooks.items():
+            handles.append(module.register_forward_hook(hook))
+        yield
     finally:
         for handle in handles:
             handle.remove()

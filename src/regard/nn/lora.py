@@ -1,6 +1,6 @@
 """Low-rank adapters: W + (alpha / rank) * up @ down, where only `up` and `down` are trained.
 
-An adapted layer keeps the names of its own weights, so that a model with adapters can be merged into one without.
+An adapted layer keeps its weight names, so that a model with adapters can be merged into one without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UP, DOWN = "lora_up", "lora_down"
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter beside its frozen weights. A new adapter changes nothing: `up` is zero."""
+    """A frozen linear layer with a low-rank adapter. A new adapter changes nothing: `lora_up` is zero."""
 
     def __init__(self, inner: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta")
@@ -32,8 +32,8 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.lora_down), self.lora_up) * self.scale
 
 
-def adapted(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers inside modules of these names."""
+def adaptable_layers(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers inside modules of these names, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -41,24 +41,24 @@ def adapted(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
     }
 
 
-def adapt(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -> list[str]:
-    """Freeze a model and give adapters to its linear layers inside modules of these names -> the layers' names."""
+def add_adapters(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -> list[str]:
+    """Freeze a model and add adapters to the linear layers inside modules of these names -> the layers' names."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    found = adapted(model, on)
-    for name, inner in found.items():
+    layers = adaptable_layers(model, on)
+    for name, inner in layers.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, LoraLinear(inner, rank, alpha))
-    return list(found)
+    return list(layers)
 
 
 @torch.no_grad()
-def merged(model: nn.Module, weights: Tensors) -> tuple[Tensors, Tensors]:
+def merge_adapters(model: nn.Module, weights: Tensors) -> tuple[Tensors, Tensors]:
     """Weights with adapters -> weights of the same model without, and the adapters alone."""
     plain = {name: x for name, x in weights.items() if not name.endswith((UP, DOWN))}
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             up, down = (weights[f"{name}.{part}"].double() for part in (UP, DOWN))
-            whole = plain[f"{name}.weight"]
-            plain[f"{name}.weight"] = (whole.double() + module.scale * up @ down).to(whole.dtype)
+            weight = plain[f"{name}.weight"]
+            plain[f"{name}.weight"] = (weight.double() + module.scale * up @ down).to(weight.dtype)
     return plain, {name: x for name, x in weights.items() if name not in plain}

@@ -1,8 +1,8 @@
-"""Attention among tokens that hash alike: queries are their own keys, sorted by hash, and look at near chunks.
+"""LSH attention: queries are their own keys, sorted by hash, and attend within chunks of the sorted sequence.
 
 Letters beyond the legend of attention.py:
-X heads of all rows   R rounds of hashing   P places: the length in whole chunks   N chunks   C places of a chunk
-K keys that a chunk looks at
+X heads of all rows   R rounds of hashing   P sorted positions: the length rounded up to chunks   N chunks
+C positions of a chunk   K keys that a chunk attends to
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Stack
-from regard.nn.attention import KV, AttentionMask, softmax_seen
+from regard.nn.attention import AttentionMask, masked_softmax
+from regard.nn.cache import KV
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
+from regard.nn.matmul import Linear
 from regard.nn.position import Position
 
-# A query, being its own key, would always like itself best, so it looks at itself only where it can see nothing else:
-# this score loses against all others, and a hidden key's loses against this. Powers of two multiply without rounding.
-ITSELF, HIDDEN = -(2.0**13), -(2.0**30)
+# A query, being its own key, would always score itself highest, so it attends to itself only where it has no other key:
+# SELF is below every score, and MASKED is below SELF. Powers of two multiply without rounding.
+SELF, MASKED = -(2.0**13), -(2.0**30)
 
 
-class Order(NamedTuple):
-    """The tokens of a pass sorted by hash, once per round, and the way back."""
+class SortOrder(NamedTuple):
+    """The tokens of a pass sorted by hash, once per round, and the inverse permutation."""
 
-    symbol_XRP: Tensor  # which token stands at a place; numbers beyond the length fill the last chunk
-    place_XRP: Tensor  # where a token stands
+    token_XRP: Tensor  # the token at each sorted position; indices beyond the length pad the last chunk
+    sorted_XRP: Tensor  # the sorted position of each token
 
 
 class LSHAttention(nn.Module):
     """Multi-head self-attention that compares each query with the few keys that hash alike.
 
-    It is called like `Attention`. Rotations of a layer are drawn from a seed of its own, the same in every pass: what a
-    resumed run hashes, the uninterrupted one had hashed as well. Attention is exact, with every key that may be seen,
-    where hashing could not save anything: in short sequences, and when a few queries read on from a long past. It is
-    what hashed attention becomes with ever more rounds if a key that was met in several rounds counts `once`.
+    It is called like `Attention`. The random rotations of a layer come from its own seed, the same in every pass, so
+    that a resumed run hashes as the uninterrupted one. Where hashing saves nothing, in short sequences and in steps of
+    decoding, attention is exact over all keys: the limit of many rounds if a key met in several rounds counts `once`.
     """
 
     def __init__(self, stack: Stack, index: int = 0) -> None:
@@ -47,73 +48,77 @@ class LSHAttention(nn.Module):
         self.heads = stack.heads
         self.lsh = stack.lsh
         self.seed = index
-        self.query_key = nn.Linear(stack.width, stack.heads * stack.head, bias=bias)
-        self.value = nn.Linear(stack.width, stack.heads * stack.value, bias=bias)
-        self.out = nn.Linear(stack.heads * stack.value, stack.width, bias=bias)
+        self.query_key = Linear(stack.width, stack.heads * stack.head, bias=bias)
+        self.value = Linear(stack.width, stack.heads * stack.value, bias=bias)
+        self.out = Linear(stack.heads * stack.value, stack.width, bias=bias)
         self.dropout = Dropout(stack.attention_dropout)
         self.weights = Tap()  # (B, H, T, S) after the softmax
-        self.mixed = Tap()  # (B, H, T, E): what each head brings back
+        self.mixed = Tap()  # (B, H, T, E): the output of each head
 
-    def keys(self, context_BSD: Tensor, pos_BS: Tensor, position: Position) -> KV:
-        """What queries and keys are both made of, and values."""
+    @property
+    def head_numbers(self) -> tuple[int, ...]:
+        return tuple(range(self.heads))
+
+    def project_kv(self, context_BSD: Tensor, pos_BS: Tensor, position: Position) -> KV:
+        """The projection that queries and keys share, and values."""
         shared_BHSE, v_BHSE = (
             layer(context_BSD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query_key, self.value)
         )
         return KV(position.rotate(shared_BHSE, pos_BS), v_BHSE)
 
     def forward(
-        self, x_BTD: Tensor, kv: KV, sight: AttentionMask, position: Position, order: Order | None = None
+        self, x_BTD: Tensor, kv: KV, mask: AttentionMask, position: Position, order: SortOrder | None = None
     ) -> Tensor:
-        """What each query gets. `order` is what `sort` said of the same pass, for those who run it again."""
+        """The output for each query; `order` is the result of `sort` for the same pass, where it is computed again."""
         shared_BHSE, v_BHSE = kv.k_BGSE, kv.v_BGSE
         if order is None:
-            order = self.sort(kv, sight)
-        # Keys have length one, so a long query does not outweigh others when it is looked at.
+            order = self.sort(kv, mask)
+        # Keys are normalised, so that a long query is not a strong key.
         k_BHSE = shared_BHSE * torch.rsqrt(shared_BHSE.square().mean(-1, keepdim=True) + 1e-6)
         k_BHSE = k_BHSE / math.sqrt(k_BHSE.shape[-1])
         if order is None:
-            z_BHTE = self._exact(shared_BHSE[:, :, -x_BTD.shape[1] :], k_BHSE, v_BHSE, sight)
+            z_BHTE = self._exact(shared_BHSE[:, :, -x_BTD.shape[1] :], k_BHSE, v_BHSE, mask)
         else:
-            z_BHTE = self._hashed(shared_BHSE, k_BHSE, v_BHSE, sight, order)
+            z_BHTE = self._hashed(shared_BHSE, k_BHSE, v_BHSE, mask, order)
         out: Tensor = self.out(self.mixed(z_BHTE).transpose(1, 2).flatten(2))
         return out
 
-    def sort(self, kv: KV, sight: AttentionMask) -> Order | None:
-        """The tokens by hash; None where attention is exact."""
-        if not self._pays(sight.q_pos_BT.shape[1], kv.k_BGSE.shape[2]):
+    def sort(self, kv: KV, mask: AttentionMask) -> SortOrder | None:
+        """The tokens sorted by hash; None where attention is exact."""
+        if not self._saves(mask.q_pos_BT.shape[1], kv.k_BGSE.shape[2]):
             return None
-        symbol_XRP = self._hash(kv.k_BGSE, sight.keep_BS).argsort(dim=-1, stable=True)
-        places = torch.arange(symbol_XRP.shape[-1], device=symbol_XRP.device).expand_as(symbol_XRP)
-        return Order(symbol_XRP, torch.empty_like(symbol_XRP).scatter_(-1, symbol_XRP, places))
+        token_XRP = self._hash(kv.k_BGSE, mask.keep_BS).argsort(dim=-1, stable=True)
+        sorted_P = torch.arange(token_XRP.shape[-1], device=token_XRP.device).expand_as(token_XRP)
+        return SortOrder(token_XRP, torch.empty_like(token_XRP).scatter_(-1, token_XRP, sorted_P))
 
-    def _pays(self, queries: int, keys: int) -> bool:
-        """Whether hashing compares fewer pairs than there are."""
-        met = self.lsh.hashes * self.lsh.chunk * (1 + self.lsh.before + self.lsh.after)
-        return queries == keys and keys > met
+    def _saves(self, queries: int, keys: int) -> bool:
+        """Whether hashing compares fewer pairs than exact attention."""
+        compared = self.lsh.hashes * self.lsh.chunk * (1 + self.lsh.before + self.lsh.after)
+        return queries == keys and keys > compared
 
     @torch.no_grad()
     def _hash(self, x_BHTE: Tensor, keep_BT: Tensor | None) -> Tensor:
-        """The bucket of every token, (X, R, P): which axis of a turned space is nearest. Padding comes last."""
+        """The bucket of every token, (X, R, P): the nearest axis of a rotated space. Padding has the last one."""
         length = x_BHTE.shape[2]
-        whole = math.ceil(length / self.lsh.chunk) * self.lsh.chunk
-        factors = self._buckets(whole)
+        padded = math.ceil(length / self.lsh.chunk) * self.lsh.chunk
+        factors = self._buckets(padded)
         draws = torch.Generator().manual_seed(self.seed)
         axes = (self.heads, x_BHTE.shape[-1], self.lsh.hashes, sum(factors) // 2)
-        turn_HEA = torch.randn(axes, generator=draws).to(x_BHTE).flatten(2)
-        turned_BHRTA = (x_BHTE @ turn_HEA).unflatten(-1, axes[2:]).transpose(2, 3)
-        bucket_BHRT = torch.zeros(turned_BHRTA.shape[:-1], dtype=torch.long, device=x_BHTE.device)
-        known = 1
-        for part, count in zip(turned_BHRTA.split([n // 2 for n in factors], dim=-1), factors, strict=True):
+        rotation_HEA = torch.randn(axes, generator=draws).to(x_BHTE).flatten(2)
+        rotated_BHRTA = (x_BHTE @ rotation_HEA).unflatten(-1, axes[2:]).transpose(2, 3)
+        bucket_BHRT = torch.zeros(rotated_BHRTA.shape[:-1], dtype=torch.long, device=x_BHTE.device)
+        buckets = 1
+        for part, count in zip(rotated_BHRTA.split([n // 2 for n in factors], dim=-1), factors, strict=True):
             axis = part.abs().argmax(-1, keepdim=True)
-            backwards = part.gather(-1, axis) < 0
-            bucket_BHRT += known * (axis + backwards * (count // 2)).squeeze(-1)
-            known *= count
+            negative = part.gather(-1, axis) < 0
+            bucket_BHRT += buckets * (axis + negative * (count // 2)).squeeze(-1)
+            buckets *= count
         if keep_BT is not None:
-            bucket_BHRT.masked_fill_(~keep_BT[:, None, None], known)
-        return F.pad(bucket_BHRT.flatten(0, 1), (0, whole - length), value=known)
+            bucket_BHRT.masked_fill_(~keep_BT[:, None, None], buckets)
+        return F.pad(bucket_BHRT.flatten(0, 1), (0, padded - length), value=buckets)
 
     def _buckets(self, length: int) -> tuple[int, ...]:
-        """How many buckets, as a product if they are too many for comparing each token with all their axes."""
+        """The number of buckets, as two factors if comparing each token with that many axes costs too much."""
         if self.lsh.buckets is not None:
             return (self.lsh.buckets,)
         power = (2 * (length // self.lsh.chunk)).bit_length() - 1
@@ -121,84 +126,86 @@ class LSHAttention(nn.Module):
             return (2**power,)
         return 2 ** (power // 2), 2 ** (power - power // 2)
 
-    def _exact(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, sight: AttentionMask) -> Tensor:
+    def _exact(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: AttentionMask) -> Tensor:
         scores_BHTS = q_BHTE @ k_BHSE.transpose(-1, -2)
         queries, keys = scores_BHTS.shape[-2:]
         own_TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BHTE.device)
         own_TS = own_TS.tril(keys - queries).triu(keys - queries)  # queries are the last of the keys
-        scores_BHTS = scores_BHTS.masked_fill(own_TS, ITSELF)
-        if sight.mask_B1TS is not None:
-            scores_BHTS = scores_BHTS.masked_fill(~sight.mask_B1TS, -math.inf)
-        z_BHTE: Tensor = self.dropout(self.weights(softmax_seen(scores_BHTS))) @ v_BHSE
+        scores_BHTS = scores_BHTS.masked_fill(own_TS, SELF)
+        if mask.mask_B1TS is not None:
+            scores_BHTS = scores_BHTS.masked_fill(~mask.mask_B1TS, -math.inf)
+        z_BHTE: Tensor = self.dropout(self.weights(masked_softmax(scores_BHTS))) @ v_BHSE
         return z_BHTE
 
-    def _hashed(self, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, sight: AttentionMask, order: Order) -> Tensor:
+    def _hashed(self, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, mask: AttentionMask, order: SortOrder) -> Tensor:
         z_BHTE: Tensor
         q_XTE, k_XTE, v_XTE = (x.flatten(0, 1) for x in (q_BHTE, k_BHTE, v_BHTE))
-        q_XRNC = order.symbol_XRP.unflatten(-1, (-1, self.lsh.chunk))
-        k_XRNK = self._look(q_XRNC)
-        # The largest tensor here is written over and over: it holds bias, scores and exponentials in turn.
-        scores_XRNCK = self._bias(q_XRNC, k_XRNK, order, sight, q_XTE.dtype)
+        q_XRNC = order.token_XRP.unflatten(-1, (-1, self.lsh.chunk))
+        k_XRNK = self._neighbours(q_XRNC)
+        # The largest tensor is reused: it holds bias, scores and exponentials in turn.
+        scores_XRNCK = self._bias(q_XRNC, k_XRNK, order, mask, q_XTE.dtype)
         scores_XRNCK.add_(_take(q_XTE, q_XRNC) @ _take(k_XTE, k_XRNK).transpose(-1, -2))
         top_XRNC1 = scores_XRNCK.detach().amax(-1, keepdim=True)
-        strength_XRNCK = scores_XRNCK.sub_(top_XRNC1).exp_()
+        exp_XRNCK = scores_XRNCK.sub_(top_XRNC1).exp_()
 
         def unsort(x_XRNCE: Tensor) -> Tensor:
-            return _take(x_XRNCE.flatten(2, 3), order.place_XRP[..., : q_XTE.shape[1]])
+            return _take(x_XRNCE.flatten(2, 3), order.sorted_XRP[..., : q_XTE.shape[1]])
 
-        # Rounds are parts of one softmax: each counts by the sum of its exponentials.
-        top_XRT1, sum_XRT1 = unsort(top_XRNC1), unsort(strength_XRNCK.sum(-1, keepdim=True))
+        # Rounds are parts of one softmax: each is weighted by the sum of its exponentials.
+        top_XRT1, sum_XRT1 = unsort(top_XRNC1), unsort(exp_XRNCK.sum(-1, keepdim=True))
         share_XRT1 = (top_XRT1 - top_XRT1.amax(1, keepdim=True)).exp()
         share_XRT1 = share_XRT1 / (sum_XRT1 * share_XRT1).sum(1, keepdim=True)
         if self.weights.watched:
-            weights_XRNCK = strength_XRNCK * _take(share_XRT1, q_XRNC)
-            weights_XTS = _spread(weights_XRNCK, q_XRNC, k_XRNK, order.place_XRP.shape[-1])
+            weights_XRNCK = exp_XRNCK * _take(share_XRT1, q_XRNC)
+            weights_XTS = _dense(weights_XRNCK, q_XRNC, k_XRNK, order.sorted_XRP.shape[-1])
             weights_XTS = weights_XTS[:, : q_XTE.shape[1], : q_XTE.shape[1]]
             z_BHTE = self.dropout(self.weights(weights_XTS.unflatten(0, q_BHTE.shape[:2]))) @ v_BHTE
             return z_BHTE
-        z_XRNCE = self.dropout(strength_XRNCK) @ _take(v_XTE, k_XRNK)
+        z_XRNCE = self.dropout(exp_XRNCK) @ _take(v_XTE, k_XRNK)
         z_BHTE = (unsort(z_XRNCE) * share_XRT1).sum(1).unflatten(0, q_BHTE.shape[:2])
         return z_BHTE
 
-    def _look(self, x_XRNC: Tensor) -> Tensor:
-        """What stands in each chunk and in those around it; the first chunk comes after the last."""
+    def _neighbours(self, x_XRNC: Tensor) -> Tensor:
+        """The tokens of each chunk and of those around it, (X, R, N, K); the first chunk comes after the last."""
         ring = x_XRNC if self.lsh.once else x_XRNC.flatten(1, 2).unsqueeze(1)
         near = [ring.roll(shift, dims=2) for shift in range(self.lsh.before, -self.lsh.after - 1, -1)]
         return torch.cat(near, dim=3).view(*x_XRNC.shape[:3], -1)
 
     @torch.no_grad()
-    def _bias(self, q_XRNC: Tensor, k_XRNK: Tensor, order: Order, sight: AttentionMask, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores. There is no past here, so the order of tokens is that of their positions."""
-        # In steps of ITSELF: one for the query's own token, more for each that comes later, none for the others.
-        q_XRNC1 = q_XRNC.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32)) * -ITSELF
-        k_XRN1K = k_XRNK.unsqueeze(-2).to(q_XRNC1.dtype) * -ITSELF
-        bias_XRNCK = (q_XRNC1 + ITSELF) - k_XRN1K if sight.causal else (q_XRNC1 - k_XRN1K).abs_().add_(ITSELF)
+    def _bias(
+        self, q_XRNC: Tensor, k_XRNK: Tensor, order: SortOrder, mask: AttentionMask, dtype: torch.dtype
+    ) -> Tensor:
+        """The bias of the scores. There is no cache here, so tokens are in the order of their positions."""
+        # In multiples of SELF: one for the query's own token, more for later ones, none for the others.
+        q_XRNC1 = q_XRNC.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32)) * -SELF
+        k_XRN1K = k_XRNK.unsqueeze(-2).to(q_XRNC1.dtype) * -SELF
+        bias_XRNCK = (q_XRNC1 + SELF) - k_XRN1K if mask.causal else (q_XRNC1 - k_XRN1K).abs_().add_(SELF)
         bias_XRNCK.clamp_(max=0)
-        (rows, _, places), length = order.place_XRP.shape, sight.k_pos_BS.shape[-1]
-        if sight.keep_BS is not None or length < places:
-            keep_BT = torch.ones_like(sight.k_pos_BS, dtype=torch.bool) if sight.keep_BS is None else sight.keep_BS
-            hidden_BP = F.pad(~keep_BT, (0, places - length), value=True)
-            hidden_XP = hidden_BP.expand(rows // self.heads, -1).repeat_interleave(self.heads, dim=0)
-            bias_XRNCK.add_(_take(hidden_XP.unsqueeze(-1).to(q_XRNC1.dtype), k_XRNK).transpose(-1, -2), alpha=HIDDEN)
+        (rows, _, padded), length = order.sorted_XRP.shape, mask.k_pos_BS.shape[-1]
+        if mask.keep_BS is not None or length < padded:
+            keep_BT = torch.ones_like(mask.k_pos_BS, dtype=torch.bool) if mask.keep_BS is None else mask.keep_BS
+            masked_BP = F.pad(~keep_BT, (0, padded - length), value=True)
+            masked_XP = masked_BP.expand(rows // self.heads, -1).repeat_interleave(self.heads, dim=0)
+            bias_XRNCK.add_(_take(masked_XP.unsqueeze(-1).to(q_XRNC1.dtype), k_XRNK).transpose(-1, -2), alpha=MASKED)
         if self.lsh.once:
-            self._hide_met(bias_XRNCK, q_XRNC, k_XRNK, order)
+            self._mask_repeated(bias_XRNCK, q_XRNC, k_XRNK, order)
         return bias_XRNCK
 
-    def _hide_met(self, bias_XRNCK: Tensor, q_XRNC: Tensor, k_XRNK: Tensor, order: Order) -> None:
-        """Hide from each round the keys that a query has met in an earlier one."""
+    def _mask_repeated(self, bias_XRNCK: Tensor, q_XRNC: Tensor, k_XRNK: Tensor, order: SortOrder) -> None:
+        """Mask, in each round, the keys that a query has met in an earlier one."""
         chunks = q_XRNC.shape[2]
-        chunk_XRP1 = (order.place_XRP // self.lsh.chunk).unsqueeze(-1)
+        chunk_XRP1 = (order.sorted_XRP // self.lsh.chunk).unsqueeze(-1)
         for later in range(1, self.lsh.hashes):
             for earlier in range(later):
                 q_XNC1, k_XNK1 = (_take(chunk_XRP1[:, earlier], x[:, later]) for x in (q_XRNC, k_XRNK))
                 ahead_XNCK = (q_XNC1 - k_XNK1.transpose(-1, -2) + self.lsh.after) % chunks
-                bias_XRNCK[:, later].masked_fill_(ahead_XNCK <= self.lsh.before + self.lsh.after, HIDDEN)
+                bias_XRNCK[:, later].masked_fill_(ahead_XNCK <= self.lsh.before + self.lsh.after, MASKED)
 
 
 def _take(x_XTE: Tensor, index_X: Tensor) -> Tensor:
-    """Rows of `x` by number, where `index` shares all dimensions that stand before the rows.
+    """Rows of `x` by index, where `index` shares all dimensions before the rows.
 
-    As an embedding, because of all ways to pick rows this one has the fastest gradient.
+    An embedding lookup, which of all ways to gather rows has the fastest gradient.
     """
     *lead, length, width = x_XTE.shape
     start = torch.arange(math.prod(lead), device=x_XTE.device).mul_(length)
@@ -206,9 +213,9 @@ def _take(x_XTE: Tensor, index_X: Tensor) -> Tensor:
     return F.embedding(index_X.clamp(max=length - 1) + start, x_XTE.reshape(-1, width))
 
 
-def _spread(weights_XRNCK: Tensor, q_XRNC: Tensor, k_XRNK: Tensor, places: int) -> Tensor:
-    """Weights of pairs in a table of all pairs, (X, P, P)."""
-    pair_XRNCK = q_XRNC.unsqueeze(-1) * places + k_XRNK.unsqueeze(-2)
-    table = weights_XRNCK.new_zeros(len(weights_XRNCK), places * places)
+def _dense(weights_XRNCK: Tensor, q_XRNC: Tensor, k_XRNK: Tensor, length: int) -> Tensor:
+    """The weights of compared pairs as a matrix of all pairs, (X, P, P)."""
+    pair_XRNCK = q_XRNC.unsqueeze(-1) * length + k_XRNK.unsqueeze(-2)
+    table = weights_XRNCK.new_zeros(len(weights_XRNCK), length * length)
     table = table.scatter_add(1, pair_XRNCK.flatten(1), weights_XRNCK.flatten(1))
-    return table.view(-1, places, places)
+    return table.view(-1, length, length)

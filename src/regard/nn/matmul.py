@@ -1,15 +1,14 @@
-"""How the matrix products of a model are computed, changed for a while: in bfloat16, or with weights put in order.
+"""The linear layer, and other ways to compute its product: in bfloat16, or with weights packed for oneDNN.
 
-torch's autocast leaves what it multiplied in bfloat16, and then every sum, norm and dropout pays for the conversion,
-which on a processor eats up the gain. Here only the products are in bfloat16, and what lies between those of a
-feed-forward layer; all else stays as it is.
+torch's autocast leaves every product in bfloat16, so that each sum, norm and dropout converts it back; on a CPU that
+eats up the gain. Here only the matrix products are in bfloat16, and what lies between those of a feed-forward layer.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,55 +16,71 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from regard.nn.block import FeedForward
+Matmul = Callable[[Tensor], Tensor]
 
-Forward = Callable[[Tensor], Tensor]
+
+class Linear(nn.Linear):
+    """A linear layer whose product can be computed in another way, see `use_matmuls`.
+
+    `feeds_matmul`: its output goes, but for elementwise functions, into another product, so it may stay in bfloat16.
+    """
+
+    matmul: Matmul | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: str | None = None,
+        feeds_matmul: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device)
+        self.feeds_matmul = feeds_matmul
+
+    @property
+    def bf16_result(self) -> torch.dtype:
+        """The type of its result when it multiplies in bfloat16."""
+        return torch.bfloat16 if self.feeds_matmul else torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) if self.matmul is None else self.matmul(x)
+
+
+Matmuls = Mapping[Linear, Matmul]
 
 
 @contextmanager
-def replaced(forwards: Sequence[tuple[nn.Linear, Forward]]) -> Iterator[None]:
-    """While open, these layers compute so."""
-    for linear, forward in forwards:
-        linear.__dict__["forward"] = forward  # as an attribute of the object it goes before that of its class
+def use_matmuls(matmuls: Matmuls) -> Iterator[None]:
+    """While open, these layers compute their product by these functions."""
+    for linear, matmul in matmuls.items():
+        linear.matmul = matmul
     try:
         yield
     finally:
-        for linear, _ in forwards:
-            linear.__dict__.pop("forward", None)
+        for linear in matmuls:
+            linear.matmul = None
 
 
-def bf16_products(model: nn.Module) -> list[tuple[nn.Linear, Forward]]:
-    """The linear layers of a model, each with a way to multiply in bfloat16, forward and backward."""
-    stays_narrow = feeding(model)
+def bf16_matmuls(model: nn.Module) -> Matmuls:
+    """Products in bfloat16 for training, forward and backward; weights and their gradients stay in fp32."""
 
-    def forward_of(linear: nn.Linear) -> Forward:
-        kind = torch.bfloat16 if linear in stays_narrow else torch.float32
-        return lambda x: _Bf16.apply(x, linear.weight, linear.bias, kind)
+    def matmul(linear: Linear) -> Matmul:
+        return lambda x: _Bf16.apply(x, linear.weight, linear.bias, linear.bf16_result)
 
-    return [(linear, forward_of(linear)) for linear in plain_linears(model)]
-
-
-def feeding(*models: nn.Module) -> set[nn.Linear]:
-    """Layers whose result goes into another product right away."""
-    inner = [module for model in models for module in model.modules() if isinstance(module, FeedForward)]
-    return {linear for module in inner for linear in (module.up, module.gate) if linear is not None}
-
-
-def plain_linears(*models: nn.Module) -> list[nn.Linear]:
-    """Every layer that is a product and nothing more, once."""
-    modules = {id(module): module for model in models for module in model.modules()}.values()
-    return [module for module in modules if type(module) is nn.Linear]
+    return {linear: matmul(linear) for linear in linears(model)}
 
 
 class _Bf16(torch.autograd.Function):
-    """x W' + b with x, W and b rounded; gradients of the weights come back in fp32, that of x as x came."""
+    """x W' + b with x, W and b rounded; the gradients of W and b are fp32, that of x has the type of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, kind: torch.dtype) -> Tensor:
-        narrow, weight = x.bfloat16(), weight_OI.bfloat16()
-        ctx.save_for_backward(narrow, weight)
-        ctx.kind = x.dtype
-        return F.linear(narrow, weight, None if bias_O is None else bias_O.bfloat16()).to(kind)
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, result: torch.dtype) -> Tensor:
+        x_bf16, weight = x.bfloat16(), weight_OI.bfloat16()
+        ctx.save_for_backward(x_bf16, weight)
+        ctx.dtype = x.dtype
+        return F.linear(x_bf16, weight, None if bias_O is None else bias_O.bfloat16()).to(result)
 
     @staticmethod
     @once_differentiable
@@ -73,57 +88,57 @@ class _Bf16(torch.autograd.Function):
         x, weight_OI = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad_NO = grads[0].flatten(0, -2)
-        narrow_NO = grad_NO.bfloat16()
-        x_grad = (narrow_NO @ weight_OI).to(ctx.kind).view_as(x) if needed[0] else None
-        weight_grad = (narrow_NO.T @ x.flatten(0, -2)).float() if needed[1] else None
+        bf16_NO = grad_NO.bfloat16()
+        x_grad = (bf16_NO @ weight_OI).to(ctx.dtype).view_as(x) if needed[0] else None
+        weight_grad = (bf16_NO.T @ x.flatten(0, -2)).float() if needed[1] else None
         return x_grad, weight_grad, grad_NO.sum(0, dtype=torch.float32) if needed[2] else None, None
 
 
-SMALL, WORK = 1 << 16, 1 << 19  # numbers in a matrix; times rows. Below these the usual way is as fast
-ROWS = 32  # what the order is best for; it is good for all
+# Matrices with fewer elements, and products of fewer multiplications, are as fast unpacked.
+MIN_ELEMENTS, MIN_WORK = 1 << 16, 1 << 19
+PACKED_ROWS = 32  # input rows that the packed layout is tuned for; it is good for any number
 
 
-class Packed:
-    """The matrices of some models as they are now, each put into order when it is first used, or made narrow."""
-
-    def __init__(self, models: Sequence[nn.Module], bf16: bool = False) -> None:
-        linears = plain_linears(*models)
-        if bf16:
-            stays_narrow = feeding(*models)
-            self.forwards = [(linear, _narrow(linear, linear in stays_narrow)) for linear in linears]
-        else:
-            self.forwards = [(linear, _ordered(linear)) for linear in linears if _can_be_packed(linear)]
-
-    def used(self) -> AbstractContextManager[None]:
-        """While open, the models compute with them."""
-        return replaced(self.forwards)
+def packed_matmuls(models: Sequence[nn.Module], bf16: bool = False) -> Matmuls:
+    """Products for inference with the weights of now: packed for oneDNN when first used, or rounded to bfloat16."""
+    if bf16:
+        return {linear: _bf16_matmul(linear) for linear in linears(*models)}
+    return {linear: _packed_matmul(linear) for linear in linears(*models) if _can_be_packed(linear)}
 
 
-def _can_be_packed(linear: nn.Linear) -> bool:
-    weight, made_for = linear.weight, ("x86_64", "AMD64")
-    known = platform.machine() in made_for and torch.backends.mkldnn.is_available()
-    known = known and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return known and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALL
+def linears(*models: nn.Module) -> list[Linear]:
+    """The layers of some models whose product can be replaced, each once."""
+    modules = {id(module): module for model in models for module in model.modules()}.values()
+    return [module for module in modules if isinstance(module, Linear)]
 
 
-def _narrow(linear: nn.Linear, stays_narrow: bool) -> Forward:
+def _can_be_packed(linear: Linear) -> bool:
+    weight = linear.weight
+    supported = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+    supported = supported and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return (
+        supported and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_ELEMENTS
+    )
+
+
+def _bf16_matmul(linear: Linear) -> Matmul:
     weight = linear.weight.detach().bfloat16()
     bias = None if linear.bias is None else linear.bias.detach().bfloat16()
-    kind = torch.bfloat16 if stays_narrow else torch.float32
-    return lambda x: F.linear(x.bfloat16(), weight, bias).to(kind)
+    result = linear.bf16_result
+    return lambda x: F.linear(x.bfloat16(), weight, bias).to(result)
 
 
-def _ordered(linear: nn.Linear) -> Forward:
+def _packed_matmul(linear: Linear) -> Matmul:
     weight, bias = linear.weight, linear.bias
     packed: Tensor | None = None
 
-    def forward(x: Tensor) -> Tensor:
+    def matmul(x: Tensor) -> Tensor:
         nonlocal packed
-        if x.numel() // x.shape[-1] * weight.numel() < WORK:
+        if x.numel() // x.shape[-1] * weight.numel() < MIN_WORK:
             return F.linear(x, weight, bias)
         if packed is None:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return out
 
-    return forward
+    return matmul

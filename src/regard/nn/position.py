@@ -1,4 +1,4 @@
-"""Where position enters: added to the input, turned into queries and keys, or added to the scores.
+"""Position encodings: added to the input, rotating queries and keys, or added to the scores.
 
 Positions are data, integer tensors of shape (batch or 1, length): caches, offsets and padding need no special case.
 """
@@ -10,30 +10,31 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.config import AxialConfig as AxialShape
-from regard.config import RotaryConfig as Turning
-from regard.config import Stack
+from regard.config import AxialConfig, RotaryConfig, Stack
 from regard.errors import UserError
 
 
 class Position(nn.Module):
-    """No position at all; the others override one method each."""
+    """No position encoding; each other one overrides one of the three methods `embed`, `rotate`, `bias`."""
 
     def embed(self, pos_BT: Tensor) -> Tensor | None:
-        """What to add to the input."""
+        """A vector per position to add to the input, (batch or 1, T, D)."""
         return None
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
-        """Turn position into queries and keys."""
+        """Rotate queries or keys."""
         return x_BHTE
 
     def bias(self, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Tensor | None:
-        """What to add to the scores, (batch or 1, heads, T, S); asked once per pass, not per layer."""
+        """A bias to add to the scores, (batch or 1, heads, T, S); computed once per pass, not per layer."""
         return None
 
     def at(self, pos_BT: Tensor) -> Position:
-        """The same for all layers of a pass over these positions: what `rotate` needs to know is computed once."""
+        """The same encoding for one pass over these positions: what `rotate` needs is computed once for all layers."""
         return self
+
+
+NO_POSITION = Position()
 
 
 def sinusoid(pos_BT: Tensor, width: int, halves: bool = False) -> Tensor:
@@ -50,7 +51,7 @@ def sinusoid(pos_BT: Tensor, width: int, halves: bool = False) -> Tensor:
 
 
 class Sinusoid(Position):
-    """Sines and cosines, computed for whatever positions come."""
+    """Sines and cosines of any position."""
 
     def __init__(self, width: int, halves: bool = False) -> None:
         super().__init__()
@@ -77,10 +78,10 @@ class Learned(Position):
 class Axial(Position):
     """Two short tables, one for the row and one for the column of a position, side by side in the vector."""
 
-    def __init__(self, width: int, shape: AxialShape) -> None:
+    def __init__(self, width: int, axial: AxialConfig) -> None:
         super().__init__()
-        self.rows = nn.Embedding(shape.rows, shape.row_width)
-        self.columns = nn.Embedding(shape.columns, width - shape.row_width)
+        self.rows = nn.Embedding(axial.rows, axial.row_width)
+        self.columns = nn.Embedding(axial.columns, width - axial.row_width)
 
     def embed(self, pos_BT: Tensor) -> Tensor:
         columns = self.columns.num_embeddings
@@ -100,46 +101,46 @@ def _require_within(pos_BT: Tensor, limit: int) -> None:
 class Rotary(Position):
     """Rotate pairs (i, i + E/2) of every query and key by an angle proportional to position."""
 
-    def __init__(self, width: int, turning: Turning | None = None) -> None:
+    def __init__(self, width: int, config: RotaryConfig | None = None) -> None:
         super().__init__()
         self.width = width
-        self.turning = turning or Turning()
+        self.config = config or RotaryConfig()
 
     def rates(self, device: torch.device) -> Tensor:
-        """The angle per position of every pair; slow ones are slowed further when texts longer than seen are meant."""
-        turning = self.turning
-        rate = turning.base ** (-torch.arange(0, self.width, 2, device=device) / self.width)
-        if turning.factor == 1:
+        """The angle per position of every pair; slow pairs are slowed further to extend the context."""
+        config = self.config
+        rate = config.base ** (-torch.arange(0, self.width, 2, device=device) / self.width)
+        if config.factor == 1:
             return rate
-        turns = turning.original * rate / (2 * math.pi)
-        kept = ((turns - turning.low) / (turning.high - turning.low)).clamp(0, 1)
-        return rate * (kept + (1 - kept) / turning.factor)
+        turns = config.original * rate / (2 * math.pi)
+        kept = ((turns - config.low) / (config.high - config.low)).clamp(0, 1)
+        return rate * (kept + (1 - kept) / config.factor)
 
-    def waves(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosine for both parts of each pair, and the sine, negative for the first."""
+    def cos_sin(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines for both parts of each pair, and the sines, negative for the first part."""
         angle_B1TE = (pos_BT.unsqueeze(-1) * self.rates(pos_BT.device)).unsqueeze(1)
         cos, sin = angle_B1TE.cos(), angle_B1TE.sin()
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
-        return _turn(x_BHTE, *self.waves(pos_BT))
+        return _rotate(x_BHTE, *self.cos_sin(pos_BT))
 
     def at(self, pos_BT: Tensor) -> Position:
         return RotaryAt(self, pos_BT)
 
 
 class RotaryAt(Position):
-    """The rotation at given positions."""
+    """The rotation at given positions, computed once."""
 
     def __init__(self, rotary: Rotary, pos_BT: Tensor) -> None:
         super().__init__()
-        self.rotary, self.pos_BT, self.waves = rotary, pos_BT, rotary.waves(pos_BT)
+        self.rotary, self.pos_BT, self.cos_sin = rotary, pos_BT, rotary.cos_sin(pos_BT)
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
-        return _turn(x_BHTE, *self.waves) if pos_BT is self.pos_BT else self.rotary.rotate(x_BHTE, pos_BT)
+        return _rotate(x_BHTE, *self.cos_sin) if pos_BT is self.pos_BT else self.rotary.rotate(x_BHTE, pos_BT)
 
 
-def _turn(x_BHTE: Tensor, cos_B1TE: Tensor, sin_B1TE: Tensor) -> Tensor:
+def _rotate(x_BHTE: Tensor, cos_B1TE: Tensor, sin_B1TE: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of every vector."""
     cos, sin = cos_B1TE.to(x_BHTE.dtype), sin_B1TE.to(x_BHTE.dtype)
     return torch.addcmul(x_BHTE * cos, x_BHTE.roll(x_BHTE.shape[-1] // 2, dims=-1), sin)
@@ -186,13 +187,13 @@ class Bucket(Position):
         distance = offset.abs() if self.both_ways else (-offset).clamp(min=0)
         exact = count // 2
         scale = (count - exact) / math.log(self.far / exact)
-        # clamp first: log(0) never decides, but would be computed
+        # Clamp first: log(0) would be computed, although `where` discards it.
         far = exact + (torch.log(distance.clamp(min=1) / exact) * scale).long()
         return base + torch.where(distance < exact, distance, far.clamp(max=count - 1))
 
 
 def make_position(stack: Stack, causal: bool) -> Position:
-    """The position encoding a stack asks for."""
+    """The position encoding of a stack."""
     match stack.position:
         case "sinusoid" | "sinusoid_halves":
             return Sinusoid(stack.width, halves=stack.position == "sinusoid_halves")

@@ -1,4 +1,4 @@
-"""Recurrent towers with the calls of the attention ones: a two-directional encoder and a decoder that attends."""
+"""Recurrent stacks with the interface of `Transformer`: a bidirectional encoder, and a decoder with attention."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from regard.config import Stack
 from regard.nn.attention import Attention, AttentionMask
-from regard.nn.block import NOWHERE
-from regard.nn.cache import CrossCache, Encoded, Memory, State
+from regard.nn.cache import CrossCache, EncoderOutput, LayerState, State
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
+from regard.nn.matmul import Linear
+from regard.nn.position import NO_POSITION
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class RecurrentEncoder(nn.Module):
-    """Layers that read forwards and backwards; both states side by side make the vector of a token."""
+    """Bidirectional layers; the vector of a token is the states of both directions concatenated."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -27,16 +28,16 @@ class RecurrentEncoder(nn.Module):
             cell(stack.width, stack.width // 2, batch_first=True, bidirectional=True) for _ in range(stack.layers)
         )
 
-    def encode(self, x_BSD: Tensor, keep_BS: Tensor | None) -> Encoded:
-        """Read a whole input; the backward direction starts at each sentence's own end."""
+    def encode(self, x_BSD: Tensor, keep_BS: Tensor | None) -> EncoderOutput:
+        """Encode a whole input; the backward direction starts at the last token that is not padding."""
         final = []
         for block in self.blocks:
-            x_BSD, last_BD = _run_both_ways(block, self.dropout(x_BSD), keep_BS)
+            x_BSD, last_BD = _run_bidirectional(block, self.dropout(x_BSD), keep_BS)
             final.append(last_BD)
-        return Encoded(x_BSD, keep_BS, tuple(final))
+        return EncoderOutput(x_BSD, keep_BS, tuple(final))
 
 
-def _run_both_ways(cell: nn.Module, x_BSD: Tensor, keep_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run_bidirectional(cell: nn.Module, x_BSD: Tensor, keep_BS: Tensor | None) -> tuple[Tensor, Tensor]:
     if keep_BS is None:
         x_BSD, last = cell(x_BSD)
     else:
@@ -48,7 +49,7 @@ def _run_both_ways(cell: nn.Module, x_BSD: Tensor, keep_BS: Tensor | None) -> tu
 
 
 class RecurrentBlock(nn.Module):
-    """One recurrent layer; the layer that attends also has `cross`."""
+    """One recurrent layer; the layer that attends to the source also has `cross`."""
 
     def __init__(self, stack: Stack, input_width: int, cross: Attention | None) -> None:
         super().__init__()
@@ -56,18 +57,18 @@ class RecurrentBlock(nn.Module):
         self.cross = cross
         self.output = Tap()
 
-    def forward(self, x_NTD: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        hidden = tuple(m.unsqueeze(0).contiguous() for m in memory)
+    def forward(self, x_NTD: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        hidden = tuple(m.unsqueeze(0).contiguous() for m in state)
         x_NTD, last = self.cell(x_NTD, hidden if len(hidden) == 2 else hidden[0])
         last = last if isinstance(last, tuple) else (last,)
         return self.output(x_NTD), tuple(m.squeeze(0) for m in last)
 
 
 class RecurrentDecoder(nn.Module):
-    """Recurrent layers and one attention over the source: tanh(W [context ; state]) goes to the prediction layer.
+    """Recurrent layers and one attention over the source: tanh(W [context ; state]) is the output.
 
-    The query is the top layer's state after the step, or with `attend_first` the state before it; then the context
-    joins the input of the first layer too.
+    The query is the top layer's state after the step, or with `attend_first` the state before it; then the context is
+    also concatenated to the input of the first layer.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -76,12 +77,12 @@ class RecurrentDecoder(nn.Module):
         predicted = stack.cross_window if stack.cross_center == "predicted" else None
         cross = Attention(stack, stack.width, project=False, center_predicted=predicted)
         extra = stack.width * (int(stack.input_feeding) + int(stack.attend_first))
-        self.bridges = nn.ModuleList(nn.Linear(stack.width, stack.width) for _ in range(stack.layers))
+        self.bridges = nn.ModuleList(Linear(stack.width, stack.width) for _ in range(stack.layers))
         self.blocks = nn.ModuleList(
             RecurrentBlock(stack, stack.width + (extra if i == 0 else 0), cross if i == stack.layers - 1 else None)
             for i in range(stack.layers)
         )
-        self.combine = nn.Linear(2 * stack.width, stack.width)
+        self.combine = Linear(2 * stack.width, stack.width)
         self.dropout = Dropout(stack.dropout)
         self.output_dropout = Dropout(stack.dropout)
         self.attentional = Tap()  # (N, T, D): tanh(W [context ; state])
@@ -91,31 +92,31 @@ class RecurrentDecoder(nn.Module):
         attention: Attention = self.blocks[-1].cross  # type: ignore[assignment]
         return attention
 
-    def start(self, encoded: Encoded) -> State:
+    def start(self, encoded: EncoderOutput) -> State:
         """The state before the first token: the encoder's last states through a bridge."""
         finals = encoded.final or (encoded.states_BSD[:, 0],)
         initial = [torch.tanh(bridge(finals[min(i, len(finals) - 1)])) for i, bridge in enumerate(self.bridges)]
-        layers: list[Memory] = [(h, torch.zeros_like(h)) if self.stack.mixer == "lstm" else (h,) for h in initial]
+        layers: list[LayerState] = [(h, torch.zeros_like(h)) if self.stack.mixer == "lstm" else (h,) for h in initial]
         if self.stack.input_feeding:
             layers.append((torch.zeros_like(initial[-1]),))
-        keys = self.cross.keys(encoded.states_BSD, encoded.pos_BS, NOWHERE)
-        return State(tuple(layers), source=CrossCache((keys,), encoded.keep_BS, encoded.pos_BS))
+        kv = self.cross.project_kv(encoded.states_BSD, encoded.pos_BS, NO_POSITION)
+        return State(tuple(layers), source=CrossCache((kv,), encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_NTD: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Read on from `state`. Tokens are independent of the outputs before them unless those are fed back."""
+        """Feed tokens after `state`, all at once if no step needs the output of the one before it."""
         if keep_NT is None and not (self.stack.input_feeding or self.stack.attend_first):
-            return self._read(x_NTD, state, None)
+            return self._forward_steps(x_NTD, state, None)
         outs = []
         for t, x_N1D in enumerate(x_NTD.split(1, dim=1)):
             keep_N1 = None if keep_NT is None else keep_NT[:, t : t + 1]
-            out_N1D, state = self._read(x_N1D, state, keep_N1)
+            out_N1D, state = self._forward_steps(x_N1D, state, keep_N1)
             outs.append(out_N1D)
         return torch.cat(outs, dim=1), state
 
-    def _read(self, x_NTD: Tensor, state: State, keep_N1: Tensor | None) -> tuple[Tensor, State]:
+    def _forward_steps(self, x_NTD: Tensor, state: State, keep_N1: Tensor | None) -> tuple[Tensor, State]:
         assert state.source is not None
         x_NTD = self.dropout(x_NTD)
-        layers: list[Memory] = []
+        layers: list[LayerState] = []
         context_NTD = None
         if self.stack.attend_first:
             query_N1D = state.layers[len(self.blocks) - 1][0].unsqueeze(1)
@@ -124,28 +125,28 @@ class RecurrentDecoder(nn.Module):
         if self.stack.input_feeding:
             x_NTD = torch.cat((x_NTD, state.layers[-1][0].unsqueeze(1)), dim=-1)
         for i, block in enumerate(self.blocks):
-            x_NTD, memory = block(x_NTD if i == 0 else self.dropout(x_NTD), state.layers[i])
-            layers.append(memory)
+            x_NTD, layer_state = block(x_NTD if i == 0 else self.dropout(x_NTD), state.layers[i])
+            layers.append(layer_state)
         if context_NTD is None:
             context_NTD = self._attend(x_NTD, state, keep_N1)
         out_NTD = self.attentional(torch.tanh(self.combine(torch.cat((context_NTD, x_NTD), dim=-1))))
         out_NTD = self.output_dropout(out_NTD)
         if self.stack.input_feeding:
             layers.append((out_NTD[:, -1],))
-        after = tuple(layers)
-        if keep_N1 is not None:  # padding is not read: everything stays as it was
-            pairs = zip(after, state.layers, strict=True)
-            after = tuple(
+        new_layers = tuple(layers)
+        if keep_N1 is not None:  # padding leaves the state as it was
+            pairs = zip(new_layers, state.layers, strict=True)
+            new_layers = tuple(
                 tuple(torch.where(keep_N1, a, b) for a, b in zip(new, old, strict=True)) for new, old in pairs
             )
-        return out_NTD, state.advance(after, x_NTD.shape[1], keep_N1)
+        return out_NTD, state.advance(new_layers, x_NTD.shape[1], keep_N1)
 
     def _attend(self, query_NTD: Tensor, state: State, keep_N1: Tensor | None) -> Tensor:
         source, (rows, length, _) = state.source, query_NTD.shape
         assert source is not None
-        pos_NT = state.positions(length, state.kept(length, keep_N1), query_NTD.device)[:, state.length :]
+        pos_NT = state.positions(length, state.keep_mask(length, keep_N1), query_NTD.device)[:, state.length :]
         window = self.stack.cross_window if self.stack.cross_center == "step" else None
         q_pos_BT = source.query_positions(pos_NT, rows)
-        sight = AttentionMask.of(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
-        out: Tensor = self.cross(query_NTD, source.keys[0], sight, NOWHERE)
+        mask = AttentionMask(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
+        out: Tensor = self.cross(query_NTD, source.layers[0], mask, NO_POSITION)
         return out

@@ -1,4 +1,4 @@
-"""Every classical way to compare a query with a key, behind one name.
+"""Attention scores: the classical ways to compare a query with a key.
 
     dot         q . k
     scaled_dot  q . k / sqrt(E)
@@ -6,10 +6,10 @@
     cosine      t (q . k) / (|q| |k|)
     additive    v . tanh(W q + U k)
     concat      v . tanh(W [q ; k])
-    location    (W q)[s]: from the query and the place alone
+    location    (W q)[s]: from the query and the key's position alone
 
-A score is three small steps: what to make of a query, what to make of a key (done once, when the key is made), and how
-to compare the two. Whatever compares by a plain dot product can use the fused kernel.
+A score transforms the query, transforms the key (once, when the key is computed), and compares the two. Scores that
+compare by a dot product can use the fused kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.config import ScoreName as ScoreName
+from regard.config import ScoreName
 
 
 class Score(nn.Module):
-    """q . k: the base of all scores that end in a dot product."""
+    """q . k, the base of all scores."""
 
     is_dot = True
     scale = 1.0
@@ -46,7 +46,7 @@ class ScaledDot(Score):
 
 
 class General(Score):
-    """q . W k, as (W' q) . k: the keys stay as they are."""
+    """q . W k, computed as (W' q) . k."""
 
     def __init__(self, heads: int, query_width: int, key_width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class General(Score):
 
 
 class Cosine(Score):
-    """The angle alone, sharpened by a trained temperature: exp(log_t), which starts at 10."""
+    """Cosine similarity times a trained temperature exp(log_t), which starts at 10."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Cosine(Score):
 
 
 class Additive(Score):
-    """v . tanh(W q + U k); U k is computed when the key is made."""
+    """v . tanh(W q + U k); U k is computed once per key."""
 
     is_dot = False
 
@@ -94,7 +94,7 @@ class Additive(Score):
 
 
 class Concat(Additive):
-    """v . tanh(W [q ; k]) with one W over both; its two halves are applied apart, which is the same product."""
+    """v . tanh(W [q ; k]); the two halves of W are applied separately, which is the same product."""
 
     def __init__(self, heads: int, kv_heads: int, query_width: int, key_width: int) -> None:
         nn.Module.__init__(self)
@@ -114,7 +114,7 @@ class Concat(Additive):
 
 
 class Location(Score):
-    """(W q)[s]: the query says where to look, whatever is there. Places beyond the table are never looked at."""
+    """(W q)[s]: a score per key position, whatever the key. Positions beyond the table are masked."""
 
     is_dot = False
 
@@ -127,8 +127,8 @@ class Location(Score):
 
     def compare(self, q_BHTE: Tensor, k_BHSE: Tensor, k_pos_BS: Tensor) -> Tensor:
         length = q_BHTE.shape[-1]
-        place_B11S = k_pos_BS.clamp(max=length - 1)[:, None, None, :]
-        scores = q_BHTE.gather(-1, place_B11S.expand(*q_BHTE.shape[:-1], k_pos_BS.shape[-1]))
+        pos_B11S = k_pos_BS.clamp(max=length - 1)[:, None, None, :]
+        scores = q_BHTE.gather(-1, pos_B11S.expand(*q_BHTE.shape[:-1], k_pos_BS.shape[-1]))
         return scores.masked_fill((k_pos_BS >= length)[:, None, None, :], -math.inf)
 
 

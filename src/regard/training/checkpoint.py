@@ -23,7 +23,7 @@ from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.loss import Objective
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.gates import fold_gates
-from regard.nn.lora import merged
+from regard.nn.lora import merge_adapters
 from regard.run import WEIGHTS, weights_of
 from regard.training.step import Ema, mean, optimizer_tensors, restore_optimizer
 
@@ -157,8 +157,8 @@ class CheckpointManager:
         parts = {"model": weights_of(self._model), "optimizer": optimizer_tensors(self._optimizer, self._model)}
         if self._ema is not None:
             parts["ema"] = self._ema.weights
-        if self._objective.carried is not None:
-            parts["carried"] = {f"{layer:04d}": x for layer, x in enumerate(self._objective.carried)}
+        if self._objective.segment_memory is not None:
+            parts["carried"] = {f"{layer:04d}": x for layer, x in enumerate(self._objective.segment_memory)}
         self._checkpoints.save(progress, parts)
         self._follow_up(progress)
 
@@ -176,7 +176,7 @@ class CheckpointManager:
 
     def publish(self, weights: Tensors) -> None:
         """Make weights the run's model; gates and adapters are merged into it, and adapters kept beside it too."""
-        plain, adapters = merged(self._model, fold_gates(self._model, weights))
+        plain, adapters = merge_adapters(self._model, fold_gates(self._model, weights))
         if adapters:
             replace_tensors(adapters, self.path / ADAPTERS)
         replace_tensors(plain, self.path / WEIGHTS)
@@ -215,7 +215,7 @@ class CheckpointManager:
         carried = self._checkpoints.tensors(step, "carried") if self._checkpoints.has(step, "carried") else None
         if carried is not None:
             device = self._model.device
-            self._objective.carried = tuple(carried[name].to(device) for name in sorted(carried))
+            self._objective.segment_memory = tuple(carried[name].to(device) for name in sorted(carried))
 
 
 def _fill(ours: Tensors, theirs: Tensors) -> None:

@@ -69,7 +69,7 @@ class DataLoader(ABC):
             mine = whole.examples > rank
             part = slice(rank, None, size) if mine else slice(0, 1)
             shares.append((whole.part(part, tokens), float(mine)))
-        examples, symbols = (sum(getattr(whole, name) for whole in wholes) for name in ("examples", "symbols"))
+        examples, symbols = (sum(getattr(whole, name) for whole in wholes) for name in ("examples", "all_tokens"))
         return StepBatches(shares, len(group), examples, tokens, symbols, fresh=batch == 0)
 
 

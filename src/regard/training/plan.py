@@ -8,7 +8,7 @@ from regard.config import Config, parse
 from regard.data.objectives import SENTINELS, TEXT_OBJECTIVES, context_of, first_sentinel
 from regard.data.prepare import Prepared
 from regard.errors import UserError
-from regard.presets import PRESETS, fitting, merge, preset, refuse_unread
+from regard.presets import PRESETS, applicable_changes, merge, preset, refuse_unused
 from regard.recipe import Recipe
 from regard.run import RunConfig
 from regard.tasks import TASKS
@@ -32,12 +32,14 @@ def model_config(recipe: Recipe, prepared: Prepared[Any], base: RunConfig | None
     changes = recipe.model
     if base is not None:
         table = base.model.model_dump()
-        _check_towers(merge(table, fitting(table, changes)), recipe)
+        _check_towers(merge(table, applicable_changes(table, changes)), recipe)
         table = merge(table, _needs(recipe, prepared, base.model))
-        config = parse(Config, merge(table, fitting(table, changes)), f"model of {recipe.train.start_from}, changed")
+        config = parse(
+            Config, merge(table, applicable_changes(table, changes)), f"model of {recipe.train.start_from}, changed"
+        )
     else:
         table = PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()  # which tells that there is none
-        _check_towers(merge(table, fitting(table, changes)), recipe)
+        _check_towers(merge(table, applicable_changes(table, changes)), recipe)
         codec = prepared.codec
         sizes = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
         needs = _needs(recipe, prepared, None)
@@ -57,17 +59,17 @@ def check_model(recipe: Recipe, base: RunConfig | None) -> None:
         needs = {"output": "classes", "classes": 2, "output_bias": True}
     if base is not None:
         table = base.model.model_dump()
-        _check_towers(merge(table, fitting(table, changes)), recipe)
-        refuse_unread(table, changes)
+        _check_towers(merge(table, applicable_changes(table, changes)), recipe)
+        refuse_unused(table, changes)
         where = f"model of {recipe.train.start_from}, changed"
-        parse(Config, merge(merge(table, needs), fitting(table, changes)), where)
+        parse(Config, merge(merge(table, needs), applicable_changes(table, changes)), where)
         return
     first: UserError | None = None
     for name in _candidates(recipe):
         try:
             preset(name, vocab=8000, changes=merge(needs, changes))
-            _check_towers(merge(PRESETS[name], fitting(PRESETS[name], changes)), recipe)
-            refuse_unread(PRESETS[name], changes)
+            _check_towers(merge(PRESETS[name], applicable_changes(PRESETS[name], changes)), recipe)
+            refuse_unused(PRESETS[name], changes)
             return
         except UserError as error:
             first = first or error

@@ -12,7 +12,7 @@ from regard.config import Config
 from regard.errors import UserError, closest
 from regard.files import read_json, replace_file, write_json
 from regard.model import Model, on_meta
-from regard.nn.lora import adapt, adapted
+from regard.nn.lora import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train, dumps
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, weights_of
 from regard.text.codec import Codec
@@ -158,7 +158,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
     layers = []
     if train.lora:
         _check_rank(model, train)
-        layers = adapt(model, train.lora, train.lora_alpha or 2.0 * train.lora, train.lora_on)
+        layers = add_adapters(model, train.lora, train.lora_alpha or 2.0 * train.lora, train.lora_on)
         if not layers:
             raise UserError(f"train.lora_on: no layer is inside a part named {' or '.join(train.lora_on)}")
     if train.lora or train.parts is not None:
@@ -177,7 +177,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
 
 def _check_rank(model: Model, train: Train) -> None:
     """A product of two thin matrices has no higher rank than the matrix that it is added to."""
-    for name, layer in adapted(model, train.lora_on).items():
+    for name, layer in adaptable_layers(model, train.lora_on).items():
         if train.lora > (most := min(layer.in_features, layer.out_features)):
             shape = f"{layer.out_features} x {layer.in_features}"
             raise UserError(f"train.lora: a rank of at most {most} fits {name} ({shape}), not {train.lora}")

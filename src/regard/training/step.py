@@ -15,8 +15,8 @@ from regard.batch import Batch
 from regard.loss import Loss, Objective
 from regard.model import Model
 from regard.nn.dropout import MaskPool, use_pool
-from regard.nn.gates import FASTER, gated
-from regard.nn.matmul import bf16_products, replaced
+from regard.nn.gates import LR_FACTOR, head_gates
+from regard.nn.matmul import bf16_matmuls, use_matmuls
 from regard.recipe import Train
 from regard.run import weights_of
 from regard.training.distributed import GradientAllReduce, ProcessGroup, same_start
@@ -37,12 +37,12 @@ class Stepper:
         self._module: nn.Module = objective
         on_processor = world.device.type == "cpu"
         # There bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
-        self._narrow = bf16_products(model) if train.precision == "bf16" and on_processor else []
+        self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_processor else {}
         self._exchange: GradientAllReduce | None = None
         self._averaged_over = 1
         if world.size > 1 and on_processor:
             same_start(self._parameters)
-            self._exchange = GradientAllReduce(self._parameters, narrow=bool(self._narrow))
+            self._exchange = GradientAllReduce(self._parameters, narrow=bool(self._matmuls))
         elif world.size > 1:
             self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
             self._averaged_over = world.size
@@ -64,7 +64,7 @@ class Stepper:
         for index, (batch, weight) in enumerate(shares):
             more = index < len(shares) - 1
             alone = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
-            with alone, replaced(self._narrow):  # a reversible model computes forward in backward again
+            with alone, use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
                 loss = self._loss(batch.to(self.world.device))
                 # Averaging over processes, if any, is undone. A loss that is not finite makes its gradients NaN,
                 # whatever they were: then everyone sees it in the norm.
@@ -79,7 +79,7 @@ class Stepper:
         return sums
 
     def _loss(self, batch: Batch) -> Loss:
-        bf16 = self.train.precision == "bf16" and not self._narrow
+        bf16 = self.train.precision == "bf16" and not self._matmuls
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16):
             loss: Loss = self._module(batch)
         return loss
@@ -104,13 +104,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """Adam or AdamW, fused, of what is not frozen; weights decay, biases and norms do not."""
-    odds = [part.odds for part in gated(model).values()]
+    odds = [part.odds for part in head_gates(model).values()]
     apart = set(map(id, odds))
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-        {"params": odds, "weight_decay": 0.0, "faster": FASTER},
+        {"params": odds, "weight_decay": 0.0, "faster": LR_FACTOR},
     ]
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
     return kind(

@@ -99,7 +99,7 @@ class Trainer:
         progress, window = self.progress, self.progress.window
         portion = self.feed.portion(progress.epoch, progress.batch)
         if portion.fresh:
-            self.stepper.objective.carried = None
+            self.stepper.objective.segment_memory = None
         step = progress.step + 1
         rate = learning_rate(self.train, step, self._done(), self._width)
         nll, smoothed, norm = self.stepper.backward(step, portion.shares)
@@ -135,7 +135,7 @@ class Trainer:
         progress = self.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        self.stepper.objective.carried = None  # it may be what is not finite
+        self.stepper.objective.segment_memory = None  # it may be what is not finite
         self._event({"event": "skip", "step": progress.step, "loss": loss, "norm": norm})
         if progress.skipped_in_a_row >= MOST_SKIPS:
             raise UserError(

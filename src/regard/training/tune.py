@@ -40,9 +40,9 @@ from regard.inspect.prune import (
 )
 from regard.loss import Objective
 from regard.metrics import LOWER_IS_BETTER
-from regard.model import Model, attentions, head_numbers
+from regard.model import Model
 from regard.nn.dropout import MaskPool, use_pool
-from regard.nn.gates import add_gates, expected_open, gated, remove_gates
+from regard.nn.gates import add_gates, expected_open, head_gates, remove_gates
 from regard.recipe import Train
 from regard.run import Run
 from regard.text.codec import Example
@@ -140,7 +140,7 @@ def learn_gates(
     device = model.device
     weights = list(model.parameters())
     add_gates(model)
-    gates = gated(model)
+    gates = head_gates(model)
     objective = Objective(model.train(), label_smoothing=0.1)
     odds = [part.odds for part in gates.values()]
     optimizer = torch.optim.AdamW([{"params": weights, "lr": lr}, {"params": odds, "lr": gate_lr}], weight_decay=0.0)
@@ -231,7 +231,9 @@ def prune(
         judge = _judge(smaller, held_out, valid, talk)
         tune(small, epochs(run, material), tune_steps, teacher=run.model, judge=judge, lr=lr)
         after = measure(smaller, held_out, valid)
-    numbers = {name: [head_numbers(run.model, name)[head] for head in heads] for name, heads in removed.items()}
+    numbers = {
+        name: [run.model.attentions()[name].head_numbers[head] for head in heads] for name, heads in removed.items()
+    }
     return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
 
 
@@ -289,21 +291,25 @@ def save(smaller: Run, report: PruneReport, path: str | Path, original: Path) ->
     for layer, index in load_heads(original):
         name = f"decoder.blocks.{layer}.cross"
         old = head_numbers_before(smaller.model, report, name)
-        if index < len(old) and old[index] in head_numbers(smaller.model, name):
-            kept.append((layer, head_numbers(smaller.model, name).index(old[index])))
+        if index < len(old) and old[index] in smaller.model.attentions()[name].head_numbers:
+            kept.append((layer, smaller.model.attentions()[name].head_numbers.index(old[index])))
     if kept:
         save_heads(path, kept)
 
 
 def head_numbers_before(model: Model, report: PruneReport, name: str) -> list[int]:
     """The heads an attention had before they were removed."""
-    return sorted({*head_numbers(model, name), *report.removed.get(name, [])}) if name in attentions(model) else []
+    return (
+        sorted({*model.attentions()[name].head_numbers, *report.removed.get(name, [])})
+        if name in model.attentions()
+        else []
+    )
 
 
 def check(run: Run) -> None:
     """Is there anything to remove?"""
     require_cuttable(run.model)
-    if all(attention.heads < 2 for attention in attentions(run.model).values()):
+    if all(attention.heads < 2 for attention in run.model.attentions().values()):
         raise UserError(
             f"{run.path}: its attention has one head, which cannot go; only models with several can be pruned"
         )

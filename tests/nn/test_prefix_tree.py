@@ -10,7 +10,7 @@ from torch import Tensor
 
 from familykit import BOTH, DECODERS, VOCAB, build, close, left_padded, shrunk
 from regard.model import Model
-from regard.nn.cache import KV, State, Tree
+from regard.nn.cache import KV, PrefixTree, State
 from test_alone import ROWS, VARIANTS, decoder
 
 SOURCES = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0], [10, 4, 4, 3, 0]])
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def together(model: Model, state: State, draws: torch.Generator, steps: int = 6, width: int = 3) -> None:
     """Search at random from one hypothesis of each of three sentences, in a tree and without one; a sentence leaves."""
     count, rows = 3, 3
-    tree = state.branching(count, CPU)
+    tree = state.with_prefix_tree(count, CPU)
     tokens_N = torch.randint(4, VOCAB, (rows,), generator=draws)
     for t in range(steps):
         logits_NV, state = model.step(tokens_N, state)
@@ -80,7 +80,7 @@ def places(state: State) -> list[int]:
 def test_no_key_moves_while_there_is_room() -> None:
     """In 60 steps what is remembered is put together anew a few times, ever more seldom, and only what is alive."""
     model = build(shrunk("transformer-base"))
-    state = model.encode(SOURCES, SOURCES > 0).branching(3, CPU)
+    state = model.encode(SOURCES, SOURCES > 0).with_prefix_tree(3, CPU)
     draws = torch.Generator().manual_seed(0)
     moves, tokens_N = [], torch.tensor([4, 5, 6])
     for t in range(60):
@@ -92,16 +92,16 @@ def test_no_key_moves_while_there_is_room() -> None:
         state = after.select(rows_N)
         if places(state) != places(after):
             moves.append(t)
-            assert isinstance(state.layers[0], KV) and state.layers[0].room >= 16
-            assert state.tree is not None and state.tree.seen_AWP.flatten(0, 1).any(0).all(), "the dead came along"
+            assert isinstance(state.layers[0], KV) and state.layers[0].free >= 16
+            assert state.tree is not None and state.tree.prefix_AWP.flatten(0, 1).any(0).all(), "the dead came along"
         tokens_N = torch.randint(4, VOCAB, (12,), generator=draws)
     assert len(moves) <= 15 and moves[-1] - moves[-2] > 4
-    assert state.tree is not None and state.tree.seen_AWP.sum(2).eq(60).all()
+    assert state.tree is not None and state.tree.prefix_AWP.sum(2).eq(60).all()
 
 
 def test_a_recurrent_memory_needs_no_tree() -> None:
     state = build(shrunk("rnn-luong")).encode(SOURCES, SOURCES > 0)
-    assert state.branching(3, CPU) is state
+    assert state.with_prefix_tree(3, CPU) is state
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -109,21 +109,21 @@ def test_a_recurrent_memory_needs_no_tree() -> None:
 def test_a_tree_knows_the_past_of_each(data: st.DataObject, sentences: int, width: int) -> None:
     """Against lists: every token has a number, and paths are lists of them; the dead may be dropped at any time."""
     none = torch.ones(sentences, 1, 0, dtype=torch.bool)
-    tree = Tree(none, torch.zeros(sentences, 0, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
+    tree = PrefixTree(none, torch.zeros(sentences, 0, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
     names_AP: Tensor = torch.zeros(sentences, 0, dtype=torch.long)
     paths: list[list[int]] = [[] for _ in range(sentences)]
     for t in range(5):
         each = len(paths) // sentences
-        tree = tree.grow(0)
+        tree = tree.extend(0)
         names_AP = torch.cat((names_AP, t * 10 + torch.arange(each).expand(sentences, -1)), 1)
         paths = [[*path, t * 10 + i % each] for i, path in enumerate(paths)]
         parents = [data.draw(st.integers(0, each - 1)) for _ in range(sentences * width)]
         rows = [i // width * each + parent for i, parent in enumerate(parents)]
         tree, paths = tree.select(torch.tensor(rows), None), [paths[row] for row in rows]
         if data.draw(st.booleans()):
-            place_AL = tree.alive()
-            tree, names_AP = tree.take(place_AL), names_AP.gather(1, place_AL)
+            place_AL = tree.live_slots()
+            tree, names_AP = tree.gather(place_AL), names_AP.gather(1, place_AL)
         for i, path in enumerate(paths):
-            seen_P = tree.seen_AWP[i // width, i % width]
+            seen_P = tree.prefix_AWP[i // width, i % width]
             assert names_AP[i // width, seen_P].tolist() == path
             assert tree.pos_AP[i // width, seen_P].tolist() == list(range(len(path)))

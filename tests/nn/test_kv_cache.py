@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.nn.cache import KV, Cache
+from regard.nn.cache import KV, KVCache
 
 
 def draw(rows: int, length: int) -> KV:
@@ -41,7 +41,7 @@ def test_any_tree_of_caches_is_what_copies_would_be(data: st.DataObject, inferen
 def test_growing_costs_the_new_symbols_only() -> None:
     with torch.no_grad():
         cache = draw(2, 1).extend(draw(2, 1))
-        assert isinstance(cache, Cache)
+        assert isinstance(cache, KVCache)
         place = cache.k_BGSE.data_ptr()
         for _ in range(10):
             cache = cache.extend(draw(2, 1))
@@ -55,7 +55,7 @@ def test_a_memory_that_is_cut_grows_in_place_too() -> None:
         cache, starts = draw(2, 40).extend(draw(2, 1)), set()
         for _ in range(100):
             cache = cache.last(40).extend(draw(2, 1))
-            assert isinstance(cache, Cache) and cache.length == 41
+            assert isinstance(cache, KVCache) and cache.length == 41
             starts.add(cache.buffer.k_BSGE.data_ptr())
         assert len(starts) <= 6
 
@@ -67,8 +67,8 @@ def test_taking_is_indexing(data: st.DataObject) -> None:
         for made in (kv, kv.extend(draw(3, 2)), kv.extend(draw(3, 3)).last(5)):
             rows = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)))
             places = torch.tensor([[data.draw(st.integers(0, made.length - 1)) for _ in range(2)] for _ in rows])
-            taken = made.take(rows, places, 7)
-            assert taken.room == 7 and all(
+            taken = made.gather(rows, places, 7)
+            assert taken.free == 7 and all(
                 torch.equal(x[i, :, s], y[row, :, place])
                 for x, y in zip(taken, made, strict=True)
                 for i, (row, pair) in enumerate(zip(rows, places, strict=True))
