@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import regard.convert.to_ctranslate2 as layout
+import regard.convert.to_ctranslate2 as to_ct2
 from ct2kit import LETTERS, random_run, tokenizer, words
 from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_forced_scores_are_equal(name, tmp_path):
     run = random_run(**MODELS[name])
     report = to_ctranslate2(run, tmp_path / "out", 6)
-    assert report.proof.difference < 5e-6 and report.int8 is None
+    assert report.proof.difference < 5e-6 and report.details["int8"] is None
     assert compare(run, tmp_path / "out", 6, "fp32") == report.proof.difference
     other = random_run(**MODELS[name], seed=1)  # the comparison does see differences
     assert compare(other, tmp_path / "out", 6, "fp32") > 0.01
@@ -106,7 +106,7 @@ def test_norms_of_different_precision_are_told(tmp_path):
 
 
 def test_a_difference_stops_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "_place", lambda tower, stack: None)  # scores are scaled, as usual there
+    monkeypatch.setattr(to_ct2, "_set_positions", lambda spec, stack: None)  # scores are scaled, as usual there
     with pytest.raises(UserError, match="not the same"):
         to_ctranslate2(random_run({"score": "dot", "position": "learned"}), tmp_path / "out", 4)
     assert not list(tmp_path.iterdir())
@@ -122,8 +122,8 @@ def test_broken_weights_are_told(tmp_path):
 def test_eight_bits_are_near_and_a_quarter_of_the_size(tmp_path):
     run = random_run({"width": 64, "ff": 256, "position": "rotary"})
     whole, small = (to_ctranslate2(run, tmp_path / p, 8, p) for p in ("fp32", "int8"))
-    assert whole.int8 is None and small.int8 is not None and whole.proof == small.proof
-    assert whole.proof.difference < small.int8 < 0.2 and f"{small.int8:.2g}" in small.told()
+    assert whole.details["int8"] is None and small.details["int8"] is not None and whole.proof == small.proof
+    assert whole.proof.difference < small.details["int8"] < 0.2 and f"{small.details['int8']:.2g}" in small.summary
     sizes = [(tmp_path / name / "model.bin").stat().st_size for name in ("fp32", "int8")]
     assert 0.2 < sizes[1] / sizes[0] < 0.35
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import regard
 from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
+from regard.convert.family import ACTIVATIONS
 from regard.convert.hf import RECORD, from_hf, to_hf
 from regard.convert.proof import draw_samples, our_outputs, their_outputs
 from regard.errors import UserError
@@ -78,7 +79,7 @@ def test_what_we_train_goes_out_or_is_told_why_not(name, tmp_path):
     reason = why_not(config)
     if reason is None:
         report = to_hf(run, tmp_path / "hf", 4, quiet)
-        if report.model_type != "transfo-xl":  # which transformers has no more
+        if report.details["model_type"] != "transfo-xl":  # which transformers has no more
             assert report.proof is not None and report.proof.difference < 1e-5
         return
     with pytest.raises(UserError, match="no counterpart") as error:
@@ -150,7 +151,7 @@ def test_the_proof_is_kept(hub, tmp_path):
 def test_a_difference_stops_everything(hub, tmp_path, monkeypatch):
     path, _ = hub("gpt2")
     shutil.copytree(path, tmp_path / "hf")
-    monkeypatch.setattr("regard.convert.gpt2.ACTIVATIONS", {"gelu_new": "relu"})
+    monkeypatch.setitem(ACTIVATIONS, "gelu_new", "relu")
     with pytest.raises(UserError, match="not the same"):
         from_hf(tmp_path / "hf", tmp_path / "run", 4, quiet)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
@@ -160,7 +161,7 @@ def test_without_transformers_nothing_is_claimed(hub, tmp_path, monkeypatch):
     path, _ = hub("t5")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     report = from_hf(path, tmp_path / "run", 4, quiet)
-    assert report.proof is None and "not proven" in report.told()
+    assert report.proof is None and "not proven" in report.summary
     assert "Not proven" in (tmp_path / "run" / "README.md").read_text()
     assert to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 4, quiet).proof is None
 

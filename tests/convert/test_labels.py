@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from familykit import shrunk
-from regard.convert.table import Fields
-from regard.convert.tokenizers import PREPROCESSOR, label_names, pixels_of, their_labels, their_pixels
+from regard.convert.family import Fields, label_names, label_settings
+from regard.convert.vit import IMAGE_PROCESSOR, image_processor, read_image_processor
 from regard.errors import UserError
 
 CONFIG = shrunk("vit-base")
@@ -36,11 +36,11 @@ def prepared(image: np.ndarray, settings: dict) -> np.ndarray:
 )
 def test_pixels_come_out_the_same(settings, tmp_path):
     if settings:
-        (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
-    pixels = pixels_of(tmp_path, CONFIG)
+        (tmp_path / IMAGE_PROCESSOR).write_text(json.dumps(settings))
+    pixels = read_image_processor(tmp_path, CONFIG.patches)
     image = np.random.default_rng(1).integers(0, 256, (1, 3, 6, 4))
     np.testing.assert_allclose(pixels(image)[0], prepared(image[0], settings), rtol=1e-4, atol=1e-5)
-    written = their_pixels(pixels, CONFIG.patches)
+    written = image_processor(pixels, CONFIG.patches)
     np.testing.assert_allclose(prepared(image[0], written), pixels(image)[0], rtol=1e-4, atol=1e-5)
 
 
@@ -54,19 +54,19 @@ def test_pixels_come_out_the_same(settings, tmp_path):
     ],
 )
 def test_wrong_pixels_are_told(settings, message, tmp_path):
-    (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
+    (tmp_path / IMAGE_PROCESSOR).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
-        pixels_of(tmp_path, CONFIG)
+        read_image_processor(tmp_path, CONFIG.patches)
 
 
 def test_names_of_classes():
     names = [f"name {number}" for number in range(7)]
     hf = Fields({"id2label": {str(n): name for n, name in enumerate(names)}}, "here")
     assert label_names(hf, CONFIG) == tuple(names)
-    assert their_labels(tuple(names), CONFIG)["id2label"] == hf.data["id2label"]
+    assert label_settings(tuple(names), CONFIG)["id2label"] == hf.data["id2label"]
     assert label_names(Fields({}, "here"), CONFIG)[3] == "LABEL_3"
     with pytest.raises(UserError, match="two classes the same name"):
         label_names(Fields({"id2label": dict.fromkeys(map(str, range(7)), "x")}, "here"), CONFIG)
     with pytest.raises(UserError, match="must be a table"):
         label_names(Fields({"id2label": [1]}, "here"), CONFIG)
-    assert their_labels((), shrunk("gpt2")) == {}
+    assert label_settings((), shrunk("gpt2")) == {}

@@ -7,15 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.convert.table import TURNED, Changed, check, fill, rules, scaled, shaped, unfill
+from regard.convert.table import (
+    TRANSPOSED,
+    Transformed,
+    check_weights,
+    expand,
+    export_weights,
+    import_weights,
+    scaled,
+    shaped,
+)
 from regard.errors import UserError
 
 TABLE = {
     "emb": "table",
     ("layer.{n}.k", "layer.{n}.v"): "blocks.{n}.key_value",
-    "layer.{n}.qkv": Changed(("x.blocks.{n}.query", "x.blocks.{n}.both"), TURNED),
-    "norm": Changed("norm", scaled(0.25)),
-    "kernel.weight": Changed("project.weight", shaped(4, 3, 2, 2)),
+    "layer.{n}.qkv": Transformed(("x.blocks.{n}.query", "x.blocks.{n}.both"), TRANSPOSED),
+    "norm": Transformed("norm", scaled(0.25)),
+    "kernel.weight": Transformed("project.weight", shaped(4, 3, 2, 2)),
     "gate": "not.there",
 }
 SHAPES = {
@@ -53,17 +62,17 @@ def parameters(seed: int) -> dict[str, torch.Tensor]:
 @given(st.integers(0, 10**6))
 def test_there_and_back_is_where_it_was(seed):
     ours = parameters(seed)
-    theirs = Tensors(unfill(ours, TABLE))
+    theirs = Tensors(export_weights(ours, TABLE))
     empty = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
-    assert check(empty, TABLE, theirs, lambda name: False, "here") == []
-    fill(empty, TABLE, theirs)
+    assert check_weights(empty, TABLE, theirs, lambda name: False, "here") == []
+    import_weights(empty, TABLE, theirs)
     assert all(torch.equal(ours[name], empty[name]) for name in ours)
-    assert set(theirs) == {name for rule in rules(TABLE, ours) for name in rule.theirs}
+    assert set(theirs) == {name for rule in expand(TABLE, ours) for name in rule.theirs}
 
 
 def test_what_a_row_does():
     ours = parameters(1)
-    theirs = unfill(ours, TABLE)
+    theirs = export_weights(ours, TABLE)
     assert torch.equal(theirs["norm.weight"], ours["norm.weight"] * 4)
     assert theirs["kernel.weight"].shape == (4, 3, 2, 2)
     both = torch.cat((ours["x.blocks.12.query.weight"], ours["x.blocks.12.both.weight"]))
@@ -76,17 +85,17 @@ def test_parts_are_laid_on_each_other():
     keys, values = torch.randn(6, 4), torch.randn(6, 4)
     ours = {"x.blocks.0.key_value.weight": torch.zeros(12, 4)}
     table = {("a.{n}.k", "a.{n}.v"): "x.blocks.{n}.key_value"}
-    fill(ours, table, Tensors({"a.0.k.weight": keys, "a.0.v.weight": values}))
+    import_weights(ours, table, Tensors({"a.0.k.weight": keys, "a.0.v.weight": values}))
     assert torch.equal(ours["x.blocks.0.key_value.weight"], torch.cat((keys, values)))
 
 
 def test_every_name_must_be_used():
     ours = parameters(1)
-    theirs = Tensors(unfill(ours, TABLE))
+    theirs = Tensors(export_weights(ours, TABLE))
     del theirs["emb.weight"]
     theirs |= {"extra": torch.zeros(2), "buffer": torch.zeros(3), "norm.bias": torch.zeros(5)}
     with pytest.raises(UserError) as error:
-        check(ours | {"forgotten": torch.zeros(1)}, TABLE, theirs, lambda name: name == "buffer", "here")
+        check_weights(ours | {"forgotten": torch.zeros(1)}, TABLE, theirs, lambda name: name == "buffer", "here")
     assert str(error.value).splitlines() == [
         "here: weights do not fit config.json",
         "  nothing gives our forgotten",
@@ -94,7 +103,7 @@ def test_every_name_must_be_used():
         "  not known: extra [2]",
         "  norm.bias: shape [5] where config.json says [4]",
     ]
-    fitting = Tensors(unfill(ours, TABLE) | {"buffer": torch.zeros(3)})
-    assert check(ours, TABLE, fitting, lambda name: name == "buffer", "here") == ["buffer"]
+    fitting = Tensors(export_weights(ours, TABLE) | {"buffer": torch.zeros(3)})
+    assert check_weights(ours, TABLE, fitting, lambda name: name == "buffer", "here") == ["buffer"]
     with pytest.raises(UserError, match="no place there: forgotten"):
-        unfill(ours | {"forgotten": torch.zeros(1)}, TABLE)
+        export_weights(ours | {"forgotten": torch.zeros(1)}, TABLE)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import SpecialIds, parse
-from regard.convert.tokenizers import Tokens, read_tokenizers, write_tokenizers
+from regard.convert.tokenizers import Tokenizers, read_tokenizers, write_tokenizers
 from regard.convert.vocabularies import read_pieces
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig
@@ -170,7 +170,7 @@ class Made:
     def __init__(self, kind: str, path: Path) -> None:
         self.kind, self.path = kind, path / kind
         self.config = make(kind, self.path)
-        self.tokens: Tokens = read_tokenizers(self.path, kind, self.config)
+        self.tokens: Tokenizers = read_tokenizers(self.path, kind, self.config)
         self.codec = Codec(self.tokens.source, self.tokens.target, frame=self.tokens.frame)
 
     def ids(self, text: str) -> list[int]:

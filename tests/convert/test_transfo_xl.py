@@ -76,9 +76,9 @@ def test_goes_back_with_the_same_weights_and_settings(theirs, tmp_path):
 def test_it_is_told_that_nothing_was_proven(tmp_path):
     report = from_hf(FIXTURES / "each", tmp_path / "run", 1, quiet)
     assert report.proof is None
-    assert "not proven: transformers 5 no longer has this model" in report.told()
+    assert "not proven: transformers 5 no longer has this model" in report.summary
     assert "no longer has this model" in (tmp_path / "run" / "README.md").read_text()
-    assert "no longer has this model" in to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 1, quiet).told()
+    assert "no longer has this model" in to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 1, quiet).summary
 
 
 def test_ours_goes_out_and_comes_back(tmp_path):

@@ -10,8 +10,7 @@ from regard.cli.tables import Json, out, out_json, talk
 from regard.errors import UserError
 
 if TYPE_CHECKING:
-    from regard.convert.hf import ConversionReport
-    from regard.convert.to_ctranslate2 import CTranslate2Report
+    from regard.convert.proof import ConversionReport
 
 EXAMPLE = "regard convert opus-mt-en-de runs/en-de"
 
@@ -43,14 +42,14 @@ def command(
         raise one_of("--to", to, ["hf", "ctranslate2"])
     if quantization is not None and to != "ctranslate2":
         raise UserError("--quantization belongs to --to ctranslate2")
-    report: ConversionReport | CTranslate2Report
+    report: ConversionReport
     if to == "ctranslate2":
         if quantization not in (None, "fp32", "int8"):
             raise one_of("--quantization", quantization, ["fp32", "int8"])
         report = to_ctranslate2(Run.load(source), new, samples, "int8" if quantization == "int8" else "fp32")
     else:
         report = from_hf(source, new, samples, talk) if to is None else to_hf(Run.load(source), new, samples, talk)
-    talk(report.told())
+    talk(report.summary)
     if json:
         out_json(report.to_json())
     else:

@@ -1,106 +1,95 @@
-"""Llama 2 and 3: a decoder alone with rotary positions, RMS norms and gated layers."""
+"""Llama 2 and 3: a causal LM with rotary positions, RMS norms and gated feed-forward layers."""
 
 from __future__ import annotations
 
-from regard.config import Config, SpecialIds
-from regard.convert.table import ACTIVATIONS, Family, Fields, Json, Table, stack_of, start_at, tied_to, word_for
+from regard.config import Config
+from regard.convert.family import (
+    Family,
+    Fields,
+    Json,
+    Setting,
+    activation,
+    count,
+    special_ids,
+    tied,
+    tied_alias,
+    value,
+)
+from regard.convert.table import Table
 from regard.errors import UserError
 
-
-def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
-    width, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
-    return {
-        "source_vocab": hf.count("vocab_size"),
-        "target_vocab": hf.count("vocab_size"),
-        "decoder": {
-            "layers": hf.count("num_hidden_layers"),
-            "width": width,
-            "heads": heads,
-            "kv_heads": hf.count("num_key_value_heads", heads),
-            "head_width": hf.count("head_dim", max(width // heads, 1)),
-            "ff": hf.count("intermediate_size"),
-            "activation": hf.choice("hidden_act", ACTIVATIONS, "silu"),
-            "gated": True,
-            "norm": "rms",
-            "norm_at": "pre",
-            "norm_eps": hf.get("rms_norm_eps", 1e-6),
-            "bias": _bias(hf),
-            "position": "rotary",
-            "rotary": _rotary(hf),
-            "max_length": hf.count("max_position_embeddings", 2048),
-            "dropout": 0.0,
-            "attention_dropout": hf.get("attention_dropout", 0.0),
-        },
-        "tie_output": "lm_head.weight" not in names,
-        "scale_embeddings": False,
-        **start_at(ids, hf.get("bos_token_id"), "sos"),
-    }
+BIASES = {(False, False): "none", (False, True): "ff", (True, True): "all"}  # of attention and feed-forward layers
 
 
-def _bias(hf: Fields) -> str:
+def _read_bias(hf: Fields) -> Json:
     attention, feed_forward = hf.flag("attention_bias", False), hf.flag("mlp_bias", False)
     if attention and not feed_forward:
         raise UserError(f"{hf.where}: attention_bias True is supported only together with mlp_bias True")
-    return {(False, False): "none", (False, True): "ff", (True, True): "all"}[attention, feed_forward]
+    return {"decoder.bias": BIASES[attention, feed_forward]}
 
 
-def _rotary(hf: Fields) -> Json:
+def _write_bias(config: Config) -> Json:
+    attention, feed_forward = next(flags for flags, bias in BIASES.items() if bias == config.top.bias)
+    return {"attention_bias": attention, "mlp_bias": feed_forward}
+
+
+def _read_rotary(hf: Fields) -> Json:
     """Older files have rope_theta and rope_scaling, newer ones both in rope_parameters."""
     scaling = hf.get("rope_parameters", hf.get("rope_scaling", {}))
     if not isinstance(scaling, dict):
         raise UserError(f"{hf.where}: rope_scaling must be a table, not {scaling!r}")
-    inner = Fields(
-        scaling, f"{hf.where}: rope_parameters" if "rope_parameters" in hf.data else f"{hf.where}: rope_scaling"
-    )
-    kind = Fields({"rope_type": inner.get("rope_type", inner.get("type"))}, inner.where)
-    stretched = kind.choice("rope_type", {"default": False, "llama3": True}, "default")
-    turning: Json = {"base": inner.get("rope_theta", hf.get("rope_theta", 10000.0))}
-    if stretched:
-        turning |= {
-            "factor": inner.get("factor"),
-            "low": inner.get("low_freq_factor"),
-            "high": inner.get("high_freq_factor"),
-            "original": inner.get("original_max_position_embeddings", hf.get("max_position_embeddings")),
+    key = "rope_parameters" if "rope_parameters" in hf.data else "rope_scaling"
+    kind = Fields(scaling, "").get("rope_type", scaling.get("type"))
+    rope = Fields({**scaling, "rope_type": kind}, f"{hf.where}: {key}")
+    rotary = {"base": rope.get("rope_theta", hf.get("rope_theta", 10000.0))}
+    if rope.choice("rope_type", {"default": False, "llama3": True}, "default"):
+        rotary |= {
+            "factor": rope.get("factor"),
+            "low": rope.get("low_freq_factor"),
+            "high": rope.get("high_freq_factor"),
+            "original": rope.get("original_max_position_embeddings", hf.get("max_position_embeddings")),
         }
-    return turning
+    return {"decoder.rotary": rotary}
 
 
-def theirs(config: Config) -> Json:
-    decoder = stack_of(config, "decoder")
-    turning = decoder.rotary
-    rope: Json = {"rope_type": "default"}
-    if turning.factor != 1:
-        rope = {
+def _write_rotary(config: Config) -> Json:
+    rotary = config.top.rotary
+    rope: Json = {"rope_theta": rotary.base, "rope_type": "default"}
+    if rotary.factor != 1:
+        rope |= {
             "rope_type": "llama3",
-            "factor": turning.factor,
-            "low_freq_factor": turning.low,
-            "high_freq_factor": turning.high,
-            "original_max_position_embeddings": turning.original,
+            "factor": rotary.factor,
+            "low_freq_factor": rotary.low,
+            "high_freq_factor": rotary.high,
+            "original_max_position_embeddings": rotary.original,
         }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.target_vocab,
-        "hidden_size": decoder.width,
-        "intermediate_size": decoder.ff,
-        "num_hidden_layers": decoder.layers,
-        "num_attention_heads": decoder.heads,
-        "num_key_value_heads": decoder.kv,
-        "head_dim": decoder.head,
-        "hidden_act": word_for(decoder.activation),
-        "max_position_embeddings": decoder.max_length,
-        "rms_norm_eps": decoder.norm_eps,
-        "attention_bias": decoder.bias == "all",
-        "mlp_bias": decoder.bias != "none",
-        "attention_dropout": decoder.attention_dropout,
-        "rope_parameters": {"rope_theta": turning.base, **rope},
-        "tie_word_embeddings": config.tie_output,
-        "bos_token_id": config.start_id,
-        "eos_token_id": config.ids.eos,
-        "pad_token_id": config.ids.pad,
-    }
+    return {"rope_parameters": rope}
 
 
-def table(config: Config, hf: Fields) -> Table:
+CONFIG = (
+    count("vocab_size", "target_vocab", "source_vocab"),
+    count("num_hidden_layers", "decoder.layers"),
+    count("hidden_size", "decoder.width"),
+    count("num_attention_heads", "decoder.heads"),
+    count("num_key_value_heads", "decoder.kv_heads", default=lambda hf: hf.count("num_attention_heads")),
+    count(
+        "head_dim",
+        "decoder.head_width",
+        default=lambda hf: max(hf.count("hidden_size") // hf.count("num_attention_heads"), 1),
+    ),
+    count("intermediate_size", "decoder.ff"),
+    activation("hidden_act", "decoder.activation", default="silu"),
+    value("rms_norm_eps", "decoder.norm_eps", default=1e-6),
+    Setting(_read_bias, _write_bias),
+    Setting(_read_rotary, _write_rotary),
+    count("max_position_embeddings", "decoder.max_length", default=2048),
+    value("attention_dropout", "decoder.attention_dropout", default=0.0),
+    tied("lm_head.weight"),
+    special_ids("bos_token_id", "sos"),
+)
+
+
+def weights(config: Config, hf: Fields) -> Table:
     layer, block = "model.layers.{n}.", "decoder.blocks.{n}."
     return {
         "model.embed_tokens": "target_embedding",
@@ -119,11 +108,13 @@ def table(config: Config, hf: Fields) -> Table:
 
 LLAMA = Family(
     model_type="llama",
-    architectures=("LlamaForCausalLM",),
-    ours=ours,
-    theirs=theirs,
-    table=table,
-    towers=("decoder",),
-    same=tied_to("model.embed_tokens.weight"),
+    architectures={"LlamaForCausalLM": {}},
+    config=CONFIG,
+    constants={
+        "decoder": {"gated": True, "norm": "rms", "norm_at": "pre", "position": "rotary", "dropout": 0.0},
+        "scale_embeddings": False,
+    },
+    weights=weights,
+    aliases=tied_alias("model.embed_tokens.weight"),
     ignored=("*.rotary_emb.inv_freq",),
 )

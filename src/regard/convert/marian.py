@@ -1,96 +1,87 @@
-"""MarianMT: the Transformer of the paper, with sines and cosines in two halves and a bias on its predictions."""
+"""MarianMT: the Transformer of the paper, with sines and cosines in two halves and a bias of its LM head."""
 
 from __future__ import annotations
 
 import torch
 
-from regard.config import Config, SpecialIds
-from regard.convert.table import ACTIVATIONS, Changed, Family, Fields, Json, Table, shaped, stack_of, start_at, word_for
+from regard.config import Config
+from regard.convert.family import (
+    Family,
+    Fields,
+    Setting,
+    activation,
+    both,
+    count,
+    fixed,
+    flag,
+    setting,
+    special_ids,
+    stored,
+    value,
+    written,
+)
+from regard.convert.table import Rows, Table, Transformed, shaped
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
-    hf.fixed("tie_word_embeddings", True)
-    hf.fixed("normalize_before", False)
-    hf.fixed("normalize_embedding", False)
-    hf.fixed("add_final_layer_norm", False)
-    hf.fixed("static_position_embeddings", True)
-    shared = hf.flag("share_encoder_decoder_embeddings", True)
+def _shared(hf: Fields) -> bool:
+    return hf.flag("share_encoder_decoder_embeddings", True)
+
+
+def _target_vocab(hf: Fields) -> int:
     vocab = hf.count("vocab_size")
-
-    def tower(name: str) -> Json:
-        return {
-            "layers": hf.count(f"{name}_layers"),
-            "width": hf.count("d_model"),
-            "heads": hf.count(f"{name}_attention_heads"),
-            "ff": hf.count(f"{name}_ffn_dim"),
-            "activation": hf.choice("activation_function", ACTIVATIONS, "gelu"),
-            "position": "sinusoid_halves",
-            "max_length": hf.count("max_position_embeddings", 1024),
-            "dropout": hf.get("dropout", 0.1),
-            "attention_dropout": hf.get("attention_dropout", 0.0),
-            "ff_dropout": hf.get("activation_dropout", 0.0),
-        }
-
-    return {
-        "source_vocab": vocab,
-        "target_vocab": vocab if shared else hf.count("decoder_vocab_size", vocab),
-        "encoder": tower("encoder"),
-        "decoder": tower("decoder"),
-        "share_embeddings": shared,
-        "scale_embeddings": hf.flag("scale_embedding", False),
-        "output_bias": "final_logits_bias" in names,
-        **start_at(ids, hf.get("decoder_start_token_id"), "pad"),
-    }
+    return vocab if _shared(hf) else hf.count("decoder_vocab_size", vocab)
 
 
-def theirs(config: Config) -> Json:
-    encoder, decoder = stack_of(config, "encoder"), stack_of(config, "decoder")
-    return {
-        "architectures": ["MarianMTModel"],
-        "vocab_size": config.source_vocab,
-        "decoder_vocab_size": config.target_vocab,
-        "d_model": encoder.width,
-        **{
-            f"{name}_{key}": value
-            for name, stack in (("encoder", encoder), ("decoder", decoder))
-            for key, value in (
-                ("layers", stack.layers),
-                ("attention_heads", stack.heads),
-                ("ffn_dim", stack.ff),
-            )
-        },
-        "activation_function": word_for(encoder.activation),
-        "max_position_embeddings": max(encoder.max_length, decoder.max_length),
-        "dropout": encoder.dropout,
-        "attention_dropout": encoder.attention_dropout,
-        "activation_dropout": encoder.ff_dropout,
-        "share_encoder_decoder_embeddings": config.share_embeddings,
-        "tie_word_embeddings": True,
-        "scale_embedding": config.scale_embeddings,
-        "is_encoder_decoder": True,
-        "pad_token_id": config.ids.pad,
-        "eos_token_id": config.ids.eos,
-        "forced_eos_token_id": config.ids.eos,
-        "decoder_start_token_id": config.start_id,
-    }
+def _stack(name: str) -> tuple[Setting, ...]:
+    return (
+        count(f"{name}_layers", f"{name}.layers"),
+        count(f"{name}_attention_heads", f"{name}.heads"),
+        count(f"{name}_ffn_dim", f"{name}.ff"),
+    )
 
 
-def table(config: Config, hf: Fields) -> Table:
-    rows: dict[str | tuple[str, ...], str | Changed] = {
-        "final_logits_bias": Changed("output.bias", shaped(1, config.target_vocab)),
-    }
+CONFIG = (
+    fixed("tie_word_embeddings", True),
+    fixed("normalize_before", False, write=False),
+    fixed("normalize_embedding", False, write=False),
+    fixed("add_final_layer_norm", False, write=False),
+    fixed("static_position_embeddings", True, write=False),
+    written("is_encoder_decoder", lambda config: True),
+    flag("share_encoder_decoder_embeddings", "share_embeddings", default=True),
+    count("vocab_size", "source_vocab"),
+    setting("decoder_vocab_size", "target_vocab", read=_target_vocab),
+    *_stack("encoder"),
+    *_stack("decoder"),
+    count("d_model", *both("width")),
+    activation("activation_function", *both("activation"), default="gelu"),
+    Setting(
+        lambda hf: dict.fromkeys(both("max_length"), hf.count("max_position_embeddings", 1024)),
+        lambda config: {"max_position_embeddings": max(stack.max_length for stack in config.stacks.values())},
+    ),
+    value("dropout", *both("dropout"), default=0.1),
+    value("attention_dropout", *both("attention_dropout"), default=0.0),
+    value("activation_dropout", *both("ff_dropout"), default=0.0),
+    flag("scale_embedding", "scale_embeddings", default=False),
+    stored("final_logits_bias", "output_bias"),
+    special_ids("decoder_start_token_id", "pad"),
+    written("forced_eos_token_id", lambda config: config.ids.eos),
+)
+
+
+def weights(config: Config, hf: Fields) -> Table:
+    rows: Rows = {"final_logits_bias": Transformed("output.bias", shaped(1, config.target_vocab))}
     if config.share_embeddings:
         rows["model.shared"] = "source_embedding"
     else:
         rows |= {"model.encoder.embed_tokens": "source_embedding", "model.decoder.embed_tokens": "target_embedding"}
-    for tower in ("encoder", "decoder"):
-        layer, block = f"model.{tower}.layers.{{n}}.", f"{tower}.blocks.{{n}}."
-        for attention, here in (("self_attn", "attention"), ("encoder_attn", "cross")):
+    for stack in config.stacks:
+        layer, block = f"model.{stack}.layers.{{n}}.", f"{stack}.blocks.{{n}}."
+        for theirs, ours in (("self_attn", "attention"), ("encoder_attn", "cross")):
             rows |= {
-                f"{layer}{attention}.q_proj": f"{block}{here}.query",
-                (f"{layer}{attention}.k_proj", f"{layer}{attention}.v_proj"): f"{block}{here}.key_value",
-                f"{layer}{attention}.out_proj": f"{block}{here}.out",
-                f"{layer}{attention}_layer_norm": f"{block}{here}_residual.norm",
+                f"{layer}{theirs}.q_proj": f"{block}{ours}.query",
+                (f"{layer}{theirs}.k_proj", f"{layer}{theirs}.v_proj"): f"{block}{ours}.key_value",
+                f"{layer}{theirs}.out_proj": f"{block}{ours}.out",
+                f"{layer}{theirs}_layer_norm": f"{block}{ours}_residual.norm",
             }
         rows |= {
             f"{layer}fc1": f"{block}feed_forward.up",
@@ -100,8 +91,8 @@ def table(config: Config, hf: Fields) -> Table:
     return rows
 
 
-def same(hf: Fields) -> Json:
-    if not hf.flag("share_encoder_decoder_embeddings", True):
+def aliases(hf: Fields) -> dict[str, str]:
+    if not _shared(hf):
         return {"lm_head.weight": "model.decoder.embed_tokens.weight"}
     seconds = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
     return dict.fromkeys(seconds, "model.shared.weight")
@@ -109,12 +100,11 @@ def same(hf: Fields) -> Json:
 
 MARIAN = Family(
     model_type="marian",
-    architectures=("MarianMTModel",),
-    ours=ours,
-    theirs=theirs,
-    table=table,
-    towers=("encoder", "decoder"),
-    same=same,
+    architectures={"MarianMTModel": {}},
+    config=CONFIG,
+    constants={stack: {"position": "sinusoid_halves"} for stack in ("encoder", "decoder")},
+    weights=weights,
+    aliases=aliases,
     extra=lambda config: {} if config.output_bias else {"final_logits_bias": torch.zeros(1, config.target_vocab)},
     ignored=("model.*.embed_positions.weight",),
 )

@@ -1,12 +1,12 @@
-"""Proof that two models are one: sample inputs through both, and the largest difference of what comes out."""
+"""Proof that a converted model computes the same: random inputs through both, and the report of a conversion."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard.config import Config
 from regard.errors import UserError
+from regard.files import replace_directory
 from regard.model import Model
 
 LONGEST = 24  # tokens of a sample
@@ -27,11 +28,51 @@ class Proof:
     samples: int
     difference: float
     tolerance: float
-    version: str  # of transformers
+    version: str  # of the other library
 
     @property
     def holds(self) -> bool:
-        return self.difference <= self.tolerance  # not a number is not at most anything
+        return self.difference <= self.tolerance  # false when it is not a number
+
+    def require(self, source: str, outputs: str, library: str) -> None:
+        """Refuse models that differ."""
+        if not self.holds:
+            raise UserError(
+                f"{source}: the converted model is not the same: its {outputs} differ from those of {library}"
+                f" {self.version} by {self.difference:.3g}, where {self.tolerance:g} is allowed. Nothing was written"
+            )
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What was converted into what, and how it was proven."""
+
+    source: str
+    architecture: str
+    parameters: int
+    proof: Proof | None
+    summary: str  # the proof in a sentence
+    details: dict[str, Any]  # what else there is to know of a format
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        del fields["summary"], fields["details"]
+        return fields | self.details
+
+
+def require_new(out: str | Path) -> Path:
+    """The directory to write, which must not exist, or be empty."""
+    path = Path(out)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path}: exists already; name a new directory")
+    return path
+
+
+def write_reported(out: Path, write: Callable[[Path], ConversionReport]) -> ConversionReport:
+    """Write a directory, complete or not at all."""
+    reports: list[ConversionReport] = []
+    replace_directory(out, lambda path: reports.append(write(path)))
+    return reports[0]
 
 
 @dataclass(frozen=True)
@@ -46,35 +87,35 @@ class Samples:
 
 def draw_samples(config: Config, count: int) -> Samples:
     """The same random inputs each time."""
-    dice = torch.Generator().manual_seed(1)
-    patches = config.patches
-    if patches is not None:
-        pixels = torch.rand(count, patches.channels, patches.height, patches.width, generator=dice)
-        return Samples(pixels, None, None, None)
+    generator = torch.Generator().manual_seed(1)
+    if (patches := config.patches) is not None:
+        shape = (count, patches.channels, patches.height, patches.width)
+        return Samples(torch.rand(shape, generator=generator), None, None, None)
     longest = LONGEST
-    for stack in (config.encoder, config.decoder):
-        if stack is not None:  # within a chunk nothing is hashed: hashes are random, and others there than here
-            longest = min(longest, stack.max_length, stack.lsh.chunk if stack.mixer == "lsh" else longest)
-    lengths_N = torch.randint(1, longest + 1, (count,), generator=dice)
+    for stack in config.stacks.values():
+        # A sequence within a chunk is not hashed: hashes are random, and differ between the libraries.
+        longest = min(longest, stack.max_length, stack.lsh.chunk if stack.mixer == "lsh" else longest)
+    lengths_N = torch.randint(1, longest + 1, (count,), generator=generator)
     lengths_N[0] = longest
     keep_NS = torch.arange(longest) < lengths_N[:, None]
-    vocab = config.source_vocab if config.encoder else config.target_vocab
-    source = torch.randint(vocab, (count, longest), generator=dice).masked_fill(~keep_NS, config.ids.pad)
+    vocab = config.source_vocab if "encoder" in config.stacks else config.target_vocab
+    source = torch.randint(vocab, (count, longest), generator=generator).masked_fill(~keep_NS, config.ids.pad)
     types_NS = input_NT = None
     if config.token_types:
-        types_NS = torch.randint(config.token_types, (count, longest), generator=dice)
-    if config.encoder and config.decoder:
-        input_NT = torch.randint(config.target_vocab, (count, longest), generator=dice)
+        types_NS = torch.randint(config.token_types, (count, longest), generator=generator)
+    if len(config.stacks) == 2:
+        input_NT = torch.randint(config.target_vocab, (count, longest), generator=generator)
         input_NT[:, 0] = config.start_id
     return Samples(source, keep_NS, types_NS, input_NT)
 
 
 @torch.inference_mode()
 def our_outputs(model: Model, samples: Samples) -> list[Tensor]:
-    """Scores of every real token (or of the image or text as a whole), or vectors where nothing is predicted."""
+    """Logits of every token that is not padding (or of the image or text as a whole), or vectors without an LM head."""
     config = model.config
     x = model.hidden(samples.source, samples.keep_NS, samples.input_NT, samples.types_NS)
-    outputs = [_real(model.predict(x).squeeze(1) if config.output == "classes" else model.predict(x), samples)]
+    logits = model.predict(x)
+    outputs = [_without_padding(logits.squeeze(1) if config.output == "classes" else logits, samples)]
     if config.output == "none" and config.pooler:
         outputs.append(model.pool(x))
     return outputs
@@ -85,47 +126,46 @@ def their_outputs(model: Any, config: Config, samples: Samples) -> list[Tensor]:
     """The same from a model of transformers."""
     if config.patches is not None:
         return [model(pixel_values=samples.source).logits]
-    given = {
+    inputs = {
         "input_ids": samples.source,
         "attention_mask": samples.keep_NS.long() if samples.keep_NS is not None else None,
     }
     if samples.types_NS is not None:
-        given["token_type_ids"] = samples.types_NS
+        inputs["token_type_ids"] = samples.types_NS
     if samples.input_NT is not None:
-        given["decoder_input_ids"] = samples.input_NT
-    out = model(**given)
+        inputs["decoder_input_ids"] = samples.input_NT
+    out = model(**inputs)
     if config.output != "none":
-        return [_real(out.logits, samples)]
-    return [_real(out.last_hidden_state, samples)] + ([out.pooler_output] if config.pooler else [])
+        return [_without_padding(out.logits, samples)]
+    return [_without_padding(out.last_hidden_state, samples)] + ([out.pooler_output] if config.pooler else [])
 
 
-def _real(x: Tensor, samples: Samples) -> Tensor:
-    """Without what stands at padding."""
+def _without_padding(x: Tensor, samples: Samples) -> Tensor:
     return x if x.ndim < 3 or samples.input_NT is not None or samples.keep_NS is None else x[samples.keep_NS]
 
 
 def prove(model: Model, directory: Path, architecture: str, count: int, tolerance: float) -> Proof | None:
-    """Compare our model with the one that transformers finds in a directory; None where that has no such model."""
+    """Compare our model with the one that transformers loads from a directory; None where it has no such model."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
         return None
     samples = draw_samples(model.config, count)
     with _quiet(transformers):
-        kind = getattr(transformers, architecture, None)
-        if kind is None:
+        model_class = getattr(transformers, architecture, None)
+        if model_class is None:
             return None
         try:
-            theirs = kind.from_pretrained(
+            theirs = model_class.from_pretrained(
                 directory,
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=any(directory.glob("*.safetensors")),
             )
-        except Exception as error:  # whatever it may have against the directory
-            told = " ".join(str(error).split())
-            raise UserError(f"{directory}: cannot be proven, transformers does not load it: {told[:500]}") from None
+        except Exception as error:  # of any kind: the directory may be wrong in many ways
+            message = " ".join(str(error).split())
+            raise UserError(f"{directory}: cannot be proven, transformers does not load it: {message[:500]}") from None
         outputs = their_outputs(theirs.eval(), model.config, samples)
     pairs = zip(our_outputs(model.eval(), samples), outputs, strict=True)
     difference = max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
@@ -134,7 +174,7 @@ def prove(model: Model, directory: Path, architecture: str, count: int, toleranc
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Let the library load without its own talk."""
+    """Silence the library's log, warnings and progress bars."""
     logging = transformers.utils.logging
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

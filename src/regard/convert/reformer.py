@@ -1,4 +1,4 @@
-"""Reformer: a decoder alone whose attention hashes, in layers that can be run backwards."""
+"""Reformer: a causal LM with LSH attention in reversible layers."""
 
 from __future__ import annotations
 
@@ -7,106 +7,89 @@ from typing import Any
 
 import torch
 
-from regard.config import Config, SpecialIds
-from regard.convert.table import ACTIVATIONS, Changed, Family, Fields, Json, Table, shaped, stack_of, start_at, word_for
+from regard.config import Config
+from regard.convert.family import (
+    Family,
+    Fields,
+    Json,
+    Setting,
+    activation,
+    count,
+    fixed,
+    setting,
+    special_ids,
+    value,
+    written,
+)
+from regard.convert.table import Rows, Table, Transformed, shaped
 from regard.errors import UserError
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
-    hf.fixed("is_decoder", True)
+def _layers(hf: Fields) -> int:
     layers = hf.get("attn_layers", ["local", "lsh"] * 3)
     if not isinstance(layers, list) or not layers or any(layer != "lsh" for layer in layers):
         raise UserError(f"{hf.where}: attn_layers {layers!r} is not supported, only layers that are all lsh")
-    buckets: Any = hf.get("num_buckets")
+    return len(layers)
+
+
+def _buckets(hf: Fields) -> Any:
+    buckets = hf.get("num_buckets")
     if isinstance(buckets, list) and all(type(part) is int for part in buckets):  # factors of one number
-        buckets = math.prod(buckets)
-    return {
-        "source_vocab": hf.count("vocab_size"),
-        "target_vocab": hf.count("vocab_size"),
-        "decoder": {
-            "mixer": "lsh",
-            "layers": len(layers),
-            "width": hf.count("hidden_size"),
-            "heads": hf.count("num_attention_heads"),
-            "head_width": hf.count("attention_head_size", 64),
-            "ff": hf.count("feed_forward_size"),
-            "activation": hf.choice("hidden_act", ACTIVATIONS, "relu"),
-            "norm_at": "pre",
-            "norm_eps": hf.get("layer_norm_eps", 1e-12),
-            "bias": "ff",
-            "residual": "reversible",
-            **_position(hf),
-            "lsh": {
-                "hashes": hf.count("num_hashes", 1),
-                "buckets": buckets,
-                "chunk": hf.count("lsh_attn_chunk_length", 64),
-                "before": hf.get("lsh_num_chunks_before", 1),
-                "after": hf.get("lsh_num_chunks_after", 0),
-            },
-            "dropout": hf.get("hidden_dropout_prob", 0.05),
-            "attention_dropout": hf.get("lsh_attention_probs_dropout_prob", 0.0),
-        },
-        "tie_output": False,
-        "scale_embeddings": False,
-        **start_at(ids, hf.get("bos_token_id")),
-    }
+        return math.prod(buckets)
+    return buckets
 
 
-def _position(hf: Fields) -> Json:
-    length = hf.count("max_position_embeddings", 4096)
+def _read_positions(hf: Fields) -> Json:
     if not hf.flag("axial_pos_embds", True):
-        return {"position": "learned", "max_length": length}
+        return {"decoder.position": "learned"}
     shape, widths = hf.get("axial_pos_shape", [64, 64]), hf.get("axial_pos_embds_dim", [64, 192])
     if not (isinstance(shape, list) and isinstance(widths, list) and len(shape) == len(widths) == 2):
         raise UserError(f"{hf.where}: axial_pos_shape {shape!r} is not supported, only rows and columns")
     axial = {"rows": shape[0], "columns": shape[1], "row_width": widths[0]}
-    return {"position": "axial", "axial": axial, "max_length": length}
+    return {"decoder.position": "axial", "decoder.axial": axial}
 
 
-def theirs(config: Config) -> Json:
-    decoder = stack_of(config, "decoder")
-    axial, lsh = decoder.axial, decoder.lsh
-    places: Json = {"axial_pos_embds": False}
-    if axial is not None:
-        places = {
-            "axial_pos_embds": True,
-            "axial_pos_shape": [axial.rows, axial.columns],
-            "axial_pos_embds_dim": [axial.row_width, decoder.width - axial.row_width],
-        }
+def _write_positions(config: Config) -> Json:
+    axial = config.top.axial
+    if axial is None:
+        return {"axial_pos_embds": False}
     return {
-        "architectures": ["ReformerModelWithLMHead"],
-        "vocab_size": config.target_vocab,
-        "hidden_size": decoder.width,
-        "attn_layers": ["lsh"] * decoder.layers,
-        "num_attention_heads": decoder.heads,
-        "attention_head_size": decoder.head,
-        "feed_forward_size": decoder.ff,
-        "hidden_act": word_for(decoder.activation),
-        "layer_norm_eps": decoder.norm_eps,
-        "max_position_embeddings": decoder.max_length,
-        **places,
-        "num_hashes": lsh.hashes,
-        "num_buckets": lsh.buckets,
-        "lsh_attn_chunk_length": lsh.chunk,
-        "lsh_num_chunks_before": lsh.before,
-        "lsh_num_chunks_after": lsh.after,
-        "hidden_dropout_prob": decoder.dropout,
-        "lsh_attention_probs_dropout_prob": decoder.attention_dropout,
-        "is_decoder": True,
-        "tie_word_embeddings": False,
-        "bos_token_id": config.start_id,
-        "eos_token_id": config.ids.eos,
-        "pad_token_id": config.ids.pad,
+        "axial_pos_embds": True,
+        "axial_pos_shape": [axial.rows, axial.columns],
+        "axial_pos_embds_dim": [axial.row_width, config.top.width - axial.row_width],
     }
 
 
-def table(config: Config, hf: Fields) -> Table:
-    decoder = stack_of(config, "decoder")
+CONFIG = (
+    fixed("is_decoder", True),
+    setting("attn_layers", "decoder.layers", read=_layers, write=lambda layers: ["lsh"] * layers),
+    count("vocab_size", "target_vocab", "source_vocab"),
+    count("hidden_size", "decoder.width"),
+    count("num_attention_heads", "decoder.heads"),
+    count("attention_head_size", "decoder.head_width", default=64),
+    count("feed_forward_size", "decoder.ff"),
+    activation("hidden_act", "decoder.activation", default="relu"),
+    value("layer_norm_eps", "decoder.norm_eps", default=1e-12),
+    count("max_position_embeddings", "decoder.max_length", default=4096),
+    Setting(_read_positions, _write_positions),
+    count("num_hashes", "decoder.lsh.hashes", default=1),
+    setting("num_buckets", "decoder.lsh.buckets", read=_buckets),
+    count("lsh_attn_chunk_length", "decoder.lsh.chunk", default=64),
+    value("lsh_num_chunks_before", "decoder.lsh.before", default=1),
+    value("lsh_num_chunks_after", "decoder.lsh.after", default=0),
+    value("hidden_dropout_prob", "decoder.dropout", default=0.05),
+    value("lsh_attention_probs_dropout_prob", "decoder.attention_dropout", default=0.0),
+    written("tie_word_embeddings", lambda config: False),
+    special_ids("bos_token_id", "eos"),
+)
+
+
+def weights(config: Config, hf: Fields) -> Table:
     layer, block = "reformer.encoder.layers.{n}.", "decoder.blocks.{n}."
-    places = "reformer.embeddings.position_embeddings."
-    rows: dict[str | tuple[str, ...], str | Changed] = {
+    positions = "reformer.embeddings.position_embeddings."
+    rows: Rows = {
         "reformer.embeddings.word_embeddings": "target_embedding",
-        f"{places}embedding": "decoder.position.table",
+        f"{positions}embedding": "decoder.position.table",
         "reformer.encoder.layer_norm": "decoder.norm",
         "lm_head.decoder.weight": "output.weight",
         f"{layer}attention.layer_norm": f"{block}attention_residual.norm",
@@ -117,22 +100,25 @@ def table(config: Config, hf: Fields) -> Table:
         f"{layer}feed_forward.dense.dense": f"{block}feed_forward.up",
         f"{layer}feed_forward.output.dense": f"{block}feed_forward.down",
     }
-    if decoder.axial is not None:
-        axial, rest = decoder.axial, decoder.width - decoder.axial.row_width
-        first, second = shaped(axial.rows, 1, axial.row_width), shaped(1, axial.columns, rest)
-        rows[f"{places}weights.0"] = Changed("decoder.position.rows.weight", first)
-        rows[f"{places}weights.1"] = Changed("decoder.position.columns.weight", second)
+    if (axial := config.top.axial) is not None:
+        first = shaped(axial.rows, 1, axial.row_width)
+        second = shaped(1, axial.columns, config.top.width - axial.row_width)
+        rows[f"{positions}weights.0"] = Transformed("decoder.position.rows.weight", first)
+        rows[f"{positions}weights.1"] = Transformed("decoder.position.columns.weight", second)
     return rows
 
 
 REFORMER = Family(
     model_type="reformer",
-    architectures=("ReformerModelWithLMHead",),
-    ours=ours,
-    theirs=theirs,
-    table=table,
-    towers=("decoder",),
+    architectures={"ReformerModelWithLMHead": {}},
+    config=CONFIG,
+    constants={
+        "decoder": {"mixer": "lsh", "norm_at": "pre", "bias": "ff", "residual": "reversible"},
+        "tie_output": False,
+        "scale_embeddings": False,
+    },
+    weights=weights,
     extra=lambda config: {"lm_head.bias": torch.zeros(config.target_vocab)},
-    # A bias of the prediction layer is stored, but transformers 5 does not add it.
+    # A bias of the LM head is stored, but transformers 5 does not add it.
     ignored=("lm_head.bias", "lm_head.decoder.bias"),
 )

@@ -1,6 +1,7 @@
-"""The layout of CTranslate2, which decodes encoder-decoders fast on a processor: our settings and weights there.
+"""Runs written for CTranslate2, which decodes encoder-decoders fast on a CPU, and proven by forced scores.
 
-Whatever it has no place for is refused by name, so that nothing is written that would compute something else.
+A setting that CTranslate2 does not have is refused by name, so that nothing is written that would compute something
+else.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,45 +18,47 @@ from tokenizers import Tokenizer as Library
 from torch import Tensor
 
 from regard.config import Config, Stack
-from regard.convert.proof import LONGEST, Proof
-from regard.convert.table import Table, unfill
+from regard.convert.proof import LONGEST, ConversionReport, Proof, require_new, write_reported
+from regard.convert.table import Rows, Table, export_weights
 from regard.errors import UserError
-from regard.files import replace_directory
 from regard.nn.position import sinusoid
 from regard.run import Run, weights_of
 from regard.text.tokenizer import Tokenizer
 
 Precision = Literal["fp32", "int8"]
 
-COMPUTE = {"fp32": "float32", "int8": "int8"}
+COMPUTE_TYPES = {"fp32": "float32", "int8": "int8"}
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "silu": "SWISH", "tanh": "Tanh"}
-POSITIONS = 8192  # rows of a table written for positions that we compute: there it ends, here it never does
-FAR = 128  # distance from which on buckets are one
+POSITION_KINDS = ("none", "sinusoid", "sinusoid_halves", "learned", "rotary", "bucket")
+POSITIONS = 8192  # rows of a written table of positions; ours are computed without a limit
+MAX_DISTANCE = 128  # distances from this one on share a bucket
+TOLERANCE = 1e-4  # of a log-probability, relative to it where it is above 1
 
 
 def library() -> Any:
-    """The package, which is an extra."""
+    """The package ctranslate2, which is an extra."""
     try:
         return importlib.import_module("ctranslate2")
     except ImportError:
         raise UserError("ctranslate2 is not installed: pip install 'regard[ctranslate2]'") from None
 
 
-class Names(NamedTuple):
+class TokenNames(NamedTuple):
     """The tokens of both sides by id, as CTranslate2 wants them: different strings."""
 
     source: list[str]
     target: list[str]
 
 
-def names_of(run: Run) -> Names:
-    """The pieces as the tokenizers write them. No text is cut into one of the names that are not pieces."""
+def names_of(run: Run) -> TokenNames:
+    """The tokens as the tokenizers write them; no text is cut into one of the names that are made up."""
     codec, config = run.codec, run.config
-    source = _named(codec.source, codec.features, config.source_vocab)
-    return Names(source, _named(codec.target, codec.features if codec.shared else (), config.target_vocab))
+    source = _token_names(codec.source, codec.features, config.source_vocab)
+    target = _token_names(codec.target, codec.features if codec.shared else (), config.target_vocab)
+    return TokenNames(source, target)
 
 
-def _named(tokenizer: Tokenizer, features: Sequence[str], size: int) -> list[str]:
+def _token_names(tokenizer: Tokenizer, features: Sequence[str], size: int) -> list[str]:
     pieces = Library.from_str(tokenizer.to_json())
     wanted = [pieces.id_to_token(index) for index in range(tokenizer.size)]
     wanted += [f"< feature {name} >" for name in features]
@@ -70,13 +72,12 @@ def _named(tokenizer: Tokenizer, features: Sequence[str], size: int) -> list[str
 
 
 def misfits(config: Config) -> list[str]:
-    """The settings that CTranslate2 has no place for, each with what it has."""
+    """The settings that CTranslate2 does not have, each with those that it has."""
     encoder, decoder = config.encoder, config.decoder
     if encoder is None or decoder is None:
         return [f"{' and '.join(config.stacks)} alone (there: an encoder and a decoder)"]
-    found: list[str] = []
+    wrong: list[str] = []
     for side, stack in config.stacks.items():
-        positions = "none, sinusoid, sinusoid_halves, learned, rotary, bucket"
         for setting, fits, there in (
             (f"mixer={stack.mixer}", stack.mixer == "attention", "attention"),
             (f"score={stack.score}", stack.score in ("scaled_dot", "dot"), "scaled_dot, dot"),
@@ -84,25 +85,25 @@ def misfits(config: Config) -> list[str]:
             (f"cross_window={stack.cross_window}", stack.cross_window is None, "none"),
             (f"value_width={stack.value}", stack.value == stack.head, f"as wide as keys, {stack.head}"),
             (f"residual={stack.residual}", stack.residual == "add", "add"),
-            (f"position={stack.position}", stack.position in positions.split(", "), positions),
+            (f"position={stack.position}", stack.position in POSITION_KINDS, ", ".join(POSITION_KINDS)),
             (f"rotary.factor={stack.rotary.factor:g}", stack.rotary.factor == 1 or stack.position != "rotary", "1"),
-            ("kept_heads", _whole(stack, stack.kept_heads), "all heads of every layer"),
-            ("kept_cross_heads", _whole(stack, stack.kept_cross_heads), "all heads of every layer"),
+            ("kept_heads", _keeps_all(stack, stack.kept_heads), "all heads of every layer"),
+            ("kept_cross_heads", _keeps_all(stack, stack.kept_cross_heads), "all heads of every layer"),
         ):
             if not fits and (setting.startswith("mixer") or not stack.recurrent):
-                found.append(f"{side}.{setting} (there: {there})")
-    if not found and encoder.norm_eps != decoder.norm_eps:
-        found.append(f"encoder.norm_eps={encoder.norm_eps:g} (there: the decoder's, {decoder.norm_eps:g})")
-    return found
+                wrong.append(f"{side}.{setting} (there: {there})")
+    if not wrong and encoder.norm_eps != decoder.norm_eps:
+        wrong.append(f"encoder.norm_eps={encoder.norm_eps:g} (there: the decoder's, {decoder.norm_eps:g})")
+    return wrong
 
 
-def _whole(stack: Stack, kept: tuple[tuple[int, ...], ...] | None) -> bool:
+def _keeps_all(stack: Stack, kept: tuple[tuple[int, ...], ...] | None) -> bool:
     return kept is None or all(len(heads) == stack.heads for heads in kept)
 
 
-def table(config: Config) -> Table:
-    """Their places for our weights. `weight` and `bias` of a norm are called gamma and beta there."""
-    rows: dict[str | tuple[str, ...], str | tuple[str, ...]] = {
+def weight_table(config: Config) -> Table:
+    """Their variables and our weights. `weight` and `bias` of a norm are called gamma and beta there."""
+    rows: Rows = {
         "encoder.embeddings.0": "source_embedding",
         "decoder.embeddings": "target_embedding",
         "decoder.projection": "output",
@@ -126,42 +127,47 @@ def table(config: Config) -> Table:
         }
         if stack.gated:
             rows[f"{layer}ffn.linear_0_noact"] = f"{block}feed_forward.up"
-        place = "layer.0.self_attention.relative_attention_bias" if stack.position == "bucket" else "position_encodings"
-        rows[f"{side}.{place}"] = f"{side}.position.table.weight"
+        bucket = stack.position == "bucket"
+        positions = "layer.0.self_attention.relative_attention_bias" if bucket else "position_encodings"
+        rows[f"{side}.{positions}"] = f"{side}.position.table.weight"
     return rows
 
 
-def specify(run: Run, marks: bool) -> Any:
-    """Everything that CTranslate2 must be told about a run, and whether to set the marks around a source itself."""
+def specification(run: Run, add_special_tokens: bool) -> Any:
+    """A run as a TransformerSpec; CTranslate2 can add the special tokens around a source itself."""
     config = run.config
     if wrong := misfits(config):
         raise UserError(f"{run.path}: CTranslate2 has no place for these settings:\n  " + "\n  ".join(wrong))
     specs = library().specs
     assert config.encoder is not None and config.decoder is not None
-    encoder = specs.TransformerEncoderSpec(**_shape(config.encoder, specs))
-    decoder = specs.TransformerDecoderSpec(**_shape(config.decoder, specs))
+    encoder = specs.TransformerEncoderSpec(**_stack_options(config.encoder, specs))
+    decoder = specs.TransformerDecoderSpec(**_stack_options(config.decoder, specs))
     spec = specs.TransformerSpec(encoder, decoder)
-    for name, tensor in unfill(weights_of(run.model), table(config)).items():
+    for name, tensor in export_weights(weights_of(run.model), weight_table(config)).items():
         if not bool(tensor.isfinite().all()):
             raise UserError(f"{run.path}: some of its weights are not numbers ({name}); was training stable?")
-        _put(spec, name, tensor)
+        _set_variable(spec, name, tensor)
     if config.share_embeddings:
         decoder.embeddings.weight = encoder.embeddings[0].weight
     if config.tie_output:
         decoder.projection.weight = decoder.embeddings.weight
-    for tower, stack in ((encoder, config.encoder), (decoder, config.decoder)):
-        tower.scale_embeddings = config.scale_embeddings
-        _place(tower, stack)
-    spec.config.layer_norm_epsilon = config.decoder.norm_eps
-    _name(spec, run)
-    spec.config.add_source_bos = marks and run.codec.frame in ("both", "start")
-    spec.config.add_source_eos = marks and run.codec.frame in ("both", "end")
+    for stack_spec, stack in ((encoder, config.encoder), (decoder, config.decoder)):
+        stack_spec.scale_embeddings = config.scale_embeddings
+        _set_positions(stack_spec, stack)
+    names, ids, settings = names_of(run), config.ids, spec.config
+    spec.register_source_vocabulary(names.source)
+    spec.register_target_vocabulary(names.target)
+    settings.unk_token, settings.bos_token, settings.eos_token = (names.target[i] for i in (ids.unk, ids.sos, ids.eos))
+    settings.decoder_start_token = names.target[config.start_id]
+    settings.layer_norm_epsilon = config.decoder.norm_eps
+    before, after = ids.around(run.codec.frame)
+    settings.add_source_bos, settings.add_source_eos = (add_special_tokens and bool(x) for x in (before, after))
     return spec
 
 
-def _shape(stack: Stack, specs: Any) -> dict[str, Any]:
-    """What the makers of both towers want to know."""
-    turning = {"rotary_dim": 0, "rotary_interleave": False, "rotary_base": stack.rotary.base}  # 0: all of a head
+def _stack_options(stack: Stack, specs: Any) -> dict[str, Any]:
+    """The arguments of a TransformerEncoderSpec or a TransformerDecoderSpec."""
+    rotary = {"rotary_dim": 0, "rotary_interleave": False, "rotary_base": stack.rotary.base}  # 0: all of a head
     return {
         "num_layers": stack.layers,
         "num_heads": stack.heads,
@@ -173,12 +179,12 @@ def _shape(stack: Stack, specs: Any) -> dict[str, Any]:
         "rms_norm": stack.norm == "rms",
         "num_heads_kv": None if stack.kv == stack.heads else stack.kv,
         "head_dim": None if stack.heads * stack.head == stack.width else stack.head,
-        **(turning if stack.position == "rotary" else {}),
+        **(rotary if stack.position == "rotary" else {}),
     }
 
 
-def _put(spec: Any, name: str, tensor: Tensor) -> None:
-    """Set a variable by its path."""
+def _set_variable(spec: Any, name: str, tensor: Tensor) -> None:
+    """Set a variable of a spec by its path."""
     *path, last = name.split(".")
     for part in path:
         spec = spec[int(part)] if part.isdecimal() else getattr(spec, part)
@@ -189,133 +195,89 @@ def _put(spec: Any, name: str, tensor: Tensor) -> None:
     setattr(spec, last, tensor.float().contiguous().numpy(force=True))
 
 
-def _place(tower: Any, stack: Stack) -> None:
-    """Positions that are not weights, and how scores are scaled."""
+def _set_positions(spec: Any, stack: Stack) -> None:
+    """Set positions that are not weights, and the scale of attention scores."""
     if stack.position in ("sinusoid", "sinusoid_halves"):
         halves = stack.position == "sinusoid_halves"
-        tower.position_encodings.encodings = sinusoid(torch.arange(POSITIONS), stack.width, halves).numpy()
-    elif stack.position == "none":  # without a table it would have one of its own
-        tower.position_encodings.encodings = np.zeros((POSITIONS, stack.width), np.float32)
-    for layer in tower.layer:
-        own = layer.self_attention
+        spec.position_encodings.encodings = sinusoid(torch.arange(POSITIONS), stack.width, halves).numpy()
+    elif stack.position == "none":  # without a table CTranslate2 would use its own
+        spec.position_encodings.encodings = np.zeros((POSITIONS, stack.width), np.float32)
+    for layer in spec.layer:
         if stack.position == "bucket":
-            own.relative_attention_bias = tower.layer[0].self_attention.relative_attention_bias
-            own.relative_attention_max_distance = np.int32(FAR)
-        for attention in (own, getattr(layer, "attention", None)):
+            layer.self_attention.relative_attention_bias = spec.layer[0].self_attention.relative_attention_bias
+            layer.self_attention.relative_attention_max_distance = np.int32(MAX_DISTANCE)
+        for attention in (layer.self_attention, getattr(layer, "attention", None)):
             if attention is not None and stack.score == "dot":
                 attention.queries_scale = 1.0
 
 
-def _name(spec: Any, run: Run) -> None:
-    names, ids, told = names_of(run), run.config.ids, spec.config
-    spec.register_source_vocabulary(names.source)
-    spec.register_target_vocabulary(names.target)
-    told.unk_token, told.bos_token, told.eos_token = (names.target[i] for i in (ids.unk, ids.sos, ids.eos))
-    told.decoder_start_token = names.target[run.config.start_id]
-
-
-def write(run: Run, directory: Path, precision: Precision = "fp32", marks: bool = False) -> None:
-    """Write a run into a directory that is there and empty."""
-    spec = specify(run, marks)
+def write(run: Run, directory: Path, precision: Precision = "fp32", add_special_tokens: bool = False) -> None:
+    """Write a run into an empty directory."""
+    spec = specification(run, add_special_tokens)
     spec.validate()
-    spec.optimize(COMPUTE[precision])
+    spec.optimize(COMPUTE_TYPES[precision])
     spec.save(str(directory))
 
 
 def open_translator(directory: Path, precision: Precision, workers: int = 1, threads: int = 1) -> Any:
-    """What CTranslate2 makes of a directory, in memory: the directory is not needed any more."""
-    there = library()
-    if COMPUTE[precision] not in there.get_supported_compute_types("cpu"):
+    """A CTranslate2 Translator, which holds the model in memory: the directory is not needed any more."""
+    ctranslate2, compute_type = library(), COMPUTE_TYPES[precision]
+    if compute_type not in ctranslate2.get_supported_compute_types("cpu"):
         raise UserError(f"precision {precision}: CTranslate2 cannot do this on this processor; use fp32")
-    return there.Translator(
-        str(directory), compute_type=COMPUTE[precision], inter_threads=workers, intra_threads=threads
+    return ctranslate2.Translator(
+        str(directory), compute_type=compute_type, inter_threads=workers, intra_threads=threads
     )
 
 
-TOLERANCE = 1e-4  # of a log-probability, relative to it where it is above 1
+def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision = "fp32") -> ConversionReport:
+    """Write a run as a directory of CTranslate2."""
 
-
-@dataclass
-class CTranslate2Report:
-    """What was written, and how it was proven."""
-
-    source: str
-    architecture: str
-    parameters: int
-    precision: Precision
-    proof: Proof
-    int8: float | None  # the largest difference of a log-probability when weights are written in 8 bits
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def told(self) -> str:
-        """The proof in a sentence."""
-        proof = self.proof
-        told = (
+    def write_proven(path: Path) -> ConversionReport:
+        write(run, path, add_special_tokens=True)  # the model is proven before its weights are quantised
+        proof = Proof(samples, compare(run, path, samples, "fp32"), TOLERANCE, library().__version__)
+        proof.require(str(run.path), "log-probabilities", "CTranslate2")
+        summary = (
             f"proven: log-probabilities of {proof.samples} random outputs by this model and by CTranslate2"
             f" {proof.version} in fp32 differ by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
         )
-        return told if self.int8 is None else f"{told}; in int8, as written, by {self.int8:.2g}"
-
-
-def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision = "fp32") -> CTranslate2Report:
-    """Write a run as a directory of CTranslate2."""
-    out = Path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out}: exists already; name a new directory")
-    size = sum(parameter.numel() for parameter in weights_of(run.model).values())
-    reports: list[CTranslate2Report] = []
-
-    def fill(path: Path) -> None:
-        write(run, path, marks=True)  # what is proven is the model, before its weights lose digits
-        proof = Proof(samples, compare(run, path, samples, "fp32"), TOLERANCE, library().__version__)
-        if not proof.holds:
-            raise UserError(
-                f"{run.path}: the converted model is not the same: its log-probabilities differ from those of"
-                f" CTranslate2 {proof.version} by {proof.difference:.3g}, where {proof.tolerance:g} is allowed."
-                " Nothing was written"
-            )
-        off = None
+        difference = None  # the largest of a log-probability, with weights of 8 bits
         if precision == "int8":
             for file in path.iterdir():
                 file.unlink()
-            write(run, path, "int8", marks=True)
-            off = compare(run, path, samples, "int8")
-        reports.append(CTranslate2Report(run.path.resolve().name, "TransformerSpec", size, precision, proof, off))
+            write(run, path, "int8", add_special_tokens=True)
+            difference = compare(run, path, samples, "int8")
+            summary += f"; in int8, as written, by {difference:.2g}"
+        details = {"precision": precision, "int8": difference}
+        return ConversionReport(run.path.resolve().name, "TransformerSpec", run.model.size, proof, summary, details)
 
-    replace_directory(out, fill)
-    return reports[0]
+    return write_reported(require_new(out), write_proven)
 
 
 def compare(run: Run, directory: Path, count: int, precision: Precision) -> float:
     """The largest difference of the log-probability of any token, relative where that is above 1."""
-    config, ids, frame = run.config, run.config.ids, run.codec.frame
-    sources, targets = _draw(config, config.source_vocab, count), _draw(config, config.target_vocab, count)
+    sources, targets = (_draw(run.config, vocab, count) for vocab in (run.config.source_vocab, run.config.target_vocab))
     names = names_of(run)
     theirs = open_translator(directory, precision).score_batch(
         [[names.source[i] for i in row] for row in sources],
         [[names.target[i] for i in row] for row in targets],
         max_input_length=0,
     )
-    worst = 0.0
+    before, after = run.config.ids.around(run.codec.frame)
+    largest = 0.0
     for source, target, result in zip(sources, targets, theirs, strict=True):
-        before = [ids.sos] if frame in ("both", "start") else []
-        after = [ids.eos] if frame in ("both", "end") else []
         ours_T = forced(run, [*before, *source, *after], target)
         gap_T = (ours_T - torch.tensor(result.log_probs)).abs() / ours_T.abs().clamp(min=1)
-        worst = max(worst, gap_T.nan_to_num(math.inf).max().item())
-    return worst
+        largest = max(largest, gap_T.nan_to_num(math.inf).max().item())
+    return largest
 
 
 def _draw(config: Config, vocab: int, count: int) -> list[list[int]]:
     """The same random texts each time, of different lengths."""
-    assert config.encoder is not None and config.decoder is not None
-    dice = np.random.default_rng(1)
-    marks = set(config.ids.model_dump(exclude_none=True).values())
-    text = [index for index in range(vocab) if index not in marks] or [config.ids.unk]
-    longest = min(LONGEST, config.encoder.max_length - 2, config.decoder.max_length - 2)  # room for marks
-    return [dice.choice(text, dice.integers(1, max(1, longest) + 1)).tolist() for _ in range(count)]
+    generator = np.random.default_rng(1)
+    special = set(config.ids.model_dump(exclude_none=True).values())
+    tokens = [index for index in range(vocab) if index not in special] or [config.ids.unk]
+    longest = min(LONGEST, *(stack.max_length - 2 for stack in config.stacks.values()))  # special tokens come on top
+    return [generator.choice(tokens, generator.integers(1, max(1, longest) + 1)).tolist() for _ in range(count)]
 
 
 @torch.inference_mode()

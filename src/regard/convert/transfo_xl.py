@@ -1,53 +1,36 @@
-"""Transformer-XL: a decoder alone that remembers earlier segments and scores by distance.
+"""Transformer-XL: a causal LM with a memory of earlier segments and relative positions.
 
-transformers had it until its version 5, which no longer does; its own name for it is transfo-xl.
+transformers had it under the name transfo-xl until its version 5.
 """
 
 from __future__ import annotations
 
 import torch
 
-from regard.config import Config, SpecialIds
-from regard.convert.table import Changed, Family, Fields, Json, Table, Transform, stack_of, start_at
+from regard.config import Config
+from regard.convert.family import (
+    Family,
+    Fields,
+    Json,
+    Setting,
+    count,
+    fixed,
+    setting,
+    special_ids,
+    stored,
+    tied,
+    tied_alias,
+    value,
+    written,
+)
+from regard.convert.table import Rows, Table, Transform, Transformed
 from regard.errors import UserError
 
 CUTOFFS = [20000, 40000, 200000]  # where config.json leaves them out
 
 
-def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
-    _require_flat(hf)
-    hf.fixed("attn_type", 0)
-    hf.fixed("pre_lnorm", False)  # normalised before each sub-layer, but not at the end, as ours is
-    width, memory = hf.count("d_model", 1024), hf.get("mem_len", 1600)
-    clamp = hf.get("clamp_len", 1000)
-    dropout = hf.get("dropout", 0.1)
-    return {
-        "source_vocab": hf.count("vocab_size"),
-        "target_vocab": hf.count("vocab_size"),
-        "decoder": {
-            "layers": hf.count("n_layer", 18),
-            "width": width,
-            "heads": hf.count("n_head", 16),
-            "head_width": hf.count("d_head", 64),
-            "ff": hf.count("d_inner", 4096),
-            "norm_eps": hf.get("layer_norm_epsilon", 1e-5),
-            "bias": "ff",
-            "position": "relative",
-            "memory": memory,
-            "window": _window(hf, memory),
-            "reach": None if type(clamp) is int and clamp <= 0 else clamp,
-            "dropout": dropout,
-            "ff_dropout": dropout,
-            "attention_dropout": hf.get("dropatt", 0.0),
-        },
-        "tie_output": "crit.out_layers.0.weight" not in names,
-        "output_bias": "crit.out_layers.0.bias" in names,
-        **start_at(ids, hf.get("bos_token_id")),
-    }
-
-
-def _require_flat(hf: Fields) -> None:
-    """Refuse a softmax in levels: frequent tokens first, and rare ones by the group they are in."""
+def _refuse_adaptive(hf: Fields) -> Json:
+    """Refuse adaptive embeddings and an adaptive softmax."""
     cutoffs = hf.get("cutoffs", CUTOFFS)
     if cutoffs:
         raise UserError(
@@ -60,10 +43,12 @@ def _require_flat(hf: Fields) -> None:
             f"{hf.where}: d_embed and d_model must be the same, and div_val 1: embeddings that pass a matrix of their"
             " own before they enter the model are not supported"
         )
+    return {}
 
 
-def _window(hf: Fields, memory: int) -> int | None:
-    """With the same length for all, a token sees as many as are remembered, itself among them."""
+def _window(hf: Fields) -> int | None:
+    """With same_length, a token attends to as many tokens as the memory has, itself among them."""
+    memory = hf.get("mem_len", 1600)
     if not hf.flag("same_length", True):
         return None
     if type(memory) is not int or memory < 2:
@@ -71,39 +56,38 @@ def _window(hf: Fields, memory: int) -> int | None:
     return memory - 1
 
 
-def theirs(config: Config) -> Json:
-    decoder = stack_of(config, "decoder")
-    return {
-        "architectures": ["TransfoXLLMHeadModel"],
-        "vocab_size": config.target_vocab,
-        "cutoffs": [],
-        "div_val": 1,
-        "d_model": decoder.width,
-        "d_embed": decoder.width,
-        "n_head": decoder.heads,
-        "d_head": decoder.head,
-        "d_inner": decoder.ff,
-        "n_layer": decoder.layers,
-        "mem_len": decoder.memory,
-        "clamp_len": -1 if decoder.reach is None else decoder.reach,
-        "same_length": decoder.window is not None,
-        "attn_type": 0,
-        "untie_r": True,
-        "pre_lnorm": False,
-        "layer_norm_epsilon": decoder.norm_eps,
-        "dropout": decoder.dropout,
-        "dropatt": decoder.attention_dropout,
-        "tie_word_embeddings": config.tie_output,
-        "bos_token_id": config.start_id,
-        "eos_token_id": config.ids.eos,
-        "pad_token_id": config.ids.pad,
-    }
+def _reach(hf: Fields) -> int | None:
+    clamp: int = hf.get("clamp_len", 1000)
+    return None if type(clamp) is int and clamp <= 0 else clamp
 
 
-def table(config: Config, hf: Fields) -> Table:
+CONFIG = (
+    Setting(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
+    fixed("attn_type", 0),
+    fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
+    written("untie_r", lambda config: True),  # read by the weight table
+    count("vocab_size", "target_vocab", "source_vocab"),
+    count("n_layer", "decoder.layers", default=18),
+    count("d_model", "decoder.width", default=1024),
+    count("n_head", "decoder.heads", default=16),
+    count("d_head", "decoder.head_width", default=64),
+    count("d_inner", "decoder.ff", default=4096),
+    value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
+    value("mem_len", "decoder.memory", default=1600),
+    setting("same_length", "decoder.window", read=_window, write=lambda window: window is not None),
+    setting("clamp_len", "decoder.reach", read=_reach, write=lambda reach: -1 if reach is None else reach),
+    value("dropout", "decoder.dropout", "decoder.ff_dropout", default=0.1),
+    value("dropatt", "decoder.attention_dropout", default=0.0),
+    tied("crit.out_layers.0.weight"),
+    stored("crit.out_layers.0.bias", "output_bias"),
+    special_ids("bos_token_id", "eos"),
+)
+
+
+def weights(config: Config, hf: Fields) -> Table:
     layer, block = "transformer.layers.{n}.", "decoder.blocks.{n}."
     attention = f"{block}attention."
-    rows: dict[str | tuple[str, ...], str | tuple[str, ...] | Changed] = {
+    rows: Rows = {
         "transformer.word_emb.emb_layers.0": "target_embedding",
         "crit.out_layers.0": "output",
         f"{layer}dec_attn.qkv_net": (f"{attention}query", f"{attention}key_value"),
@@ -114,49 +98,45 @@ def table(config: Config, hf: Fields) -> Table:
         f"{layer}pos_ff.CoreNet.3": f"{block}feed_forward.down",
         f"{layer}pos_ff.layer_norm": f"{block}feed_forward_residual.norm",
     }
+    biases = {"r_w_bias": "content", "r_r_bias": "place"}
     if hf.flag("untie_r", True):
-        return rows | {
-            f"{layer}dec_attn.r_w_bias": f"{attention}relative.content",
-            f"{layer}dec_attn.r_r_bias": f"{attention}relative.place",
-        }
-    layers = stack_of(config, "decoder").layers  # there one for all, here one for each
+        return rows | {f"{layer}dec_attn.{name}": f"{attention}relative.{part}" for name, part in biases.items()}
+    layers = config.top.layers  # theirs shares one between the layers, ours has one in each
     shared = Transform(lambda x: x.repeat(layers, 1), lambda x: x.chunk(layers)[0])
-    for name, part in (("r_w_bias", "content"), ("r_r_bias", "place")):
+    for name, part in biases.items():
         each = tuple(f"decoder.blocks.{n}.attention.relative.{part}" for n in range(layers))
-        rows[f"transformer.{name}"] = Changed(each, shared)
+        rows[f"transformer.{name}"] = Transformed(each, shared)
     return rows
 
 
-def same(hf: Fields) -> Json:
-    found: Json = {}
-    if hf.get("tie_word_embeddings") is not False:
-        found["crit.out_layers.0.weight"] = "transformer.word_emb.emb_layers.0.weight"
+def aliases(hf: Fields) -> dict[str, str]:
+    names = tied_alias("transformer.word_emb.emb_layers.0.weight", "crit.out_layers.0.weight")(hf)
     if not hf.flag("untie_r", True):
         for n in range(hf.count("n_layer", 18)):
             for name in ("r_w_bias", "r_r_bias"):
-                found[f"transformer.layers.{n}.dec_attn.{name}"] = f"transformer.{name}"
-    return found
+                names[f"transformer.layers.{n}.dec_attn.{name}"] = f"transformer.{name}"
+    return names
 
 
 def extra(config: Config) -> dict[str, torch.Tensor]:
-    width = stack_of(config, "decoder").width
-    found = {"transformer.pos_emb.inv_freq": 1 / (10000 ** (torch.arange(0.0, width, 2.0) / width))}
-    return found if config.output_bias else found | {"crit.out_layers.0.bias": torch.zeros(config.target_vocab)}
+    width = config.top.width
+    frequencies = {"transformer.pos_emb.inv_freq": 1 / (10000 ** (torch.arange(0.0, width, 2.0) / width))}
+    bias = {} if config.output_bias else {"crit.out_layers.0.bias": torch.zeros(config.target_vocab)}
+    return frequencies | bias
 
 
 TRANSFO_XL = Family(
     model_type="transfo-xl",
-    architectures=("TransfoXLLMHeadModel",),
-    ours=ours,
-    theirs=theirs,
-    table=table,
-    towers=("decoder",),
+    architectures={"TransfoXLLMHeadModel": {}},
+    config=CONFIG,
+    constants={"decoder": {"bias": "ff", "position": "relative"}},
+    weights=weights,
     prefix="transformer.",
-    heads=("crit.",),
-    same=same,
+    unprefixed=("crit.",),
+    aliases=aliases,
     extra=extra,
     ignored=("transformer.pos_emb.inv_freq",),
-    gone="transformers 5 no longer has this model, so the two could not be run side by side. What was checked: every"
-    " weight has its place and the shape that config.json says. Releases up to 4.35.2 have it; there, begin a text"
-    " with mems of length 0, for without mems it looks at a memory of zeros",
+    unproven="transformers 5 no longer has this model, so the two could not be run side by side. What was checked:"
+    " every weight has its place and the shape that config.json says. Releases up to 4.35.2 have it; there, begin a"
+    " text with mems of length 0, for without mems it looks at a memory of zeros",
 )

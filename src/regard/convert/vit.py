@@ -1,56 +1,18 @@
-"""ViT: patches of an image read like words, and a class told from the first vector."""
+"""ViT: an encoder that reads the patches of an image and classifies by a class token; its image processor settings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from regard.config import Config, SpecialIds
-from regard.convert.table import (
-    ACTIVATIONS,
-    Changed,
-    Family,
-    Fields,
-    Json,
-    Table,
-    class_count,
-    shaped,
-    stack_of,
-    word_for,
-)
-from regard.convert.tokenizers import their_labels
+from regard.config import Config, PatchConfig, parse
+from regard.convert.family import Family, Fields, Json, Setting, activation, count, fixed, value
+from regard.convert.table import Table, Transformed, shaped
+from regard.data.images import Pixels
 from regard.errors import UserError
+from regard.files import read_json
 
-
-def ours(hf: Fields, names: set[str], architecture: str, ids: SpecialIds) -> Json:
-    hf.fixed("qkv_bias", True)
-    hf.fixed("problem_type", None, "single_label_classification")
-    height, width = _sides(hf, "image_size", 224)
-    size, other = _sides(hf, "patch_size", 16)
-    if size != other:
-        raise UserError(f"{hf.where}: patch_size {hf.get('patch_size')!r} is not supported: patches must be square")
-    return {
-        "source_vocab": max(ids.model_dump(exclude_none=True).values()) + 1,
-        "target_vocab": max(ids.model_dump(exclude_none=True).values()) + 1,
-        "encoder": {
-            "layers": hf.count("num_hidden_layers"),
-            "width": hf.count("hidden_size"),
-            "heads": hf.count("num_attention_heads"),
-            "ff": hf.count("intermediate_size"),
-            "activation": hf.choice("hidden_act", ACTIVATIONS, "gelu"),
-            "norm_at": "pre",
-            "norm_eps": hf.get("layer_norm_eps", 1e-12),
-            "position": "learned",
-            "max_length": 1 + max(height // size, 1) * max(width // size, 1),
-            "dropout": hf.get("hidden_dropout_prob", 0.0),
-            "attention_dropout": hf.get("attention_probs_dropout_prob", 0.0),
-        },
-        "patches": {"height": height, "width": width, "channels": hf.count("num_channels", 3), "size": size},
-        "scale_embeddings": False,
-        "output": "classes",
-        "output_bias": True,
-        "classes": class_count(hf),
-        "ids": ids,
-    }
+IMAGE_PROCESSOR = "preprocessor_config.json"
 
 
 def _sides(hf: Fields, key: str, default: int) -> tuple[int, int]:
@@ -61,40 +23,60 @@ def _sides(hf: Fields, key: str, default: int) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def theirs(config: Config) -> Json:
-    encoder, patches = stack_of(config, "encoder"), config.patches
-    assert patches is not None
-    square = patches.height == patches.width
+def _read_patches(hf: Fields) -> Json:
+    height, width = _sides(hf, "image_size", 224)
+    size, other = _sides(hf, "patch_size", 16)
+    if size != other:
+        raise UserError(f"{hf.where}: patch_size {hf.get('patch_size')!r} is not supported: patches must be square")
+    vocab = max(hf.ids.model_dump(exclude_none=True).values()) + 1  # no token is read
     return {
-        "architectures": ["ViTForImageClassification"],
-        "hidden_size": encoder.width,
-        "num_hidden_layers": encoder.layers,
-        "num_attention_heads": encoder.heads,
-        "intermediate_size": encoder.ff,
-        "hidden_act": word_for(encoder.activation),
-        "hidden_dropout_prob": encoder.dropout,
-        "attention_probs_dropout_prob": encoder.attention_dropout,
-        "layer_norm_eps": encoder.norm_eps,
-        "image_size": patches.height if square else [patches.height, patches.width],
-        "patch_size": patches.size,
-        "num_channels": patches.channels,
-        "qkv_bias": True,
-        **their_labels((), config),
+        "patches": {"height": height, "width": width, "size": size},
+        "encoder.max_length": 1 + max(height // size, 1) * max(width // size, 1),
+        "source_vocab": vocab,
+        "target_vocab": vocab,
     }
 
 
-def table(config: Config, hf: Fields) -> Table:
-    encoder, patches = stack_of(config, "encoder"), config.patches
-    assert patches is not None
-    width, size = encoder.width, patches.size
-    kernel = shaped(width, patches.channels, size, size)
+def _patches(config: Config) -> PatchConfig:
+    assert config.patches is not None
+    return config.patches
+
+
+def _write_patches(config: Config) -> Json:
+    patches = _patches(config)
+    square = patches.height == patches.width
+    return {
+        "image_size": patches.height if square else [patches.height, patches.width],
+        "patch_size": patches.size,
+    }
+
+
+CONFIG = (
+    fixed("qkv_bias", True),
+    fixed("problem_type", None, "single_label_classification", write=False),
+    Setting(_read_patches, _write_patches),
+    count("num_channels", "patches.channels", default=3),
+    count("num_hidden_layers", "encoder.layers"),
+    count("hidden_size", "encoder.width"),
+    count("num_attention_heads", "encoder.heads"),
+    count("intermediate_size", "encoder.ff"),
+    activation("hidden_act", "encoder.activation", default="gelu"),
+    value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+    value("hidden_dropout_prob", "encoder.dropout", default=0.0),
+    value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.0),
+)
+
+
+def weights(config: Config, hf: Fields) -> Table:
+    encoder, patches = config.top, _patches(config)
+    kernel = shaped(encoder.width, patches.channels, patches.size, patches.size)
     layer, block = "vit.encoder.layer.{n}.", "encoder.blocks.{n}."
     return {
-        "vit.embeddings.cls_token": Changed("image.first", shaped(1, 1, width)),
-        "vit.embeddings.patch_embeddings.projection.weight": Changed("image.project.weight", kernel),
+        "vit.embeddings.cls_token": Transformed("image.first", shaped(1, 1, encoder.width)),
+        "vit.embeddings.patch_embeddings.projection.weight": Transformed("image.project.weight", kernel),
         "vit.embeddings.patch_embeddings.projection.bias": "image.project.bias",
-        "vit.embeddings.position_embeddings": Changed(
-            "encoder.position.table.weight", shaped(1, encoder.max_length, width)
+        "vit.embeddings.position_embeddings": Transformed(
+            "encoder.position.table.weight", shaped(1, encoder.max_length, encoder.width)
         ),
         f"{layer}layernorm_before": f"{block}attention_residual.norm",
         f"{layer}layernorm_after": f"{block}feed_forward_residual.norm",
@@ -110,11 +92,41 @@ def table(config: Config, hf: Fields) -> Table:
 
 VIT = Family(
     model_type="vit",
-    architectures=("ViTForImageClassification",),
-    ours=ours,
-    theirs=theirs,
-    table=table,
-    towers=("encoder",),
-    images=True,
+    architectures={"ViTForImageClassification": {"output": "classes", "output_bias": True}},
+    config=CONFIG,
+    constants={"encoder": {"norm_at": "pre", "position": "learned"}, "scale_embeddings": False},
+    weights=weights,
+    reads_images=True,
     ignored=("vit.pooler.dense.*",),
 )
+
+
+def read_image_processor(directory: Path, patches: PatchConfig) -> Pixels:
+    """How pixels are normalised: the mean and the scale of each channel, for pixels from 0 to 255."""
+    path, channels = directory / IMAGE_PROCESSOR, patches.channels
+    data = read_json(path) if path.is_file() else {}
+    hf = Fields(data if isinstance(data, dict) else {}, str(path))
+    factor = hf.get("rescale_factor", 1 / 255) if hf.flag("do_rescale", True) else 1.0
+    mean, scale = [0.0] * channels, [1.0] * channels
+    if hf.flag("do_normalize", True):
+        mean, scale = (hf.get(key, [0.5] * channels) for key in ("image_mean", "image_std"))
+    if not all(isinstance(part, list) and len(part) == channels for part in (mean, scale)):
+        raise UserError(f"{path}: image_mean and image_std must have a number for each of {channels} channels")
+    if not all(isinstance(x, int | float) for x in (factor, *mean, *scale)) or not all((factor, *scale)):
+        raise UserError(f"{path}: rescale_factor, image_mean and image_std must be numbers, and only the mean zero")
+    return parse(Pixels, {"mean": [x / factor for x in mean], "scale": [x / factor for x in scale]}, str(path))
+
+
+def image_processor(pixels: Pixels | None, patches: PatchConfig) -> Json:
+    """The same as a preprocessor_config.json has it."""
+    mean = pixels.mean if pixels else (0.0,) * patches.channels
+    scale = pixels.scale if pixels else (1.0,) * patches.channels
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": patches.height, "width": patches.width},
+        "do_rescale": False,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(scale),
+    }

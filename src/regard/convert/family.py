@@ -1,0 +1,266 @@
+"""A family of Hugging Face models: its config.json as a two-way table, its weight table, and what it calls things.
+
+A config table is a tuple of settings. Each reads one of their keys into fields of our `Config`, named by dotted paths
+such as `decoder.width`, and writes it from the first of those fields. The constructors below make the common kinds
+(`count`, `value`, `flag`, `activation`, `fixed` ...); a setting that is more than a key and a field is a `Setting` with
+two functions. What a table cannot express is found by writing a config and reading it again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from regard.config import Activation, Config, Frame, SpecialIds, parse
+from regard.convert.table import Table
+from regard.errors import UserError, closest
+from regard.presets import merge
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+USUAL_IDS = SpecialIds()
+# Fields that may be None, and the property that says what None means there.
+RESOLVED = {"kv_heads": "kv", "head_width": "head", "value_width": "value"}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A config.json of another library. Errors name the key whose value is not supported; null counts as left out."""
+
+    data: Json
+    where: str
+    names: Set[str] = frozenset()  # of the tensors of its model
+    ids: SpecialIds = USUAL_IDS  # of its tokenizer
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value as it is."""
+        value = self.data.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number above zero."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 1:
+            raise UserError(f"{self.where}: {key} must be a whole number above zero, not {value!r}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.where}: {key} must be true or false, not {value!r}")
+        return value
+
+    def choice(self, key: str, allowed: Mapping[str, T], default: str) -> T:
+        """One of a few names, and what it stands for."""
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            near = closest(str(value), allowed)
+            raise UserError(
+                f"{self.where}: {key} {value!r} is not supported{near}\n  supported: {', '.join(sorted(allowed))}"
+            )
+        return allowed[value]
+
+    def fixed(self, key: str, *allowed: Any) -> None:
+        """Refuse other values of a setting that changes what the model computes; the first of them is the default."""
+        value = self.get(key, allowed[0])
+        if value not in allowed:
+            only = " or ".join(repr(one) for one in allowed)
+            raise UserError(f"{self.where}: {key} {value!r} is not supported, only {only}")
+
+
+class Setting(NamedTuple):
+    """A row of a config table: their config -> values by dotted path of ours; our config -> values by key of theirs."""
+
+    read: Callable[[Fields], Json]
+    write: Callable[[Config], Json]
+
+
+def value_at(config: Config, path: str) -> Any:
+    """The value of a dotted path, with the meaning of None where a field has one."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, RESOLVED.get(name, name))
+    return value
+
+
+def setting(
+    key: str, *paths: str, read: Callable[[Fields], Any], write: Callable[[Any], Any] = lambda value: value
+) -> Setting:
+    """One of their keys, which sets one or more fields of ours."""
+    return Setting(lambda hf: dict.fromkeys(paths, read(hf)), lambda config: {key: write(value_at(config, paths[0]))})
+
+
+def count(key: str, *paths: str, default: int | Callable[[Fields], int] | None = None) -> Setting:
+    """A whole number above zero."""
+    return setting(key, *paths, read=lambda hf: hf.count(key, default(hf) if callable(default) else default))
+
+
+def value(key: str, *paths: str, default: Any) -> Setting:
+    """A value that is checked as a field of ours."""
+    return setting(key, *paths, read=lambda hf: hf.get(key, default))
+
+
+def flag(key: str, *paths: str, default: bool) -> Setting:
+    """True or false."""
+    return setting(key, *paths, read=lambda hf: hf.flag(key, default))
+
+
+def activation(key: str, *paths: str, default: str) -> Setting:
+    """The name of an activation."""
+    return setting(key, *paths, read=lambda hf: hf.choice(key, ACTIVATIONS, default), write=activation_name)
+
+
+def activation_name(activation: Activation) -> str:
+    """Their name of an activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
+
+
+def fixed(key: str, *allowed: Any, write: bool = True) -> Setting:
+    """A key that must have a certain value, because ours always computes that way; written only where it is usual."""
+
+    def read(hf: Fields) -> Json:
+        hf.fixed(key, *allowed)
+        return {}
+
+    return Setting(read, lambda config: {key: allowed[0]} if write else {})
+
+
+def written(key: str, of: Callable[[Config], Any]) -> Setting:
+    """A key that is written and not read."""
+    return Setting(lambda hf: {}, lambda config: {key: of(config)})
+
+
+def stored(name: str, path: str) -> Setting:
+    """A field of ours that says whether their model has a certain tensor."""
+    return Setting(lambda hf: {path: name in hf.names}, lambda config: {})
+
+
+def tied(name: str) -> Setting:
+    """The LM head is the embedding matrix, unless a tensor of its own is stored."""
+    return Setting(
+        lambda hf: {"tie_output": name not in hf.names}, lambda config: {"tie_word_embeddings": config.tie_output}
+    )
+
+
+def special_ids(start: str, usual: str) -> Setting:
+    """Ids of special tokens; `start` is the key of the token before the first output, `usual` the role it often has."""
+
+    def read(hf: Fields) -> Json:
+        start_id = hf.get(start)
+        for role in (usual, "sos", "eos", "pad"):
+            if start_id is None or getattr(hf.ids, role) == start_id:
+                return {"start": role}
+        return {"start": "sos", "ids": hf.ids.model_dump() | {"sos": start_id}}
+
+    return Setting(
+        read,
+        lambda config: {start: config.start_id, "eos_token_id": config.ids.eos, "pad_token_id": config.ids.pad},
+    )
+
+
+def both(field: str) -> tuple[str, str]:
+    """The paths of a field in the encoder and in the decoder."""
+    return f"encoder.{field}", f"decoder.{field}"
+
+
+def tied_alias(first: str, second: str = "lm_head.weight") -> Callable[[Fields], dict[str, str]]:
+    """The LM head is a second name of the embedding matrix, unless the config says that it is not."""
+    return lambda hf: {} if hf.get("tie_word_embeddings") is False else {second: first}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The two tables of a family, and how its tensors are named."""
+
+    model_type: str
+    architectures: Mapping[str, Json]  # each with the fields of ours that it fixes
+    config: tuple[Setting, ...]
+    constants: Json  # fields of ours that are the same in every model of the family
+    weights: Callable[[Config, Fields], Table]
+    reads_images: bool = False
+    prefix: str = ""  # of the names of a model without its head, which may be left out
+    unprefixed: tuple[str, ...] = ()  # names that never have the prefix begin with one of these
+    aliases: Callable[[Fields], dict[str, str]] = lambda hf: {}  # second names of a tensor -> its first
+    extra: Callable[[Config], Mapping[str, Tensor]] = lambda config: {}  # tensors there that ours does without
+    ignored: tuple[str, ...] = ()  # patterns of names of tensors that we do not need
+    unproven: str = ""  # why no current transformers can prove a conversion, and what is certain all the same
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        return tuple(name for name in ("encoder", "decoder") if name in self.constants)
+
+    def read(self, hf: Fields, architecture: str, frame: Frame) -> Config:
+        """Our config of their model."""
+        tables: Json = {"ids": hf.ids.model_dump(), "frame": frame}
+        for row in self.config:
+            for path, value in row.read(hf).items():
+                for name in reversed(path.split(".")):
+                    value = {name: value}
+                tables = merge(tables, value)
+        tables = merge(merge(tables, self.constants), self.architectures[architecture])
+        if tables.get("output") == "classes":
+            tables["classes"] = class_count(hf)
+        return parse(Config, tables, hf.where)
+
+    def write(self, config: Config) -> Json:
+        """Their config of our model, with the architecture whose output is ours, or else the first."""
+        fitting = (name for name, fields in self.architectures.items() if fields.get("output") == config.output)
+        theirs: Json = {"model_type": self.model_type, "architectures": [next(fitting, next(iter(self.architectures)))]}
+        for row in self.config:
+            theirs |= row.write(config)
+        return theirs | label_settings((), config)
+
+    def full_name(self, name: str) -> str:
+        """The current name of a tensor, with its prefix."""
+        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+        return name if not self.prefix or name.startswith((self.prefix, *self.unprefixed)) else self.prefix + name
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of this name is not needed."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
+
+
+def class_count(hf: Fields) -> int:
+    """Number of classes of a classifier; where the config does not tell, two."""
+    labels = hf.get("id2label")
+    return len(labels) if isinstance(labels, dict) and labels else hf.count("num_labels", 2)
+
+
+def label_names(hf: Fields, config: Config) -> tuple[str, ...]:
+    """The labels of id2label by number; empty where there are no classes."""
+    if config.classes is None:
+        return ()
+    names = hf.get("id2label", {})
+    if not isinstance(names, dict):
+        raise UserError(f"{hf.where}: id2label must be a table of names, not {names!r}")
+    labels = tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(config.classes))
+    if len(set(labels)) < len(labels):
+        raise UserError(f"{hf.where}: id2label gives two classes the same name")
+    return labels
+
+
+def label_settings(labels: tuple[str, ...], config: Config) -> Json:
+    """id2label and label2id of a config.json."""
+    if config.classes is None:
+        return {}
+    names = labels or tuple(f"LABEL_{number}" for number in range(config.classes))
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
