@@ -45,7 +45,7 @@ def main() -> None:
     tokenizer = Tokenizer.train("char", [LETTERS])
     model = Model(preset("transformer-base", tokenizer.size)).eval()
     run = Run(model.config, Codec(tokenizer), model, Path("base"))
-    text = (LETTERS * (1 + settings.symbols // len(LETTERS)))[: settings.symbols - 1]
+    text = (LETTERS * (1 + settings.tokens // len(LETTERS)))[: settings.tokens - 1]
     source = torch.tensor(run.codec.encode_source([Example(text)]))
     target = run.codec.encode_target([text[::-1]])[0]
     given = torch.tensor([[run.config.start_id, *target[:-1]]])

@@ -10,7 +10,7 @@ import torch
 
 from regard.decode.generate import generate
 from regard.errors import UserError
-from regard.inspect.prune import gate_heads, restore_uncut
+from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.model import Model
 from regard.nn.gates import head_gates
 from regard.presets import preset
@@ -58,7 +58,7 @@ def test_pressure_removes_heads_for_real(pairs: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         said = run.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
     assert len(list(generate(run, ["aba"]))) == 1
-    restore_uncut(out, out / TRAINING / UNCUT)  # with all its heads it says the same
+    restore_unpruned(out, out / TRAINING / UNCUT)  # with all its heads it says the same
     whole = Run.load(out)
     assert heads(whole) == 12 and whole.model.size > small
     with torch.no_grad():

@@ -18,9 +18,9 @@ from regard.config import Config
 from regard.data.images import Pictures
 from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
-from regard.inspect.importance import loss, silencing
-from regard.inspect.inputs import batches_of, make_batches
-from regard.inspect.prune import Amount, by_attention, cut, greedy_order, heads_of, how_many, ranking, removable
+from regard.inspect.importance import ablation, mean_loss, rank_heads
+from regard.inspect.inputs import pair_batches, task_batches
+from regard.inspect.prune import PruneAmount, count_heads, greedy_order, group_heads, prune_heads, removable_heads
 from regard.model import Model
 from regard.nn.hooks import patch
 from regard.run import Run
@@ -37,10 +37,10 @@ REMOVED = {"encoder.blocks.0.attention": [0, 3], "decoder.blocks.1.attention": [
 
 @torch.no_grad()
 def same(model: Model, removed: dict[str, list[int]]) -> Model:
-    """Cut, and check that the smaller model answers as the larger one with those heads silenced."""
-    with patch(model, silencing(removed)):
+    """Prune, and check that the smaller model answers as the larger one with those heads ablated."""
+    with patch(model, ablation(removed)):
         expected = model(SOURCE, KEEP, INPUT)
-    small = cut(model, removed)
+    small = prune_heads(model, removed)
     assert torch.allclose(small(SOURCE, KEEP, INPUT), expected, atol=1e-5)
     state = small.encode(SOURCE, KEEP)  # and in decoding, with its cache
     for t, tokens_N in enumerate(INPUT.unbind(1)):
@@ -94,13 +94,13 @@ def test_pruned_is_masked_for_any_heads_and_twice(data: st.DataObject, kv_heads:
 
 def test_the_config_says_which_heads_are_left(tmp_path: Path) -> None:
     run = letters()
-    small = cut(run.model, REMOVED)
+    small = prune_heads(run.model, REMOVED)
     assert small.config.encoder is not None and small.config.decoder is not None
     assert small.config.encoder.kept_heads == ((1, 2), (0, 1, 2, 3))
     assert small.config.decoder.kept_heads == ((0, 1, 2, 3), (0, 2, 3))
     assert small.config.decoder.kept_cross_heads == ((3,), (0, 1, 2, 3))
     assert small.config.encoder.kept_cross_heads is None
-    again = cut(small, {"encoder.blocks.0.attention": [0]})
+    again = prune_heads(small, {"encoder.blocks.0.attention": [0]})
     assert again.attentions()["encoder.blocks.0.attention"].head_numbers == (2,)
     Run(small.config, run.codec, small, tmp_path).save(tmp_path / "small")
     loaded = Run.load(tmp_path / "small")
@@ -112,15 +112,15 @@ def test_the_config_says_which_heads_are_left(tmp_path: Path) -> None:
 def test_the_last_head_stays() -> None:
     model = tiny()
     with pytest.raises(UserError, match="all of its heads would go"):
-        cut(model, {"encoder.blocks.0.attention": [0, 1, 2, 3]})
+        prune_heads(model, {"encoder.blocks.0.attention": [0, 1, 2, 3]})
     spots = [("encoder.blocks.0.attention", head) for head in (2, 0, 1, 3)] + [("decoder.blocks.0.cross", 1)]
-    assert removable(model, spots) == [*spots[:3], spots[4]]
+    assert removable_heads(model, spots) == [*spots[:3], spots[4]]
 
 
 def test_amounts() -> None:
-    assert Amount.parse("0.4", None) == Amount(fraction=0.4) == Amount.parse("40%", None)
-    assert Amount.parse("12", None) == Amount(count=12)
-    assert Amount.parse(None, 0.1) == Amount(threshold=0.1)
+    assert PruneAmount.parse("0.4", None) == PruneAmount(fraction=0.4) == PruneAmount.parse("40%", None)
+    assert PruneAmount.parse("12", None) == PruneAmount(count=12)
+    assert PruneAmount.parse(None, 0.1) == PruneAmount(threshold=0.1)
     for heads, threshold in (
         (None, None),
         ("2", 0.5),
@@ -131,42 +131,42 @@ def test_amounts() -> None:
         ("150%", None),
     ):
         with pytest.raises(UserError):
-            Amount.parse(heads, threshold)
+            PruneAmount.parse(heads, threshold)
     order = {("a", 0): 0.1, ("a", 1): 0.2, ("b", 0): 0.3, ("b", 1): 0.4}
-    assert how_many(order, Amount(fraction=0.5)) == how_many(order, Amount(count=2)) == 2
-    assert how_many(order, Amount(threshold=0.15)) == 1
+    assert PruneAmount(fraction=0.5).of(order) == PruneAmount(count=2).of(order) == 2
+    assert PruneAmount(threshold=0.15).of(order) == 1
     with pytest.raises(UserError, match="at most 2"):
-        how_many(order, Amount(count=3))
+        PruneAmount(count=3).of(order)
     with pytest.raises(UserError, match="every head matters more"):
-        how_many(order, Amount(threshold=0.05))
+        PruneAmount(threshold=0.05).of(order)
 
 
 @pytest.mark.parametrize("by", ["gradient", "ablation"])
 def test_greedy_begins_as_one_shot_and_judges_again(by: Any) -> None:
     model = tiny()
-    batches = make_batches(PAIRS, model.config)
-    order = ranking(model, batches, by)
+    batches = pair_batches(PAIRS, model.config)
+    order = rank_heads(model, batches, by)
     assert list(order.values()) == sorted(order.values())
     going = greedy_order(model, batches, 3, by, lambda message: None)
     assert going[0] == next(iter(order))
-    assert going[1] == next(iter(ranking(model, batches, by, by_attention(going[:1]))))
+    assert going[1] == next(iter(rank_heads(model, batches, by, group_heads(going[:1]))))
     assert len(set(going)) == 3
 
 
 def test_the_curve_begins_whole_and_ends_bare() -> None:
     model = tiny()
-    batches = make_batches(PAIRS, model.config)
-    order = removable(model, list(ranking(model, batches, "gradient")))
+    batches = pair_batches(PAIRS, model.config)
+    order = removable_heads(model, list(rank_heads(model, batches, "gradient")))
     curve = quality_curve(model, batches, order)
     assert curve[0][0] == 0 and curve[-1][0] == len(order) == 24 - 6
-    small = cut(model, by_attention(order))
+    small = prune_heads(model, group_heads(order))
     assert all(attention.heads == 1 for attention in small.attentions().values())
-    assert curve[-1][1] == pytest.approx(loss(small, batches), abs=1e-5)
+    assert curve[-1][1] == pytest.approx(mean_loss(small, batches), abs=1e-5)
 
 
 def test_tuning_lowers_the_loss_and_leaves_the_model_in_use() -> None:
     model = tiny(dropout=0.0)
-    losses = tune(model, itertools.cycle(make_batches(PAIRS, model.config)), 30, lr=5e-3)
+    losses = tune(model, itertools.cycle(pair_batches(PAIRS, model.config)), 30, lr=5e-3)
     assert len(losses) == 30 and losses[-1] < losses[0] - 0.3
     assert not model.training
 
@@ -174,11 +174,11 @@ def test_tuning_lowers_the_loss_and_leaves_the_model_in_use() -> None:
 def test_a_teacher_is_followed_where_it_is_not_right() -> None:
     teacher = tiny(dropout=0.0)
     weights = {name: p.clone() for name, p in teacher.named_parameters()}
-    batch = make_batches(PAIRS, teacher.config)[0]
+    batch = pair_batches(PAIRS, teacher.config)[0]
 
     @torch.no_grad()
     def apart(with_teacher: bool) -> float:
-        model = cut(teacher, REMOVED)
+        model = prune_heads(teacher, REMOVED)
         tune(model, itertools.repeat(batch), 30, teacher=teacher if with_teacher else None, lr=5e-3)
         said, wanted = (m(batch.source_BS, batch.source_keep_BS, batch.input_BT) for m in (model, teacher))
         return float((said.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean())
@@ -197,7 +197,7 @@ def test_the_best_weights_on_the_way_are_kept() -> None:
         seen.append((next(verdicts), {name: p.clone() for name, p in model.named_parameters()}))
         return seen[-1][0]
 
-    tune(model, itertools.cycle(make_batches(PAIRS, model.config)), 20, judge=judge, lr=5e-3)
+    tune(model, itertools.cycle(pair_batches(PAIRS, model.config)), 20, judge=judge, lr=5e-3)
     assert len(seen) == 10
     assert all(torch.equal(seen[2][1][name], p) for name, p in model.named_parameters())
     assert any(not torch.equal(seen[3][1][name], p) for name, p in model.named_parameters())
@@ -211,22 +211,24 @@ def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Pa
         "classes": [Example("abc"[: 1 + i % 3] + "d" * i, ("one", "two")[i % 2]) for i in range(12)],
     }.get(kind, "abcab dcba " * 60)
     learn, held_out = split(given, every=4)
-    smaller, report = prune(run, learn, held_out, Amount(count=3), tune_steps=2, judge_on=8)
+    smaller, report = prune(run, learn, held_out, PruneAmount(count=3), tune_steps=2, judge_on=8)
     assert report.before.heads == 8 and report.after.heads == 5 and report.after.parameters < report.before.parameters
     assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
     assert list(report.before.metrics) == (["accuracy"] if kind in ("image", "classes") else ["perplexity"])
     save(smaller, report, tmp_path / "small", run.path)
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config and loaded.labels == run.labels and loaded.pixels == run.pixels
-    batches = batches_of(loaded, held_out)
-    assert loss(loaded.model, batches) == pytest.approx(report.after.loss, abs=1e-5)
+    batches = task_batches(loaded, held_out)
+    assert mean_loss(loaded.model, batches) == pytest.approx(report.after.loss, abs=1e-5)
     silenced = {name: [0, 2] for name in run.model.attentions()}
-    assert loss(cut(run.model, silenced), batches) == pytest.approx(loss(run.model, batches, silenced), abs=1e-5)
+    assert mean_loss(prune_heads(run.model, silenced), batches) == pytest.approx(
+        mean_loss(run.model, batches, silenced), abs=1e-5
+    )
 
 
 def test_hashed_heads_stay() -> None:
     with pytest.raises(UserError, match="cannot be removed"):
-        prune(family("lm-hashed"), "abcab " * 40, "abcab " * 40, Amount(count=3))
+        prune(family("lm-hashed"), "abcab " * 40, "abcab " * 40, PruneAmount(count=3))
 
 
 def test_pruning_a_run(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     save_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)])
     told: list[str] = []
     smaller, report = prune(
-        run, EXAMPLES, EXAMPLES[:4], Amount(fraction=0.4), greedy=True, tune_steps=3, talk=told.append
+        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tune_steps=3, talk=told.append
     )
     assert report.before.heads == 24 and report.after.heads == report.pruned.heads == 14
     assert report.after.parameters < report.before.parameters
@@ -252,7 +254,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
 
 
 def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
-    _, report = prune(letters(), EXAMPLES, EXAMPLES[:2], Amount(count=4))
+    _, report = prune(letters(), EXAMPLES, EXAMPLES[:2], PruneAmount(count=4))
     assert report.after is report.pruned and report.after.heads == 20
     assert report.curve[-1][0] == 18
 
@@ -260,17 +262,17 @@ def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
 def test_pruning_by_learned_gates() -> None:
     run = letters()
     weights = {name: p.clone() for name, p in run.model.named_parameters()}
-    smaller, report = prune(run, EXAMPLES, EXAMPLES[:2], Amount(count=6), by="gates", tune_steps=4)
-    assert report.after.heads == heads_of(smaller.model) == 18 and report.tuned_steps == 4
+    smaller, report = prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", tune_steps=4)
+    assert report.after.heads == count_heads(smaller.model) == 18 and report.tuned_steps == 4
     assert all(torch.equal(weights[name], p) for name, p in run.model.named_parameters()), "a copy has learned"
     for wrong in ({"tune_steps": 0}, {"tune_steps": 4, "greedy": True}):
         with pytest.raises(UserError, match="--by gates"):
-            prune(run, EXAMPLES, EXAMPLES[:2], Amount(count=6), by="gates", **wrong)  # type: ignore[arg-type]
+            prune(run, EXAMPLES, EXAMPLES[:2], PruneAmount(count=6), by="gates", **wrong)  # type: ignore[arg-type]
 
 
 def test_a_single_head_cannot_go() -> None:
     with pytest.raises(UserError, match="one head, which cannot go"):
-        prune(letters("rnn-luong"), EXAMPLES, EXAMPLES, Amount(count=1))
+        prune(letters("rnn-luong"), EXAMPLES, EXAMPLES, PruneAmount(count=1))
 
 
 def test_no_source_is_learned_and_measured() -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from regard.inspect.circuits import ov as ov
     from regard.inspect.circuits import qk as qk
     from regard.inspect.circuits import rollout as rollout
-    from regard.inspect.neurons import induction_scores as induction_scores
-    from regard.inspect.neurons import top_neurons as top_neurons
+    from regard.inspect.circuits import top_neurons as top_neurons
+    from regard.inspect.heads import induction_scores as induction_scores
     from regard.model import Model as Model
     from regard.nn.hooks import patch as patch
     from regard.nn.hooks import record as record
@@ -42,7 +42,7 @@ _HOMES = {
     "Stack": "regard.config",
     "UserError": "regard.errors",
     "attribute": "regard.inspect.circuits",
-    "induction_scores": "regard.inspect.neurons",
+    "induction_scores": "regard.inspect.heads",
     "load": "regard.api",
     "make_reporter": "regard.training.report",
     "ov": "regard.inspect.circuits",
@@ -51,7 +51,7 @@ _HOMES = {
     "qk": "regard.inspect.circuits",
     "record": "regard.nn.hooks",
     "rollout": "regard.inspect.circuits",
-    "top_neurons": "regard.inspect.neurons",
+    "top_neurons": "regard.inspect.circuits",
     "train": "regard.api",
 }
 __all__ = ["__version__", *_HOMES]

@@ -95,8 +95,8 @@ def check_scores(found: Trace) -> None:
         logits_HTS = scores.raw_HTS * scores.scale
         if scores.bias_HTS is not None:
             logits_HTS = logits_HTS + scores.bias_HTS
-        if scores.seen_TS is not None:
-            logits_HTS = np.where(scores.seen_TS, logits_HTS, -np.inf)
+        if scores.mask_TS is not None:
+            logits_HTS = np.where(scores.mask_TS, logits_HTS, -np.inf)
         shifted = np.exp(logits_HTS - logits_HTS.max(-1, keepdims=True))
         assert np.allclose(shifted / shifted.sum(-1, keepdims=True), maps[scores.map], atol=1e-5)
         seen.add(scores.map)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from little import LITTLE, family
 
 from regard.errors import UserError
-from regard.inspect.circuits import attribute, ov, qk, roll, rollout
-from regard.inspect.heads import induction_heads, measure_heads
-from regard.inspect.neurons import induction_scores, top_neurons
-from regard.inspect.prune import cut
+from regard.inspect.circuits import attribute, ov, qk, rollout, top_neurons
+from regard.inspect.heads import induction_heads, induction_scores, measure_heads
+from regard.inspect.prune import prune_heads
 from regard.inspect.trace import trace
 from regard.model import Model
 from regard.nn.hooks import record
@@ -59,7 +58,7 @@ def test_the_parts_of_a_logit_add_up_to_it(text: str, name: str, norm_at: str, n
 
 def test_the_parts_of_a_pruned_model_add_up_too() -> None:
     run = lm()
-    small = cut(run.model, {"decoder.blocks.0.attention": [0, 2]})
+    small = prune_heads(run.model, {"decoder.blocks.0.attention": [0, 2]})
     found = attribute(Run(small.config, run.codec, small, run.path), "abca")
     assert found.total == pytest.approx(found.logit, abs=1e-4)
     assert found.heads_LH[0, 0] == found.heads_LH[0, 2] == 0.0 and found.heads_LH[0, 1] != 0.0
@@ -111,7 +110,7 @@ def test_the_top_of_a_product_is_its_largest_entries(monkeypatch: pytest.MonkeyP
     assert expected == pytest.approx(matrix_VV.flatten().topk(7).values.tolist(), abs=1e-5)
     top = circuit.top(1)[0]
     assert matrix_VV[circuit.names.index(top.row), circuit.names.index(top.column)] == pytest.approx(top.value)
-    monkeypatch.setattr("regard.inspect.circuits.MOST_PAIRS", 30)  # gone through in pieces, never whole
+    monkeypatch.setattr("regard.inspect.circuits.MAX_PAIRS", 30)  # gone through in pieces, never whole
     assert [pair.value for pair in circuit.top(7)] == pytest.approx(expected)
     with pytest.raises(UserError, match="ask for the top"):
         circuit.matrix()
@@ -189,11 +188,11 @@ def test_rollout_shares_sum_to_one(text: str, kind: str) -> None:
 
 
 def test_rollout_multiplies_layers() -> None:
-    maps = trace(family("masked"), Example("abc")).maps
-    first, second = (0.5 * m.weights_HTS.mean(0) + 0.5 * np.eye(5) for m in maps)
-    assert np.allclose(roll(maps)[1], second @ first, atol=1e-5)
+    found = trace(family("masked"), Example("abc"))
+    first, second = (0.5 * m.weights_HTS.mean(0) + 0.5 * np.eye(5) for m in found.maps)
+    assert np.allclose(rollout(found)[1], second @ first, atol=1e-5)
     with pytest.raises(UserError, match="no self-attention"):
-        rollout(trace(family("masked"), Example("abc")), "decoder")
+        rollout(found, "decoder")
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from regard.inspect.inputs import make_batches
+from regard.inspect.inputs import pair_batches
 from regard.model import Model
 from regard.nn.gates import head_gates
 from regard.training.tune import learn_gates
@@ -13,7 +13,7 @@ PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7
 def test_pressure_shuts_what_is_not_needed(transformer: Model) -> None:
     """A head that says nothing has nothing to hold its gate open; without pressure, nothing shuts."""
     name = "encoder.blocks.0.attention"
-    batches = make_batches(PAIRS, transformer.config)
+    batches = pair_batches(PAIRS, transformer.config)
     with torch.no_grad():
         transformer.get_parameter(f"{name}.out.weight")[:, :4] = 0.0
     odds = learn_gates(transformer, batches, 40, press=3.0, lr=0.0)

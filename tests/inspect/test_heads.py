@@ -11,8 +11,8 @@ import torch
 
 from regard.decode.alignment import alignment_merits, read_links
 from regard.errors import UserError
-from regard.inspect.heads import best_alignment_heads, grids, look, measure_heads
-from regard.inspect.inputs import encode_pairs, make_batches
+from regard.inspect.heads import best_alignment_heads, grids, measure_heads, sum_attention
+from regard.inspect.inputs import encode_pairs, pair_batches
 from regard.model import Model
 from regard.nn.hooks import patch
 from regard.run import Run
@@ -60,9 +60,9 @@ def steered(model: Model, name: str, offset: int) -> Callable[[torch.Tensor], to
 )
 def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, transformer: Model) -> None:
     pairs = [([4, 5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 9, 5, 6, 3])] * 2
-    batches = make_batches(pairs, transformer.config)
+    batches = pair_batches(pairs, transformer.config)
     with patch(transformer, {f"{name}.weights": steered(transformer, name, offset)}):
-        found = look(transformer, batches)[name]
+        found = sum_attention(transformer, batches)[name]
     assert found.describe(0)[0] == what
     assert float(found.confidence_H[0] / found.queries) == pytest.approx(1)
     assert float(found.entropy_H[0]) == pytest.approx(0, abs=1e-4)
@@ -72,23 +72,23 @@ def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, tran
 
 
 def test_even_heads_are_recognised(transformer: Model) -> None:
-    batches = make_batches([([4, 5, 6, 7, 8, 9, 4, 3], [5, 3])], transformer.config)
+    batches = pair_batches([([4, 5, 6, 7, 8, 9, 4, 3], [5, 3])], transformer.config)
     with patch(transformer, {"encoder.blocks.0.attention.weights": lambda x: torch.full_like(x, 1 / x.shape[-1])}):
-        found = look(transformer, batches)["encoder.blocks.0.attention"]
+        found = sum_attention(transformer, batches)["encoder.blocks.0.attention"]
     assert found.describe(1) == ("everything evenly", pytest.approx(1))
     assert float(found.entropy_H[0] / found.queries) == pytest.approx(3)
 
 
 def test_padding_does_not_count(transformer: Model) -> None:
     pairs = [([4, 5, 3], [5, 3]), ([4, 5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 3])]
-    together = look(transformer, make_batches(pairs, transformer.config, 1000))
-    alone = look(transformer, make_batches(pairs, transformer.config, 1))
+    together = sum_attention(transformer, pair_batches(pairs, transformer.config, 1000))
+    alone = sum_attention(transformer, pair_batches(pairs, transformer.config, 1))
     for name, sums in together.items():
         assert sums.queries == alone[name].queries
         assert torch.allclose(sums.entropy_H, alone[name].entropy_H, atol=1e-4)
         assert torch.allclose(sums.distance_H, alone[name].distance_H, atol=1e-4)
-        for what, (weight_H, count) in sums.places.items():
-            other_H, other = alone[name].places.get(what, (torch.zeros_like(weight_H), 0))
+        for what, (weight_H, count) in sums.targets.items():
+            other_H, other = alone[name].targets.get(what, (torch.zeros_like(weight_H), 0))
             assert count == other and torch.allclose(weight_H, other_H, atol=1e-4), what
 
 

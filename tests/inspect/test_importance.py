@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from regard.errors import UserError
-from regard.inspect.importance import ablation_importance, gradient_importance, loss
-from regard.inspect.inputs import encode_pairs, make_batches
+from regard.inspect.importance import ablation_importance, gradient_importance, mean_loss
+from regard.inspect.inputs import encode_pairs, pair_batches
 from regard.loss import Objective
 from regard.model import Model
 from regard.nn.hooks import patch
@@ -19,22 +19,22 @@ PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 5, 6, 
 
 def test_batches_hold_every_pair_once(transformer: Model) -> None:
     for tokens in (1, 8, 1000):
-        batches = make_batches(PAIRS, transformer.config, tokens)
+        batches = pair_batches(PAIRS, transformer.config, tokens)
         assert sum(len(batch.label_BT) for batch in batches) == len(PAIRS)
         assert sum(batch.tokens for batch in batches) == sum(len(target) for _, target in PAIRS)
 
 
 def test_the_loss_is_the_objectives(model: Model) -> None:
-    batches = make_batches(PAIRS, model.config, 8)
+    batches = pair_batches(PAIRS, model.config, 8)
     with torch.no_grad():
         nll = sum(float(Objective(model)(batch).nll) for batch in batches)
-    assert loss(model, batches) == pytest.approx(nll / sum(batch.tokens for batch in batches), rel=1e-5)
+    assert mean_loss(model, batches) == pytest.approx(nll / sum(batch.tokens for batch in batches), rel=1e-5)
 
 
 def test_gradients_do_not_depend_on_the_batch(model: Model) -> None:
     """One gate per example: the absolute value is taken before anything is summed over examples."""
-    alone = gradient_importance(model, make_batches(PAIRS, model.config, 1))
-    together = gradient_importance(model, make_batches(PAIRS, model.config, 1000))
+    alone = gradient_importance(model, pair_batches(PAIRS, model.config, 1))
+    together = gradient_importance(model, pair_batches(PAIRS, model.config, 1000))
     assert alone.keys() == together.keys()
     for spot, value in alone.items():
         assert value == pytest.approx(together[spot], rel=1e-3, abs=1e-7)
@@ -42,7 +42,7 @@ def test_gradients_do_not_depend_on_the_batch(model: Model) -> None:
 
 def test_the_gradient_is_the_slope_of_the_loss(transformer: Model) -> None:
     """Against a difference quotient, for one example."""
-    batches = make_batches(PAIRS[:1], transformer.double().config)
+    batches = pair_batches(PAIRS[:1], transformer.double().config)
     found = gradient_importance(transformer, batches)
     for (name, head), value in list(found.items())[::5]:
 
@@ -53,25 +53,25 @@ def test_the_gradient_is_the_slope_of_the_loss(transformer: Model) -> None:
                 return x * factor.view(-1, 1, 1)
 
             with patch(transformer, {f"{name}.mixed": scale}):
-                return loss(transformer, batches)
+                return mean_loss(transformer, batches)
 
         slope = (at(1 + 2e-3) - at(1 - 2e-3)) / 4e-3
         assert abs(slope) == pytest.approx(value, rel=3e-2, abs=1e-3)
 
 
 def test_parameters_are_as_before(transformer: Model) -> None:
-    gradient_importance(transformer, make_batches(PAIRS, transformer.config))
+    gradient_importance(transformer, pair_batches(PAIRS, transformer.config))
     assert all(p.requires_grad and p.grad is None for p in transformer.parameters())
     assert not any(module._forward_hooks for module in transformer.modules())
 
 
 def test_ablation_is_the_loss_without_the_head(transformer: Model) -> None:
-    batches = make_batches(PAIRS, transformer.config)
+    batches = pair_batches(PAIRS, transformer.config)
     found = ablation_importance(transformer, batches)
     assert len(found) == sum(attention.heads for attention in transformer.attentions().values())
     name, head = "encoder.blocks.1.attention", 2
-    without = loss(transformer, batches, {name: [head]})
-    assert found[name, head] == pytest.approx(without - loss(transformer, batches), abs=1e-6)
+    without = mean_loss(transformer, batches, {name: [head]})
+    assert found[name, head] == pytest.approx(without - mean_loss(transformer, batches), abs=1e-6)
     with torch.no_grad():  # a head whose output matrix is zero is silent already
         attention = transformer.attentions()[name]
         attention.out.weight[:, head * attention.head_width : (head + 1) * attention.head_width] = 0  # type: ignore[index, operator]
@@ -80,7 +80,7 @@ def test_ablation_is_the_loss_without_the_head(transformer: Model) -> None:
 
 
 def test_removed_heads_are_silent_and_not_judged(transformer: Model) -> None:
-    batches = make_batches(PAIRS, transformer.config)
+    batches = pair_batches(PAIRS, transformer.config)
     removed = {"decoder.blocks.0.cross": [1, 2]}
     found = gradient_importance(transformer, batches, removed)
     assert ("decoder.blocks.0.cross", 1) not in found and ("decoder.blocks.0.cross", 0) in found

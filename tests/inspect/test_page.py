@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from little import letters
 
-from regard.inspect.page import Packer, data, frame, page
+from regard.inspect.page import Packer
 from regard.inspect.trace import Trace, trace
 from regard.run import Run
 from regard.text.codec import Example
@@ -86,7 +86,7 @@ def structure(text: str) -> list[tuple[str, dict[str, str | None]]]:
 
 
 def test_the_page_is_one_file_without_links(found: Trace) -> None:
-    text = page(found)
+    text = found.to_html()
     names = [name for name, _ in structure(text)]
     assert names.count("script") == 2
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(names)
@@ -97,7 +97,7 @@ def test_the_page_is_one_file_without_links(found: Trace) -> None:
 
 
 def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
-    text = page(found)
+    text = found.to_html()
     (policy,) = [a["content"] for _, a in structure(text) if a.get("http-equiv") == "Content-Security-Policy"]
     script = re.findall(r"<script>(.*?)</script>", text, re.S)[0]
     style = re.findall(r"<style>(.*?)</style>", text, re.S)[0]
@@ -108,7 +108,7 @@ def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
 
 
 def test_data_come_back(found: Trace) -> None:
-    block = json.loads(read(page(found)).scripts[0])
+    block = json.loads(read(found.to_html()).scripts[0])
     numbers = zlib.decompress(base64.b64decode(block["numbers"]))
     assert block["tokens"] == {name: list(tokens) for name, tokens in found.tokens.items()}
     for entry, m in zip(block["maps"], found.maps, strict=True):
@@ -127,7 +127,7 @@ def unpacked(entry: dict[str, Any], numbers: bytes) -> np.ndarray:
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=9))
 def test_packed_numbers_are_near(numbers: list[float]) -> None:
     packer = Packer()
-    packer.weights(np.array([0.5], dtype=np.float32), fine=False)  # an odd number of bytes before it
+    packer.weights(np.array([0.5], dtype=np.float32), two_bytes=False)  # an odd number of bytes before it
     x = np.array([*numbers, np.inf], dtype=np.float32)
     entry = packer.signed(x)
     back = unpacked(entry, zlib.decompress(base64.b64decode(packer.pack())))
@@ -137,7 +137,7 @@ def test_packed_numbers_are_near(numbers: list[float]) -> None:
 
 @pytest.mark.parametrize("token", NASTY)
 def test_text_from_outside_is_never_markup(found: Trace, token: str) -> None:
-    plain, nasty = page(found), page(with_tokens(found, token))
+    plain, nasty = found.to_html(), with_tokens(found, token).to_html()
     assert structure(nasty) == structure(plain)
     assert read(nasty).scripts[1] == read(plain).scripts[1]
     assert json.loads(read(nasty).scripts[0])["title"] == token
@@ -145,22 +145,21 @@ def test_text_from_outside_is_never_markup(found: Trace, token: str) -> None:
 
 
 def test_a_notebook_gets_a_frame_that_can_do_nothing_else(found: Trace) -> None:
-    text = frame(found)
+    text = found._repr_html_()
     ((name, attributes),) = structure(text)
     assert name == "iframe" and attributes["sandbox"] == "allow-scripts"
-    assert attributes["srcdoc"] == page(found)
+    assert attributes["srcdoc"] == found.to_html()
     assert html.unescape(text).count("<iframe") == 1
-    assert found._repr_html_() == text
 
 
 def test_a_large_model_stays_small(make_letters: Callable[..., Run]) -> None:
     run = make_letters(layers=6, heads=8, width=64)
-    text = page(trace(run, Example("abcde" * 6), run.codec.target.encode(["bcdab" * 6])[0]))
+    text = trace(run, Example("abcde" * 6), run.codec.target.encode(["bcdab" * 6])[0]).to_html()
     assert len(text.encode()) < 3_000_000
 
 
 def test_kinds_that_are_not_there_leave_no_trace(make_letters: Callable[..., Run]) -> None:
     run = make_letters("rnn-luong")
-    block = data(trace(run, Example("ab"), []))
+    block = trace(run, Example("ab"), []).page_data()
     assert block["positions"] == [] and [m["kind"] for m in block["maps"]] == ["cross"]
     assert len(block["steps"]) == 1  # the end alone

@@ -112,7 +112,7 @@ def test_each_card_follows_from_the_one_before(norm_at: str, make_letters: Calla
             if card.show == "sum":
                 weights = next(m.weights_HTS for m in found.maps if card.scores and m.name == card.scores.map)
                 assert card.scores is not None
-                assert np.allclose(weights @ card.scores.value_first.first, card.vectors[0].first, atol=1e-5)
+                assert np.allclose(weights @ card.scores.values.first, card.vectors[0].first, atol=1e-5)
     assert decoder.layers[-1][1][-1].show == "prediction"
 
 
@@ -124,7 +124,7 @@ def test_a_recurrent_step_adds_up(make_letters: Callable[..., Run]) -> None:
         context = next(card for card in cards if card.show == "sum")
         assert context.scores is not None
         weights = found.maps[0].weights_HTS
-        assert np.allclose(weights @ context.scores.value_first.first, context.vectors[0].first, atol=1e-5)
+        assert np.allclose(weights @ context.scores.values.first, context.vectors[0].first, atol=1e-5)
         last = next(card for card in cards if card.title == "Concatenation").vectors[-1].first
         assert np.allclose(last, cards[-1].vectors[0].first, atol=1e-5)
 

@@ -9,7 +9,7 @@ import typer
 from regard.cli.tables import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
 
 if TYPE_CHECKING:
-    from regard.inspect.heads import Head
+    from regard.inspect.heads import HeadStatistics
 
 EXAMPLE = "regard heads runs/g2p dev.tsv --picture heads.png"
 NAMES = ("attention", "layer", "head", "gradient", "ablation", "confidence", "entropy", "distance", "looks at", "share")
@@ -55,13 +55,13 @@ def command(
     from regard.data.reader import LineCounter
     from regard.decode.alignment import read_links, save_heads
     from regard.inspect.heads import best_alignment_heads, grids, induction_heads, measure_heads
-    from regard.inspect.inputs import count_of, read_material
+    from regard.inspect.inputs import describe_size, read_task_data
     from regard.run import HEADS
 
     (opened,) = open_runs([run], device, threads)
     account = LineCounter(strict)
     where = pairs_of(pairs, target, columns, opened.codec.columns)
-    material = read_material(opened, where.paths, where.columns, account, examples)
+    material = read_task_data(opened, where.paths, where.columns, account, examples)
     if account.skipped:
         talk(account.summary())
     given = None if links is None else read_links(links)[: len(material)]
@@ -69,7 +69,7 @@ def command(
     for head in heads if json else ():
         out_json(head.to_json())
     if not json:
-        _show(heads, f"{run}, {count_of(material)}")
+        _show(heads, f"{run}, {describe_size(material)}")
     for head in induction_heads(heads):
         talk(f"induction head: layer {head.layer + 1} head {head.head + 1}, {head.induction:.2f}")
     best = best_alignment_heads(heads)
@@ -88,7 +88,7 @@ def command(
         talk(f"{picture}: written")
 
 
-def _show(heads: list[Head], title: str) -> None:
+def _show(heads: list[HeadStatistics], title: str) -> None:
     from rich.box import ROUNDED
     from rich.console import Console
     from rich.table import Table
@@ -110,7 +110,7 @@ def _show(heads: list[Head], title: str) -> None:
     console.print(table)
 
 
-def _row(head: Head) -> list[str]:
+def _row(head: HeadStatistics) -> list[str]:
     ablation = "" if head.ablation is None else f"{head.ablation:+.4f}"
     numbers = [
         f"{head.gradient:.4f}",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from regard.data.reader import LineCounter
-    from regard.inspect.inputs import Material
+    from regard.inspect.inputs import TaskData
     from regard.run import Run
     from regard.training.tune import PruneReport
 
@@ -65,15 +65,16 @@ def command(
 
     from regard.data.reader import LineCounter
     from regard.errors import one_of
-    from regard.inspect.inputs import count_of
-    from regard.inspect.prune import Amount, Criterion
+    from regard.inspect.importance import Criterion
+    from regard.inspect.inputs import describe_size
+    from regard.inspect.prune import PruneAmount
     from regard.training.tune import prune, save, split
 
     if by not in get_args(Criterion):
         raise one_of("--by", by, get_args(Criterion))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
-    amount = Amount.parse(heads, threshold)
+    amount = PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
     account = LineCounter(strict)
     learn = _read(opened, data, target, columns, account)
@@ -84,7 +85,7 @@ def command(
     if account.skipped:
         talk(account.summary())
     if not len(learn) or not len(held_out):
-        raise UserError(f"{data}: {count_of(learn)} are too few to judge heads and measure the result")
+        raise UserError(f"{data}: {describe_size(learn)} are too few to judge heads and measure the result")
     smaller, report = prune(
         opened,
         learn,
@@ -107,11 +108,11 @@ def command(
     talk(f"{new}: written")
 
 
-def _read(run: Run, path: str, target: str | None, columns: str | None, account: LineCounter) -> Material:
-    from regard.inspect.inputs import read_material
+def _read(run: Run, path: str, target: str | None, columns: str | None, account: LineCounter) -> TaskData:
+    from regard.inspect.inputs import read_task_data
 
     where = pairs_of(path, target, columns, run.codec.columns)
-    return read_material(run, where.paths, where.columns, account)
+    return read_task_data(run, where.paths, where.columns, account)
 
 
 def _show(report: PruneReport) -> None:

@@ -1,6 +1,7 @@
-"""What a walk is made of: cards with a title, a formula and numbers of a few shapes.
+"""What the page shows of a model's computation: cards with a formula and numbers, and heatmaps of position encodings.
 
-Formulas mark what is set low or high by `_` and `^`, with braces around more than one letter.
+The cards of the embedding and of the prediction are here; those of the layers between them are in `walk`. In formulas
+`_` and `^` set the next letter low or high, or several in braces.
 """
 
 from __future__ import annotations
@@ -8,84 +9,119 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from regard.inspect.page import Packer
 from regard.model import Model
 from regard.nn.hooks import ForwardCalls
+from regard.nn.position import Alibi, Bucket, Learned, Position, Rotary
 from regard.nn.transformer import Transformer
 
-NUMBERS = 8  # of a vector that are shown
-MOST_STEPS = 40  # tokens that can be walked
+SHOWN_NUMBERS = 8  # of each vector
+WALK_TOKENS = 40  # tokens whose walk is kept
+HEATMAP_COLUMNS = 256
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A row of numbers for each token (or for each head and token): the first few, the length and the width."""
+    """A vector for each token, or for each head and token: its first numbers, norm and width."""
 
     label: str
-    first: np.ndarray  # (T, NUMBERS) or (H, T, NUMBERS)
+    first: np.ndarray  # (T, SHOWN_NUMBERS) or (H, T, SHOWN_NUMBERS)
     norm: np.ndarray  # (T,) or (H, T)
     width: int
 
     @classmethod
-    def of(cls, label: str, x: Tensor, most: int | None = MOST_STEPS) -> Vector:
+    def of(cls, label: str, x: Tensor, tokens: int | None = WALK_TOKENS) -> Vector:
         """From (T, D) or (H, T, E)."""
-        x = x[..., :most, :].float().cpu()
-        return cls(label, x[..., :NUMBERS].numpy(), x.norm(dim=-1).numpy(), x.shape[-1])
+        x = x[..., :tokens, :].float().cpu()
+        return cls(label, x[..., :SHOWN_NUMBERS].numpy(), x.norm(dim=-1).numpy(), x.shape[-1])
+
+    def page_data(self, packer: Packer) -> dict[str, Any]:
+        first, norm = packer.signed(self.first), packer.signed(self.norm)
+        return {"label": self.label, "first": first, "norm": norm, "width": self.width}
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What stands between queries and weights. The weights themselves are in the map of this name."""
+class AttentionScores:
+    """What leads from queries to the weights of an attention; the weights themselves are in the map of this name."""
 
     map: str
     raw_HTS: np.ndarray
     scale: float  # scores are raw * scale
     bias_HTS: np.ndarray | None
-    seen_TS: np.ndarray | None  # False: masked; None: everything is seen
-    key_first: Vector  # per head and key
-    value_first: Vector
+    mask_TS: np.ndarray | None  # False: masked; None: nothing is masked
+    keys: Vector
+    values: Vector
+
+    def page_data(self, packer: Packer) -> dict[str, Any]:
+        mask_TS = self.mask_TS
+        return {
+            "map": self.map,
+            "raw": packer.signed(self.raw_HTS),
+            "scale": self.scale,
+            "bias": None if self.bias_HTS is None else packer.signed(self.bias_HTS),
+            "seen": None if mask_TS is None else packer.weights(mask_TS.astype(np.float32), two_bytes=False),
+            "key": self.keys.page_data(packer),
+            "value": self.values.page_data(packer),
+        }
 
 
 @dataclass(frozen=True)
 class Card:
-    """One step."""
+    """One step of a computation."""
 
     title: str
     formula: str
     text: str
     shape: str = ""
     vectors: tuple[Vector, ...] = ()
-    scores: Scores | None = None
+    scores: AttentionScores | None = None
     show: str = "vectors"  # vectors, qkv, scores, sum, heads or prediction
+
+    def page_data(self, packer: Packer) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "title": self.title,
+            "formula": self.formula,
+            "text": self.text,
+            "shape": self.shape,
+            "show": self.show,
+            "vectors": [vector.page_data(packer) for vector in self.vectors],
+        }
+        return data if self.scores is None else {**data, "scores": self.scores.page_data(packer)}
 
 
 @dataclass(frozen=True)
 class Walk:
-    """All cards of a tower, per layer."""
+    """The cards of every layer of a stack."""
 
     name: str
-    rows: str  # the tokens that walk: a row of the trace
+    rows: str  # the token row of the trace that goes through the stack
     layers: tuple[tuple[str, tuple[Card, ...]], ...]
 
+    def page_data(self, packer: Packer) -> dict[str, Any]:
+        layers = [{"label": label, "cards": [card.page_data(packer) for card in cards]} for label, cards in self.layers]
+        return {"name": self.name, "rows": self.rows, "layers": layers}
 
-def embedding(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
-    """What goes into the first layer of a tower; without ids, patches of an image."""
-    tower: Transformer = getattr(model, name)
-    device = model.device
+
+def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
+    """The input of the first layer of a stack; without ids it is made from the patches of an image."""
+    stack: Transformer = getattr(model, name)
     if ids is None:
+        title, formula, text, shape = _patch_embedding(model)
         assert model.image is not None
         embedded_TD = calls.output(model.image)
-        formula, text, shape = _square(model)
     else:
         table = model.source_embedding if name == "encoder" else model.target_embedding
         assert table is not None
         width = table.embedding_dim
         scale = math.sqrt(width) if model.config.scale_embeddings else 1.0
-        embedded_TD = table(torch.tensor(list(ids), device=device)) * scale
+        embedded_TD = table(torch.tensor(list(ids), device=model.device)) * scale
+        title = "Embedding and position"
         formula = f"x_t = {'√d · ' if scale != 1.0 else ''}E[token_t]"
         text = "The token's row of the embedding table" + (f", times √{width} = {scale:.2f}" if scale != 1 else "")
         shape = f"E: {len(table.weight)} × {width}"
@@ -95,43 +131,43 @@ def embedding(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] |
         vectors.append(Vector.of("segment", segment_D.expand_as(embedded_TD)))
         formula += " + S[0]"
         text += ", plus the vector of the first segment"
-    pos_1TD = tower.position.embed(torch.arange(len(embedded_TD), device=device).unsqueeze(0))
+    pos_1TD = stack.position.embed(torch.arange(len(embedded_TD), device=model.device).unsqueeze(0))
     if pos_1TD is not None:
         vectors.append(Vector.of("position", pos_1TD[0]))
         formula += " + P[t]"
         text += ", plus the vector of its position"
     else:
         text += "; position enters later, in the attention"
-    normed = not isinstance(tower.embed_norm, nn.Identity)
+    normed = not isinstance(stack.embed_norm, nn.Identity)
     if normed:
         formula = f"x_t = norm({formula.removeprefix('x_t = ')})"
         text += ", normalised"
     if normed or len(vectors) > 1:
-        vectors.append(Vector.of("x", calls.input(tower.blocks[0])))
-    title = "Embedding and position" if ids is not None else "Square and position"
+        vectors.append(Vector.of("x", calls.input(stack.blocks[0])))
     return Card(title, formula, text + ".", shape, tuple(vectors))
 
 
-def _square(model: Model) -> tuple[str, str, str]:
+def _patch_embedding(model: Model) -> tuple[str, str, str, str]:
+    """Title, formula, text and shape of the embedding of patches."""
     patches = model.config.patches
     assert patches is not None and model.image is not None
-    numbers, width = model.image.project.in_features, model.image.project.out_features
+    pixels, width = model.image.project.in_features, model.image.project.out_features
     text = (
-        f"The {numbers} pixels of a square ({patches.channels} × {patches.size} × {patches.size}) through one matrix;"
-        " the first vector, which stands for the image, is trained"
+        f"The {pixels} pixels of a patch ({patches.channels} × {patches.size} × {patches.size}) through one matrix;"
+        " the first vector, the class token, is trained"
     )
-    return "x_t = W pixels_t + b", text, f"1 × {numbers}  ·  {numbers} × {width}  =  1 × {width}"
+    shape = f"1 × {pixels}  ·  {pixels} × {width}  =  1 × {width}"
+    return "Patch and position", "x_t = W pixels_t + b", text, shape
 
 
-def prediction(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
+def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
     """From the last vector to logits and probabilities."""
     assert model.output is not None
-    x_TD = calls.input(model.output)
     vocab, width = model.output.weight.shape
     normed = "" if isinstance(norm, nn.Identity) else " after a last normalisation"
     if model.config.output == "classes":
-        pooled = " and one more layer, tanh(W x + b)," if model.pooler is not None else ""
-        text = f"The first vector{normed}{pooled} stands for the whole, and is compared with every class."
+        pooled = " and the pooler, tanh(W x + b)," if model.pooler is not None else ""
+        text = f"The first vector{normed}{pooled} stands for the whole input, and is compared with every class."
     else:
         side = " of the target" if model.encoder is not None else ""
         tied = f" W is the embedding table{side}, used a second time." if model.config.tie_output else ""
@@ -142,7 +178,58 @@ def prediction(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
         f"logits = x_t W^T{bias}    p = softmax(logits)",
         text,
         f"1 × {width}  ·  {width} × {vocab}  =  1 × {vocab}",
-        (Vector.of("x", x_TD),),
-        None,
-        "prediction",
+        (Vector.of("x", calls.input(model.output)),),
+        show="prediction",
     )
+
+
+@dataclass(frozen=True)
+class PositionHeatmap:
+    """A position encoding as a matrix with named axes; `first_column` is the number of the first column."""
+
+    name: str  # of the stack
+    caption: str
+    rows: str
+    columns: str
+    values_RC: np.ndarray
+    first_column: int = 0
+
+    def page_data(self, packer: Packer) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "caption": self.caption,
+            "rows": self.rows,
+            "columns": self.columns,
+            "first": self.first_column,
+            "values": packer.signed(self.values_RC),
+        }
+
+
+@torch.no_grad()
+def position_heatmap(name: str, stack: Transformer, length: int) -> PositionHeatmap | None:
+    """The position encoding of a stack for so many positions; None if there is nothing to draw."""
+    position: Position = stack.position
+    pos_1T = torch.arange(length, device=next(stack.parameters()).device).unsqueeze(0)
+    if isinstance(position, Learned):
+        pos_1T = pos_1T[:, : position.table.num_embeddings]
+    embedded_1TD = position.embed(pos_1T)
+    if embedded_1TD is not None:
+        kind = "trained, one row per position" if isinstance(position, Learned) else "sines and cosines"
+        width = embedded_1TD.shape[-1]
+        part = f"; the first {HEATMAP_COLUMNS} of {width} numbers" if width > HEATMAP_COLUMNS else ""
+        caption = f"Added to the embeddings of the {name}: {kind}{part}."
+        shown_TD = embedded_1TD[0, :, :HEATMAP_COLUMNS].cpu().numpy()
+        return PositionHeatmap(name, caption, "position", "dimension", shown_TD)
+    if isinstance(position, Rotary):
+        unit_11TE = torch.ones(1, 1, length, position.width, device=pos_1T.device)
+        unit_11TE[..., position.width // 2 :] = 0.0  # rotated, the first number of every pair is the cosine
+        cos_TE = position.rotate(unit_11TE, pos_1T)[0, 0, :, : position.width // 2]
+        caption = f"Queries and keys of the {name} are rotated: the cosine of the angle of every pair of dimensions."
+        return PositionHeatmap(name, caption, "position", "pair of dimensions", cos_TE.cpu().numpy())
+    if isinstance(position, Alibi | Bucket):
+        last = length if stack.causal else 2 * length
+        key_1S = torch.arange(last + 1, device=pos_1T.device).unsqueeze(0)
+        bias_BHTS = position.bias(torch.full_like(key_1S[:, :1], length), key_1S)
+        caption = f"Added to the scores of the {name}, by head and by how far the key is from the query."
+        return PositionHeatmap(name, caption, "head", "offset", bias_BHTS[0, :, 0].cpu().numpy(), -length)
+    return None

@@ -1,10 +1,13 @@
-"""What every head of a model does: how much it is needed, how sharp it looks, how far, and at what."""
+"""Head statistics: how much each head is needed, how sharp and how far it attends, and to what.
+
+Also what is measured on purpose-made inputs: induction scores, and the attention distance between patches of images.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,121 +15,116 @@ import torch
 from torch import Tensor
 
 from regard.batch import Batch
-from regard.data.images import Pictures
+from regard.data.objectives import text_ids
 from regard.decode.alignment import Links, alignment_merits
 from regard.errors import UserError
-from regard.inspect.importance import ablation_importance, gradient_importance
-from regard.inspect.inputs import Material, batches_of, encode_pairs
+from regard.inspect.importance import HeadKey, ablation_importance, gradient_importance
+from regard.inspect.inputs import TaskData, encode_pairs, task_batches
 from regard.inspect.logit_lens import entropy_bits
-from regard.inspect.neurons import induction_scores
-from regard.inspect.trace import between_squares, square_distance
 from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
 
-NEARLY_BEST = 0.9  # of the best head's merit: enough to align along with it
-MOST_ALIGNMENT_HEADS = 4
+MAX_OFFSET = 8  # between query and key; larger ones are not told apart
+MAIN_SHARE = 0.5  # of a head's weight: enough to say what it does
+EVEN_SHARE = 0.9  # of the largest possible entropy: enough to say that it attends to everything evenly
+NEARLY_BEST = 0.9  # of the best head's alignment: enough to align along with it
+MAX_ALIGNMENT_HEADS = 4
+TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadStatistics:
     """One head of one attention."""
 
     name: str  # of its attention in the model
     kind: str  # encoder, decoder or cross
     layer: int  # from 0
     head: int  # its number from 0, as before any pruning
-    index: int  # its place among the heads that are left
+    index: int  # among the heads that are left
     gradient: float  # expected |dL/dgate| per token
     ablation: float | None  # rise of the loss per token without it
     confidence: float  # mean of the largest weights
     entropy: float  # bits
-    distance: float  # between who looks and what is looked at, by weight: tokens, in an image pixels
-    what: str  # what it mainly looks at, in words
+    distance: float  # between query and key, by weight: tokens, in an image pixels
+    what: str  # what it mainly attends to, in words
     share: float  # of its weight that goes there
     alignment: float | None = None  # cross-attention: agreement with given links, or sharpness times coverage
     induction: float | None = None  # language models: weight on what followed the same token before
 
     def to_json(self) -> dict[str, Any]:
-        out = {key: value for key, value in vars(self).items() if value is not None}
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in out.items()}
+        present = {key: value for key, value in vars(self).items() if value is not None}
+        return {key: round(value, 6) if isinstance(value, float) else value for key, value in present.items()}
 
 
 def measure_heads(
-    run: Run,
-    material: Material,
-    *,
-    ablation: bool = True,
-    links: Sequence[Links] | None = None,
-    tick: Callable[[int, int], None] | None = None,
-) -> list[Head]:
-    """Judge every head: by pairs, texts with labels, plain text, or images with labels, as the model has it.
-
-    `links` are a given alignment for each pair; `tick` is told about the slow part.
-    """
-    model, config = run.model, run.config
-    both = config.encoder is not None and config.decoder is not None
-    if links is not None and not both:
+    run: Run, data: TaskData, *, ablation: bool = True, links: Sequence[Links] | None = None
+) -> list[HeadStatistics]:
+    """The statistics of every head on data of the run's task; `links` are a given alignment for each pair."""
+    model, task = run.model, run.task
+    if links is not None and not task.seq2seq:
         raise UserError("links are for models with a source and an output, which this is not")
-    if links is not None and len(links) != len(material):
-        raise UserError(f"{len(links):,} lines of links for {len(material):,} pairs; there must be one for each")
-    batches = batches_of(run, material)
+    if links is not None and len(links) != len(data):
+        raise UserError(f"{len(links):,} lines of links for {len(data):,} pairs; there must be one for each")
+    batches = task_batches(run, data)
     gradient = gradient_importance(model, batches)
-    ablated = ablation_importance(model, batches, tick) if ablation else {}
-    sums = look_squares(model, batches) if config.patches is not None else look(model, batches)
-    merits = {}
-    if both and not isinstance(material, str | Pictures):
-        pairs = encode_pairs(run, material)
-        if links is not None and len(pairs) != len(material):
-            raise UserError("pairs with links need a target each")
-        merits = alignment_merits(model, pairs, links)
-    text = torch.tensor([i for i in range(run.codec.target.size) if i not in run.codec.target.special])
-    induced = induction_scores(model, text) if config.encoder is None else {}
-    out = []
-    for name in model.attentions():
+    ablated = ablation_importance(model, batches) if ablation else {}
+    sums = sum_patch_attention(model, batches) if task.reads == "images" else sum_attention(model, batches)
+    aligned = _alignment_scores(run, data, links) if task.seq2seq else {}
+    text = torch.from_numpy(text_ids(run.codec.target.size, run.codec.target.special))
+    induced = induction_scores(model, text) if task.name == "lm" else {}
+    heads = []
+    for name, attention in model.attentions().items():
         kind, layer = kind_and_layer(name)
-        for index, number in enumerate(model.attentions()[name].head_numbers):
-            seen, spot = sums[name], (name, index)
-            what, share = seen.describe(index)
-            out.append(
-                Head(
+        attention_sums = sums[name]
+        for index, number in enumerate(attention.head_numbers):
+            what, share = attention_sums.describe(index)
+            heads.append(
+                HeadStatistics(
                     name,
                     kind,
                     layer,
                     number,
                     index,
-                    gradient[spot],
-                    ablated.get(spot),
-                    float(seen.confidence_H[index] / seen.queries),
-                    float(seen.entropy_H[index] / seen.queries),
-                    float(seen.distance_H[index] / seen.queries),
+                    gradient[name, index],
+                    ablated.get((name, index)),
+                    float(attention_sums.confidence_H[index] / attention_sums.queries),
+                    float(attention_sums.entropy_H[index] / attention_sums.queries),
+                    float(attention_sums.distance_H[index] / attention_sums.queries),
                     what,
                     share,
-                    merits.get(spot),
-                    induced.get(spot),
+                    aligned.get((name, index)),
+                    induced.get((name, index)),
                 )
             )
-    aligning, inducing = best_alignment_heads(out), induction_heads(out)
-    named = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in out]
-    return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in named]
+    aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
+    heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
+    return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
 
 
-def induction_heads(heads: Sequence[Head]) -> list[Head]:
-    """The heads that mainly look at what followed the same token before, the clearest first."""
-    return sorted((h for h in heads if (h.induction or 0.0) >= MAINLY), key=lambda h: -(h.induction or 0.0))
+def _alignment_scores(run: Run, data: TaskData, links: Sequence[Links] | None) -> dict[HeadKey, float]:
+    pairs = encode_pairs(run, data)  # type: ignore[arg-type]
+    if links is not None and len(pairs) != len(data):
+        raise UserError("pairs with links need a target each")
+    return alignment_merits(run.model, pairs, links)
 
 
-def best_alignment_heads(heads: Sequence[Head]) -> list[Head]:
+def induction_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
+    """The heads that mainly attend to what followed the same token before, the clearest first."""
+    return sorted((h for h in heads if (h.induction or 0.0) >= MAIN_SHARE), key=lambda h: -(h.induction or 0.0))
+
+
+def best_alignment_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
     """The head that aligns best and those that nearly do, in the order of the model."""
-    able = sorted((h for h in heads if h.alignment is not None), key=lambda h: -(h.alignment or 0.0))
-    if not able:
+    ranked = sorted((h for h in heads if h.alignment is not None), key=lambda h: -(h.alignment or 0.0))
+    if not ranked:
         return []
-    enough = NEARLY_BEST * (able[0].alignment or 0.0)
-    chosen = [h for h in able[:MOST_ALIGNMENT_HEADS] if (h.alignment or 0.0) >= enough]
+    enough = NEARLY_BEST * (ranked[0].alignment or 0.0)
+    chosen = [h for h in ranked[:MAX_ALIGNMENT_HEADS] if (h.alignment or 0.0) >= enough]
     return sorted(chosen, key=lambda h: (h.layer, h.index))
 
 
-def grids(heads: Sequence[Head], value: Callable[[Head], float | None]) -> dict[str, np.ndarray]:
+def grids(heads: Sequence[HeadStatistics], value: Callable[[HeadStatistics], float | None]) -> dict[str, np.ndarray]:
     """A number per head as a matrix (layers, heads) for each kind of attention; NaN where there is none."""
     out: dict[str, np.ndarray] = {}
     for kind in dict.fromkeys(h.kind for h in heads):
@@ -139,132 +137,181 @@ def grids(heads: Sequence[Head], value: Callable[[Head], float | None]) -> dict[
     return out
 
 
-FARTHEST = 8  # offsets told apart
-MAINLY = 0.5  # of the weight: enough to say what a head does
+class AttentionSums:
+    """Sums over the queries of one attention that have more than one key to attend to, for each head."""
 
-SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self.confidence_H, self.entropy_H, self.distance_H = torch.zeros(3, heads, device=device)
+        self.max_entropy = 0.0  # of even attention, in bits
+        self.queries = 0
+        self.targets: dict[str, tuple[Tensor, int]] = {}  # weight on a kind of key, and the queries that have one
 
+    def add(self, weights_BHTS: Tensor, queries: int, max_entropy: float, distance_H: Tensor) -> None:
+        self.queries += queries
+        self.max_entropy += max_entropy
+        self.confidence_H += weights_BHTS.amax(3).sum((0, 2))
+        self.entropy_H += entropy_bits(weights_BHTS).sum((0, 2))
+        self.distance_H += distance_H
 
-@dataclass
-class Sums:
-    """What one attention's heads did, summed over queries that had a choice."""
-
-    confidence_H: Tensor
-    entropy_H: Tensor
-    distance_H: Tensor
-    choice: float = 0.0  # bits of an even look, summed
-    queries: int = 0
-    # Weight on a place, and queries for which there is that place.
-    places: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-
-    def add(self, what: str, weight_H: Tensor, count: int) -> None:
-        old, before = self.places.get(what, (torch.zeros_like(weight_H), 0))
-        self.places[what] = (old + weight_H, before + count)
+    def add_target(self, what: str, weight_H: Tensor, queries: int) -> None:
+        total_H, count = self.targets.get(what, (torch.zeros_like(weight_H), 0))
+        self.targets[what] = (total_H + weight_H, count + queries)
 
     def describe(self, head: int) -> tuple[str, float]:
-        """What a head mainly does, and how much of its weight does so."""
+        """What a head mainly attends to, and the share of its weight that goes there."""
         shares = {
             what: float(weight_H[head] / count)
-            for what, (weight_H, count) in self.places.items()
+            for what, (weight_H, count) in self.targets.items()
             if count >= max(1, self.queries // 4)
         }
         best = max(shares, key=lambda what: shares[what], default="")
-        if best and shares[best] >= MAINLY:
+        if best and shares[best] >= MAIN_SHARE:
             return best, shares[best]
-        evenness = float(self.entropy_H[head]) / self.choice if self.choice else 0.0
-        return ("everything evenly", evenness) if evenness >= 0.9 else ("mixed", shares.get(best, 0.0))
+        evenness = float(self.entropy_H[head]) / self.max_entropy if self.max_entropy else 0.0
+        return ("everything evenly", evenness) if evenness >= EVEN_SHARE else ("mixed", shares.get(best, 0.0))
+
+
+def _empty_sums(model: Model) -> dict[str, AttentionSums]:
+    return {name: AttentionSums(attention.heads, model.device) for name, attention in model.attentions().items()}
 
 
 @torch.no_grad()
-def look(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
-    """Follow where every head looks over batches of examples."""
-    found = model.attentions()
-    device = model.device
-    zeros = {name: torch.zeros(3, attention.heads, device=device) for name, attention in found.items()}
-    sums = {name: Sums(x_3H[0], x_3H[1], x_3H[2]) for name, x_3H in zeros.items()}
+def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
+    """What the heads of every attention attend to over batches of tokens."""
+    sums = _empty_sums(model)
     for batch in batches:
-        batch = batch.to(device)
+        batch = batch.to(model.device)
         with record(model, "*.weights") as maps:
             model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
-        rows = {"source": (batch.source_BS, batch.source_keep_BS), "target": (batch.input_BT, batch.keep_BT)}
-        for name in found:
+        sides = {"source": (batch.source_BS, batch.source_keep_BS), "target": (batch.input_BT, batch.keep_BT)}
+        for name, attention_sums in sums.items():
             kind, _ = kind_and_layer(name)
-            asks, asked = SIDES[kind]
-            _add(sums[name], maps[f"{name}.weights"], kind, rows[asks], rows[asked])
+            queries, keys = TOKEN_SIDES[kind]
+            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, *sides[queries], *sides[keys])
     return sums
 
 
-def _add(
-    sums: Sums, weights_BHTS: Tensor, kind: str, asks: tuple[Tensor, Tensor | None], asked: tuple[Tensor, Tensor | None]
+def _add_tokens(
+    sums: AttentionSums,
+    weights_BHTS: Tensor,
+    kind: str,
+    query_BT: Tensor,
+    query_keep: Tensor | None,
+    key_BS: Tensor,
+    key_keep: Tensor | None,
 ) -> None:
-    (query_BT, query_keep), (key_BS, key_keep) = asks, asked
     query_keep_BT = torch.ones_like(query_BT, dtype=torch.bool) if query_keep is None else query_keep
     key_keep_BS = torch.ones_like(key_BS, dtype=torch.bool) if key_keep is None else key_keep
     t_T1 = torch.arange(query_BT.shape[1], device=query_BT.device).unsqueeze(1)
     s_S = torch.arange(key_BS.shape[1], device=query_BT.device)
-    seen_BTS = query_keep_BT.unsqueeze(2) & key_keep_BS.unsqueeze(1)
+    mask_BTS = query_keep_BT.unsqueeze(2) & key_keep_BS.unsqueeze(1)
     if kind == "decoder":
-        seen_BTS = seen_BTS & (s_S <= t_T1)
-    choice_BT = seen_BTS.sum(2)
-    seen_BTS = seen_BTS & (choice_BT > 1).unsqueeze(2)  # who sees one thing only has nothing to tell
-    asks_BT = choice_BT > 1
-    weights_BHTS = weights_BHTS.float() * seen_BTS.unsqueeze(1)
-    sums.queries += int(asks_BT.sum())
-    sums.choice += float(choice_BT[asks_BT].float().log2().sum())
-    sums.confidence_H += weights_BHTS.amax(3).sum((0, 2))
-    sums.entropy_H += entropy_bits(weights_BHTS).sum((0, 2))
-    offset_BTS = (s_S - t_T1).unsqueeze(0).expand_as(seen_BTS)
-    steps_BTS = offset_BTS.float()
-    if kind == "cross":  # places of two texts are compared by how far along they are
-        stretch_B11 = (key_keep_BS.sum(1) / query_keep_BT.sum(1)).view(-1, 1, 1)
-        steps_BTS = s_S - t_T1 * stretch_B11
-    sums.distance_H += (weights_BHTS * steps_BTS.abs().unsqueeze(1)).sum((0, 2, 3))
+        mask_BTS = mask_BTS & (s_S <= t_T1)
+    keys_BT = mask_BTS.sum(2)
+    counted_BT = keys_BT > 1  # with one key only, there is nothing to choose
+    mask_BTS = mask_BTS & counted_BT.unsqueeze(2)
+    weights_BHTS = weights_BHTS.float() * mask_BTS.unsqueeze(1)
+    offset_BTS = (s_S - t_T1).unsqueeze(0).expand_as(mask_BTS)
+    distance_BTS = offset_BTS.float()
+    if kind == "cross":  # positions in two texts are compared by how far along they are
+        ratio_B11 = (key_keep_BS.sum(1) / query_keep_BT.sum(1)).view(-1, 1, 1)
+        distance_BTS = s_S - t_T1 * ratio_B11
+    distance_H = (weights_BHTS * distance_BTS.abs().unsqueeze(1)).sum((0, 2, 3))
+    sums.add(weights_BHTS, int(counted_BT.sum()), float(keys_BT[counted_BT].float().log2().sum()), distance_H)
 
-    def place_(what: str, at_BTS: Tensor) -> None:
-        at_BTS = at_BTS & seen_BTS
-        sums.add(what, (weights_BHTS * at_BTS.unsqueeze(1)).sum((0, 2, 3)), int(at_BTS.any(2).sum()))
+    def add_target(what: str, target_BTS: Tensor) -> None:
+        target_BTS = target_BTS & mask_BTS
+        weight_H = (weights_BHTS * target_BTS.unsqueeze(1)).sum((0, 2, 3))
+        sums.add_target(what, weight_H, int(target_BTS.any(2).sum()))
 
     names = {-1: "previous token", 0: "own token", 1: "next token"} if kind != "cross" else {}
-    for offset in range(-FARTHEST, FARTHEST + 1):
-        place_(names.get(offset, f"position, offset {offset:+d}".replace("-", "−")), offset_BTS == offset)
-    place_("first token", (s_S == 0).expand_as(seen_BTS))
-    last_B11 = (key_keep_BS.sum(1) - 1).view(-1, 1, 1)
+    for offset in range(-MAX_OFFSET, MAX_OFFSET + 1):
+        add_target(names.get(offset, f"position, offset {offset:+d}".replace("-", "−")), offset_BTS == offset)
+    add_target("first token", (s_S == 0).expand_as(mask_BTS))
     if kind != "decoder":
-        place_("last token", (s_S == last_B11).expand_as(seen_BTS))
+        last_B11 = (key_keep_BS.sum(1) - 1).view(-1, 1, 1)
+        add_target("last token", (s_S == last_B11).expand_as(mask_BTS))
     if kind != "cross":
         same_BTS = query_BT.unsqueeze(2) == key_BS.unsqueeze(1)
-        place_("same token elsewhere", same_BTS & (offset_BTS != 0))
+        add_target("same token elsewhere", same_BTS & (offset_BTS != 0))
 
 
 @torch.no_grad()
-def look_squares(model: Model, batches: Sequence[Batch]) -> dict[str, Sums]:
-    """Follow where the patches of images look; distances are in pixels."""
-    patches = model.config.patches
+def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
+    """What the patches of images attend to in every attention; distances are in pixels."""
+    patches, device = model.config.patches, model.device
     assert patches is not None
-    device = model.device
-    rows, columns = patches.height // patches.size, patches.width // patches.size
-    far_SS = between_squares(rows, columns, patches.size).to(device)
-    row_S, column_S = (torch.arange(patches.count, device=device) // columns, torch.arange(patches.count) % columns)
+    columns = patches.width // patches.size
+    distance_SS = patch_distances(patches.height // patches.size, columns, patches.size).to(device)
+    patch_S = torch.arange(patches.count, device=device)
+    row_S, column_S = patch_S // columns, patch_S % columns
     own_SS = torch.eye(patches.count, dtype=torch.bool, device=device)
-    places = {
-        "own square": own_SS,
+    targets = {
+        "own patch": own_SS,
         "same row": (row_S[:, None] == row_S) & ~own_SS,
-        "same column": (column_S[:, None] == column_S).to(device) & ~own_SS,
+        "same column": (column_S[:, None] == column_S) & ~own_SS,
     }
-    zeros = {name: torch.zeros(3, a.heads, device=device) for name, a in model.attentions().items()}
-    sums = {name: Sums(x_3H[0], x_3H[1], x_3H[2]) for name, x_3H in zeros.items()}
+    sums = _empty_sums(model)
     for batch in batches:
         with record(model, *(f"{name}.weights" for name in sums)) as maps:
             model.hidden(batch.source_BS.to(device), None)
-        for name, seen in sums.items():
-            weights_BHTS = maps[f"{name}.weights"][:, :, 1:].float()
+        for name, attention_sums in sums.items():
+            all_BHTS = maps[f"{name}.weights"].float()
+            weights_BHTS = all_BHTS[:, :, 1:]  # without the class token as a query
             queries = weights_BHTS.shape[0] * patches.count
-            seen.queries += queries
-            seen.choice += queries * math.log2(patches.count + 1)
-            seen.confidence_H += weights_BHTS.amax(3).sum((0, 2))
-            seen.entropy_H += entropy_bits(weights_BHTS).sum((0, 2))
-            seen.distance_H += square_distance(maps[f"{name}.weights"].float(), far_SS).sum((0, 2))
-            seen.add("whole image", weights_BHTS[..., 0].sum((0, 2)), queries)
-            for what, at_SS in places.items():
-                seen.add(what, (weights_BHTS[..., 1:] * at_SS).sum((0, 2, 3)), queries)
+            distance_H = mean_distance(all_BHTS, distance_SS).sum((0, 2))
+            attention_sums.add(weights_BHTS, queries, queries * math.log2(patches.count + 1), distance_H)
+            attention_sums.add_target("class token", weights_BHTS[..., 0].sum((0, 2)), queries)
+            for what, target_SS in targets.items():
+                attention_sums.add_target(what, (weights_BHTS[..., 1:] * target_SS).sum((0, 2, 3)), queries)
     return sums
+
+
+def patch_distances(rows: int, columns: int, size: int) -> Tensor:
+    """Pixels between the centres of any two patches, (patches, patches)."""
+    row_S = torch.arange(rows).repeat_interleave(columns)
+    column_S = torch.arange(columns).repeat(rows)
+    position_S2 = torch.stack((row_S, column_S), dim=1).float() * size
+    return torch.cdist(position_S2, position_S2)
+
+
+def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
+    """The mean attention distance of every patch, (B, H, patches); weight on the class token does not count."""
+    patches_BHSS = weights_BHTS[..., 1:, 1:]
+    total_BHS = patches_BHSS.sum(-1).clamp(min=1e-9)
+    mean_BHS: Tensor = (patches_BHSS * distance_SS).sum(-1) / total_BHS
+    return mean_BHS
+
+
+INDUCTION_ROWS = 8
+INDUCTION_TOKENS = 24  # that are then repeated
+
+
+@torch.no_grad()
+def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) -> dict[HeadKey, float]:
+    """The weight of every head of a language model from a token to what followed it the last time.
+
+    The model reads random tokens twice over, so that nothing but the repetition helps. `tokens` are the ids to draw
+    from; by default all that are not special.
+    """
+    config, rows = model.config, INDUCTION_ROWS
+    if config.decoder is None or len(config.stacks) > 1:
+        raise UserError("induction is measured in language models: a decoder alone")
+    if tokens is None:
+        special = torch.tensor(sorted({x for x in config.ids.model_dump().values() if x is not None}))
+        tokens = torch.arange(config.target_vocab)
+        tokens = tokens[~torch.isin(tokens, special)]
+    limit = config.decoder.max_positions or 2 * INDUCTION_TOKENS + 1
+    length = max(1, min(INDUCTION_TOKENS, len(tokens), (limit - 1) // 2))
+    draws = torch.Generator().manual_seed(seed)
+    once_NT = torch.stack([tokens[torch.randperm(len(tokens), generator=draws)[:length]] for _ in range(rows)])
+    start_N1 = torch.full((rows, 1), config.start_id)
+    names = list(model.attentions())
+    with record(model, *(f"{name}.weights" for name in names)) as maps:
+        model.hidden(torch.cat((start_N1, once_NT, once_NT), dim=1).to(model.device), None)
+    t = torch.arange(length + 1, 2 * length + 1)  # in the second round; what followed stands `length` - 1 before
+    scores: dict[HeadKey, float] = {}
+    for name in names:
+        weight_H = maps[f"{name}.weights"][:, :, t, t - length + 1].float().mean((0, 2))
+        scores |= {(name, head): float(weight) for head, weight in enumerate(weight_H)}
+    return scores

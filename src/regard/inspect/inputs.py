@@ -1,8 +1,12 @@
-"""One example as a model takes it, whatever the model reads: pairs, a text, or an image."""
+"""What is inspected: one example as a model's input, and batches of a task's data by which heads are measured.
+
+Both depend on the task of the run, each by one table from task to function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -11,27 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.batch import Batch, TokenIds, collate, pad
+from regard.batch import Batch, TokenIds, collate
 from regard.config import Config, PatchConfig
 from regard.data.images import Pictures, read_images
 from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
 from regard.data.plain import read_pieces
 from regard.data.reader import LineCounter, Source
+from regard.decode.classify import labels_of
 from regard.errors import UserError, one_of
-from regard.inspect.logit_lens import Pieces
+from regard.inspect.logit_lens import OutputNames
 from regard.recipe import Column
 from regard.run import Run
 from regard.text.codec import Example
 
-CLASS_TOKEN = "<image>"  # stands before the patches of an image
+CLASS_TOKEN = "<cls>"  # shown for the class token of an image
+
+# One example
 
 
 @dataclass(frozen=True)
-class Shot:
-    """An image that was looked at: its pixels for showing, and how it was cut."""
+class ImageInput:
+    """An image as the page shows it, and the size of its patches."""
 
     pixels_HWC: np.ndarray  # bytes, one channel or three
-    size: int  # of a square's side
+    size: int  # pixels of a patch's side
 
     @property
     def rows(self) -> int:
@@ -41,41 +48,42 @@ class Shot:
     def columns(self) -> int:
         return int(self.pixels_HWC.shape[1] // self.size)
 
+    def page_data(self) -> dict[str, Any]:
+        height, width, channels = self.pixels_HWC.shape
+        pixels = base64.b64encode(self.pixels_HWC.tobytes()).decode("ascii")
+        return {"height": height, "width": width, "channels": channels, "size": self.size, "pixels": pixels}
+
 
 @dataclass(frozen=True)
-class Given:
-    """What goes into a model, how it is named, and what the answers are compared with."""
+class InspectionInput:
+    """One example as a model reads it, with the names of its tokens."""
 
-    inputs: tuple[Tensor | None, ...]  # the model's arguments
-    ids: dict[str, Sequence[int]]  # by tower
-    tokens: dict[str, tuple[str, ...]]
+    arguments: tuple[Tensor | None, ...]  # of the model
+    ids: dict[str, Sequence[int]]  # by stack; none for images
+    tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
     texts: dict[str, str]
-    labels: list[int] | None  # what is said, or should be; None: whatever is most probable
-    pieces: Pieces
+    labels: list[int] | None  # outputs whose probability is shown; None: the most probable ones
+    names: OutputNames
     notes: list[str] = field(default_factory=list)
-    shot: Shot | None = None
+    image: ImageInput | None = None
 
 
-def give(run: Run, example: Example, target: Sequence[int] | None, most: int) -> Given:
-    """A text, and with an encoder and a decoder, its output; a language model reads the text and its continuation."""
-    if run.config.patches is not None:
+def text_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
+    """A text and the ids of its output (a language model: of its continuation), at most `limit` tokens of each."""
+    if run.task.reads == "images":
         raise UserError(f"{run.path}: this model reads images, not text")
-    if run.config.encoder is None:
-        return _text(run, example, target or (), most)
-    if run.config.decoder is None:
-        return _source(run, example, most)
-    return _pair(run, example, target or (), most)
+    return _INPUTS[run.task.name](run, example, target, limit)
 
 
-def _pair(run: Run, example: Example, target: Sequence[int], most: int) -> Given:
+def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
     codec, config = run.codec, run.config
     source = codec.encode_source([example])[0]
     labels = [*target] if target and target[-1] == config.ids.eos else [*target, config.ids.eos]
-    notes = [*_cut_note("source", source, most), *_cut_note("output", labels, most)]
-    source, labels = source[:most], labels[:most]
+    notes = [*_truncation_note("source", source, limit), *_truncation_note("output", labels, limit)]
+    source, labels = source[:limit], labels[:limit]
     inputs = [config.start_id, *labels[:-1]]
-    return Given(
-        (_row(run, source), None, _row(run, inputs)),
+    return InspectionInput(
+        (_batch_of_one(run, source), None, _batch_of_one(run, inputs)),
         {"encoder": source, "decoder": inputs},
         {
             "source": tuple(codec.source_pieces(source)),
@@ -89,71 +97,74 @@ def _pair(run: Run, example: Example, target: Sequence[int], most: int) -> Given
     )
 
 
-def _text(run: Run, example: Example, continuation: Sequence[int], most: int) -> Given:
+def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: int) -> InspectionInput:
     codec = run.codec
-    prompt = codec.target.encode([example.source])[0]
-    labels = [*prompt, *continuation]
-    if not labels:
-        raise UserError("there is nothing to look at: the text has no tokens")
-    notes = _cut_note("text", labels, most)
-    labels = labels[:most]
+    ids = _not_empty([*codec.target.encode([example.source])[0], *continuation])
+    labels = ids[:limit]
     inputs = [run.config.start_id, *labels[:-1]]
     texts = {"text": example.source}
     if continuation:
         texts["continuation"] = codec.decode_target(continuation)
-    tokens = {"input": tuple(codec.target_pieces(inputs)), "output": tuple(codec.target_pieces(labels))}
-    return Given((_row(run, inputs), None), {"decoder": inputs}, tokens, texts, labels, codec.target_pieces, notes)
-
-
-def _source(run: Run, example: Example, most: int) -> Given:
-    codec, config = run.codec, run.config
-    source = codec.encode_source([example])[0]
-    if not source:
-        raise UserError("there is nothing to look at: the text has no tokens")
-    notes = _cut_note("text", source, most)
-    source = source[:most]
-    tokens = {"source": tuple(codec.source_pieces(source))}
-    texts, labels, pieces = {"text": example.source}, list(source), codec.source_pieces
-    if config.output == "classes":
-        return Given(
-            (_row(run, source), None),
-            {"encoder": source},
-            tokens,
-            texts | _answer(example.target),
-            _class(run, example.target),
-            class_names(run),
-            notes,
-        )
-    return Given((_row(run, source), None), {"encoder": source}, tokens, texts, labels, pieces, notes)
-
-
-def give_image(run: Run, image_CHW: np.ndarray, label: str | None, name: str, most: int) -> Given:
-    """An image as it stands in its file."""
-    patches = run.config.patches
-    if patches is None:
-        raise UserError(f"{run.path}: this model reads text, not images")
-    wanted = (patches.channels, patches.height, patches.width)
-    if image_CHW.shape != wanted:
-        raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}, the model reads {wanted}")
-    if patches.count > most:
-        raise UserError(f"{name}: the model cuts it into {patches.count} patches; up to {most} can be shown")
-    scaled = image_CHW.astype(np.float32) if run.pixels is None else run.pixels(image_CHW[None])[0]
-    across = patches.width // patches.size
-    squares = tuple(f"{i // across + 1}·{i % across + 1}" for i in range(patches.count))
-    image_1CHW = torch.from_numpy(scaled).unsqueeze(0).to(run.model.device)
-    return Given(
-        (image_1CHW, None),
-        {},
-        {"source": (CLASS_TOKEN, *squares)},
-        {"image": name} | _answer(label),
-        _class(run, label) if run.config.output == "classes" else [],
-        class_names(run),
-        shot=Shot(_for_eyes(image_CHW, patches), patches.size),
+    return InspectionInput(
+        (_batch_of_one(run, inputs), None),
+        {"decoder": inputs},
+        {"input": tuple(codec.target_pieces(inputs)), "output": tuple(codec.target_pieces(labels))},
+        texts,
+        labels,
+        codec.target_pieces,
+        _truncation_note("text", ids, limit),
     )
 
 
-def _for_eyes(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray:
-    """Pixels as bytes: as they are if they fill a byte, else stretched between the smallest and the largest."""
+def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
+    ids = _not_empty(run.codec.encode_source([example])[0])
+    source = ids[:limit]
+    return InspectionInput(
+        (_batch_of_one(run, source), None),
+        {"encoder": source},
+        {"source": tuple(run.codec.source_pieces(source))},
+        {"text": example.source} | (_label_text(example.target) if run.task.labels else {}),
+        _label_ids(run, example.target) if run.task.labels else list(source),
+        _class_names(run) if run.task.labels else run.codec.source_pieces,
+        _truncation_note("text", ids, limit),
+    )
+
+
+_INPUTS: dict[str, Callable[[Run, Example, Sequence[int], int], InspectionInput]] = {
+    "pairs": _pair_input,
+    "span": _pair_input,
+    "lm": _lm_input,
+    "masked": _encoder_input,
+    "classify": _encoder_input,
+}
+
+
+def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, limit: int) -> InspectionInput:
+    """An image with the numbers of its file; at most `limit` patches."""
+    patches = run.config.patches
+    if patches is None:
+        raise UserError(f"{run.path}: this model reads text, not images")
+    expected = (patches.channels, patches.height, patches.width)
+    if image_CHW.shape != expected:
+        raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}, the model reads {expected}")
+    if patches.count > limit:
+        raise UserError(f"{name}: the model cuts it into {patches.count} patches; up to {limit} can be shown")
+    scaled_CHW = image_CHW.astype(np.float32) if run.pixels is None else run.pixels(image_CHW[None])[0]
+    columns = patches.width // patches.size
+    patch_names = tuple(f"{i // columns + 1}·{i % columns + 1}" for i in range(patches.count))
+    return InspectionInput(
+        (torch.from_numpy(scaled_CHW).unsqueeze(0).to(run.model.device), None),
+        {},
+        {"source": (CLASS_TOKEN, *patch_names)},
+        {"image": name} | _label_text(label),
+        _label_ids(run, label) if run.config.output == "classes" else [],
+        _class_names(run),
+        image=ImageInput(_displayed_pixels(image_CHW, patches), patches.size),
+    )
+
+
+def _displayed_pixels(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray:
+    """Pixels as bytes (H, W, C): unchanged if they fill a byte, else stretched between the smallest and the largest."""
     shown = image_CHW[:3] if patches.channels >= 3 else image_CHW[:1]
     if shown.dtype != np.uint8 or shown.max() < 128:
         low, high = float(shown.min()), float(shown.max())
@@ -161,167 +172,164 @@ def _for_eyes(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray:
     return np.ascontiguousarray(shown.transpose(1, 2, 0))
 
 
-def class_names(run: Run) -> Pieces:
-    """Names for numbers of classes."""
-    return lambda numbers: [run.labels[n] if n < len(run.labels) else str(n) for n in numbers]
+def _class_names(run: Run) -> OutputNames:
+    names = labels_of(run) if run.config.output == "classes" else ()
+    return lambda ids: [names[i] for i in ids]
 
 
-def _class(run: Run, label: str | None) -> list[int] | None:
-    if label is None:
-        return None
-    known = class_names(run)(range(run.config.classes or 0))
-    if label not in known:
-        raise one_of("label", label, known)
-    return [known.index(label)]
+def _class_ids(run: Run, labels: Iterable[str]) -> list[int]:
+    ids = {name: i for i, name in enumerate(labels_of(run))}
+    unknown = next((label for label in labels if label not in ids), None)
+    if unknown is not None:
+        raise one_of("label", unknown, ids)
+    return [ids[label] for label in labels]
 
 
-def _answer(label: str | None) -> dict[str, Any]:
+def _label_ids(run: Run, label: str | None) -> list[int] | None:
+    return None if label is None else _class_ids(run, [label])
+
+
+def _label_text(label: str | None) -> dict[str, str]:
     return {} if label is None else {"label": label}
 
 
-def _row(run: Run, ids: Sequence[int]) -> Tensor:
+def _batch_of_one(run: Run, ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(ids)], device=run.model.device)
 
 
-def _cut_note(side: str, ids: Sequence[int], most: int) -> list[str]:
-    note = f"The {side} has {len(ids):,} tokens; the model was shown, and you see, the first {most}."
-    return [note] if len(ids) > most else []
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise UserError("there is nothing to look at: the text has no tokens")
+    return ids
 
+
+def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[str]:
+    note = f"The {side} has {len(ids):,} tokens; the model was shown, and you see, the first {limit}."
+    return [note] if len(ids) > limit else []
+
+
+# Batches of a task's data
 
 BATCH_TOKENS = 4096
-STRETCH = 128  # tokens of a text that are read at once
-MASK_EVERY = 7  # tokens, in masked language models
-MOST_IMAGES = 64  # at once
+BATCH_IMAGES = 64
+WINDOW = 128  # tokens of a text that are read at once
+MASK_EVERY = 7  # tokens, for masked language models
 
-Material = Sequence[Example] | str | Pictures  # pairs or texts with labels, plain text, images with labels
-
-
-def reads_text(config: Config) -> bool:
-    """Whether a model is judged by plain text: one that says the next token, or hidden ones."""
-    return config.patches is None and config.output != "classes" and (config.encoder is None or config.decoder is None)
+TaskData = Sequence[Example] | str | Pictures  # pairs or texts with labels, plain text, images with labels
+Pair = tuple[TokenIds, TokenIds]
 
 
-def read_material(
-    run: Run, paths: tuple[str, ...], columns: tuple[Column, ...], account: LineCounter, most: int | None = None
-) -> Material:
-    """What a file holds for a run's model; at most so many pairs, images, or windows of text."""
-    config = run.config
-    if config.patches is not None:
-        found = read_images(paths[0])
-        return Pictures(found.images_NCHW[:most], None if found.labels is None else found.labels[:most])
-    if reads_text(config):
-        pieces, count = [], 0
-        for piece in read_pieces(Source(paths[:1]), account):
-            pieces.append(piece)
-            count += len(_symbols(run, piece))
-            if most is not None and count > most * STRETCH:
-                break
-        return "".join(pieces)
-    return [item.example for item in islice(Source(paths, columns).read(account), most)]
+def read_task_data(
+    run: Run, paths: tuple[str, ...], columns: tuple[Column, ...], counter: LineCounter, limit: int | None = None
+) -> TaskData:
+    """The data of a file for a run's task; at most `limit` pairs, images, or windows of text."""
+    if run.task.reads == "images":
+        pictures = read_images(paths[0])
+        return Pictures(pictures.images_NCHW[:limit], None if pictures.labels is None else pictures.labels[:limit])
+    if not run.task.plain_text or run.task.seq2seq:
+        return [item.example for item in islice(Source(paths, columns).read(counter), limit)]
+    pieces, tokens = [], 0
+    for piece in read_pieces(Source(paths[:1]), counter):
+        pieces.append(piece)
+        tokens += len(run.codec.target.encode([piece])[0])
+        if limit is not None and tokens > limit * WINDOW:
+            break
+    return "".join(pieces)
 
 
-def batches_of(run: Run, material: Material, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Material as batches of about so many tokens."""
-    config = run.config
-    if isinstance(material, Pictures):
-        return _image_batches(run, material)
-    if isinstance(material, str):
-        return _text_batches(run, material, tokens)
-    if config.output == "classes":
-        return _class_batches(run, material, tokens)
-    return make_batches(encode_pairs(run, material), config, tokens)
+def describe_size(data: TaskData) -> str:
+    """How much data there is, in words."""
+    if isinstance(data, str):
+        return f"{len(data):,} characters"
+    if isinstance(data, Pictures):
+        return f"{len(data.images_NCHW):,} images"
+    return f"{len(data):,} pairs"
 
 
-def count_of(material: Material) -> str:
-    """How much there is, in words."""
-    if isinstance(material, str):
-        return f"{len(material):,} characters"
-    if isinstance(material, Pictures):
-        return f"{len(material.images_NCHW):,} images"
-    return f"{len(material):,} pairs"
+def task_batches(run: Run, data: TaskData, tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """Data of a run's task in batches of about so many tokens."""
+    return _BATCHES[run.task.name](run, data, tokens)
 
 
-# Pairs
-
-
-def encode_pairs(run: Run, examples: Iterable[Example]) -> list[tuple[TokenIds, TokenIds]]:
+def encode_pairs(run: Run, examples: Iterable[Example]) -> list[Pair]:
     """Sources and targets as ids; an example without a target is left out."""
-    whole = [example for example in examples if example.target]
-    if not whole:
+    pairs = [example for example in examples if example.target]
+    if not pairs:
         raise UserError("heads are judged on pairs, and there is none with a source and a target")
-    sources = run.codec.encode_source(whole)
-    targets = run.codec.encode_target([example.target or "" for example in whole])
+    sources = run.codec.encode_source(pairs)
+    targets = run.codec.encode_target([example.target or "" for example in pairs])
     return list(zip(sources, targets, strict=True))
 
 
-def make_batches(pairs: Sequence[tuple[TokenIds, TokenIds]], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Pairs in batches of about so many padded tokens, those of like length together."""
-    batches: list[Batch] = []
-    current: list[tuple[TokenIds, TokenIds]] = []
+def pair_batches(pairs: Sequence[Pair], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """Pairs in batches of about so many padded tokens, those of similar length together."""
+    groups: list[list[Pair]] = []
     longest = 0
     for pair in sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1]))):
         length = max(len(pair[0]), len(pair[1]))
-        if current and max(longest, length) * (len(current) + 1) > tokens:
-            batches.append(_collate(current, config))
-            current, longest = [], 0
-        current.append(pair)
         longest = max(longest, length)
-    return [*batches, _collate(current, config)] if current else batches
+        if not groups or longest * (len(groups[-1]) + 1) > tokens:
+            groups.append([])
+            longest = length
+        groups[-1].append(pair)
+    return [collate([source for source, _ in group], [target for _, target in group], config) for group in groups]
 
 
-def _collate(pairs: Sequence[tuple[TokenIds, TokenIds]], config: Config) -> Batch:
-    return collate([source for source, _ in pairs], [target for _, target in pairs], config)
+def _label_batches(run: Run, examples: Sequence[Example], tokens: int) -> list[Batch]:
+    labels = _class_ids(run, [example.target or "" for example in examples])
+    pairs = [(source, [label]) for source, label in zip(run.codec.encode_source(examples), labels, strict=True)]
+    return [batch._replace(input_BT=batch.label_BT[:, :0]) for batch in pair_batches(pairs, run.config, tokens)]
 
 
-def _class_batches(run: Run, examples: Sequence[Example], tokens: int) -> list[Batch]:
-    known = {name: number for number, name in enumerate(run.labels)}
-    for example in examples:
-        if example.target not in known:
-            raise one_of("label", example.target or "", known)
-    rows = run.codec.encode_source(examples)
-    pairs = [(row, [known[example.target or ""]]) for row, example in zip(rows, examples, strict=True)]
-    return [batch._replace(input_BT=batch.label_BT[:, :0]) for batch in make_batches(pairs, run.config, tokens)]
+def _lm_batches(run: Run, text: str, tokens: int) -> list[Batch]:
+    ids, length = _window_length(run, text, 0)
+    windows_NW = torch.tensor([run.config.start_id, *ids]).unfold(0, length + 1, length)
+    parts = windows_NW.split(max(1, tokens // length))
+    return [lm_batch(part_BW) for part_BW in parts]
 
 
-# Text
+def _masked_batches(run: Run, text: str, tokens: int) -> list[Batch]:
+    """Every seventh token is masked, in each row from another position on; special tokens are not."""
+    if run.config.ids.mask is None:
+        raise UserError("this vocabulary has no mask token, by which heads of this model are judged")
+    before, after = run.config.ids.around(run.config.frame)
+    ids, length = _window_length(run, text, len(before + after))
+    starts = range(0, len(ids) - length + 1, length)
+    label_NW = np.array([[*before, *ids[start : start + length], *after] for start in starts])
+    rows = max(1, tokens // label_NW.shape[1])
+    parts = [label_NW[start : start + rows] for start in range(0, len(label_NW), rows)]
+    maskable = text_ids(run.codec.source.size, run.codec.source.special)
+    masked = [mask_every(label_BW, MASK_EVERY, run.config.ids, maskable) for label_BW in parts]
+    return [masked_batch(read, label, chosen) for label, (read, chosen) in zip(parts, masked, strict=True)]
 
 
-def _symbols(run: Run, text: str) -> list[int]:
-    return (run.codec.target if run.config.encoder is None else run.codec.source).encode([text])[0]
-
-
-def _text_batches(run: Run, text: str, tokens: int) -> list[Batch]:
-    config, ids = run.config, _symbols(run, text)
+def _window_length(run: Run, text: str, special: int) -> tuple[list[int], int]:
+    """The ids of a text, and the tokens of a window that leaves room for so many special tokens."""
+    ids = run.codec.target.encode([text])[0]
     if len(ids) < 2:
         raise UserError("heads of this model are judged by plain text, and there is none")
-    limits = [stack.max_length for stack in config.stacks.values() if stack.position == "learned"]
-    if config.encoder is None:
-        length = min([STRETCH, len(ids), *limits])
-        row = torch.tensor([config.start_id, *ids])
-        return [lm_batch(part_BW) for part_BW in row.unfold(0, length + 1, length).split(max(1, tokens // length))]
-    if config.ids.mask is None:
-        raise UserError("this vocabulary has no token for what is hidden, by which heads of this model are judged")
-    before, after = config.ids.around(config.frame)
-    length = min([STRETCH, len(ids), *(limit - len(before + after) for limit in limits)])
-    starts = range(0, len(ids) - length + 1, length)
-    label_NW, _ = pad([[*before, *ids[start : start + length], *after] for start in starts], config.ids.pad)
-    known = text_ids(run.codec.source.size, run.codec.source.special)
-    parts = [part_BW.numpy() for part_BW in label_NW.split(max(1, tokens // label_NW.shape[1]))]
-    masked = [mask_every(part_BW, MASK_EVERY, config.ids, known) for part_BW in parts]
-    return [masked_batch(read, part, chosen) for part, (read, chosen) in zip(parts, masked, strict=True)]
+    limits = [stack.max_positions - special for stack in run.config.stacks.values() if stack.max_positions]
+    return ids, min([WINDOW, len(ids), *limits])
 
 
-# Images
-
-
-def _image_batches(run: Run, pictures: Pictures) -> list[Batch]:
+def _image_batches(run: Run, pictures: Pictures, tokens: int) -> list[Batch]:
     if pictures.labels is None:
         raise UserError("heads are judged by images with labels, and these have none")
-    known = {name: number for number, name in enumerate(run.labels)}
-    for label in pictures.labels:
-        if label not in known:
-            raise one_of("label", label, known)
-    scaled = pictures.images_NCHW if run.pixels is None else run.pixels(pictures.images_NCHW)
-    labels = np.asarray([known[label] for label in pictures.labels])
-    starts = range(0, len(labels), MOST_IMAGES)
-    return [image_batch(scaled[at : at + MOST_IMAGES], labels[at : at + MOST_IMAGES]) for at in starts]
+    scaled_NCHW = pictures.images_NCHW if run.pixels is None else run.pixels(pictures.images_NCHW)
+    labels = np.asarray(_class_ids(run, pictures.labels))
+    parts = [slice(start, start + BATCH_IMAGES) for start in range(0, len(labels), BATCH_IMAGES)]
+    return [image_batch(scaled_NCHW[part], labels[part]) for part in parts]
+
+
+def _pair_batches(run: Run, examples: Sequence[Example], tokens: int) -> list[Batch]:
+    return pair_batches(encode_pairs(run, examples), run.config, tokens)
+
+
+_BATCHES: dict[str, Callable[[Run, Any, int], list[Batch]]] = {
+    "pairs": _pair_batches,
+    "span": _pair_batches,
+    "lm": _lm_batches,
+    "masked": _masked_batches,
+    "classify": _label_batches,
+    "image": _image_batches,
+}

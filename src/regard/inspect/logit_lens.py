@@ -1,171 +1,140 @@
-"""What a model says at every step, and what each of its layers would have said."""
+"""What a model predicts at every output step, and what each of its layers would predict (the logit lens)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from regard.inspect.page import short
 from regard.model import Model
 from regard.nn.hooks import record
-from regard.nn.position import Alibi, Bucket, Learned, Position, Rotary
 from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
 
-Pieces = Callable[[Sequence[int]], list[str]]
+OutputNames = Callable[[Sequence[int]], list[str]]  # names of tokens, or of classes, by id
 
-CANDIDATES = 8  # per output token
+STEP_CANDIDATES = 8
 LENS_CANDIDATES = 5
-ROWS_AT_ONCE = 32  # copies of a text that are read together
+MASKED_COPIES = 32  # copies of a text, each with another token masked, that are read in one batch
 
 
-class Candidate(NamedTuple):
-    """A token that could come next, or a class."""
+class Prediction(NamedTuple):
+    """A token or a class with its probability."""
 
     token: str
     probability: float
     logit: float
 
+    def page_data(self) -> list[Any]:
+        return [self.token, short(self.probability), short(self.logit)]
 
-class Step(NamedTuple):
-    """How one output token was chosen."""
+
+class OutputStep(NamedTuple):
+    """One output token: its probability, and the most probable candidates."""
 
     token: str
     probability: float
-    entropy: float  # of the whole distribution, in bits
+    entropy: float  # of the distribution, in bits
     normaliser: float  # log of the sum of exp(logit): probability = exp(logit - normaliser)
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Prediction, ...]
+
+    def page_data(self) -> dict[str, Any]:
+        return {
+            "token": self.token,
+            "p": short(self.probability),
+            "entropy": short(self.entropy),
+            "normaliser": short(self.normaliser),
+            "candidates": [candidate.page_data() for candidate in self.candidates],
+        }
 
 
-class Lens(NamedTuple):
-    """What one layer would have said at every step, had its vectors gone to the prediction layer."""
+class LensLayer(NamedTuple):
+    """The candidates at every output step when the LM head reads the vectors of one layer."""
 
     label: str
-    steps: tuple[tuple[Candidate, ...], ...]
+    steps: tuple[tuple[Prediction, ...], ...]
+
+    def page_data(self) -> dict[str, Any]:
+        return {"label": self.label, "steps": [[c.page_data()[:2] for c in step] for step in self.steps]}
 
 
-def candidates(logits_V: Tensor, count: int, pieces: Pieces) -> tuple[Candidate, ...]:
+def top_predictions(logits_V: Tensor, count: int, names: OutputNames) -> tuple[Prediction, ...]:
     """The most probable tokens of one distribution."""
-    probability_V = logits_V.softmax(-1)
-    top = probability_V.topk(min(count, len(logits_V)))
-    tokens = pieces(top.indices.tolist())
-    return tuple(Candidate(token, float(p), float(logits_V[i])) for token, p, i in zip(tokens, *top, strict=True))
+    top = logits_V.softmax(-1).topk(min(count, len(logits_V)))
+    tokens = names(top.indices.tolist())
+    return tuple(Prediction(token, float(p), float(logits_V[i])) for token, p, i in zip(tokens, *top, strict=True))
 
 
 def entropy_bits(probability: Tensor) -> Tensor:
-    """Of distributions along the last axis."""
+    """The entropy of distributions along the last axis."""
     return -(probability * probability.clamp(min=1e-12).log2()).sum(-1)
 
 
-def steps(logits_TV: Tensor, labels: Sequence[int], pieces: Pieces) -> tuple[Step, ...]:
-    """Every step, with what was said or should have been."""
+def output_steps(logits_TV: Tensor, labels: Sequence[int], names: OutputNames) -> tuple[OutputStep, ...]:
+    """Every output step, with the label whose probability is shown."""
     probability_TV = logits_TV.softmax(-1)
     entropy_T, normaliser_T = entropy_bits(probability_TV), logits_TV.logsumexp(-1)
-    out = []
-    for t, (label, token) in enumerate(zip(labels, pieces(labels), strict=True)):
-        top = candidates(logits_TV[t], CANDIDATES, pieces)
-        out.append(Step(token, float(probability_TV[t, label]), float(entropy_T[t]), float(normaliser_T[t]), top))
-    return tuple(out)
+    return tuple(
+        OutputStep(
+            token,
+            float(probability_TV[t, label]),
+            float(entropy_T[t]),
+            float(normaliser_T[t]),
+            top_predictions(logits_TV[t], STEP_CANDIDATES, names),
+        )
+        for t, (label, token) in enumerate(zip(labels, names(labels), strict=True))
+    )
 
 
-def layer_places(model: Model) -> dict[str, str]:
-    """The places of a model where the prediction layer could have been, by what they are; the last is where it is."""
+def lens_hooks(model: Model) -> dict[str, str]:
+    """The hook points whose vectors the LM head can read, by label; the last is the one that it does read."""
     name = "encoder" if model.decoder is None else "decoder"
-    stack = getattr(model.config, name)
     recurrent = isinstance(model.decoder, RecurrentDecoder)
     word = "state" if recurrent else "layer"
-    places = {f"{word} {i + 1}": f"{name}.blocks.{i}.output" for i in range(stack.layers)}
-    return places | ({"state and context": "decoder.attentional"} if recurrent else {})
+    hooks = {f"{word} {i + 1}": f"{name}.blocks.{i}.output" for i in range(model.config.top.layers)}
+    return hooks | ({"state and context": "decoder.attentional"} if recurrent else {})
 
 
 @torch.no_grad()
-def lens(model: Model, vectors: Mapping[str, Tensor], pieces: Pieces) -> tuple[Lens, ...]:
-    """What each layer would have said; `vectors` are (T, D), by the name of their place."""
+def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) -> tuple[LensLayer, ...]:
+    """What each layer would predict; `vectors` are (T, D), by the name of their hook point."""
     if model.output is None:
         return ()
     top = model.encoder if model.decoder is None else model.decoder
     norm = top.norm if isinstance(top, Transformer) else nn.Identity()
-    out = []
-    for label, name in layer_places(model).items():
-        x_TD = norm(vectors[name])
+    layers = []
+    for label, hook in lens_hooks(model).items():
+        x_TD = norm(vectors[hook])
         if model.config.output == "classes":
             x_TD = model.pool(x_TD.unsqueeze(0))
         logits_TV = model.predict(x_TD).float()
-        out.append(Lens(label, tuple(candidates(logits_V, LENS_CANDIDATES, pieces) for logits_V in logits_TV)))
-    return tuple(out)
+        steps = tuple(top_predictions(logits_V, LENS_CANDIDATES, names) for logits_V in logits_TV)
+        layers.append(LensLayer(label, steps))
+    return tuple(layers)
 
 
 @torch.no_grad()
-def hidden_in_turn(model: Model, ids_S: Tensor, places: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Read a text once for each of its places, with that place hidden -> its logits there, and the layers' vectors.
+def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Read a text once per token with that token masked -> logits (S, V) and lens vectors (S, D) of the masked token.
 
-    What is not in `places` is never hidden: its row is what the model says where it can see the answer.
+    Only the positions in `maskable` are masked; at the others the model sees the token that it predicts.
     """
     mask = model.config.ids.mask
-    names = list(layer_places(model).values())
+    hooks = list(lens_hooks(model).values())
     logits: list[Tensor] = []
-    vectors: dict[str, list[Tensor]] = {name: [] for name in names}
-    hide_S = torch.zeros_like(ids_S, dtype=torch.bool)
-    hide_S[list(places)] = mask is not None
-    for rows_N in torch.arange(len(ids_S), device=ids_S.device).split(ROWS_AT_ONCE):
-        here_NS = (rows_N.unsqueeze(1) == torch.arange(len(ids_S), device=ids_S.device)) & hide_S
-        with record(model, *names) as made:
-            x_NSD = model.hidden(ids_S.expand(len(rows_N), -1).masked_fill(here_NS, mask or 0), None)
-        at_N = torch.arange(len(rows_N), device=ids_S.device)
-        logits.append(model.predict(x_NSD[at_N, rows_N]).float())
-        for name in names:
-            vectors[name].append(made[name][at_N, rows_N])
-    return torch.cat(logits), {name: torch.cat(parts) for name, parts in vectors.items()}
-
-
-WIDEST = 256  # columns shown
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A matrix with names for its axes; `first_column` is the number of the first one."""
-
-    name: str
-    caption: str
-    rows: str
-    columns: str
-    values_RC: np.ndarray
-    first_column: int = 0
-
-
-def picture(tower: str, position: Position, length: int, causal: bool) -> Picture | None:
-    """What a position encoding looks like for so many positions, or None where there is none."""
-    with torch.no_grad():
-        pos_1T = torch.arange(length, device=_device(position)).unsqueeze(0)
-        if isinstance(position, Learned):
-            pos_1T = pos_1T[:, : position.table.num_embeddings]
-        embedded = position.embed(pos_1T)
-        if embedded is not None:
-            kind = "trained, one row per position" if isinstance(position, Learned) else "sines and cosines"
-            shown = embedded[0, :, :WIDEST]
-            cut = f"; the first {WIDEST} of {embedded.shape[-1]} numbers" if embedded.shape[-1] > WIDEST else ""
-            caption = f"Added to the embeddings of the {tower}: {kind}{cut}."
-            return Picture(tower, caption, "position", "dimension", shown.cpu().numpy())
-        if isinstance(position, Rotary):
-            right_11TE = torch.ones(1, 1, length, position.width, device=pos_1T.device)
-            right_11TE[..., position.width // 2 :] = 0.0  # the first number of every pair is its cosine once turned
-            cos_TE = position.rotate(right_11TE, pos_1T)[0, 0, :, : position.width // 2]
-            caption = (
-                f"Queries and keys of the {tower} are turned: the cosine of the angle of every pair of dimensions."
-            )
-            return Picture(tower, caption, "position", "pair of dimensions", cos_TE.cpu().numpy())
-        if isinstance(position, Alibi | Bucket):
-            last = length if causal else 2 * length
-            keys_1S = torch.arange(last + 1, device=pos_1T.device).unsqueeze(0)
-            bias = position.bias(torch.full_like(keys_1S[:, :1], length), keys_1S)
-            caption = f"Added to the scores of the {tower}, by head and by how far the key is from the query."
-            return Picture(tower, caption, "head", "offset", bias[0, :, 0].cpu().numpy(), -length)
-    return None
-
-
-def _device(position: Position) -> torch.device:
-    return next((x.device for x in [*position.parameters(), *position.buffers()]), torch.device("cpu"))
+    vectors: dict[str, list[Tensor]] = {hook: [] for hook in hooks}
+    position_S = torch.arange(len(ids_S), device=ids_S.device)
+    maskable_S = torch.zeros_like(ids_S, dtype=torch.bool)
+    maskable_S[list(maskable)] = mask is not None
+    for position_N in position_S.split(MASKED_COPIES):
+        masked_NS = (position_N.unsqueeze(1) == position_S) & maskable_S
+        with record(model, *hooks) as recorded:
+            x_NSD = model.hidden(ids_S.expand(len(position_N), -1).masked_fill(masked_NS, mask or 0), None)
+        row_N = torch.arange(len(position_N), device=ids_S.device)
+        logits.append(model.predict(x_NSD[row_N, position_N]).float())
+        for hook in hooks:
+            vectors[hook].append(recorded[hook][row_N, position_N])
+    return torch.cat(logits), {hook: torch.cat(parts) for hook, parts in vectors.items()}

@@ -1,12 +1,11 @@
-"""Which heads go: how many, and in what order."""
+"""Head pruning: how many heads to remove, in which order, the model without them, and runs trained with head gates."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,26 +14,24 @@ from regard.batch import Batch
 from regard.config import Config
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.inspect.importance import Removed, Spot, ablation_importance, gradient_importance, loss
+from regard.inspect.importance import Criterion, HeadGroups, HeadKey, rank_heads
 from regard.model import Model, kind_and_layer
 from regard.nn.attention import Attention
 from regard.nn.gates import add_gates
 from regard.nn.reversible import ReversibleBlock
 from regard.run import WEIGHTS, Run
 
-Criterion = Literal["gradient", "ablation", "gates"]
-
 
 @dataclass(frozen=True)
-class Amount:
-    """How many heads go: a part of all, a number, or all that are needed less than a threshold."""
+class PruneAmount:
+    """How many heads to remove: a fraction of all, a number, or all whose importance is below a threshold."""
 
     fraction: float | None = None
     count: int | None = None
     threshold: float | None = None
 
     @classmethod
-    def parse(cls, heads: str | None, threshold: float | None) -> Amount:
+    def parse(cls, heads: str | None, threshold: float | None) -> PruneAmount:
         """From `0.4`, `40%` or `12`, or from a threshold."""
         if (heads is None) == (threshold is None):
             raise UserError("say how many heads go: --heads 0.4, --heads 12, or --threshold X")
@@ -42,66 +39,45 @@ class Amount:
             return cls(threshold=threshold)
         try:
             if heads.endswith("%"):
-                return cls(fraction=float(heads[:-1]) / 100)._checked(heads)
-            return (cls(fraction=float(heads)) if "." in heads else cls(count=int(heads)))._checked(heads)
+                amount = cls(fraction=float(heads[:-1]) / 100)
+            else:
+                amount = cls(fraction=float(heads)) if "." in heads else cls(count=int(heads))
         except ValueError:
             raise UserError(f"--heads {heads}: not a part (0.4 or 40%) or a number of heads (12)") from None
+        if not 0 < (amount.fraction or amount.count or 0) < (1 if amount.count is None else 1 << 30):
+            raise UserError(f"--heads {heads}: a part is between 0 and 1 (or 0% and 100%), a number is 1 or more")
+        return amount
 
-    def _checked(self, told: str) -> Amount:
-        if not 0 < (self.fraction or self.count or 0) < (1 if self.count is None else 1 << 30):
-            raise UserError(f"--heads {told}: a part is between 0 and 1 (or 0% and 100%), a number is 1 or more")
-        return self
+    def of(self, importance: dict[HeadKey, float]) -> int:
+        """The number of heads to remove, of heads sorted by importance; every attention keeps at least one."""
+        most = len(importance) - len({name for name, _ in importance})
+        if self.threshold is not None:
+            below = sum(value < self.threshold for value in importance.values())
+            if not below:
+                least = next(iter(importance.values()))
+                raise UserError(
+                    f"--threshold {self.threshold:g}: every head matters more; the least does by {least:.3g}"
+                )
+            return min(below, most)
+        count = self.count if self.count is not None else round((self.fraction or 0) * len(importance))
+        if count > most:
+            total = len(importance)
+            raise UserError(
+                f"--heads: {count} of {total} heads cannot go: one stays in every attention, so at most {most}"
+            )
+        return max(1, count)
 
 
-def heads_of(model: Model) -> int:
-    """How many heads a model has."""
+def count_heads(model: Model) -> int:
+    """The number of heads of a model."""
     return sum(attention.heads for attention in model.attentions().values())
 
 
-def ranking(model: Model, batches: Sequence[Batch], by: Criterion, removed: Removed | None = None) -> dict[Spot, float]:
-    """Every head with its importance, the least important first."""
-    if by == "gradient":
-        found = gradient_importance(model, batches, removed)
-    else:
-        found = _ablation(model, batches, removed or {})
-    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
-
-
-def _ablation(model: Model, batches: Sequence[Batch], removed: Removed) -> dict[Spot, float]:
-    if not removed:
-        return ablation_importance(model, batches)
-    out = {}
-    plain = loss(model, batches, removed)
-    for name, attention in model.attentions().items():
-        gone = list(removed.get(name, ()))
-        for head in range(attention.heads):
-            if head not in gone:
-                out[name, head] = loss(model, batches, {**removed, name: [*gone, head]}) - plain
-    return out
-
-
-def how_many(order: dict[Spot, float], amount: Amount) -> int:
-    """How many heads an amount means; every attention keeps at least one."""
-    most = len(order) - len({name for name, _ in order})
-    if amount.threshold is not None:
-        wanted = sum(value < amount.threshold for value in order.values())
-        if not wanted:
-            least = next(iter(order.values()))
-            raise UserError(f"--threshold {amount.threshold:g}: every head matters more; the least does by {least:.3g}")
-        return min(wanted, most)
-    wanted = amount.count if amount.count is not None else round((amount.fraction or 0) * len(order))
-    if wanted > most:
-        raise UserError(
-            f"--heads: {wanted} of {len(order)} heads cannot go: one stays in every attention, so at most {most}"
-        )
-    return max(1, wanted)
-
-
-def removable(model: Model, names: Sequence[Spot]) -> list[Spot]:
-    """Of heads in the order in which they would go, those that can: the last of an attention stays."""
+def removable_heads(model: Model, order: Sequence[HeadKey]) -> list[HeadKey]:
+    """Of heads in the order of their removal, those that can be removed: the last of each attention cannot."""
     left = {name: attention.heads for name, attention in model.attentions().items()}
     out = []
-    for name, head in names:
+    for name, head in order:
         if left[name] > 1:
             left[name] -= 1
             out.append((name, head))
@@ -109,74 +85,72 @@ def removable(model: Model, names: Sequence[Spot]) -> list[Spot]:
 
 
 def greedy_order(
-    model: Model, batches: Sequence[Batch], count: int, by: Criterion, talk: Callable[[str], None]
-) -> list[Spot]:
-    """Heads in the order in which they go when the rest is judged again after each."""
-    gone: list[Spot] = []
-    while len(gone) < count:
-        removed = by_attention(gone)
+    model: Model, batches: Sequence[Batch], count: int, by: Criterion, say: Callable[[str], None]
+) -> list[HeadKey]:
+    """The heads to remove, in order, when the importance of the others is measured again after each."""
+    order: list[HeadKey] = []
+    while len(order) < count:
+        removed = group_heads(order)
         left = {name: a.heads - len(removed.get(name, [])) for name, a in model.attentions().items()}
-        order = [spot for spot in ranking(model, batches, by, removed) if left[spot[0]] > 1]
-        gone.append(order[0])
-        if len(gone) % 10 == 0:
-            talk(f"{len(gone)} of {count} heads chosen")
-    return gone
+        order.append(next(head for head in rank_heads(model, batches, by, removed) if left[head[0]] > 1))
+        if len(order) % 10 == 0:
+            say(f"{len(order)} of {count} heads chosen")
+    return order
 
 
-def by_attention(spots: Sequence[Spot]) -> dict[str, list[int]]:
-    """Heads by the name of their attention."""
-    out: dict[str, list[int]] = {}
-    for name, head in spots:
-        out.setdefault(name, []).append(head)
-    return {name: sorted(heads) for name, heads in out.items()}
+def group_heads(heads: Sequence[HeadKey]) -> dict[str, list[int]]:
+    """Indices of heads by the name of their attention."""
+    groups: dict[str, list[int]] = {}
+    for name, head in heads:
+        groups.setdefault(name, []).append(head)
+    return {name: sorted(indices) for name, indices in groups.items()}
 
 
-def cut(model: Model, removed: Removed) -> Model:
-    """A model without the heads: the same as silencing them, and smaller."""
-    require_cuttable(model)
+def prune_heads(model: Model, removed: HeadGroups) -> Model:
+    """A smaller model without some heads; its outputs are those of the model with these heads ablated."""
+    require_prunable(model)
     kept = {
-        name: [h for h in range(a.heads) if h not in set(removed.get(name, ()))]
-        for name, a in model.attentions().items()
+        name: [head for head in range(attention.heads) if head not in removed.get(name, ())]
+        for name, attention in model.attentions().items()
     }
     empty = [name for name, heads in kept.items() if not heads]
     if empty:
         raise UserError(f"{empty[0]}: all of its heads would go; one must stay")
-    small = Model(_config(model, kept)).to(model.device).train(model.training)
+    small = Model(_pruned_config(model, kept)).to(model.device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, attention in model.attentions().items():
         assert isinstance(attention, Attention)
-        weights |= {f"{name}.{key}": x for key, x in _cut_attention(attention, kept[name])}
+        weights |= {f"{name}.{key}": x for key, x in _pruned_parameters(attention, kept[name])}
     with torch.no_grad():
         for name, parameter in small.named_parameters():
             parameter.copy_(weights[name])
     return small
 
 
-def require_cuttable(model: Model) -> None:
-    """Heads that share queries with keys are not cut apart."""
+def require_prunable(model: Model) -> None:
+    """Refuse hashed attention, whose heads share queries with keys."""
     if not all(isinstance(attention, Attention) for attention in model.attentions().values()):
         raise UserError("heads of hashed attention (mixer lsh) cannot be removed")
 
 
-def _config(model: Model, kept: dict[str, list[int]]) -> Config:
-    changes: dict[str, Any] = {}
-    for tower in ("encoder", "decoder"):
-        stack = getattr(model.config, tower)
-        if stack is None or stack.recurrent:
+def _pruned_config(model: Model, kept: dict[str, list[int]]) -> Config:
+    stacks = {}
+    for side, stack in model.config.stacks.items():
+        if stack.recurrent:
             continue
-        lists: dict[str, list[tuple[int, ...]]] = {"kept_heads": [], "kept_cross_heads": []}
-        for name in sorted((n for n in kept if n.startswith(f"{tower}.")), key=lambda n: kind_and_layer(n)[1]):
+        fields: dict[str, list[tuple[int, ...]]] = {"kept_heads": [], "kept_cross_heads": []}
+        for name in sorted((n for n in kept if n.startswith(f"{side}.")), key=lambda n: kind_and_layer(n)[1]):
             numbers = model.attentions()[name].head_numbers
             field = "kept_cross_heads" if kind_and_layer(name)[0] == "cross" else "kept_heads"
-            lists[field].append(tuple(numbers[head] for head in kept[name]))
-        whole = tuple(range(stack.heads))
-        fields = {key: tuple(value) for key, value in lists.items() if any(heads != whole for heads in value)}
-        changes[tower] = type(stack).model_validate({**stack.model_dump(), **fields})
-    return Config.model_validate({**model.config.model_dump(), **{k: v.model_dump() for k, v in changes.items()}})
+            fields[field].append(tuple(numbers[head] for head in kept[name]))
+        unpruned = tuple(range(stack.heads))
+        changes = {key: layers for key, layers in fields.items() if any(heads != unpruned for heads in layers)}
+        stacks[side] = {**stack.model_dump(), **changes}
+    return Config.model_validate({**model.config.model_dump(), **stacks})
 
 
-def _cut_attention(attention: Attention, kept: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of an attention, by name, for some of its heads."""
+def _pruned_parameters(attention: Attention, kept: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of an attention, by name, with some of its heads; nothing if it keeps all."""
     if len(kept) == attention.heads:
         return
     kept_groups = sorted({attention.kv_indices[head] for head in kept})
@@ -190,52 +164,54 @@ def _cut_attention(attention: Attention, kept: list[int]) -> Iterator[tuple[str,
             x = torch.cat([side.unflatten(0, (attention.kv_heads, -1))[kept_groups].flatten(0, 1) for side in sides])
         elif part == "out":
             x = x if leaf == "bias" else x.unflatten(1, (attention.heads, -1))[:, kept].flatten(1, 2)
-        else:  # scores and centres have their numbers per head, keys theirs per key/value head
+        else:  # parameters of scores and centres are per head, those of keys per key/value head
             x = x[kept_groups if leaf == "key_weight" else kept]
         yield name, x
 
 
-FILES = ("config.json", WEIGHTS)  # what cutting changes
+# Runs trained with head gates (train.l0)
+
+FILES = ("config.json", WEIGHTS)  # of a run that pruning changes
 
 
 def gate_heads(model: Model) -> None:
-    """Put gates on all heads, if they can be cut afterwards."""
+    """Put gates on all heads, if they can be pruned afterwards."""
     found = model.attentions().values()
     plain = all(isinstance(a, Attention) and a.key_value is not None for a in found)
     if not plain or any(isinstance(part, ReversibleBlock) for part in model.modules()):
-        raise UserError("train.l0: only heads of plain Transformer layers learn to be done without")
+        raise UserError("train.l0: only heads of plain Transformer layers have gates")
     if all(attention.heads < 2 for attention in found):
         raise UserError("train.l0: every attention has one head, which cannot go")
     add_gates(model)
 
 
-def cut_shut_heads(path: Path, whole: Path) -> str:
-    """Cut the heads of a run that say nothing -> what was done, in words. One stays in every attention.
+def prune_closed_gates(path: Path, backup: Path) -> str:
+    """Prune the heads of a run whose output weights are zero -> a message. One head stays in every attention.
 
-    What the run was before is kept in the directory `whole`.
+    The files of the run as it was are kept in the directory `backup`.
     """
     run = Run.load(path)
     removed = {}
     for name, attention in run.model.attentions().items():
         weight_DHE = run.model.get_parameter(f"{name}.out.weight").unflatten(1, (attention.heads, -1))
-        shut = [head for head in range(attention.heads) if not weight_DHE[:, head].any()]
-        removed[name] = shut[1:] if len(shut) == attention.heads else shut
-    total, gone = sum(a.heads for a in run.model.attentions().values()), sum(map(len, removed.values()))
-    if gone:
-        whole.mkdir(parents=True, exist_ok=True)
+        closed = [head for head in range(attention.heads) if not weight_DHE[:, head].any()]
+        removed[name] = closed[1:] if len(closed) == attention.heads else closed
+    total, count = count_heads(run.model), sum(map(len, removed.values()))
+    if count:
+        backup.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            _copy(path / name, whole / name)
-        small = cut(run.model, removed)
-        Run(small.config, run.codec, small, path, run.labels, run.pixels).save(path)
-    return f"heads: {gone} of {total} were shut in training and are cut"
+            _copy(path / name, backup / name)
+        small = prune_heads(run.model, removed)
+        replace(run, config=small.config, model=small).save(path)
+    return f"heads: the gates of {count} of {total} closed in training, and these heads are pruned"
 
 
-def restore_uncut(path: Path, whole: Path) -> None:
-    """Make a run that was cut at its end what it was, so that training goes on with all its heads."""
-    if all((whole / name).is_file() for name in FILES):
+def restore_unpruned(path: Path, backup: Path) -> None:
+    """Undo `prune_closed_gates`, so that training goes on with all heads."""
+    if all((backup / name).is_file() for name in FILES):
         for name in FILES:
-            _copy(whole / name, path / name)
-    shutil.rmtree(whole, ignore_errors=True)
+            _copy(backup / name, path / name)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from regard.decode.alignment import choose_heads, save_heads
 from regard.device import choose_device, cores, tune_allocator, usable_precision
 from regard.errors import UserError
 from regard.files import write_json
-from regard.inspect.prune import cut_shut_heads, gate_heads, restore_uncut
+from regard.inspect.prune import gate_heads, prune_closed_gates, restore_unpruned
 from regard.model import Model, on_meta
 from regard.recipe import Recipe, Train
 from regard.run import Run, RunConfig, read_config, saved_recipe
@@ -135,7 +135,7 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, talk: Reporter, processes:
         saved, wished = saved_recipe(path), recipe.train.precision
         recipe = resumed_recipe(recipe, saved, path)
         if _finished(recipe, path) is None:
-            restore_uncut(path, path / TRAINING / UNCUT)
+            restore_unpruned(path, path / TRAINING / UNCUT)
             if wished != recipe.train.precision == "fp32":
                 talk.say("precision: fp32, which the run settled on")
             # It may have come from another machine. To be slow is no reason to go on differently than it began.
@@ -239,7 +239,7 @@ def _train(recipe: Recipe, path: Path, world: ProcessGroup, talk: Reporter) -> T
         )
         best = progress.best
         if train.l0 and best is not None:
-            talk.say(cut_shut_heads(path, path / TRAINING / UNCUT))
+            talk.say(prune_closed_gates(path, path / TRAINING / UNCUT))
         if best is not None and recipe.task == "pairs":
             # Alignments are asked of the heads that align best on examples not trained on.
             save_heads(path, choose_heads(Run.load(path), prepared.valid_examples))

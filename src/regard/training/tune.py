@@ -24,19 +24,16 @@ from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import default_metrics, evaluate
 from regard.files import write_json
-from regard.inspect.importance import Spot, loss
-from regard.inspect.inputs import STRETCH, Material, batches_of, encode_pairs
+from regard.inspect.importance import Criterion, HeadKey, mean_loss, rank_heads, sort_heads
+from regard.inspect.inputs import WINDOW, TaskData, encode_pairs, task_batches
 from regard.inspect.prune import (
-    Amount,
-    Criterion,
-    by_attention,
-    cut,
+    PruneAmount,
+    count_heads,
     greedy_order,
-    heads_of,
-    how_many,
-    ranking,
-    removable,
-    require_cuttable,
+    group_heads,
+    prune_heads,
+    removable_heads,
+    require_prunable,
 )
 from regard.loss import Objective
 from regard.metrics import LOWER_IS_BETTER
@@ -131,7 +128,7 @@ def learn_gates(
     lr: float = 3e-4,
     gate_lr: float = 0.1,
     seed: int = 1,
-) -> dict[Spot, float]:
+) -> dict[HeadKey, float]:
     """Train a model with gates for some steps -> the log-odds of every head; then the gates are taken away again.
 
     `press` is what it costs, in loss per token, to keep all heads. The model is changed: it learns to do without the
@@ -191,9 +188,9 @@ class PruneReport:
 
 def prune(
     run: Run,
-    material: Material,
-    held_out: Material,
-    amount: Amount,
+    material: TaskData,
+    held_out: TaskData,
+    amount: PruneAmount,
     *,
     greedy: bool = False,
     by: Criterion = "gradient",
@@ -210,19 +207,19 @@ def prune(
     check(run)
     if greedy and by == "gates":
         raise UserError("--greedy judges heads again and again, which --by gates cannot; choose one")
-    batches, valid = batches_of(run, sample(material, judge_on)), batches_of(run, held_out)
+    batches, valid = task_batches(run, sample(material, judge_on)), task_batches(run, held_out)
     model = run.model
     if by == "gates":
         model, order = _gated(run, material, tune_steps, lr, talk)
     else:
-        order = ranking(model, batches, by)
-    count = how_many(order, amount)
-    going = greedy_order(model, batches, count, by, talk) if greedy else removable(model, list(order))
-    removed = by_attention(going[:count])
-    talk(f"{count} of {heads_of(model)} heads go")
+        order = rank_heads(model, batches, by)
+    count = amount.of(order)
+    going = greedy_order(model, batches, count, by, talk) if greedy else removable_heads(model, list(order))
+    removed = group_heads(going[:count])
+    talk(f"{count} of {count_heads(model)} heads go")
     curve = quality_curve(model, valid, going)
     before = measure(run, held_out, valid)
-    small = cut(model, removed)
+    small = prune_heads(model, removed)
     smaller = Run(small.config, run.codec, small, run.path, run.labels, run.pixels)
     pruned = measure(smaller, held_out, valid)
     after = pruned
@@ -237,7 +234,7 @@ def prune(
     return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
 
 
-def _judge(run: Run, material: Material, batches: Sequence[Batch], talk: Callable[[str], None]) -> Callable[[], float]:
+def _judge(run: Run, material: TaskData, batches: Sequence[Batch], talk: Callable[[str], None]) -> Callable[[], float]:
     """How good a run is while it is tuned: by the first of its metrics, or by the loss; less is better."""
     metric = "loss"
     if not isinstance(material, str | Pictures) and run.config.output != "classes":
@@ -246,7 +243,7 @@ def _judge(run: Run, material: Material, batches: Sequence[Batch], talk: Callabl
 
     def judge() -> float:
         if isinstance(some, str | Pictures) or metric == "loss":
-            value = loss(run.model, batches)
+            value = mean_loss(run.model, batches)
         else:
             value = evaluate(run, some, Options(), [metric], samples=0).metrics[metric].score
         talk(f"  {metric} {value:.4g}")
@@ -255,10 +252,10 @@ def _judge(run: Run, material: Material, batches: Sequence[Batch], talk: Callabl
     return judge
 
 
-def sample(material: Material, count: int) -> Material:
+def sample(material: TaskData, count: int) -> TaskData:
     """Some of the pairs or images, evenly spread, or the beginning of a text."""
     if isinstance(material, str):
-        return material[: count * STRETCH]
+        return material[: count * WINDOW]
     if isinstance(material, Pictures):
         rows = range(0, len(material.images_NCHW), max(1, len(material.images_NCHW) // count))[:count]
         return _pictures(material, rows)
@@ -271,15 +268,15 @@ def _pictures(pictures: Pictures, rows: Sequence[int]) -> Pictures:
 
 
 def _gated(
-    run: Run, material: Material, steps: int, lr: float, talk: Callable[[str], None]
-) -> tuple[Model, dict[Spot, float]]:
+    run: Run, material: TaskData, steps: int, lr: float, talk: Callable[[str], None]
+) -> tuple[Model, dict[HeadKey, float]]:
     """A copy of the model that has learned to do without heads, and its heads, those most shut first."""
     if not steps:
         raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
     talk(f"learning gates for {steps} steps")
     learner = copy.deepcopy(run.model)
-    found = learn_gates(learner, batches_of(run, material, 2048), steps, lr=lr)
-    return learner, dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+    found = learn_gates(learner, task_batches(run, material, 2048), steps, lr=lr)
+    return learner, sort_heads(found)
 
 
 def save(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
@@ -308,7 +305,7 @@ def head_numbers_before(model: Model, report: PruneReport, name: str) -> list[in
 
 def check(run: Run) -> None:
     """Is there anything to remove?"""
-    require_cuttable(run.model)
+    require_prunable(run.model)
     if all(attention.heads < 2 for attention in run.model.attentions().values()):
         raise UserError(
             f"{run.path}: its attention has one head, which cannot go; only models with several can be pruned"
@@ -318,15 +315,15 @@ def check(run: Run) -> None:
 # What it does
 
 
-def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[Spot]) -> list[tuple[int, float]]:
+def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[HeadKey]) -> list[tuple[int, float]]:
     """The loss per token as more and more heads are silenced."""
     counts = sorted({round(i * len(order) / POINTS) for i in range(POINTS + 1)})
-    return [(count, loss(model, batches, by_attention(order[:count]))) for count in counts]
+    return [(count, mean_loss(model, batches, group_heads(order[:count]))) for count in counts]
 
 
-def measure(run: Run, material: Material, batches: Sequence[Batch]) -> Snapshot:
+def measure(run: Run, material: TaskData, batches: Sequence[Batch]) -> Snapshot:
     """How good, how large and how fast a run is."""
-    each = loss(run.model, batches)
+    each = mean_loss(run.model, batches)
     if run.config.encoder is not None and run.config.decoder is not None:
         assert not isinstance(material, str | Pictures)
         names = [name for name in default_metrics(run, [e.target or "" for e in material]) if name != "perplexity"]
@@ -341,7 +338,7 @@ def measure(run: Run, material: Material, batches: Sequence[Batch]) -> Snapshot:
         metrics = {"perplexity": math.exp(min(each, 700.0))}
         if run.config.output == "classes":
             metrics = {"accuracy": _accuracy(run.model, batches)}
-    return Snapshot(heads_of(run.model), run.model.size, each, metrics, rate)
+    return Snapshot(count_heads(run.model), run.model.size, each, metrics, rate)
 
 
 @torch.no_grad()
@@ -358,10 +355,10 @@ def _seconds(work: Callable[[], object]) -> float:
     return max(1e-9, time.perf_counter() - began)
 
 
-def split(material: Material, every: int = 10, most: int = 1000) -> tuple[Material, Material]:
+def split(material: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
     """What to learn from and what to measure on: no source is on both sides; of a text, the end is held out."""
     if isinstance(material, str):
-        at = len(material) - min(most * STRETCH, len(material) // every)
+        at = len(material) - min(most * WINDOW, len(material) // every)
         return material[:at], material[at:]
     if isinstance(material, Pictures):
         rows = range(len(material.images_NCHW))
@@ -375,13 +372,13 @@ def split(material: Material, every: int = 10, most: int = 1000) -> tuple[Materi
 # Tuning
 
 
-def epochs(run: Run, material: Material, seed: int = 1) -> Iterator[Batch]:
+def epochs(run: Run, material: TaskData, seed: int = 1) -> Iterator[Batch]:
     """The material over and over, each time in another order."""
     pairs = run.config.encoder is not None and run.config.decoder is not None
     if pairs and not isinstance(material, str | Pictures):
         yield from _pair_epochs(run, material, seed)
         return
-    batches = batches_of(run, material, 2048)
+    batches = task_batches(run, material, 2048)
     draws = np.random.default_rng(seed)
     while True:
         yield from (batches[i] for i in draws.permutation(len(batches)))

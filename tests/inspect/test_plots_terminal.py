@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from regard.inspect.plots import MARK, SHADES, colour, draw, draw_in_colour, shade, shown
+from regard.inspect.plots import LTR_MARK, SHADES, colour, draw, draw_in_colour, shade, visible
 
 PIECES = st.lists(st.text(max_size=5), min_size=1, max_size=9)
 
@@ -36,18 +36,18 @@ def test_every_cell_stands_under_its_letter(source, target, width):
 def test_wide_marks_and_backwards():
     lines = draw(["日", "e", "\u0301"], ["に"], [[0.0, 0.0, 1.0]])
     assert lines == ["   日 e  ◌\u0301", "に       ██"]
-    assert draw(["ש"], ["s"], [[1.0]])[0] == f"  {MARK}ש{MARK}"
+    assert draw(["ש"], ["s"], [[1.0]])[0] == f"  {LTR_MARK}ש{LTR_MARK}"
 
 
 @pytest.mark.parametrize(
     ("piece", "text"), [(" ", "␣"), ("\t", "␉"), ("", "∅"), ("\u200b", "·"), ("\x1b[1m", "␛[1m"), ("\u2028", "�")]
 )
 def test_nothing_can_move_the_cursor(piece, text):
-    assert shown(piece) == text
+    assert visible(piece) == text
 
 
 def test_long_pieces_are_cut():
-    assert cell_len(shown("漢" * 40)) <= 12 and shown("漢" * 40).endswith("…")
+    assert cell_len(visible("漢" * 40)) <= 12 and visible("漢" * 40).endswith("…")
 
 
 def test_shades_rise():

@@ -15,10 +15,9 @@ from regard.cli import heads
 from regard.data.images import Pictures
 from regard.data.reader import LineCounter
 from regard.errors import UserError
-from regard.inspect.heads import look_squares, measure_heads
-from regard.inspect.importance import ablation_importance, gradient_importance, loss
-from regard.inspect.inputs import MASK_EVERY, STRETCH, Material, batches_of, read_material
-from regard.inspect.trace import between_squares
+from regard.inspect.heads import measure_heads, patch_distances, sum_patch_attention
+from regard.inspect.importance import ablation_importance, gradient_importance, mean_loss
+from regard.inspect.inputs import MASK_EVERY, WINDOW, TaskData, read_task_data, task_batches
 from regard.nn.hooks import patch
 from regard.text.codec import Example
 
@@ -27,7 +26,7 @@ LABELLED = [Example("abc", "one"), Example("cab a", "two"), Example("d", "one")]
 PICTURES = Pictures(np.stack([picture(i) for i in range(5)]), ["one", "two", "three", "one", "two"])
 
 
-def material(kind: str) -> Material:
+def material(kind: str) -> TaskData:
     return PICTURES if kind == "image" else LABELLED if kind == "classes" else TEXT
 
 
@@ -47,19 +46,19 @@ def test_every_head_is_measured(kind: str) -> None:
 @torch.no_grad()
 def test_a_text_is_cut_into_stretches_that_follow_each_other(kind: str) -> None:
     run = family(kind)
-    batches = batches_of(run, TEXT, tokens=3 * STRETCH)
+    batches = task_batches(run, TEXT, tokens=3 * WINDOW)
     labels = torch.cat([batch.label_BT.flatten() for batch in batches])
     ids = run.codec.target.encode([TEXT])[0]
-    assert labels.tolist() == ids[: len(labels)] and len(ids) - len(labels) < STRETCH
+    assert labels.tolist() == ids[: len(labels)] and len(ids) - len(labels) < WINDOW
     inputs = torch.cat([batch.input_BT.flatten() for batch in batches])
     assert inputs.tolist() == [run.config.start_id, *ids[: len(labels) - 1]]
     expected = torch.cat([run.model(batch.input_BT, None).log_softmax(-1).flatten(0, 1) for batch in batches])
-    assert loss(run.model, batches) == pytest.approx(-float(expected[range(len(labels)), labels].mean()), abs=1e-4)
+    assert mean_loss(run.model, batches) == pytest.approx(-float(expected[range(len(labels)), labels].mean()), abs=1e-4)
 
 
 def test_symbols_are_hidden_and_marks_are_not() -> None:
     run = family("masked")
-    (batch,) = batches_of(run, TEXT)
+    (batch,) = task_batches(run, TEXT)
     assert batch.keep_BT is not None
     hidden = torch.eq(batch.source_BS, run.config.ids.mask or 0)
     assert torch.equal(hidden, batch.keep_BT) and batch.tokens == int(hidden.sum())
@@ -71,7 +70,7 @@ def test_symbols_are_hidden_and_marks_are_not() -> None:
 @pytest.mark.parametrize("kind", ["lm-hashed", "lm-distances", "masked", "image"])
 def test_a_silenced_head_has_no_importance_left(kind: str) -> None:
     run = family(kind)
-    batches = batches_of(run, material(kind))
+    batches = task_batches(run, material(kind))
     name = next(iter(ablation_importance(run.model, batches)))[0]
     with patch(run.model, {f"{name}.mixed": torch.zeros_like}):
         found = gradient_importance(run.model, batches)
@@ -80,7 +79,7 @@ def test_a_silenced_head_has_no_importance_left(kind: str) -> None:
 
 def test_squares_look_as_far_as_their_weights_say() -> None:
     run = family("image")
-    far_SS = between_squares(4, 4, 2)
+    far_SS = patch_distances(4, 4, 2)
 
     def row(x_BHTS: torch.Tensor) -> torch.Tensor:
         """The first head looks at itself, the second one to the right, the third at the image, the fourth evenly."""
@@ -94,8 +93,8 @@ def test_squares_look_as_far_as_their_weights_say() -> None:
 
     with patch(run.model, {"encoder.blocks.1.attention.weights": row}):
         heads_ = [h for h in measure_heads(run, PICTURES, ablation=False) if h.layer == 1]
-        sums = look_squares(run.model, batches_of(run, PICTURES))["encoder.blocks.1.attention"]
-    assert [h.what for h in heads_] == ["own square", "same row", "whole image", "everything evenly"]
+        sums = sum_patch_attention(run.model, task_batches(run, PICTURES))["encoder.blocks.1.attention"]
+    assert [h.what for h in heads_] == ["own patch", "same row", "class token", "everything evenly"]
     assert heads_[0].distance == heads_[2].distance == 0.0
     assert heads_[1].distance == pytest.approx((3 * 2 + 6) / 4)
     assert heads_[3].distance == pytest.approx(float(far_SS.mean()), rel=1e-5)
@@ -113,7 +112,7 @@ def test_squares_look_as_far_as_their_weights_say() -> None:
 )
 def test_mistakes(kind: str, wrong: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        batches_of(family(kind), wrong)
+        task_batches(family(kind), wrong)
 
 
 def test_links_need_a_source_and_an_output() -> None:
@@ -126,8 +125,8 @@ def test_files_are_read_as_the_model_has_it(tmp_path: Path) -> None:
     (tmp_path / "labels.tsv").write_text("abc\tone\ncab\ttwo\n", encoding="utf-8")
     np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
 
-    def read(kind: str, name: str, most: int) -> Material:
-        return read_material(family(kind), (str(tmp_path / name),), ("source", "target"), LineCounter(), most)
+    def read(kind: str, name: str, most: int) -> TaskData:
+        return read_task_data(family(kind), (str(tmp_path / name),), ("source", "target"), LineCounter(), most)
 
     assert read("lm", "text.txt", 1) == TEXT + "\n" and read("masked", "text.txt", 9) == TEXT + "\n" + TEXT + "\n"
     assert read("classes", "labels.tsv", 1) == [Example("abc", "one")]

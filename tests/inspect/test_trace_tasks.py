@@ -91,7 +91,7 @@ def test_a_masked_model_guesses_each_symbol_without_seeing_it() -> None:
         assert found.lens[-1].steps[place][0].probability == pytest.approx(float(probability_V.max()), abs=1e-5)
     plain_SV = run.model(torch.tensor([ids]), None)[0].softmax(-1)
     assert found.steps[0].probability == pytest.approx(float(plain_SV[0, ids[0]]), abs=1e-5), "marks stay in sight"
-    assert "hidden in turn" in found.notes[0]
+    assert "masked in turn" in found.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["classes", "image"])
@@ -126,7 +126,7 @@ def test_a_model_without_a_prediction_has_nothing_to_say() -> None:
 
 def test_distances_in_an_image_are_between_middles_of_squares() -> None:
     found = traced(family("image"))
-    assert found.shot is not None and (found.shot.rows, found.shot.columns) == (4, 4)
+    assert found.image is not None and (found.image.rows, found.image.columns) == (4, 4)
     for m in found.maps:
         for head, weights_TS in enumerate(m.weights_HTS):
             total = 0.0
@@ -139,9 +139,9 @@ def test_distances_in_an_image_are_between_middles_of_squares() -> None:
 def test_pixels_are_shown_as_bytes() -> None:
     image = picture() * 15
     found = trace_image(family("image"), image)
-    assert found.shot is not None and np.array_equal(found.shot.pixels_HWC[..., 0], image[0])
+    assert found.image is not None and np.array_equal(found.image.pixels_HWC[..., 0], image[0])
     for faint in (picture(), image.astype(np.float32)):
-        stretched = trace_image(family("image"), faint).shot
+        stretched = trace_image(family("image"), faint).image
         assert stretched is not None and (stretched.pixels_HWC.min(), stretched.pixels_HWC.max()) == (0, 255)
 
 
