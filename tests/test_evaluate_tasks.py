@@ -12,7 +12,7 @@ import torch
 
 from regard.config import Config, parse
 from regard.data.objectives import SpanCorruption
-from regard.data.plain import Stream, Units, read_pieces, tokenised
+from regard.data.plain import Stream, TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
 from regard.decode.text_score import context_of, score_masked, score_spans, score_text
@@ -55,8 +55,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def units(run: Run, path: Path) -> Units:
-    return tokenised(list(read_pieces(Source((str(path),)), LineCounter())), run.codec.source, "text")
+def units(run: Run, path: Path) -> TokenizedText:
+    return tokenize_text(list(read_pieces(Source((str(path),)), LineCounter())), run.codec.source, "text")
 
 
 def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
@@ -276,7 +276,7 @@ def test_scores_of_lines(place: Path) -> None:
     said = call("score", place / "lm", "-", stdin="the cat\nthe\t cat\n\na\tb\tc\n")
     assert said.code == 0, said.err
     whole, rest, blank, wrong = map(float, said.lines)
-    ids = tokenised(["the cat"], run.codec.source, "text").ids
+    ids = tokenize_text(["the cat"], run.codec.source, "text").ids
     ended = np.append(ids, run.codec.ids.eos)
     nll = score_text(run, ended, 100).nll
     assert whole == pytest.approx(-nll.sum(), abs=1e-4)

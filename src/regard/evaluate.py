@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.data.plain import Units
+from regard.data.plain import TokenizedText
 from regard.decode.classify import Classification
 from regard.decode.generate import Decoder
 from regard.decode.options import Options
@@ -217,7 +217,7 @@ def text_metrics(run: Run) -> tuple[str, ...]:
     return ("perplexity", "bits_per_char", "loss") if run.config.encoder is None else ("accuracy", "perplexity", "loss")
 
 
-def judge_text(run: Run, units: Units, context: int | None = None, memory: int | None = None) -> TextScores:
+def judge_text(run: Run, units: TokenizedText, context: int | None = None, memory: int | None = None) -> TextScores:
     """Let a language model, or one that predicts masked tokens or spans, read a text."""
     if memory is not None and not run.config.has_memory:
         raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
@@ -226,8 +226,8 @@ def judge_text(run: Run, units: Units, context: int | None = None, memory: int |
         judged = score_text(run, units.ids, context, memory)
     else:
         judged = (score_masked if run.config.decoder is None else score_spans)(run, units.ids, context)
-    lines = np.repeat(np.arange(len(units.symbols)), units.symbols)
-    asked, nll, right = (np.bincount(lines, x, len(units.symbols)) for x in (judged.asked, judged.nll, judged.right))
+    lines = np.repeat(np.arange(len(units.tokens)), units.tokens)
+    asked, nll, right = (np.bincount(lines, x, len(units.tokens)) for x in (judged.asked, judged.nll, judged.right))
     unknown = run.codec.source.unknown(units.ids[1:].tolist())
     return TextScores(asked, nll, right, units.characters.astype(float), unknown)
 

@@ -20,8 +20,7 @@ from regard.convert.tokenizers import Tokenizers, read_tokenizers, write_tokeniz
 from regard.convert.vocabularies import read_pieces
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig
-from regard.text.foreign import HIDDEN
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import HIDDEN, Tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 transformers = pytest.importorskip("transformers")
@@ -239,7 +238,7 @@ def test_what_users_type_is_text(made, text: str, kind: str) -> None:
     ours = made[kind].tokens.source
     ids = ours.encode([text])[0]
     assert not set(ids) & (ours.special - {ours.ids.unk})
-    assert ours.unknown(ids) == len(ours.unknown_symbols(text))
+    assert ours.unknown(ids) == len(ours.unknown_tokens(text))
     assert len(ours.pieces(ids)) == len(ids)
 
 
@@ -374,7 +373,7 @@ def test_symbols_without_a_row_are_unknown(made) -> None:
     assert read.source.size == 40 and "those numbered higher" in read.notes[0]
     cut = [[index if index < 40 else whole.ids.unk for index in row] for row in whole.encode(CORPUS)]
     assert read.source.encode(CORPUS) == cut
-    assert len(read.source.unknown_symbols(CORPUS[0])) == read.source.unknown(cut[0]) > 0
+    assert len(read.source.unknown_tokens(CORPUS[0])) == read.source.unknown(cut[0]) > 0
     with pytest.raises(UserError, match="too few"):
         read_tokenizers(made["t5"].path, "t5", {"vocab_size": 2})
 

@@ -132,7 +132,7 @@ def test_parallel_files_with_a_shared_vocabulary(scheme: str, tmp_path: Path) ->
 def test_held_out_text_is_not_learned_from(tmp_path: Path) -> None:
     pairs = [(word, word + chr(0x4E00 + index)) for index, word in enumerate(WORDS)]
     prepared = made(tmp_path / "data", {"train": table(tmp_path / "t", pairs)}, {"target_tokens": "char"})
-    assert all(prepared.codec.target.unknown_symbols(example.target or "") for example in prepared.valid_examples)
+    assert all(prepared.codec.target.unknown_tokens(example.target or "") for example in prepared.valid_examples)
 
 
 def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
@@ -142,7 +142,7 @@ def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         module.Tokenizer,
         "train",
-        lambda scheme, texts, count: train(scheme, (t := list(texts), seen.append(len(t)))[0], count),
+        lambda scheme, texts, *rest: train(scheme, (t := list(texts), seen.append(len(t)))[0], *rest),
     )
     made(
         tmp_path / "data",
@@ -155,11 +155,11 @@ def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
 
 def test_scripts_without_spaces_are_learned_from_less_text() -> None:
     spaced, unbroken = ["some words " * 5] * 10, ["文" * 55] * 10
-    assert vocabulary.share("char", spaced, 10**7) == 10**7
-    assert vocabulary.share("bpe:8000", spaced, 500) == 500
-    assert vocabulary.share("bpe:8000", spaced, 10**7) * 55 <= vocabulary.LEARNED_TEXT
-    assert vocabulary.share("bpe:8000", unbroken, 10**7) * 55 <= vocabulary.UNBROKEN_TEXT["bpe"]
-    assert vocabulary.share("unigram:8000", ["x" * 10**6], 10**7) == 1
+    assert vocabulary.learned_lines("char", spaced, 10**7) == 10**7
+    assert vocabulary.learned_lines("bpe:8000", spaced, 500) == 500
+    assert vocabulary.learned_lines("bpe:8000", spaced, 10**7) * 55 <= vocabulary.LEARNED_TEXT
+    assert vocabulary.learned_lines("bpe:8000", unbroken, 10**7) * 55 <= vocabulary.UNBROKEN_TEXT["bpe"]
+    assert vocabulary.learned_lines("unigram:8000", ["x" * 10**6], 10**7) == 1
 
 
 def test_stdin_and_pipes_are_read_once(tmp_path: Path, monkeypatch) -> None:

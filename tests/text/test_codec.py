@@ -76,15 +76,14 @@ def test_a_shared_vocabulary_is_one_size_and_features_are_no_text() -> None:
     assert codec.target_pieces([codec.target_vocab - 1]) == ["N"]
 
 
-def test_unknown_symbols_and_features_are_counted_and_named() -> None:
+def test_unknown_tokens_and_features_are_counted_and_named() -> None:
     codec = make()
     examples = [Example("Abx", features="N;V"), Example("xx"), Example("Ab", features="N")]
     rows = codec.encode_source(examples)
     assert [row.count(1) for row in rows] == [2, 2, 0]
     unknown = UnknownTokens()
-    codec.note_unknown(examples, rows, unknown)
-    assert (unknown.symbols, unknown.total, unknown.texts) == ({"x": 3, "V": 1}, 4, 2)
-    assert unknown.first["V"] == "Abx"
+    codec.note_unknown(examples, unknown)
+    assert (unknown.counts, unknown.total, unknown.texts) == ({"x": 3, "V": 1}, 4, 2)
     assert unknown.summary() == "4 unknown tokens in 2 lines: 'x' 3x, 'V' 1x"
 
 

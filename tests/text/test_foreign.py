@@ -14,9 +14,8 @@ from tokenizers import Tokenizer as Library
 from regard.config import SpecialIds, parse
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig, UnknownTokens
-from regard.text.foreign import HIDDEN, ForeignTokenizer
-from regard.text.learn import byte_letters
-from regard.text.tokenizer import Tokenizer
+from regard.text.scheme import byte_letters
+from regard.text.tokenizer import HIDDEN, ForeignTokenizer, Tokenizer
 
 NAMES = ["</s>", "<pad>", "<unk>", "<mask>"]
 IDS = SpecialIds(pad=1, unk=2, sos=0, eos=0, mask=3)
@@ -78,7 +77,7 @@ def test_what_users_type_is_text_whether_marked_in_the_file_or_by_us(text: str, 
     tokenizer = MADE[key]
     ids = tokenizer.encode([text])[0]
     assert not {0, 1, 3} & set(ids)
-    assert ids.count(2) == tokenizer.unknown(ids) == len(tokenizer.unknown_symbols(text))
+    assert ids.count(2) == tokenizer.unknown(ids) == len(tokenizer.unknown_tokens(text))
     assert len(tokenizer.pieces(ids)) == len(ids)
     tokenizer.decode(ids)
 
@@ -113,7 +112,7 @@ def test_unknown_symbols_are_shown_and_named() -> None:
     assert tokenizer.pieces([*ids, 0, 3]) == ["a", "⁇", "b", "</s>", "<mask>"]
     unknown = UnknownTokens()
     unknown.add(tokenizer, ["a <mask> b"], [ids])
-    assert unknown.symbols == {"<mask>": 1}
+    assert unknown.counts == {"<mask>": 1}
 
 
 def test_an_end_that_stands_in_for_unknown_is_an_end() -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
 from regard.errors import UserError
-from regard.text.learn import SPECIALS, byte_letters
+from regard.text.scheme import SPECIALS, byte_letters
 from regard.text.tokenizer import Tokenizer
 
 NASTY = [
@@ -59,7 +59,7 @@ def test_other_schemes_restore_what_they_have_seen(text: str, scheme: str) -> No
     tokenizer = Tokenizer.train(scheme, [text])
     expected = " ".join(part for part in text.split(" ") if part) if scheme == "space" else text
     assert back(tokenizer, text) == expected
-    assert tokenizer.unknown_symbols(text) == []
+    assert tokenizer.unknown_tokens(text) == []
 
 
 @given(texts, st.sampled_from(SCHEMES))
@@ -68,7 +68,7 @@ def test_text_never_becomes_a_special_symbol(text: str, scheme: str) -> None:
     tokenizer = TRAINED[scheme]
     ids = tokenizer.encode([text])[0]
     assert not {0, 2, 3} & set(ids)
-    symbols = tokenizer.unknown_symbols(text)
+    symbols = tokenizer.unknown_tokens(text)
     assert tokenizer.unknown(ids) == len(symbols)
     assert not set(symbols) & set(SPECIALS)
     assert len(tokenizer.pieces(ids)) == len(ids)
@@ -113,7 +113,7 @@ def test_rare_symbols_are_unknown_and_named() -> None:
     assert tokenizer.size == 4 + 2
     ids = tokenizer.encode(["cab"])[0]
     assert ids == [1, 4, 5]  # most frequent first
-    assert (tokenizer.unknown(ids), tokenizer.unknown_symbols("cab")) == (1, ["c"])
+    assert (tokenizer.unknown(ids), tokenizer.unknown_tokens("cab")) == (1, ["c"])
     assert tokenizer.decode(ids) == "⁇ab"
     assert tokenizer.pieces(ids) == ["⁇", "a", "b"]
 
@@ -149,7 +149,7 @@ def test_specials_are_skipped_wherever_they_stand() -> None:
 def test_half_a_surrogate_pair_is_no_crash() -> None:
     for tokenizer in TRAINED.values():
         assert len(tokenizer.encode(["a\ud800", "b"])) == 2
-        tokenizer.unknown_symbols("a\ud800")
+        tokenizer.unknown_tokens("a\ud800")
 
 
 def test_byte_letters_are_those_of_the_library() -> None:
@@ -176,7 +176,7 @@ def test_what_is_not_a_tokenizer_of_ours_is_refused(tmp_path) -> None:
 
 FORKED = """
 import os, sys
-from regard.text.learn import threads
+from regard.text.scheme import threads
 from regard.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.train("bpe:300", ["hello world"] * 2000)
 with threads():

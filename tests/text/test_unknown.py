@@ -15,13 +15,12 @@ def test_counts_add_up(monkeypatch) -> None:
     assert (bool(report), report.summary()) == (False, "")
     report.add(tokenizer, texts, tokenizer.encode(texts))
     assert (report.total, report.texts) == (5, 3)
-    assert report.symbols == {"x": 3, "y": 1}  # z is one too many to be kept, but counted
-    assert report.first == {"x": "axb", "y": "yxz"}
+    assert report.counts == {"x": 3, "y": 1}  # z is one too many to be kept, but counted
 
 
 def test_the_summary_is_short_and_tells_look_alikes_apart() -> None:
     report = UnknownTokens()
-    report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100], "text")
+    report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100])
     told = report.summary()
     assert told.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
     assert told.endswith(" and 3 more")

@@ -54,7 +54,7 @@ class InputLines:
         for batch in _windows(lines, most) if self.is_file else _available(lines, most):
             requests = [self._request(line) for line in batch]
             examples = [Example(request.source, None, request.features) for request in requests]
-            self.codec.note_unknown(examples, self.codec.encode_source(examples), self.unknown)
+            self.codec.note_unknown(examples, self.unknown)
             yield requests
 
     def note(self, number: int, flags: dict[str, str]) -> None:
@@ -106,7 +106,7 @@ class UnknownParts:
 
     def note(self, examples: Sequence[Example]) -> None:
         """Count what is unknown in these."""
-        self.codec.note_unknown(examples, self.codec.encode_source(examples), self.source)
+        self.codec.note_unknown(examples, self.source)
         targets = [example.target or "" for example in examples]
         if self.labels is None:
             self.target.add(self.codec.target, targets, self.codec.target.encode(targets))
@@ -117,7 +117,7 @@ class UnknownParts:
         """Count the labels that the run does not know."""
         for label in labels:
             if label not in (self.labels or ()):
-                self.target.count([label], label)
+                self.target.count([label])
 
     def remarks(self) -> list[str]:
         """What a person should know about it."""

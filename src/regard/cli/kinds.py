@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from regard.cli.input import UnknownParts
-    from regard.data.plain import Units
+    from regard.data.plain import TokenizedText
     from regard.data.reader import LineCounter, Located, Source
     from regard.decode.options import Options
     from regard.evaluate import Evaluation, Skip, Staff
@@ -144,26 +144,26 @@ def evaluate_plain(
     memory: int | None,
 ) -> Found:
     """Let a model read a text, and say what it does not know of it."""
-    from regard.data.plain import read_pieces, tokenised
+    from regard.data.plain import read_pieces, tokenize_text
     from regard.data.reader import Source
     from regard.evaluate import evaluate_text, judge_text
 
     pieces = list(read_pieces(Source((file,)), account))
-    units = [tokenised(pieces, run.codec.source, file) for run in runs]
+    units = [tokenize_text(pieces, run.codec.source, file) for run in runs]
     scores = [judge_text(run, each, context, memory) for run, each in zip(runs, units, strict=True)]
     result = evaluate_text(runs[0], scores[0], metrics, _second(scores), samples)
     remarks = [_strange(run, pieces, each, result) for run, each in zip(runs, units, strict=True)]
     return Found(result, {"source": scores[0].unknown} if scores[0].unknown else {}, _named(runs, remarks))
 
 
-def _strange(run: Run, pieces: list[str], units: Units, result: Evaluation) -> list[str]:
+def _strange(run: Run, pieces: list[str], units: TokenizedText, result: Evaluation) -> list[str]:
     """What is to be said about tokens of a text that a run does not know."""
     import numpy as np
 
     from regard.evaluate import text_metrics
     from regard.text.codec import UnknownTokens
 
-    unknown, ends = UnknownTokens(), units.symbols.cumsum()
+    unknown, ends = UnknownTokens(), units.tokens.cumsum()
     unknown.add(run.codec.source, pieces, [row.tolist() for row in np.split(units.ids[1:], ends[:-1])])
     if not unknown:
         return []

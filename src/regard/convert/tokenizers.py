@@ -14,9 +14,8 @@ from regard.convert.vocabularies import JSON, SETTINGS, TARGET, Json, OpenedVoca
 from regard.errors import UserError
 from regard.files import write_json
 from regard.text.codec import Codec
-from regard.text.foreign import ForeignTokenizer
-from regard.text.learn import SPECIALS
-from regard.text.tokenizer import Tokenizer
+from regard.text.scheme import SPECIALS
+from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
 FILES = ("*tokenizer*", "*vocab*", "*.spm", "*.model", "merges.txt")
 # The special tokens around a text where no file tells them.

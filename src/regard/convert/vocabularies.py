@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from regard.errors import UserError
 from regard.files import read_json
-from regard.text.foreign import HIDDEN
-from regard.text.tokenizer import read_text
+from regard.text.tokenizer import HIDDEN, read_text
 
 JSON, SETTINGS, SPECIALS, ADDED = (
     "tokenizer.json",

@@ -22,7 +22,7 @@ from regard.config import Config
 from regard.data.reader import LONG, LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Example
-from regard.text.learn import threads
+from regard.text.scheme import threads
 
 FORMAT = 1
 SIDES = ("source", "target")
@@ -142,7 +142,7 @@ class CorpusWriter:
         self.path.mkdir(parents=True)
         self.examples: list[Example] | None = [] if keep else None  # what was written, if wanted
         self.unknown = dict.fromkeys(SIDES, 0)
-        self.symbols = dict.fromkeys(SIDES, 0)
+        self.tokens = dict.fromkeys(SIDES, 0)
         self._encoder, self._where, self._account, self._max_length = encoder, source, account, max_length
         self._dtype = {side: dtype_for(vocab) for side, vocab in zip(SIDES, encoder.vocabs, strict=True)}
         self._files = {name: (self.path / name).open("wb") for s in SIDES for name in (f"{s}.bin", f"{s}.offsets")}
@@ -181,8 +181,8 @@ class CorpusWriter:
         total = int(ends[-1]) if len(rows) else 0
         flat = np.fromiter(chain.from_iterable(rows), dtype=self._dtype[side], count=total)
         self._files[f"{side}.bin"].write(flat.tobytes())
-        self._files[f"{side}.offsets"].write((ends + self.symbols[side]).tobytes())
-        self.symbols[side] += total
+        self._files[f"{side}.offsets"].write((ends + self.tokens[side]).tobytes())
+        self.tokens[side] += total
         unknown = self._encoder.unknown[SIDES.index(side)]
         self.unknown[side] += 0 if unknown is None else int(np.count_nonzero(flat == unknown))
 
@@ -203,7 +203,7 @@ class CorpusWriter:
         meta = {
             "format": FORMAT,
             "examples": self.count,
-            "symbols": self.symbols,
+            "symbols": self.tokens,
             "unknown": self.unknown,
             "dtype": self._dtype,
         }

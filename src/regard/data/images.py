@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.config import Value
-from regard.data.pairs import wanted
+from regard.data.pairs import valid_count
 from regard.data.reader import Source, open_raw
 from regard.errors import UserError, closest
 from regard.recipe import Recipe
-from regard.text.codec import Base
+from regard.text.learn import BaseText
 
 CHANNELS = (1, 3, 4)
 
@@ -118,7 +118,9 @@ class Images:
         return channels, height, width
 
 
-def make_images(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> dict[str, Any]:
+def make_images(
+    recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None
+) -> dict[str, Any]:
     """Write images into `path`; return the record of it. A base run changes nothing."""
     pictures = read_images(train.paths[0])
     assert pictures.labels is not None
@@ -144,7 +146,7 @@ def make_images(recipe: Recipe, train: Source, valid: Source | None, path: Path,
         if count < 2:
             raise UserError(f"{train.name}: a single image; nothing can be set apart for validation")
         shuffled = np.random.Generator(np.random.Philox(recipe.train.seed)).permutation(count)
-        held_out, rows = np.split(shuffled, [wanted(count)])
+        held_out, rows = np.split(shuffled, [valid_count(count)])
         note = f"validation: {len(held_out):,} images split off at random"
     training = pictures.images_NCHW[rows]
     _write(path / "train", training, pictures.labels, rows, labels)

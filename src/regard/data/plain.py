@@ -1,11 +1,11 @@
-"""Preparing plain text: one vocabulary, and two long rows of ids."""
+"""Plain text: a file becomes a tokenizer and two streams of ids, for training and for validation."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,95 +16,97 @@ from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_b
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.tasks import TASKS
-from regard.text.codec import Base, Codec
-from regard.text.learn import TokenizerChoice, choose, one_request, share, threads
+from regard.text.codec import Codec
+from regard.text.learn import BaseText, Sample, draw, learn_tokenizer, one_request
+from regard.text.scheme import threads
 from regard.text.tokenizer import Tokenizer
 
+LONG_LINE = 1 << 16  # bytes; of a longer line every part is a piece of its own
+VALID_SHARE = 0.1  # of the characters
+MAX_VALID = 1_000_000  # characters
 
-def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> dict[str, Any]:
+
+def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None) -> dict[str, Any]:
     """Write a tokenizer and two streams into `path`; return the record of it."""
     strict = recipe.data.strict
-    account, valid_account = LineCounter(strict), LineCounter(strict)
-    scan = scan_text(train, account)
-    at = scan.characters if valid else split_at(scan.characters)
-    if not at or scan.characters < 2:
-        raise UserError(f"{train.name}: {scan.characters} characters are too little text to learn from")
-    codec, notes = _codec(recipe, train, scan, at, base)
+    counter, valid_counter = LineCounter(strict), LineCounter(strict)
+    sample, characters = scan_text(train, counter)
+    split = characters if valid else split_at(characters)
+    if not split or characters < 2:
+        raise UserError(f"{train.name}: {characters} characters are too little text to learn from")
+    codec, notes = _make_codec(recipe, train, sample, split, base)
     codec.save(path)
     train_writer = StreamWriter(path / "train", codec.source)
     valid_writer = StreamWriter(path / "valid", codec.source)
     with train_writer, valid_writer:
-        for piece, held_out in divide(read_pieces(train, LineCounter()), at):
+        for piece, held_out in divide(read_pieces(train, LineCounter()), split):
             (valid_writer if held_out else train_writer).add(piece)
-        for piece in read_pieces(valid, valid_account) if valid else ():
+        for piece in read_pieces(valid, valid_counter) if valid else ():
             valid_writer.add(piece)
-    notes.append(f"training: {_size(train_writer)} from {train.name}, {account.summary()}")
+    notes.append(f"training: {train_writer.summary()} from {train.name}, {counter.summary()}")
     if valid:
         if not valid_writer.characters:
             raise UserError(f"{valid.name}: there is no text in it")
-        notes.append(f"validation: {_size(valid_writer)} from {valid.name}, {valid_account.summary()}")
+        notes.append(f"validation: {valid_writer.summary()} from {valid.name}, {valid_counter.summary()}")
     else:
-        part = 100 * valid_writer.characters / scan.characters
-        notes.append(f"validation: {_size(valid_writer)}, the last {part:.3g} % of the text")
+        share = 100 * valid_writer.characters / characters
+        notes.append(f"validation: {valid_writer.summary()}, the last {share:.3g} % of the text")
     for what, writer in (("training", train_writer), ("validation", valid_writer)):
         if writer.unknown:
-            notes.append(
-                f"{what}: {writer.unknown:,} tokens ({100 * writer.unknown / writer.symbols:.2g} %) are unknown"
-            )
-    accounts = {"train": account.to_json(), "valid": valid_account.to_json() if valid else None}
+            share = 100 * writer.unknown / writer.tokens
+            notes.append(f"{what}: {writer.unknown:,} tokens ({share:.2g} %) are unknown")
+    accounts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
     return {"text": codec.config.model_dump(), "labels": (), "notes": notes, "accounts": accounts}
 
 
-def _size(writer: StreamWriter) -> str:
-    return f"{writer.symbols:,} tokens ({writer.characters:,} characters)"
-
-
-def _codec(recipe: Recipe, train: Source, scan: TextScan, at: int, base: Base | None) -> tuple[Codec, list[str]]:
-    text = recipe.text
+def _make_codec(
+    recipe: Recipe, train: Source, sample: Sample, split: int, base: BaseText | None
+) -> tuple[Codec, list[str]]:
+    """Learn a vocabulary from the text before `split`, or take that of the run to start from."""
+    task, start_from = TASKS[recipe.task], recipe.train.start_from
     if base is not None:
-        if recipe.task == "span" and not base.codec.shared:
-            raise UserError(
-                f"{recipe.train.start_from}: task span needs one vocabulary for both sides; this run has two"
-            )
+        if task.seq2seq and not base.codec.shared:
+            raise UserError(f"{start_from}: task {task.name} needs one vocabulary for both sides; this run has two")
         if base.codec.source.scheme == "space":
-            raise UserError(
-                f"{recipe.train.start_from}: its tokens are separated by spaces, so line ends would be lost"
-            )
-        return base.codec, [f"tokens: those of {recipe.train.start_from}, {base.codec.source_vocab:,} tokens"]
-    request = one_request(text, "one text")
-    if request == "space":
+            raise UserError(f"{start_from}: its tokens are separated by spaces, so line ends would be lost")
+        return base.codec, [base.note(start_from)]
+    scheme = one_request(recipe.text, "one text")
+    if scheme == "space":
         raise UserError(
             "text.source_tokens: space drops line ends and doubled spaces, which plain text needs; "
             "word cuts at spaces and keeps them"
         )
-    choice = TokenizerChoice(request, "as asked for")
-    if request == "auto":
-        choice = choose(scan.sample, scan.pieces)
-        if choice.scheme == "space":
-            choice = TokenizerChoice("word", choice.reason)
-    texts = _texts(train, at, share(choice.scheme, scan.sample, scan.pieces), scan.pieces)
-    tokenizer = Tokenizer.train(choice.scheme, texts, text.min_count, mask=recipe.task == "masked")
-    return Codec(tokenizer, frame=TASKS[recipe.task].frame), [f"tokens: {choice}; {tokenizer.size:,} tokens"]
+
+    def texts(wanted: int) -> Iterator[str]:
+        pieces = divide(read_pieces(train, LineCounter()), split)
+        return draw((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), wanted, sample.count)
+
+    tokenizer, note = learn_tokenizer(
+        scheme,
+        sample.column(),
+        sample.count,
+        texts,
+        min_count=recipe.text.min_count,
+        mask=task.name == "masked",
+        line_ends=True,
+    )
+    return Codec(tokenizer, frame=task.frame), [note]
 
 
-def _texts(train: Source, at: int, share: int, pieces: int) -> Iterator[str]:
-    """The text to learn tokens from: what is not held out, about `share` of so many pieces, drawn from all over."""
-    random = Random(0)
-    for piece, held_out in divide(read_pieces(train, LineCounter()), at):
-        if held_out:
-            return
-        if share >= pieces or random.random() * pieces < share:
-            yield piece
+def scan_text(source: Source, counter: LineCounter) -> tuple[Sample, int]:
+    """Read a text once -> a sample of its pieces, and how many characters it has."""
+    sample, characters = Sample(), 0
+    for piece in read_pieces(source, counter):
+        characters += len(piece)
+        sample.add(piece)
+    if not counter.read:
+        raise UserError(f"{source.name}: the file is empty")
+    if not characters:
+        raise UserError(f"{source.name}: no usable text: {counter.summary()}")
+    return sample, characters
 
 
-LONG_LINE = 1 << 16  # bytes; of a longer line every part is a piece of its own
-SAMPLE = 10_000  # pieces looked at
-CUT = 1_000  # characters looked at of each
-VALID_SHARE = 0.1
-MOST_VALID = 1_000_000  # characters
-
-
-def read_pieces(source: Source, account: LineCounter) -> Iterator[str]:
+def read_pieces(source: Source, counter: LineCounter) -> Iterator[str]:
     """Yield a text line by line, line ends included. Memory is bounded: a very long line comes in several pieces.
 
     Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line ends like the others.
@@ -115,15 +117,15 @@ def read_pieces(source: Source, account: LineCounter) -> Iterator[str]:
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 number += not begun
-                yield from _piece(line, number, begun, True, source, account)
+                yield from _piece(line, number, begun, True, source, counter)
                 begun = False
             if len(rest) > LONG_LINE:
                 cut = _cut(rest)
                 number += not begun
-                yield from _piece(rest[:cut], number, begun, False, source, account)
+                yield from _piece(rest[:cut], number, begun, False, source, counter)
                 rest, begun = rest[cut:], True
         if rest:
-            yield from _piece(rest, number + (not begun), begun, True, source, account)
+            yield from _piece(rest, number + (not begun), begun, True, source, counter)
 
 
 def _cut(line: bytes) -> int:
@@ -137,8 +139,8 @@ def _cut(line: bytes) -> int:
     return cut
 
 
-def _piece(raw: bytes, number: int, begun: bool, ends: bool, source: Source, account: LineCounter) -> Iterator[str]:
-    account.read += not begun
+def _piece(raw: bytes, number: int, begun: bool, ends: bool, source: Source, counter: LineCounter) -> Iterator[str]:
+    counter.read += not begun
     if number == 1 and not begun:
         raw = raw.removeprefix(BOM)
     if ends:
@@ -146,43 +148,17 @@ def _piece(raw: bytes, number: int, begun: bool, ends: bool, source: Source, acc
     try:
         yield raw.decode("utf-8") + "\n" * ends
     except UnicodeDecodeError:
-        account.read += begun  # a part of a line counts like one, or more would be skipped than read
-        account.skip(ENCODING, source.place(number))
-
-
-class TextScan(NamedTuple):
-    """The first look at a text."""
-
-    characters: int
-    pieces: int
-    sample: list[str]
-
-
-def scan_text(source: Source, account: LineCounter) -> TextScan:
-    """Read a text once: how much there is, and what it looks like."""
-    characters, pieces = 0, 0
-    sample: list[str] = []
-    random = Random(0)
-    for pieces, piece in enumerate(read_pieces(source, account), start=1):
-        characters += len(piece)
-        if pieces <= SAMPLE:
-            sample.append(piece[:CUT])
-        elif (chance := int(random.random() * pieces)) < SAMPLE:
-            sample[chance] = piece[:CUT]
-    if not account.read:
-        raise UserError(f"{source.name}: the file is empty")
-    if not characters:
-        raise UserError(f"{source.name}: no usable text: {account.summary()}")
-    return TextScan(characters, pieces, sample)
+        counter.read += begun  # a part of a line counts like one, or more would be skipped than read
+        counter.skip(ENCODING, source.place(number))
 
 
 def split_at(characters: int) -> int:
     """How many characters come before those that are held out: the last tenth, or less of a very long text."""
-    return max(characters - MOST_VALID, int(characters * (1 - VALID_SHARE)))
+    return max(characters - MAX_VALID, int(characters * (1 - VALID_SHARE)))
 
 
 def divide(pieces: Iterator[str], at: int) -> Iterator[tuple[str, bool]]:
-    """Pieces, and whether each comes after the first `at` characters; the one across that place is cut in two."""
+    """Pieces, and whether each comes after the first `at` characters; the one across is cut in two."""
     seen = 0
     for piece in pieces:
         before = min(max(0, at - seen), len(piece))
@@ -199,12 +175,15 @@ class StreamWriter:
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         self.path = directory
         self.path.mkdir(parents=True)
-        self.symbols = self.characters = self.unknown = 0
+        self.tokens = self.characters = self.unknown = 0  # counts of what was written
         self._tokenizer = tokenizer
         self._dtype = dtype_for(tokenizer.size)
         self._file = (directory / "text.bin").open("wb")
         self._waiting: list[str] = []
         self._text = 0
+
+    def summary(self) -> str:
+        return f"{self.tokens:,} tokens ({self.characters:,} characters)"
 
     def add(self, piece: str) -> None:
         self._waiting.append(piece)
@@ -222,7 +201,7 @@ class StreamWriter:
     def _write(self, ids: list[int]) -> None:
         flat = np.asarray(ids, dtype=self._dtype)
         self._file.write(flat.tobytes())
-        self.symbols += len(flat)
+        self.tokens += len(flat)
         self.unknown += int(np.count_nonzero(flat == self._tokenizer.ids.unk))
 
     def __enter__(self) -> StreamWriter:
@@ -237,7 +216,7 @@ class StreamWriter:
         finally:
             self._file.close()
         if error is None:
-            meta = {"symbols": self.symbols, "characters": self.characters, "dtype": self._dtype}
+            meta = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
             (self.path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -274,25 +253,25 @@ class Stream:
         return self.characters
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Rows of `length` ids that begin at these places."""
+        """Rows of `length` ids, one from each start."""
         rows = [self._cut(int(start), int(start) + length) for start in starts]
         return np.stack(rows).astype(np.int64) if rows else np.empty((0, length), np.int64)
 
 
-class Units(NamedTuple):
-    """A text in memory: its ids with an end token in front, and of each line how many ids and characters it has."""
+class TokenizedText(NamedTuple):
+    """A text in memory: its ids with an end token in front, and the numbers of tokens and characters of each line."""
 
     ids: NDArray[np.uint32]
-    symbols: NDArray[np.int64]
+    tokens: NDArray[np.int64]
     characters: NDArray[np.int64]
 
 
-def tokenised(pieces: Sequence[str], tokenizer: Tokenizer, name: str) -> Units:
-    """A text that is not to be written down; `name` is that of its file."""
+def tokenize_text(pieces: Sequence[str], tokenizer: Tokenizer, name: str) -> TokenizedText:
+    """Tokenize a text that is not to be written; `name` is that of its file."""
     if not pieces:
         raise UserError(f"{name}: there is no text in it")
     with threads():
         rows = [np.asarray(row, np.uint32) for row in tokenizer.encode(pieces)]
     first = np.asarray([tokenizer.ids.eos], np.uint32)
-    lengths, characters = (np.asarray(list(map(len, x)), np.int64) for x in (rows, pieces))
-    return Units(np.concatenate([first, *rows]), lengths, characters)
+    tokens, characters = (np.asarray(list(map(len, x)), np.int64) for x in (rows, pieces))
+    return TokenizedText(np.concatenate([first, *rows]), tokens, characters)

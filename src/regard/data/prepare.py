@@ -26,8 +26,8 @@ from regard.errors import UserError
 from regard.files import replace_directory
 from regard.recipe import Recipe
 from regard.tasks import TASKS, Reads
-from regard.text.codec import Base, Codec, Example, TextConfig
-from regard.text.learn import requests
+from regard.text.codec import Codec, Example, TextConfig
+from regard.text.learn import BaseText, requests
 from regard.text.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -51,7 +51,7 @@ class Prepared(Generic[Data]):
 class _Kind(NamedTuple):
     """How one kind of data is written, with its record as the result, and opened; and how to ask for its files."""
 
-    write: Callable[[Recipe, Source, Source | None, Path, Base | None], dict[str, Any]]
+    write: Callable[[Recipe, Source, Source | None, Path, BaseText | None], dict[str, Any]]
     open: Callable[[Path], Corpus | Stream | Images]
     files: str
 
@@ -65,7 +65,7 @@ KINDS: dict[Reads, _Kind] = {
 }
 
 
-def prepare(recipe: Recipe, directory: str | Path, resume: bool = False, base: Base | None = None) -> Prepared[Any]:
+def prepare(recipe: Recipe, directory: str | Path, resume: bool = False, base: BaseText | None = None) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
     What is there is used if it was made from the same text with the same settings. If not, it is made anew, or, with
@@ -91,7 +91,7 @@ def prepare(recipe: Recipe, directory: str | Path, resume: bool = False, base: B
     return open_prepared(path)
 
 
-def _write(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: Base | None) -> None:
+def _write(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None) -> None:
     train, valid = _spool(train, path), valid and _spool(valid, path)
     before = _stamps(train, valid)
     record: dict[str, Any] = {"format": FORMAT, "task": recipe.task}

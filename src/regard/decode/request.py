@@ -115,7 +115,7 @@ class Preparer:
         """The prefix and the phrases of an output of at most `limit` tokens."""
         text = request.prefix or self.options.prefix
         prefix = self.codec.target.encode([text])[0] if text else []
-        if unknown := self.codec.target.unknown_symbols(text) if text else []:
+        if unknown := self.codec.target.unknown_tokens(text) if text else []:
             raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
         if len(prefix) > limit:
             raise UserError(
@@ -163,9 +163,9 @@ class Preparer:
                 raise UserError(f"{option} {empty[0]!r}: there is nothing in this phrase")
         if speller.spaced:
             for phrase in require:
-                if unknown := target.unknown_symbols(phrase):
+                if unknown := target.unknown_tokens(phrase):
                     raise UserError(f"require {phrase!r}: {unknown[0]!r} is not in the target vocabulary")
-            forbid = tuple(phrase for phrase in forbid if not target.unknown_symbols(phrase))  # never produced
+            forbid = tuple(phrase for phrase in forbid if not target.unknown_tokens(phrase))  # never produced
         made = make_phrases([*map(speller.spell, require)], [*map(speller.spell, forbid)], speller.spelling)
         if len(self._known) >= KNOWN:
             self._known.clear()

@@ -1,4 +1,4 @@
-"""Both sides of a task: examples to ids, ids to text."""
+"""The text side of a run: examples to ids, ids to text, and a report of unknown tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import NamedTuple
 from regard.config import Count, Frame, SpecialIds, Value
 from regard.errors import UserError
 from regard.recipe import Column
-from regard.text.foreign import ForeignTokenizer
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
 SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
+
+
+class Example(NamedTuple):
+    """A source text, its target if there is one, and the features as written in their column."""
+
+    source: str
+    target: str | None = None
+    features: str | None = None
 
 
 class TextConfig(Value):
@@ -25,8 +32,8 @@ class TextConfig(Value):
     features: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ("source", "target")
     feature_separator: str = ";"
-    frame: Frame = "end"  # the marks around a source text: x eos, sos x eos, sos x, or none
-    ids: SpecialIds | None = None  # of foreign vocabularies; what we learn is always numbered in the same way
+    frame: Frame = "end"  # special tokens around a source text: x eos, sos x eos, sos x, or none
+    ids: SpecialIds | None = None  # of foreign vocabularies; those we learn all have the same
     sizes: tuple[Count, Count] | None = None  # of foreign vocabularies: how many ids each side has
 
 
@@ -48,7 +55,9 @@ class Codec:
         self.source = source
         self.target = source if target is None else target
         if (type(self.source), self.source.ids) != (type(self.target), self.target.ids):
-            raise UserError(f"source and target number their marks differently: {source.ids} and {self.target.ids}")
+            raise UserError(
+                f"source and target number their special tokens differently: {source.ids} and {self.target.ids}"
+            )
         self.features = tuple(features)
         self.columns = tuple(columns)
         self.feature_separator = feature_separator
@@ -61,7 +70,7 @@ class Codec:
 
     @property
     def ids(self) -> SpecialIds:
-        """The ids of what is not text, the same on both sides."""
+        """The ids of special tokens, the same on both sides."""
         return self.source.ids
 
     @property
@@ -99,9 +108,9 @@ class Codec:
     __hash__ = None  # type: ignore[assignment]
 
     def encode_source(self, examples: Sequence[Example]) -> list[list[int]]:
-        """SpecialIds of the features and of the source text, with the marks around them."""
+        """The ids of features and source text, with special tokens around them."""
         rows = self.source.encode([example.source for example in examples])
-        before, after = self._marks
+        before, after = self.ids.around(self.frame)
         for row, example in zip(rows, examples, strict=True):
             if example.features:
                 names = split_features(example.features, self.feature_separator)
@@ -109,21 +118,15 @@ class Codec:
             row[:] = [*before, *row, *after]
         return rows
 
-    @property
-    def _marks(self) -> tuple[list[int], list[int]]:
-        """What stands before and after a source text."""
-        before = [self.ids.sos] if self.frame in ("both", "start") else []
-        return before, [self.ids.eos] if self.frame in ("both", "end") else []
-
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
-        """SpecialIds of the target text, and the end."""
+        """The ids of target texts, each with the end token."""
         rows = self.target.encode(texts)
         for row in rows:
             row.append(self.ids.eos)
         return rows
 
     def decode_target(self, ids: Iterable[int]) -> str:
-        """The text of target ids; what is not text is skipped."""
+        """The text of target ids; special tokens are skipped."""
         return self.target.decode(index for index in ids if index < self.target.size)
 
     def source_pieces(self, ids: Iterable[int]) -> list[str]:
@@ -140,13 +143,13 @@ class Codec:
         beyond = index - tokenizer.size
         return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # models may have rows to spare
 
-    def note_unknown(self, examples: Sequence[Example], rows: Sequence[Sequence[int]], unknown: UnknownTokens) -> None:
-        """Enter what is unknown in the sources, text and features, into a report; `rows` are their ids."""
-        for example, row in zip(examples, rows, strict=True):
+    def note_unknown(self, examples: Sequence[Example], unknown: UnknownTokens) -> None:
+        """Count what is unknown in the sources, text and features."""
+        for example, row in zip(examples, self.encode_source(examples), strict=True):
             if self.source.unknown(row):
                 names = split_features(example.features or "", self.feature_separator)
-                strange = [name for name in names if name not in self._feature_ids]
-                unknown.count(self.source.unknown_symbols(example.source) + strange, example.source)
+                features = [name for name in names if name not in self._feature_ids]
+                unknown.count(self.source.unknown_tokens(example.source) + features)
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizers; `config` is the caller's to keep."""
@@ -178,23 +181,14 @@ def split_features(features: str, separator: str) -> list[str]:
     return [name for part in features.split(separator) if (name := part.strip())]
 
 
-class Example(NamedTuple):
-    """A source text, its target if there is one, and the features as written in their column."""
-
-    source: str
-    target: str | None = None
-    features: str | None = None
-
-
 DISTINCT = 10_000  # beyond so many different tokens only their number is kept
 
 
 class UnknownTokens:
-    """A count of unknown tokens, filled line by line, told in one sentence."""
+    """A count of unknown tokens, filled line by line, with a summary in one sentence."""
 
     def __init__(self) -> None:
-        self.symbols: Counter[str] = Counter()  # how often each
-        self.first: dict[str, str] = {}  # a text in which each was seen
+        self.counts: Counter[str] = Counter()  # of each
         self.total = 0
         self.texts = 0  # texts with at least one
 
@@ -202,16 +196,15 @@ class UnknownTokens:
         """Count what is unknown in `texts`, of which `ids` are the tokens."""
         for text, row in zip(texts, ids, strict=True):
             if tokenizer.unknown(row):
-                self.count(tokenizer.unknown_symbols(text), text)
+                self.count(tokenizer.unknown_tokens(text))
 
-    def count(self, symbols: Sequence[str], text: str) -> None:
-        """Count unknown `tokens`, seen in `text`."""
-        self.total += len(symbols)
-        self.texts += bool(symbols)
-        for symbol in symbols:
-            if symbol in self.symbols or len(self.symbols) < DISTINCT:
-                self.symbols[symbol] += 1
-                self.first.setdefault(symbol, text)
+    def count(self, tokens: Sequence[str]) -> None:
+        """Count the unknown tokens of one text."""
+        self.total += len(tokens)
+        self.texts += bool(tokens)
+        for token in tokens:
+            if token in self.counts or len(self.counts) < DISTINCT:
+                self.counts[token] += 1
 
     def __bool__(self) -> bool:
         return self.total > 0
@@ -220,23 +213,16 @@ class UnknownTokens:
         """Say what was unknown, most frequent first; empty if nothing was."""
         if not self:
             return ""
-        named = sorted(self.symbols.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{_shown(symbol)} {count:,}x" for symbol, count in named[:most])
+        named = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{_shown(token)} {count:,}x" for token, count in named[:most])
         rest = f" and {len(named) - most:,} more" if len(named) > most else ""
         times = f"{self.total:,} unknown {what}{'s' * (self.total > 1)}"
         return f"{times} in {self.texts:,} line{'s' * (self.texts > 1)}: {shown}{rest}"
 
 
-def _shown(symbol: str) -> str:
+def _shown(token: str) -> str:
     """A token in quotes, with its code point where the eye may not tell."""
-    short = symbol if len(symbol) <= 24 else symbol[:23] + "…"
-    if len(symbol) == 1 and not symbol.isascii():
-        return f"{short!r} (U+{ord(symbol):04X})"
+    short = token if len(token) <= 24 else token[:23] + "…"
+    if len(token) == 1 and not token.isascii():
+        return f"{short!r} (U+{ord(token):04X})"
     return repr(short)
-
-
-class Base(NamedTuple):
-    """What a run that training starts from says about text and labels."""
-
-    codec: Codec
-    labels: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A tokenizer: text to ids and back, by one of a handful of schemes."""
+"""Tokenizers: text to ids and back, by a scheme of ours or as a model from elsewhere brought it along."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from tokenizers import Tokenizer as Library
 from regard.config import SpecialIds
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.text.learn import IDS, PATTERNS, SMALLEST, SPECIALS, byte_letters, learn, parse_scheme, single, threads
+from regard.text.scheme import BYTE_OF, IDS, PATTERNS, SMALLEST, SPECIALS, learn, parse_scheme, split_simple, threads
 
 UNKNOWN = "⁇"  # how an unknown token is shown: U+2047
 SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
+
+# Names that begin with this are never found in text, which has no such characters: those of special tokens, so that
+# nothing a user types is one, and in a file those of tokens that are of another text with the same vocabulary.
+HIDDEN = "\U0010fffe\U0010ffff"
+BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # how some vocabularies name single bytes
 
 
 class Tokenizer:
@@ -37,27 +42,26 @@ class Tokenizer:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._kind = _kind(library)
+        self._kind = _recognise(library)
         self.size: int = library.get_vocab_size(with_added_tokens=True)
-        symbols = [library.id_to_token(index) or "" for index in range(self.size)]
-        self.ids = SpecialIds(mask=4) if tuple(symbols[: len(SPECIALS)]) == SPECIALS else IDS
+        tokens = [library.id_to_token(index) or "" for index in range(self.size)]
+        self.ids = SpecialIds(mask=4) if tuple(tokens[: len(SPECIALS)]) == SPECIALS else IDS
         first = len(SPECIALS) if self.ids.mask else len(SPECIALS) - 1  # the first id that is text
-        if tuple(symbols[:first]) != SPECIALS[:first] or "" in symbols or library.get_added_tokens_decoder():
+        if tuple(tokens[:first]) != SPECIALS[:first] or "" in tokens or library.get_added_tokens_decoder():
             raise UserError("its tokens are not numbered as in a tokenizer of a run")
         self.special = frozenset(range(first))
         self.scheme: str = f"{self._kind}:{self.size}" if self._kind in ("bpe", "unigram") else self._kind
-        self._symbols: list[str] = symbols
-        self._ids = {symbol: index for index, symbol in enumerate(symbols) if index >= first}
+        self._tokens: list[str] = tokens
+        self._ids = {token: index for index, token in enumerate(tokens) if index >= first}
         self._bytes: list[bytes] | None = None  # of each token, in the byte-level schemes
         if self._kind in ("byte", "bpe", "unigram"):
-            byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-            text = (bytes(map(byte_of.__getitem__, symbol)) for symbol in symbols[first:])
+            text = (bytes(map(BYTE_OF.__getitem__, token)) for token in tokens[first:])
             self._bytes = [*(b"" for _ in range(first)), *text]
             self._bytes[self.ids.unk] = UNKNOWN.encode()
 
     @classmethod
     def train(cls, scheme: str, texts: Iterable[str], min_count: int = 1, mask: bool = False) -> Tokenizer:
-        """Learn a tokenizer from a stream of texts, with a token for what is hidden if `mask` is set.
+        """Learn a tokenizer from a stream of texts, with a mask token if `mask` is set.
 
         Tokens rarer than `min_count` are unknown (char, space, word).
         bpe:N and unigram:N end up with fewer than N tokens when the text does not have so many; `scheme` then says so.
@@ -73,21 +77,21 @@ class Tokenizer:
             return cls(learn(parsed, texts, min_count, mask))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turn each text into ids, without start and end."""
+        """Turn each text into ids, without special tokens around it."""
         texts = list(texts)
         if self._kind in ("char", "nfd", "space"):  # the same, and many times faster, than asking the library
             ids, unk = self._ids, self.ids.unk
-            return [[ids.get(symbol, unk) for symbol in single(self._kind, text)] for text in texts]
+            return [[ids.get(token, unk) for token in split_simple(self._kind, text)] for text in texts]
         return [self._numbers(encoding) for encoding in self._encodings(texts)]
 
     def _encodings(self, texts: list[str], fast: bool = True) -> list[Any]:
         """What the library makes of the texts; the fast way gives ids and nothing else."""
         encode = self._library.encode_batch_fast if fast else self._library.encode_batch
         try:
-            found: list[Any] = encode(texts, add_special_tokens=False)
+            encodings: list[Any] = encode(texts, add_special_tokens=False)
         except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
-            found = encode([self._clean(text) for text in texts], add_special_tokens=False)
-        return found
+            encodings = encode([self._clean(text) for text in texts], add_special_tokens=False)
+        return encodings
 
     def _clean(self, text: str) -> str:
         return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
@@ -96,15 +100,15 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text; padding, start and end are skipped wherever they stand."""
+        """Turn ids into text; special tokens are skipped wherever they stand, an unknown token is `⁇`."""
         unk = self.ids.unk
         kept = [index for index in ids if index not in self.special or index == unk]
         if self._bytes is not None:
             return b"".join([self._bytes[index] for index in kept]).decode("utf-8", "replace")
-        shown = [UNKNOWN if index == unk else self._symbols[index] for index in kept]
+        tokens = [UNKNOWN if index == unk else self._tokens[index] for index in kept]
         if self._kind == "word":  # most words bring their space along; an unknown one has lost it
-            shown = [f" {s}" if kept[i] == unk and i else s for i, s in enumerate(shown)]
-        text = (" " if self._kind == "space" else "").join(shown)
+            tokens = [f" {token}" if kept[i] == unk and i else token for i, token in enumerate(tokens)]
+        text = (" " if self._kind == "space" else "").join(tokens)
         return unicodedata.normalize("NFC", text) if self._kind == "nfd" else text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
@@ -114,7 +118,7 @@ class Tokenizer:
     def _piece(self, index: int) -> str:
         if index in self.special:
             return SHOWN[index]
-        return self._symbols[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
+        return self._tokens[index] if self._bytes is None else self._bytes[index].decode("utf-8", "backslashreplace")
 
     def unknown(self, ids: Iterable[int]) -> int:
         """How many of the ids are the unknown token."""
@@ -123,16 +127,16 @@ class Tokenizer:
     def _is_unknown(self, index: int) -> bool:
         return index == self.ids.unk
 
-    def unknown_symbols(self, text: str) -> list[str]:
+    def unknown_tokens(self, text: str) -> list[str]:
         """The tokens of `text` that this tokenizer does not know, in order, with repetitions."""
         text = self._clean(text)
         [encoding] = self._encodings([text], fast=False)
-        found = zip(self._numbers(encoding), encoding.offsets, strict=True)
-        return [text[a:b] for index, (a, b) in found if self._is_unknown(index)]
+        spans = zip(self._numbers(encoding), encoding.offsets, strict=True)
+        return [text[start:end] for index, (start, end) in spans if self._is_unknown(index)]
 
     def spellings(self) -> list[bytes]:
-        """The bytes that each token stands for in a text; none for what is not text."""
-        spelled = self._bytes or [symbol.encode("utf-8", "replace") for symbol in self._symbols]
+        """The bytes that each token stands for in a text; none for special tokens."""
+        spelled = self._bytes or [token.encode("utf-8", "replace") for token in self._tokens]
         return [b"" if index in self.special else letters for index, letters in enumerate(spelled)]
 
     def to_json(self) -> str:
@@ -140,7 +144,7 @@ class Tokenizer:
         return str(self._library.to_str(pretty=False))
 
     def save(self, path: str | Path) -> None:
-        replace_file(Path(path), lambda temporary: temporary.write_text(self.to_json(), encoding="utf-8") and None)
+        replace_file(Path(path), lambda temporary: temporary.write_text(self.to_json(), encoding="utf-8"))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -150,6 +154,104 @@ class Tokenizer:
             return cls(Library.from_str(text))
         except UserError as error:
             raise UserError(f"{path}: not a tokenizer of ours: {error}") from None
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+
+
+class ForeignTokenizer(Tokenizer):
+    """A tokenizer that came with a model from elsewhere: cutting, numbering and joining are the library's.
+
+    Text becomes ids without special tokens around it, and special tokens are never found in it. Tokens that are merely
+    added to the vocabulary are. `size` is the number of ids that the model has; pieces numbered higher take part in the
+    cutting and count as unknown.
+    """
+
+    def __init__(self, text: str, ids: SpecialIds, size: int | None = None) -> None:
+        state: dict[str, Any] = json.loads(text)
+        self._text = text
+        self._kind = self.scheme = "foreign"
+        self.ids = ids
+        added = {token["id"]: token["content"] for token in state["added_tokens"] if token["special"]}
+        self.special = frozenset({*added, *ids.model_dump(exclude_none=True).values()})
+        names = {**_numbered(state["model"]), **{token["id"]: token["content"] for token in state["added_tokens"]}}
+        self.size = 1 + max(names) if size is None else size
+        if max(ids.model_dump(exclude_none=True).values()) >= self.size:
+            raise UserError(f"it has {self.size} tokens, too few for {ids}")
+        self._tokens = [names.get(index, "").removeprefix(HIDDEN) for index in range(self.size)]
+        self._aside = {self._tokens[i]: i for i, name in names.items() if i < self.size and name.startswith(HIDDEN)}
+        self._more = max(names) >= self.size
+        self._library = Library.from_str(json.dumps(_hide(state, self.special)))
+        self._library.encode_special_tokens = True
+        self._decoder = self._library.decoder
+        self._steps = _decoding_steps(state["decoder"])
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Turn each text into ids, without special tokens around it."""
+        encodings = self._encodings([self._clean(text) for text in texts], fast=not self._aside)
+        rows = [self._numbers(encoding) for encoding in encodings]
+        if self._more:
+            unk = self.ids.unk
+            instead = [unk] if self._is_unknown(unk) else []
+            rows = [[i for index in row for i in ([index] if index < self.size else instead)] for row in rows]
+        return rows
+
+    def _clean(self, text: str) -> str:
+        return super()._clean(text.replace(HIDDEN, "\N{REPLACEMENT CHARACTER}"))
+
+    def _numbers(self, encoding: Any) -> list[int]:
+        """The ids; what is unknown as a whole may be a token of the other text."""
+        ids, unk, aside = list(encoding.ids), self.ids.unk, self._aside
+        if not aside:
+            return ids
+        return [aside.get(token, i) if i == unk else i for i, token in zip(ids, encoding.tokens, strict=True)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text; special tokens are skipped wherever they stand, an unknown token is `⁇`."""
+        flagged = ((index, self._is_unknown(index)) for index in ids)
+        tokens = [UNKNOWN if new else self._tokens[i] for i, new in flagged if new or i not in self.special]
+        return str(self._decoder.decode(tokens)) if self._decoder else " ".join(tokens)
+
+    def _is_unknown(self, index: int) -> bool:
+        """Whether an id is the unknown token; where another special token stands in for that, none is."""
+        ids = self.ids
+        return (index == ids.unk and index not in (ids.pad, ids.sos, ids.eos, ids.mask)) or index >= self.size
+
+    def _piece(self, index: int) -> str:
+        if index in self.special:
+            return UNKNOWN if self._is_unknown(index) else self._tokens[index]
+        if "WordPiece" in self._steps:
+            return self._tokens[index]
+        return self._spelling(index).decode("utf-8", "backslashreplace")
+
+    def spellings(self) -> list[bytes]:
+        """The bytes that each token stands for in a text, with the space before a word; none for special tokens."""
+        return [b"" if index in self.special else self._spelling(index) for index in range(self.size)]
+
+    def _spelling(self, index: int) -> bytes:
+        token, steps = self._tokens[index], self._steps
+        if "ByteLevel" in steps and all(letter in BYTE_OF for letter in token):
+            return bytes(map(BYTE_OF.__getitem__, token))
+        if "ByteFallback" in steps and token in BYTES:
+            return BYTES[token]
+        if "WordPiece" in steps:
+            prefix = steps["WordPiece"]["prefix"]
+            return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
+        if "BPEDecoder" in steps:
+            return token.replace(steps["BPEDecoder"]["suffix"], " ").encode()
+        return token.replace("▁", " ").encode() if {"Metaspace", "Replace"} & steps.keys() else token.encode()
+
+    def to_json(self) -> str:
+        """The file as it came."""
+        return self._text
+
+    @classmethod
+    def read(cls, path: str | Path, ids: SpecialIds, size: int | None = None) -> ForeignTokenizer:
+        """Read a tokenizer of the library; nothing in the file can run code."""
+        text = read_text(path)
+        try:
+            return cls(text, ids, size)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         except Exception as error:  # the library raises plain Exceptions
             raise UserError(f"{path}: not a readable tokenizer: {error}") from None
 
@@ -164,8 +266,8 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"{path}: not a readable tokenizer: {error}") from None
 
 
-def _kind(library: Library) -> str:
-    """Recognise the scheme by what the library was told to do."""
+def _recognise(library: Library) -> str:
+    """The kind of scheme that the library's settings amount to."""
     state: dict[str, Any] = json.loads(library.to_str())
     cut, model = state["pre_tokenizer"] or {}, state["model"]["type"]
     pattern = cut.get("pattern", {})
@@ -182,3 +284,42 @@ def _kind(library: Library) -> str:
             if pattern == {"Regex": regex}:
                 return kind
     raise UserError("it cuts text in a way that is not known here")
+
+
+def _numbered(model: dict[str, Any]) -> dict[int, str]:
+    """The tokens of a model in the library's format, by id."""
+    vocab = model["vocab"]
+    if isinstance(vocab, list):
+        return {index: entry[0] for index, entry in enumerate(vocab)}
+    return {index: token for token, index in vocab.items()}
+
+
+def _hide(state: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
+    """The same tokenizer with names of special tokens that no text holds, and without truncation and padding."""
+    model = dict(state["model"])
+    vocab = model["vocab"]
+    names = {token for index, token in _numbered(model).items() if index in special}
+    names |= {token["content"] for token in state["added_tokens"] if token["id"] in special}
+
+    def hidden(token: str) -> str:
+        return HIDDEN + token if token in names else token
+
+    if isinstance(vocab, list):
+        model["vocab"] = [[hidden(token), score] for token, score in vocab]
+    else:
+        model["vocab"] = {hidden(token): index for token, index in vocab.items()}
+    if model.get("unk_token") is not None:
+        model["unk_token"] = hidden(model["unk_token"])
+    if "merges" in model:  # either form of the file: two strings, or one with a space between them
+        pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names]
+    added = [{**token, "content": hidden(token["content"])} for token in state["added_tokens"]]
+    removed = {"truncation": None, "padding": None, "post_processor": None}
+    return {**state, **removed, "model": model, "added_tokens": added}
+
+
+def _decoding_steps(decoder: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """The steps that join tokens to text, by name."""
+    if decoder is None:
+        return {}
+    return {step["type"]: step for step in decoder.get("decoders", [decoder])}

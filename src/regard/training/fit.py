@@ -24,7 +24,7 @@ from regard.model import Model, on_meta
 from regard.recipe import Recipe, Train
 from regard.run import Run, RunConfig, read_config, saved_recipe
 from regard.tasks import TASKS
-from regard.text.codec import Base
+from regard.text.learn import BaseText
 from regard.training.checkpoint import TRAINING, Checkpoints, Progress
 from regard.training.distributed import ProcessGroup, Workers, join, leave_with_parent, meet, started_by_others
 from regard.training.loader import DataLoader
@@ -170,7 +170,7 @@ def _tidy(path: Path) -> Iterator[None]:
 
 
 def _set_up_new(recipe: Recipe, path: Path, base: BaseRun | None, talk: Reporter, processes: int) -> Recipe:
-    prepared = prepare(recipe, path / TRAINING / DATA, base=base and Base(base.codec, base.config.labels))
+    prepared = prepare(recipe, path / TRAINING / DATA, base=base and BaseText(base.codec, base.config.labels))
     for note in prepared.notes:
         talk.say(note)
     recipe = resolve(recipe, prepared, talk)

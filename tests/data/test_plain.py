@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from regard.data import corpus
 from regard.data import plain as stream
-from regard.data.plain import Stream, StreamWriter, divide, read_pieces, split_at, tokenised
+from regard.data.plain import Stream, StreamWriter, divide, read_pieces, split_at, tokenize_text
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
@@ -69,7 +69,7 @@ def test_a_text_is_divided_at_a_character(pieces: list[str], at: int) -> None:
 
 def test_how_much_is_held_out() -> None:
     assert split_at(1_115_394) == 1_003_854  # the first nine tenths, to the character
-    assert split_at(10**9) == 10**9 - stream.MOST_VALID
+    assert split_at(10**9) == 10**9 - stream.MAX_VALID
 
 
 @pytest.mark.parametrize("scheme", ["char", "nfd", "word", "byte", "bpe:300", "unigram:300"])
@@ -88,8 +88,8 @@ def test_what_is_written_is_what_was_read(
     assert ids[0] == ids[-1] == tokenizer.ids.eos and tokenizer.ids.eos not in ids[1:-1]
     assert tokenizer.decode(ids.tolist()) == TEXT
     assert (opened.characters, writer.unknown) == (len(TEXT), 0)
-    units = tokenised(TEXT.splitlines(keepends=True), tokenizer, "text")
-    assert units.ids.tolist() == ids[:-1].tolist() and units.symbols.sum() == len(ids) - 2
+    units = tokenize_text(TEXT.splitlines(keepends=True), tokenizer, "text")
+    assert units.ids.tolist() == ids[:-1].tolist() and units.tokens.sum() == len(ids) - 2
     assert units.characters.sum() == len(TEXT)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.data.pairs import Splitter, wanted
+from regard.data.pairs import Splitter, valid_count
 
 
 def split(sources: list[str], seed: int = 1) -> tuple[int, set[str]]:
@@ -20,9 +20,9 @@ def split(sources: list[str], seed: int = 1) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize("examples", [2, 10, 100, 250, 999, 8000, 40_000, 60_000])
-def test_distinct_sources_give_exactly_what_is_wanted(examples: int) -> None:
+def test_distinct_sources_give_exactly_what_is_valid_count(examples: int) -> None:
     count, _ = split([f"word {index}" for index in range(examples)])
-    assert count == wanted(examples)
+    assert count == valid_count(examples)
     assert 1 <= count <= min(2000, max(1, examples // 5))
     if 250 <= examples <= 40_000:
         assert count == max(50, examples // 20)
