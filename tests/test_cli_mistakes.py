@@ -34,7 +34,7 @@ def train(toy: Path, out: Path, *words: object):
         ),
         (("--set", "lora=4"), "train.lora: "),
         (("--seed", 10**30), "train.seed: input should be less than or equal to"),
-        (("--preset", "rnn-luong", "--set", "heads=3"), "model: encoder.heads, decoder.heads: not read by a recurrent"),
+        (("--preset", "rnn-luong", "--set", "heads=3"), "model: encoder.heads, decoder.heads: not used by a recurrent"),
     ],
 )
 def test_a_wrong_model_is_told_before_data_is_read(words, told, toy, tmp_path, monkeypatch):
@@ -84,9 +84,9 @@ def test_another_preset_than_the_recipes(toy, tmp_path):
     said = call(*words, "--out", tmp_path / "run", "--set", "width=16", "--set", "layers=1")
     assert said.code == 0, said.err
     said = call(*words, "--out", tmp_path / "other", "--set", "ff=16")
-    assert said.code == 2 and "encoder.ff, decoder.ff: not read" in said.err
+    assert said.code == 2 and "encoder.ff, decoder.ff: not used" in said.err
     assert call("info", "g2p", "--set", "preset=rnn-luong").code == 0
-    assert "decoder.ff: not read" in call("info", "rnn-luong", "--set", "ff=16").err
+    assert "decoder.ff: not used" in call("info", "rnn-luong", "--set", "ff=16").err
 
 
 def test_a_key_that_was_not_said_before_resuming(toy, tmp_path):

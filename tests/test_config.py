@@ -127,11 +127,11 @@ def test_stacks_that_cannot_be(stack: dict[str, Any], said: str) -> None:
         ({"output": "none"}, "output none belongs to a Transformer encoder without a decoder"),
         (ALONE | {"patches": SQUARES}, "predicts classes (output=classes), or nothing"),
         (ALONE | {"patches": SQUARES | {"width": 9}}, "8 x 9 is not cut evenly into patches of 4"),
-        ({"encoder": {"position": "relative"}}, "relative counts distances to what came before"),
-        ({"decoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder reads on"),
-        ({"encoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder reads on"),
-        ({"decoder": TWICE}, "tie_output needs the vectors that come out to be as wide"),
-        ({"decoder": TWICE, "tie_output": False}, "reversible layers do not attend to another tower"),
+        ({"encoder": {"position": "relative"}}, "relative counts distances to earlier tokens only"),
+        ({"decoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder has a segment memory"),
+        ({"encoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder has a segment memory"),
+        ({"decoder": TWICE}, "tie_output needs an output as wide as the embeddings"),
+        ({"decoder": TWICE, "tie_output": False}, "reversible layers do not attend to another stack"),
     ],
 )
 def test_configs_that_cannot_be(changes: dict[str, Any], said: str) -> None:

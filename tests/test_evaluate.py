@@ -29,7 +29,7 @@ def test_scores_are_those_of_the_parts(run, examples):
     texts = [hypotheses[0].text for hypotheses in run.generate(examples, beam=3)]
     references = [example.target for example in examples]
     assert result.outputs.texts == texts and result.examples == len(examples)
-    assert result.metrics["per"].score == metrics.per(texts, references)
+    assert result.metrics["per"].score == metrics.measure("per", texts, references).score
     assert result.metrics["wer"].score == 100 - result.metrics["accuracy"].score
     scored = run.score(examples)
     mean = sum(item.score for item in scored) / sum(len(item.tokens) for item in scored)

@@ -1,16 +1,16 @@
 """Everything that shapes a model, as frozen values: complete, typed, unknown keys refused with a suggestion.
 
-A `Stack` describes one tower; a `Config` is one or two towers and what joins them to a vocabulary.
-Its place makes a tower causal: `decoder` always is, `encoder` never. A decoder attends to the encoder if there is one.
+A `Stack` describes the layers of an encoder or a decoder; a `Config` is one or two stacks, embeddings and output layer.
+A decoder is causal, an encoder is not. A decoder attends to the encoder if there is one.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
 
 from regard.errors import UserError, closest
 
@@ -24,14 +24,15 @@ PositionKind = Literal[
 Output = Literal["tokens", "transformed", "classes", "none"]
 Frame = Literal["end", "both", "start", "none"]
 
-# What is larger is a slip or an attack: the sizes of all tensors stay numbers that torch can count with.
-MOST = 2**31 - 1
-Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]  # strict: true is not 1
-Id = Annotated[int, Field(ge=0, le=MOST, strict=True)]
+# Larger values are a slip or an attack; below, the sizes of all tensors stay within what torch can count.
+MAX_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True)]  # strict: true is not 1
+Id = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)]
 Width = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
 Few = Annotated[int, Field(ge=1, le=1000, strict=True)]
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]  # of an image
 Rate = Annotated[float, Field(ge=0, lt=1)]
+Problem = tuple[object, str]  # whether it is so, and the message
 
 
 class Value(BaseModel):
@@ -42,51 +43,56 @@ class Value(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none(cls, data: Any) -> Any:
-        """TOML has no null: the word none stands for it where a field may be left open."""
+        """TOML has no null: the word none stands for it in fields that may be None."""
         if not isinstance(data, dict):
             return data
-        fields = cls.model_fields
-        empty = {key for key, value in data.items() if value == "none" and key in fields and _optional(fields[key])}
-        return {key: None if key in empty else value for key, value in data.items()}
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {key: None if value == "none" and key in optional else value for key, value in data.items()}
 
-
-def _optional(field: FieldInfo) -> bool:
-    return type(None) in get_args(field.annotation)
-
-
-class RotaryConfig(Value):
-    """How fast rotary positions turn; `factor` above 1 stretches the slow ones to texts longer than `original`."""
-
-    base: float = Field(default=10000.0, gt=1)
-    factor: float = Field(default=1.0, ge=1)
-    low: float = Field(default=1.0, gt=0)  # turns within `original` below which a pair is stretched in full
-    high: float = Field(default=4.0, gt=0)  # and above which not at all
-    original: Count = 8192
+    def problems(self) -> Iterator[Problem]:
+        """What makes the fields inconsistent, each as (whether it is so, message); the first that holds is raised."""
+        yield from ()
 
     @model_validator(mode="after")
-    def _ordered(self) -> RotaryConfig:
-        if self.high <= self.low:
-            raise ValueError(f"high must be above low, not {self.high:g} against {self.low:g}")
+    def _consistent(self) -> Self:
+        for wrong, message in self.problems():
+            if wrong:
+                raise ValueError(message)
         return self
 
 
-class LshConfig(Value):
-    """Attention among tokens that hash alike, in chunks of the sorted sequence."""
+class RotaryConfig(Value):
+    """Rotary positions; a `factor` above 1 slows the slow pairs, for texts longer than `original`."""
 
-    hashes: Few = 2  # rounds
-    buckets: Annotated[int, Field(ge=2, le=1_000_000, multiple_of=2)] | None = None  # None: about twice the chunks
-    chunk: Width = 64
-    before: Annotated[int, Field(ge=0, le=1000)] = 1  # chunks seen beside one's own
-    after: Annotated[int, Field(ge=0, le=1000)] = 0
-    once: bool = False  # a key that was met in several rounds counts once; else each time
+    base: float = Field(10000.0, gt=1)
+    factor: float = Field(1.0, ge=1)
+    low: float = Field(1.0, gt=0, description="turns within `original` below which a pair is slowed in full")
+    high: float = Field(4.0, gt=0, description="turns within `original` above which a pair is not slowed")
+    original: Count = 8192
+
+    def problems(self) -> Iterator[Problem]:
+        yield self.high <= self.low, f"high must be above low, not {self.high:g} against {self.low:g}"
+
+
+class LshConfig(Value):
+    """LSH attention: among tokens that hash alike, in chunks of the sequence sorted by hash."""
+
+    hashes: Few = Field(2, description="rounds of hashing")
+    buckets: Annotated[int, Field(ge=2, le=1_000_000, multiple_of=2)] | None = Field(
+        None, description="hash buckets; none: about twice the chunks"
+    )
+    chunk: Width = Field(64, description="tokens in a chunk")
+    before: Annotated[int, Field(ge=0, le=1000)] = Field(1, description="earlier chunks attended to")
+    after: Annotated[int, Field(ge=0, le=1000)] = Field(0, description="later chunks attended to")
+    once: bool = Field(False, description="a key met in several rounds counts once instead of each time")
 
 
 class AxialConfig(Value):
-    """A table of positions as two short ones, side by side in the vector: position = row * columns + column."""
+    """Axial positions: two short tables, concatenated in the vector; position = row * columns + column."""
 
     rows: Count
     columns: Count
-    row_width: Width  # of the vector; the rest tells the column
+    row_width: Width = Field(description="width of the row's part of the vector; the rest is the column's")
 
 
 class PatchConfig(Value):
@@ -95,56 +101,56 @@ class PatchConfig(Value):
     height: Side
     width: Side
     channels: Few = 1
-    size: Side  # of a square's side
+    size: Side = Field(description="side of a patch, in pixels")
 
     @property
     def count(self) -> int:
         return (self.height // self.size) * (self.width // self.size)
 
-    @model_validator(mode="after")
-    def _whole(self) -> PatchConfig:
-        if self.height % self.size or self.width % self.size:
-            raise ValueError(f"an image of {self.height} x {self.width} is not cut evenly into patches of {self.size}")
-        return self
+    def problems(self) -> Iterator[Problem]:
+        uneven = self.height % self.size or self.width % self.size
+        yield uneven, f"an image of {self.height} x {self.width} is not cut evenly into patches of {self.size}"
 
 
 class Stack(Value):
-    """One tower of layers."""
+    """The layers of an encoder or a decoder."""
 
-    mixer: Mixer = "attention"
+    mixer: Mixer = Field("attention", description="what mixes tokens: attention, LSH attention or a recurrence")
     layers: Few = 6
-    width: Width = 512
+    width: Width = Field(512, description="width of the hidden states")
     heads: Few = 8
-    kv_heads: Few | None = None  # None: as many as heads
-    head_width: Width | None = None  # of queries and keys; None: width / heads
-    value_width: Width | None = None  # of values; None: as wide as keys
-    score: ScoreName = "scaled_dot"
-    window: Count | None = None  # self-attention sees at most this far to either side
-    cross_window: Count | None = None  # the same for cross-attention
-    cross_center: Center = "step"  # around the output step (local-m) or a predicted place (local-p)
-    ff: Width = 2048
+    kv_heads: Few | None = Field(None, description="key/value heads; none: as many as heads")
+    head_width: Width | None = Field(None, description="width of queries and keys; none: width / heads")
+    value_width: Width | None = Field(None, description="width of values; none: as wide as keys")
+    score: ScoreName = Field("scaled_dot", description="how attention compares a query with a key")
+    window: Count | None = Field(None, description="largest distance that self-attention reaches")
+    cross_window: Count | None = Field(None, description="the same for cross-attention")
+    cross_center: Center = Field(
+        "step", description="centre of cross_window: the output step (local-m) or a predicted one (local-p)"
+    )
+    ff: Width = Field(2048, description="width of the feed-forward layer")
     activation: Activation = "relu"
-    gated: bool = False
+    gated: bool = Field(False, description="gated feed-forward: act(Gate x) * Up x")
     norm: Literal["layer", "rms"] = "layer"
-    norm_at: Literal["pre", "post"] = "post"
-    norm_eps: float = Field(default=1e-5, gt=0)
-    bias: Literal["all", "ff", "none"] = "all"
+    norm_at: Literal["pre", "post"] = Field("post", description="norm before or after each sub-layer")
+    norm_eps: float = Field(1e-5, gt=0)
+    bias: Literal["all", "ff", "none"] = Field("all", description="which linear layers have a bias")
     residual: Literal["add", "reversible"] = "add"
-    embed_norm: bool = False  # normalise the embedded input
-    position: PositionKind = "sinusoid"
+    embed_norm: bool = Field(False, description="normalise the embedded input")
+    position: PositionKind = Field("sinusoid", description="position encoding")
     rotary: RotaryConfig = RotaryConfig()
     axial: AxialConfig | None = None
     lsh: LshConfig = LshConfig()
-    memory: Id = 0  # tokens of earlier segments that are remembered while reading on
-    reach: Count | None = None  # relative positions: distances beyond this one count as it; None: all are told apart
-    max_length: Count = 1024  # rows of a learned position table or of the location score; nothing else is bounded
+    memory: Id = Field(0, description="tokens of earlier segments that a segment attends to")
+    reach: Count | None = Field(None, description="largest distance of relative positions; none: unlimited")
+    max_length: Count = Field(1024, description="rows of learned positions and of score location; else unused")
     dropout: Rate = 0.1
     attention_dropout: Rate = 0.0
     ff_dropout: Rate = 0.0
-    input_feeding: bool = False  # recurrent decoder: the last attentional vector joins the next input
-    attend_first: bool = False  # recurrent decoder: attend from the state before the step instead of after it
-    kept_heads: tuple[tuple[int, ...], ...] | None = None  # per layer, the heads that pruning left; None: all
-    kept_cross_heads: tuple[tuple[int, ...], ...] | None = None
+    input_feeding: bool = Field(False, description="recurrent decoder: feed the attentional vector back")
+    attend_first: bool = Field(False, description="recurrent decoder: attend before the step, not after")
+    kept_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="unpruned heads of each layer")
+    kept_cross_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="those of cross-attention")
 
     @property
     def recurrent(self) -> bool:
@@ -152,7 +158,7 @@ class Stack(Value):
 
     @property
     def out_width(self) -> int:
-        """Of the vectors that come out: reversible layers carry two streams side by side."""
+        """Width of the output: reversible layers concatenate two streams."""
         return 2 * self.width if self.residual == "reversible" else self.width
 
     @property
@@ -174,58 +180,58 @@ class Stack(Value):
             return self.axial.rows * self.axial.columns
         return self.max_length if self.position == "learned" and not self.recurrent else None
 
-    @model_validator(mode="after")
-    def _fits(self) -> Stack:
-        if self.cross_center == "predicted" and self.cross_window is None:
-            raise ValueError("cross_center predicted needs a cross_window around that place")
-        if self.recurrent:
-            if self.residual == "reversible":
-                raise ValueError(f"residual reversible belongs to layers of attention, not to a {self.mixer}")
-            if self.width % 2:
-                raise ValueError(f"width must be even for a two-directional {self.mixer}, not {self.width}")
-            return self
-        if self.head_width is None and self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one or set head_width")
-        if self.heads % self.kv:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv}")
-        if self.score == "concat" and self.heads != self.kv:
-            raise ValueError(
-                "score concat needs kv_heads equal to heads: its one matrix reads a query and a key together"
-            )
-        if self.position == "rotary" and self.head % 2:
-            raise ValueError(f"rotary positions need an even head width, not {self.head}")
-        if (self.position == "axial") != (self.axial is not None):
-            raise ValueError("position axial and the table axial (rows, columns, row_width) belong together")
-        if self.axial is not None and self.axial.row_width >= self.width:
-            raise ValueError(f"axial.row_width must leave room for columns in width {self.width}")
-        if self.mixer == "lsh" and (self.kv != self.heads or self.score != "scaled_dot" or self.window):
-            raise ValueError("mixer lsh shares queries and keys: it has no kv_heads, score or window of its own")
-        if self.mixer == "lsh" and (self.position in ("alibi", "bucket", "relative") or self.memory or self.kept_heads):
-            raise ValueError("mixer lsh takes no positions that are added to scores, no memory and no kept_heads")
-        if self.residual == "reversible" and self.norm_at != "pre":
-            raise ValueError("residual reversible needs norm_at pre")
-        if self.residual == "reversible" and (self.position == "bucket" or self.memory):
-            raise ValueError("residual reversible has no memory, nor bucket positions, which layers share")
-        if self.reach is not None and self.position != "relative":
-            raise ValueError(f"reach belongs to position relative, not {self.position}")
-        if self.memory and self.position not in ("none", "relative", "rotary", "alibi", "bucket"):
-            raise ValueError(f"memory needs positions that count distances (relative, rotary ...), not {self.position}")
-        for name in ("kept_heads", "kept_cross_heads"):
-            kept = getattr(self, name)
-            if kept is not None and (len(kept) != self.layers or any(not self._is_choice(heads) for heads in kept)):
-                raise ValueError(
-                    f"{name} must list, for each of {self.layers} layers, some of {self.heads} heads in order"
-                )
-        if self.input_feeding or self.attend_first:
-            raise ValueError("input_feeding and attend_first belong to a recurrent stack (mixer gru or lstm)")
-        return self
+    def problems(self) -> Iterator[Problem]:
+        predicted = self.cross_center == "predicted"
+        yield (
+            predicted and self.cross_window is None,
+            "cross_center predicted needs a cross_window around that position",
+        )
+        yield from self._recurrent_problems() if self.recurrent else self._attention_problems()
 
-    def _is_choice(self, heads: tuple[int, ...]) -> bool:
+    def _recurrent_problems(self) -> Iterator[Problem]:
+        yield self.residual == "reversible", f"residual reversible belongs to attention layers, not a {self.mixer}"
+        yield self.width % 2, f"width must be even for a bidirectional {self.mixer}, not {self.width}"
+
+    def _attention_problems(self) -> Iterator[Problem]:
+        indivisible = self.head_width is None and self.width % self.heads
+        yield indivisible, f"width {self.width} is not divisible by heads {self.heads}; change one or set head_width"
+        yield self.heads % self.kv, f"heads {self.heads} is not a multiple of kv_heads {self.kv}"
+        if self.score == "concat":
+            message = "score concat needs kv_heads equal to heads: its one matrix reads a query and a key together"
+            yield self.heads != self.kv, message
+        if self.position == "rotary":
+            yield self.head % 2, f"rotary positions need an even head width, not {self.head}"
+        axial = (self.position == "axial") == (self.axial is not None)
+        yield not axial, "position axial and the table axial (rows, columns, row_width) belong together"
+        if self.axial is not None:
+            too_wide = self.axial.row_width >= self.width
+            yield too_wide, f"axial.row_width must leave room for columns in width {self.width}"
+        if self.mixer == "lsh":
+            own = self.kv != self.heads or self.score != "scaled_dot" or self.window
+            yield own, "mixer lsh shares queries and keys: it has no kv_heads, score or window of its own"
+            biased = self.position in ("alibi", "bucket", "relative")
+            message = "mixer lsh takes no positions that are added to scores, no memory and no kept_heads"
+            yield biased or self.memory or self.kept_heads, message
+        if self.residual == "reversible":
+            yield self.norm_at != "pre", "residual reversible needs norm_at pre"
+            message = "residual reversible has no memory, nor bucket positions, which layers share"
+            yield self.position == "bucket" or self.memory, message
+        absolute = self.reach is not None and self.position != "relative"
+        yield absolute, f"reach belongs to position relative, not {self.position}"
+        absolute = self.memory > 0 and self.position not in ("none", "relative", "rotary", "alibi", "bucket")
+        yield absolute, f"memory needs positions that count distances (relative, rotary ...), not {self.position}"
+        for name, kept in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
+            wrong = kept is not None and (len(kept) != self.layers or not all(map(self._are_heads, kept)))
+            yield wrong, f"{name} must list, for each of {self.layers} layers, some of {self.heads} heads in order"
+        only_recurrent = self.input_feeding or self.attend_first
+        yield only_recurrent, "input_feeding and attend_first belong to a recurrent stack (mixer gru or lstm)"
+
+    def _are_heads(self, heads: tuple[int, ...]) -> bool:
         return bool(heads) and sorted(set(heads)) == list(heads) and heads[0] >= 0 and heads[-1] < self.heads
 
 
 class SpecialIds(Value):
-    """The ids of the tokens that are not text."""
+    """The ids of the special tokens."""
 
     pad: Id = 0
     unk: Id = 1
@@ -245,17 +251,17 @@ class Config(Value):
     target_vocab: Count
     encoder: Stack | None = None
     decoder: Stack | None = None
-    share_embeddings: bool = False  # source and target read the same table
-    tie_output: bool = True  # the prediction layer is the target table transposed
-    scale_embeddings: bool = True  # multiply embeddings by sqrt(width)
-    token_types: Id = 0  # kinds of segments that the encoder tells apart
-    patches: PatchConfig | None = None  # the encoder reads images
-    output: Output = "tokens"
+    share_embeddings: bool = Field(False, description="source and target have one embedding")
+    tie_output: bool = Field(True, description="the LM head shares the weight of the target embedding")
+    scale_embeddings: bool = Field(True, description="multiply embeddings by sqrt(width)")
+    token_types: Id = Field(0, description="token types of the encoder; 0: none")
+    patches: PatchConfig | None = Field(None, description="the encoder reads images, cut into these patches")
+    output: Output = Field("tokens", description="LM head, LM head after a transform, classifier, none")
     output_bias: bool = False
-    pooler: bool = False  # the vector of the first token passes a layer of its own before it stands for the whole
+    pooler: bool = Field(False, description="a tanh layer on the first token before the classifier")
     classes: Count | None = None
-    start: Literal["sos", "eos", "pad"] = "sos"
-    frame: Frame = "end"  # the marks around a text: x eos, sos x eos, sos x, or none
+    start: Literal["sos", "eos", "pad"] = Field("sos", description="the token before the first predicted one")
+    frame: Frame = Field("end", description="special tokens around a text: x eos, sos x eos (both), sos x, none")
     ids: SpecialIds = SpecialIds()
 
     @property
@@ -265,7 +271,7 @@ class Config(Value):
 
     @property
     def top(self) -> Stack:
-        """The stack whose vectors the LM head, or the classifier, reads."""
+        """The stack whose hidden states the LM head, or the classifier, reads."""
         top = self.decoder or self.encoder
         assert top is not None
         return top
@@ -285,7 +291,7 @@ class Config(Value):
 
     @property
     def has_memory(self) -> bool:
-        """Whether a text is read in segments, each remembering the ones before."""
+        """Whether a text is read in segments that attend to the ones before."""
         return self.decoder is not None and self.decoder.memory > 0
 
     @field_validator("output", mode="before")
@@ -294,56 +300,51 @@ class Config(Value):
         """Runs and recipes of version 0.4 and older say symbols."""
         return "tokens" if output == "symbols" else output
 
-    @model_validator(mode="after")
-    def _joined(self) -> Config:
-        if self.encoder is None and self.decoder is None:
-            raise ValueError("a model needs an encoder, a decoder or both")
+    def problems(self) -> Iterator[Problem]:
+        encoder, decoder = self.encoder, self.decoder
+        yield encoder is None and decoder is None, "a model needs an encoder, a decoder or both"
         ids = self.ids.model_dump(exclude_none=True)
-        if self.patches is None and max(ids.values()) >= min(self.source_vocab, self.target_vocab):
-            raise ValueError(f"ids must lie below both vocabularies, not {ids}")
-        self._heads_fit()
-        if self.encoder is None and self.decoder is not None and self.decoder.recurrent:
-            raise ValueError("a recurrent decoder needs an encoder to attend to")
+        outside = self.patches is None and max(ids.values()) >= min(self.source_vocab, self.target_vocab)
+        yield outside, f"ids must lie below both vocabularies, not {ids}"
+        yield from self._output_problems()
+        yield from self._stack_problems()
+        recurrent = decoder is not None and decoder.recurrent
+        yield recurrent and encoder is None, "a recurrent decoder needs an encoder to attend to"
+        yield self.share_embeddings and len(self.stacks) < 2, "share_embeddings needs both an encoder and a decoder"
+        if encoder is None or decoder is None:
+            return
+        widths = encoder.width, decoder.width
         if self.share_embeddings:
-            if self.encoder is None or self.decoder is None:
-                raise ValueError("share_embeddings needs both an encoder and a decoder")
-            if self.encoder.width != self.decoder.width:
-                raise ValueError(
-                    f"share_embeddings needs equal widths, not {self.encoder.width} and {self.decoder.width}"
-                )
-            if self.source_vocab != self.target_vocab:
-                raise ValueError("share_embeddings needs one vocabulary for both sides")
-        if self.encoder and self.decoder and self.decoder.recurrent and self.decoder.width != self.encoder.width:
-            raise ValueError(
-                f"a recurrent decoder needs the encoder's width, not {self.decoder.width} against {self.encoder.width}"
-            )
-        return self
+            yield widths[0] != widths[1], f"share_embeddings needs equal widths, not {widths[0]} and {widths[1]}"
+            yield self.source_vocab != self.target_vocab, "share_embeddings needs one vocabulary for both sides"
+        message = f"a recurrent decoder needs the encoder's width, not {widths[1]} against {widths[0]}"
+        yield recurrent and widths[0] != widths[1], message
 
-    def _heads_fit(self) -> None:
-        """What stands on top, and what only an encoder without a decoder can do."""
-        if (self.output == "classes") != (self.classes is not None):
-            raise ValueError("output classes and the number of classes belong together")
-        alone = self.encoder is not None and self.decoder is None and not self.encoder.recurrent
+    def _output_problems(self) -> Iterator[Problem]:
+        """Of the output layer, and of what only an encoder without a decoder can have."""
+        classes = (self.output == "classes") == (self.classes is not None)
+        yield not classes, "output classes and the number of classes belong together"
+        encoder_only = self.encoder is not None and self.decoder is None and not self.encoder.recurrent
         for name, used in (
             ("patches", self.patches is not None),
             ("token_types", self.token_types > 0),
             ("pooler", self.pooler),
             (f"output {self.output}", self.output != "tokens"),
         ):
-            if used and not alone:
-                raise ValueError(f"{name} belongs to a Transformer encoder without a decoder")
-        if self.patches is not None and self.predicts_tokens:
-            raise ValueError("a model that reads images predicts classes (output=classes), or nothing (output=none)")
+            yield used and not encoder_only, f"{name} belongs to a Transformer encoder without a decoder"
+        message = "a model that reads images predicts classes (output=classes), or nothing (output=none)"
+        yield self.patches is not None and self.predicts_tokens, message
         tied = self.tie_output and self.predicts_tokens
-        if tied and self.top.out_width != self.top.width:
-            raise ValueError("tie_output needs the vectors that come out to be as wide as the embeddings")
+        yield tied and self.top.out_width != self.top.width, "tie_output needs an output as wide as the embeddings"
+
+    def _stack_problems(self) -> Iterator[Problem]:
         for name, stack in self.stacks.items():
-            if stack.position == "relative" and name == "encoder":
-                raise ValueError("encoder.position: relative counts distances to what came before, use bucket")
-            if stack.memory and not (name == "decoder" and self.encoder is None):
-                raise ValueError(f"{name}.memory: only a decoder without an encoder reads on across segments")
-            if stack.residual == "reversible" and self.encoder is not None and self.decoder is not None:
-                raise ValueError(f"{name}.residual: reversible layers do not attend to another tower")
+            relative = stack.position == "relative" and name == "encoder"
+            yield relative, "encoder.position: relative counts distances to earlier tokens only, use bucket"
+            memory = stack.memory and (name == "encoder" or self.encoder is not None)
+            yield memory, f"{name}.memory: only a decoder without an encoder has a segment memory"
+            reversible = stack.residual == "reversible" and len(self.stacks) > 1
+            yield reversible, f"{name}.residual: reversible layers do not attend to another stack"
 
 
 V = TypeVar("V", bound=BaseModel)

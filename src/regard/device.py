@@ -20,10 +20,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mall
 
 
 def tune_allocator() -> bool:
-    """Let glibc keep freed memory instead of returning it to the system and fetching it again at every step.
+    """Let glibc keep freed memory instead of returning it to the system at every step; False on another libc.
 
-    Fresh pages must be zeroed by the kernel, which costs a small model up to a third of its training time.
-    Elsewhere than on glibc nothing is done.
+    The kernel must zero new pages, which costs a small model up to a third of its training time.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -32,8 +31,7 @@ def tune_allocator() -> bool:
         ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  another libc has no such symbol
     except (OSError, AttributeError):
         return False
-    large = 1 << 30
-    settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, large), (_M_TOP_PAD, 64 << 20))
+    settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 
@@ -53,7 +51,7 @@ def cores() -> int:
 
 
 def _quota() -> int | None:
-    """The processor time a container grants, in whole cores."""
+    """The CPU quota of a container, in whole cores."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else max(1, round(int(quota) / int(period)))
@@ -79,16 +77,16 @@ def choose_device(request: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind)
 
 
-# The products of a linear layer, forward and backward -> time in bfloat16 as a multiple of that without.
+# Prints the time of a linear layer's products, forward and backward, in bfloat16 as a multiple of that in fp32.
 _PROBE = """
 import time, torch
 from torch.nn import functional as F
 torch.set_num_threads(1)
 x, weight = torch.randn(512, 256), torch.randn(1024, 256)
-def wide():
+def fp32():
     y = F.linear(x, weight)
     y @ weight, y.T @ x
-def narrow():
+def bf16():
     a, b = x.bfloat16(), weight.bfloat16()
     y = F.linear(a, b).float().bfloat16()
     (y @ b).float(), (y.T @ a).float()
@@ -99,15 +97,15 @@ def clock(work):
         work()
         best = min(best, time.perf_counter() - start)
     return best
-print(clock(narrow) / clock(wide))
+print(clock(bf16) / clock(fp32))
 """
 
 
 @cache
 def bf16_problem(device: torch.device, probe: str = _PROBE, slow: bool = True) -> str | None:
-    """Why bfloat16 should not be used on a device, or None; on a CPU it is tried out in a process that may crash.
+    """Why bfloat16 should not be used on a device, or None; a CPU is probed in a process of its own, which may crash.
 
-    With `slow`, to gain nothing is a reason too.
+    With `slow`, being no faster than fp32 is a reason too.
     """
     if device.type == "cuda":
         return None if torch.cuda.is_bf16_supported() else "this GPU has no bfloat16"
@@ -126,10 +124,10 @@ def bf16_problem(device: torch.device, probe: str = _PROBE, slow: bool = True) -
 
 
 def usable_precision(
-    wished: Literal["fp32", "bf16"], device: torch.device, say: Callable[[str], None], slow: bool = True
+    precision: Literal["fp32", "bf16"], device: torch.device, report: Callable[[str], None], slow: bool = True
 ) -> Literal["fp32", "bf16"]:
-    """The precision that is wished for, unless this device has a problem with it, which is said."""
-    if wished == "bf16" and (problem := bf16_problem(device, slow=slow)):
-        say(f"precision: fp32 instead of bf16: {problem}")
+    """The requested precision, or fp32 with a message if the device has a problem with bf16."""
+    if precision == "bf16" and (problem := bf16_problem(device, slow=slow)):
+        report(f"precision: fp32 instead of bf16: {problem}")
         return "fp32"
-    return wished
+    return precision

@@ -1,4 +1,4 @@
-"""Writing files so that a crash at any moment leaves the old file or the new one, never half of one."""
+"""Atomic writes: a crash at any moment leaves the old file or the new one, never half of one. Reading of JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from regard.errors import UserError
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, make sure it reached the disk, and put it in place of `path`."""
+    """Replace `path` by a file that `write` fills under a temporary name and that is synced before the rename."""
     temporary = _temporary(path)
-    with _told(path):
+    with _report_write_errors(path):
         try:
             write(temporary)
             sync(temporary)
@@ -25,20 +25,20 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    _sync_entry(path.parent)
+    _sync_rename(path.parent)
 
 
 def replace_directory(path: Path, write: Callable[[Path], object], temporary: Path | None = None) -> None:
-    """The same for a directory: complete, or as it was before.
+    """The same for a directory.
 
-    It is written to `temporary`, a new name by default; with a given name, what a killed process left there is removed.
+    It is written to `temporary`, by default a unique name; under a given name remains of a killed process are removed.
     """
     temporary = temporary or _temporary(path)
     old = temporary.with_name(temporary.name + ".old")
-    with _told(path):
+    with _report_write_errors(path):
         try:
-            for left in (temporary, old):
-                shutil.rmtree(left, ignore_errors=True)
+            for remains in (temporary, old):
+                shutil.rmtree(remains, ignore_errors=True)
             temporary.mkdir(parents=True)
             write(temporary)
             for file in temporary.rglob("*"):
@@ -57,26 +57,25 @@ def replace_directory(path: Path, write: Callable[[Path], object], temporary: Pa
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     shutil.rmtree(old, ignore_errors=True)
-    _sync_entry(path.parent)
+    _sync_rename(path.parent)
 
 
 def _temporary(path: Path) -> Path:
-    """A name that no other process, thread or machine uses."""
+    """A name next to `path` that no other process, thread or machine uses."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _report_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
-        ) from error
+        message = f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
+        raise UserError(message) from error
 
 
-def _sync_entry(directory: Path) -> None:
-    """Make a rename last; some file systems cannot, and by then the new file is in place."""
+def _sync_rename(directory: Path) -> None:
+    """Sync a rename; a file system that cannot is no error, since the new file is in place by then."""
     with suppress(OSError):
         sync(directory)
 
@@ -88,7 +87,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`; a missing or broken file is the user's to mend."""
+    """The JSON in `path`; a missing or broken file is a UserError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -98,7 +97,7 @@ def read_json(path: Path) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has it."""
+    """Wait until a file or directory is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

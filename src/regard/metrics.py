@@ -1,18 +1,17 @@
-"""How good outputs are: pure functions of hypotheses and references. Shares are in percent, 0 to 100.
+"""Metrics: pure functions of hypotheses and references, with bootstrap intervals and p-values; shares are in percent.
 
 accuracy    sequences that are right in full
 wer         sequences that are wrong, 100 - accuracy: the word error rate of pronunciation and inflection tasks
-per, cer    edits needed, per token (separated by spaces) or character of the references
+per, cer    edits per token (separated by spaces) or character of the references
 bleu, chrf, ter    by sacrebleu, with its signature
 perplexity  exp of the mean negative log-probability of a token
 
 For plain text also: loss, that mean itself; bits_per_char, the same sum in bits per character; pseudo_perplexity, the
-perplexity of masked tokens given all that is around them.
+perplexity of masked tokens given all the others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 Texts = Sequence[str]
-Sums = tuple[np.ndarray, np.ndarray]  # per example: an amount, and what it is a share of
+Sums = tuple[np.ndarray, np.ndarray]  # per example: numerator and denominator of a ratio of sums
 
 SAMPLES = 1000
 SEED = 12345  # also sacrebleu's own
@@ -39,46 +38,6 @@ class Measurement(NamedTuple):
         return {key: value for key, value in self._asdict().items() if value is not None}
 
 
-def accuracy(hypotheses: Texts, references: Texts) -> float:
-    """Share of sequences that are right."""
-    return _percent(_right(hypotheses, references))
-
-
-def wer(hypotheses: Texts, references: Texts) -> float:
-    """Share of sequences that are wrong."""
-    return _percent(_wrong(hypotheses, references))
-
-
-def per(hypotheses: Texts, references: Texts) -> float:
-    """Edits per reference token; tokens are separated by spaces."""
-    return _percent(_symbol_edits(hypotheses, references))
-
-
-def cer(hypotheses: Texts, references: Texts) -> float:
-    """Edits per reference character (code point)."""
-    return _percent(edits(hypotheses, references))
-
-
-def bleu(hypotheses: Texts, references: Texts) -> float:
-    """Corpus BLEU, as sacrebleu computes it by default."""
-    return measure("bleu", hypotheses, references, samples=0).score
-
-
-def chrf(hypotheses: Texts, references: Texts) -> float:
-    """Corpus chrF, as sacrebleu computes it by default (chrF2, no word n-grams)."""
-    return measure("chrf", hypotheses, references, samples=0).score
-
-
-def ter(hypotheses: Texts, references: Texts) -> float:
-    """Translation edit rate, as sacrebleu computes it by default."""
-    return measure("ter", hypotheses, references, samples=0).score
-
-
-def perplexity(log_probabilities: Sequence[float], symbols: Sequence[int]) -> float:
-    """Perplexity per token, from the log-probability and the number of tokens (end included) of each sequence."""
-    return _perplexity(-np.asarray(log_probabilities, float).sum(), np.asarray(symbols, float).sum())
-
-
 def edits(hypotheses: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Hashable]]) -> Sums:
     """Insertions, deletions and substitutions of each pair, and the length of each reference."""
     pairs = list(zip(hypotheses, references, strict=True))
@@ -86,8 +45,31 @@ def edits(hypotheses: Sequence[Sequence[Hashable]], references: Sequence[Sequenc
     return np.asarray(counts, float), np.asarray([len(reference) for _, reference in pairs], float)
 
 
+def _right(hypotheses: Texts, references: Texts) -> Sums:
+    right = np.asarray([h == r for h, r in zip(hypotheses, references, strict=True)], float)
+    return right, np.ones_like(right)
+
+
+def _wrong(hypotheses: Texts, references: Texts) -> Sums:
+    right, ones = _right(hypotheses, references)
+    return ones - right, ones
+
+
+def _token_edits(hypotheses: Texts, references: Texts) -> Sums:
+    return edits([text.split() for text in hypotheses], [text.split() for text in references])
+
+
+RATIOS: dict[str, Callable[[Texts, Texts], Sums]] = {
+    "accuracy": _right,
+    "wer": _wrong,
+    "per": _token_edits,
+    "cer": edits,
+}
+METRICS = (*RATIOS, "bleu", "chrf", "ter", "perplexity")
+
+
 def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMPLES) -> Measurement:
-    """Compute a metric by name, with a bootstrap interval from so many samples (0: none)."""
+    """Compute a metric by name, with a bootstrap interval of that many samples (0: none)."""
     if not references:
         raise ValueError("a metric needs at least one example")
     if name in RATIOS:
@@ -101,17 +83,16 @@ def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMP
 
 
 def measure_perplexity(
-    log_probabilities: Sequence[float], symbols: Sequence[int], samples: int = SAMPLES
+    log_probabilities: Sequence[float], tokens: Sequence[int], samples: int = SAMPLES
 ) -> Measurement:
-    """Perplexity with its interval; the resampled unit is the sequence."""
-    sums = -np.asarray(log_probabilities, float), np.asarray(symbols, float)
-    return _interval(sums, _perplexities, samples)
+    """Perplexity per token, from the log-probability and the number of tokens (end included) of each sequence."""
+    return measure_ratio(-np.asarray(log_probabilities, float), np.asarray(tokens, float), samples, exponential=True)
 
 
 def measure_ratio(
     amounts: np.ndarray, totals: np.ndarray, samples: int = SAMPLES, exponential: bool = False
 ) -> Measurement:
-    """A ratio of sums, or exp of it, with its interval; the resampled unit is what each number is about."""
+    """A ratio of sums, or exp of it, with its interval; the elements of the arrays are resampled."""
     return _interval((amounts, totals), _perplexities if exponential else _means, samples)
 
 
@@ -120,7 +101,7 @@ def compare(name: str, hypotheses: Texts, others: Texts, references: Texts, samp
     if name in RATIOS:
         return compare_sums(RATIOS[name](hypotheses, references), RATIOS[name](others, references), samples)
     if list(hypotheses) == list(others):
-        return 1.0  # sacrebleu's count of larger differences would find none and call that significant
+        return 1.0  # sacrebleu counts no larger difference here and would call that significant
     from sacrebleu.significance import PairedTest
 
     systems: list[tuple[str, Texts]] = [("base", list(others)), ("system", list(hypotheses))]
@@ -138,29 +119,6 @@ def compare_sums(ours: Sums, theirs: Sums, samples: int = SAMPLES) -> float:
     return float((np.sum(np.abs(differences - actual) >= abs(actual)) + 1) / (samples + 1))
 
 
-def _right(hypotheses: Texts, references: Texts) -> Sums:
-    right = np.asarray([h == r for h, r in zip(hypotheses, references, strict=True)], float)
-    return right, np.ones_like(right)
-
-
-def _wrong(hypotheses: Texts, references: Texts) -> Sums:
-    right, ones = _right(hypotheses, references)
-    return ones - right, ones
-
-
-def _symbol_edits(hypotheses: Texts, references: Texts) -> Sums:
-    return edits([text.split() for text in hypotheses], [text.split() for text in references])
-
-
-RATIOS: dict[str, Callable[[Texts, Texts], Sums]] = {
-    "accuracy": _right,
-    "wer": _wrong,
-    "per": _symbol_edits,
-    "cer": edits,
-}
-METRICS = (*RATIOS, "bleu", "chrf", "ter", "perplexity")
-
-
 def _percent(sums: Sums) -> float:
     return float(_shares(sums[0].sum(), sums[1].sum()))
 
@@ -175,11 +133,7 @@ def _means(amounts: Any, totals: Any) -> np.ndarray:
 
 
 def _perplexities(amounts: Any, totals: Any) -> np.ndarray:
-    return np.asarray(np.exp(np.minimum(np.asarray(amounts) / np.maximum(totals, 1), 700)))  # more than a float holds
-
-
-def _perplexity(amount: float, total: float) -> float:
-    return float(_perplexities(amount, total)) if not math.isnan(amount) else math.nan
+    return np.asarray(np.exp(np.minimum(np.asarray(amounts) / np.maximum(totals, 1), 700)))  # e^710 is no float
 
 
 def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int) -> Measurement:
@@ -213,5 +167,5 @@ def _sacrebleu(name: str) -> Any:
     kinds: dict[str, type] = {"bleu": BLEU, "chrf": CHRF, "ter": TER}
     if name not in kinds:
         raise ValueError(f"no such metric: {name}")
-    # Tokens are compared as they are: a warning about text that looks tokenised would only puzzle.
+    # force: no warning about text that looks tokenised, since tokens are compared as they are
     return BLEU(force=True) if name == "bleu" else kinds[name]()

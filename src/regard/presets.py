@@ -1,4 +1,4 @@
-"""The families, as values. This file and `convert` are the only ones that know their names."""
+"""The model families as config values. Only this module and `convert` know their names."""
 
 from __future__ import annotations
 
@@ -10,195 +10,106 @@ from regard.errors import UserError, one_of
 Table = dict[str, Any]
 
 
-def _towers(both: Table, decoder: Table | None = None, **joined: Any) -> Table:
+def _sizes(layers: int, width: int, heads: int, ff: int, **more: Any) -> Table:
+    return {"layers": layers, "width": width, "heads": heads, "ff": ff, **more}
+
+
+def _seq2seq(both: Table, decoder: Table | None = None, **joined: Any) -> Table:
+    """An encoder-decoder with the same stack twice, but for what is changed in the decoder."""
     return {"encoder": dict(both), "decoder": {**both, **(decoder or {})}, **joined}
 
 
-_BASE: Table = {"layers": 6, "width": 512, "heads": 8, "ff": 2048, "dropout": 0.1}
-_LITTLE: Table = _BASE | {"norm_at": "pre", "position": "rotary"}
+def _vocab(size: int) -> Table:
+    return {"source_vocab": size, "target_vocab": size}
+
+
+_BASE = _sizes(6, 512, 8, 2048, dropout=0.1)
+_SMALL_DATA: Table = {"norm_at": "pre", "position": "rotary"}
 _RECURRENT: Table = {"width": 256, "position": "none", "dropout": 0.2}
+_TINY = _sizes(4, 128, 4, 512, dropout=0.1, attention_dropout=0.0)
 
 # Devlin et al. 2019: an encoder that predicts masked tokens.
-_BERT: Table = {
-    "layers": 12,
-    "width": 768,
-    "heads": 12,
-    "ff": 3072,
-    "activation": "gelu",
-    "norm_eps": 1e-12,
-    "embed_norm": True,
-    "position": "learned",
-    "max_length": 512,
-    "attention_dropout": 0.1,
-}
+_BERT = _sizes(12, 768, 12, 3072, activation="gelu", norm_eps=1e-12, embed_norm=True)
+_BERT |= {"position": "learned", "max_length": 512, "attention_dropout": 0.1}
 # Radford et al. 2019: a decoder alone, normalised before each sub-layer.
-_GPT: Table = {
-    "layers": 12,
-    "width": 768,
-    "heads": 12,
-    "ff": 3072,
-    "activation": "gelu_tanh",
-    "norm_at": "pre",
-    "position": "learned",
-    "max_length": 1024,
-    "attention_dropout": 0.1,
-}
-# Raffel et al. 2020: distances in buckets, norms without a mean, no bias, scores not scaled.
-_T5: Table = {
-    "layers": 6,
-    "width": 512,
-    "heads": 8,
-    "head_width": 64,
-    "ff": 2048,
-    "score": "dot",
-    "norm": "rms",
-    "norm_at": "pre",
-    "norm_eps": 1e-6,
-    "bias": "none",
-    "position": "bucket",
-    "ff_dropout": 0.1,
-    "attention_dropout": 0.1,
-}
-# Touvron et al. 2023: rotary positions, gated feed-forward, and in the large ones fewer heads of keys than of queries.
-_LLAMA: Table = {
-    "layers": 32,
-    "width": 4096,
-    "heads": 32,
-    "ff": 11008,
-    "activation": "silu",
-    "gated": True,
-    "norm": "rms",
-    "norm_at": "pre",
-    "bias": "none",
-    "position": "rotary",
-    "dropout": 0.0,
-}
-# Dai et al. 2019: segments that remember the ones before, and scores by distance.
-_XL: Table = {
-    "layers": 12,
-    "width": 512,
-    "heads": 8,
-    "ff": 2048,
-    "bias": "ff",
-    "position": "relative",
-    "memory": 512,
-}
-# Kitaev et al. 2020: attention among tokens that hash alike, in layers that can be run backwards.
-_REFORMER: Table = {
-    "mixer": "lsh",
-    "layers": 12,
-    "width": 1024,
-    "heads": 8,
-    "ff": 4096,
-    "norm_at": "pre",
-    "norm_eps": 1e-12,
-    "bias": "ff",
-    "residual": "reversible",
-    "position": "axial",
-    "max_length": 65536,
-    "axial": {"rows": 128, "columns": 512, "row_width": 256},
-    "lsh": {"hashes": 4, "chunk": 64},
-}
-# Dosovitskiy et al. 2021: patches of an image read like words.
-_VIT: Table = {
-    "layers": 12,
-    "width": 768,
-    "heads": 12,
-    "ff": 3072,
-    "activation": "gelu",
-    "norm_at": "pre",
-    "norm_eps": 1e-12,
-    "position": "learned",
-    "max_length": 197,
-    "dropout": 0.0,
-}
-_PLAIN: Table = {"scale_embeddings": False}
-_MASKED: Table = _PLAIN | {"token_types": 2, "output": "transformed", "output_bias": True, "frame": "both"}
-_CAUSAL: Table = _PLAIN | {"start": "eos", "frame": "none"}
+_GPT = _sizes(12, 768, 12, 3072, activation="gelu_tanh", norm_at="pre")
+_GPT |= {"position": "learned", "max_length": 1024, "attention_dropout": 0.1}
+# Raffel et al. 2020: bucketed relative positions, RMS norm, no biases, unscaled scores.
+_T5 = _sizes(6, 512, 8, 2048, head_width=64, score="dot", norm="rms", norm_at="pre", norm_eps=1e-6, bias="none")
+_T5 |= {"position": "bucket", "ff_dropout": 0.1, "attention_dropout": 0.1}
+# Touvron et al. 2023: rotary positions, gated feed-forward, and in the large ones grouped-query attention.
+_LLAMA = _sizes(32, 4096, 32, 11008, activation="silu", gated=True, norm="rms", norm_at="pre", bias="none")
+_LLAMA |= {"position": "rotary", "dropout": 0.0}
+# Dai et al. 2019: relative positions and a memory of earlier segments.
+_XL = _sizes(12, 512, 8, 2048, bias="ff", position="relative", memory=512)
+# Kitaev et al. 2020: LSH attention in reversible layers.
+_REFORMER = _sizes(12, 1024, 8, 4096, mixer="lsh", norm_at="pre", norm_eps=1e-12, bias="ff", residual="reversible")
+_REFORMER |= {"position": "axial", "max_length": 65536, "axial": {"rows": 128, "columns": 512, "row_width": 256}}
+_REFORMER |= {"lsh": {"hashes": 4, "chunk": 64}}
+# Dosovitskiy et al. 2021: image patches read like tokens.
+_VIT = _sizes(12, 768, 12, 3072, activation="gelu", norm_at="pre", norm_eps=1e-12)
+_VIT |= {"position": "learned", "max_length": 197, "dropout": 0.0}
+
+_UNSCALED: Table = {"scale_embeddings": False}
 _UNTIED: Table = {"tie_output": False}
-_TINY: Table = {"layers": 4, "width": 128, "heads": 4, "ff": 512, "dropout": 0.1, "attention_dropout": 0.0}
-
-
-def _both(vocab: int) -> Table:
-    return {"source_vocab": vocab, "target_vocab": vocab}
-
+_MASKED: Table = _UNSCALED | {"token_types": 2, "output": "transformed", "output_bias": True, "frame": "both"}
+_CAUSAL: Table = _UNSCALED | {"start": "eos", "frame": "none"}
+_LLAMA_HEAD: Table = _UNSCALED | _UNTIED | {"frame": "start"}
+_SHARED_FROM_PAD: Table = _UNSCALED | {"share_embeddings": True, "start": "pad"}
+_CLASSES: Table = _UNSCALED | {"output": "classes", "output_bias": True}
 
 PRESETS: dict[str, Table] = {
-    # Vaswani et al. 2017, Table 3. One vocabulary for source, target and prediction layer.
-    "transformer-base": _towers(_BASE, share_embeddings=True),
-    "transformer-big": _towers(_BASE | {"width": 1024, "heads": 16, "ff": 4096, "dropout": 0.3}, share_embeddings=True),
+    # Vaswani et al. 2017, Table 3. One vocabulary for source, target and LM head.
+    "transformer-base": _seq2seq(_BASE, share_embeddings=True),
+    "transformer-big": _seq2seq(_sizes(6, 1024, 16, 4096, dropout=0.3), share_embeddings=True),
     # The same design for little data: normalised before each sub-layer, which trains without a long warm-up, and with
     # rotary positions, which got further than sinusoids in the same number of steps (BENCHMARKS.md).
-    "transformer-small": _towers(
-        _LITTLE | {"layers": 4, "width": 256, "heads": 4, "ff": 1024, "dropout": 0.2},
-    ),
-    "transformer-tiny": _towers(_LITTLE | {"layers": 2, "width": 128, "heads": 4, "ff": 512}),
-    # Bahdanau et al. 2015: additive score, asked with the state before the step, which the context then enters.
-    "rnn-bahdanau": _towers(
+    "transformer-small": _seq2seq(_sizes(4, 256, 4, 1024, dropout=0.2) | _SMALL_DATA),
+    "transformer-tiny": _seq2seq(_sizes(2, 128, 4, 512, dropout=0.1) | _SMALL_DATA),
+    # Bahdanau et al. 2015: additive score of the state before the step, whose input the context joins.
+    "rnn-bahdanau": _seq2seq(
         _RECURRENT | {"mixer": "gru", "layers": 1, "score": "additive"},
         decoder={"attend_first": True},
-        scale_embeddings=False,
-        tie_output=False,
+        **_UNSCALED,
+        **_UNTIED,
     ),
-    # Luong et al. 2015: general score, asked with the state after the step, whose outcome is fed to the next.
-    "rnn-luong": _towers(
-        _RECURRENT | {"mixer": "lstm", "layers": 2, "score": "general"},
-        decoder={"input_feeding": True},
-        scale_embeddings=False,
+    # Luong et al. 2015: general score of the state after the step, with input feeding.
+    "rnn-luong": _seq2seq(
+        _RECURRENT | {"mixer": "lstm", "layers": 2, "score": "general"}, decoder={"input_feeding": True}, **_UNSCALED
     ),
     # Junczys-Dowmunt et al. 2018, as its translation models are published.
-    "marian": _towers(
+    "marian": _seq2seq(
         _BASE | {"activation": "silu", "position": "sinusoid_halves"},
         share_embeddings=True,
         output_bias=True,
         start="pad",
-        **_both(58101),
+        **_vocab(58101),
     ),
-    "bert-base": {"encoder": _BERT, **_MASKED, **_both(30522)},
-    "bert-large": {
-        "encoder": _BERT | {"layers": 24, "width": 1024, "heads": 16, "ff": 4096},
-        **_MASKED,
-        **_both(30522),
-    },
+    "bert-base": {"encoder": _BERT, **_MASKED, **_vocab(30522)},
+    "bert-large": {"encoder": _BERT | _sizes(24, 1024, 16, 4096), **_MASKED, **_vocab(30522)},
     "bert-tiny": {"encoder": _BERT | _TINY, **_MASKED},
-    "gpt2": {"decoder": _GPT, **_CAUSAL, **_both(50257)},
+    "gpt2": {"decoder": _GPT, **_CAUSAL, **_vocab(50257)},
     "gpt-tiny": {"decoder": _GPT | _TINY | {"max_length": 256}, **_CAUSAL},
-    "t5-small": _towers(_T5, share_embeddings=True, start="pad", **_PLAIN, **_both(32128)),
-    "t5-base": _towers(
-        _T5 | {"layers": 12, "width": 768, "heads": 12, "ff": 3072},
-        share_embeddings=True,
-        start="pad",
-        **_PLAIN,
-        **_both(32128),
-    ),
-    "t5-v1.1-small": _towers(
-        _T5 | {"layers": 8, "heads": 6, "ff": 1024, "activation": "gelu_tanh", "gated": True},
-        share_embeddings=True,
-        start="pad",
-        **_PLAIN,
+    "t5-small": _seq2seq(_T5, **_SHARED_FROM_PAD, **_vocab(32128)),
+    "t5-base": _seq2seq(_T5 | _sizes(12, 768, 12, 3072), **_SHARED_FROM_PAD, **_vocab(32128)),
+    "t5-v1.1-small": _seq2seq(
+        _T5 | _sizes(8, 512, 6, 1024, activation="gelu_tanh", gated=True),
+        **_SHARED_FROM_PAD,
         **_UNTIED,
-        **_both(32128),
+        **_vocab(32128),
     ),
-    "t5-tiny": _towers(_T5 | _TINY | {"head_width": 32}, share_embeddings=True, start="pad", **_PLAIN),
-    "llama-2-7b": {"decoder": _LLAMA, **_PLAIN, **_UNTIED, "frame": "start", **_both(32000)},
-    "llama-2-70b": {
-        "decoder": _LLAMA | {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "ff": 28672},
-        **_PLAIN,
-        **_UNTIED,
-        "frame": "start",
-        **_both(32000),
-    },
+    "t5-tiny": _seq2seq(_T5 | _TINY | {"head_width": 32}, **_SHARED_FROM_PAD),
+    "llama-2-7b": {"decoder": _LLAMA, **_LLAMA_HEAD, **_vocab(32000)},
+    "llama-2-70b": {"decoder": _LLAMA | _sizes(80, 8192, 64, 28672, kv_heads=8), **_LLAMA_HEAD, **_vocab(32000)},
     "llama-3-8b": {
         "decoder": _LLAMA | {"kv_heads": 8, "ff": 14336, "rotary": {"base": 500000.0}},
-        **_PLAIN,
-        **_UNTIED,
-        "frame": "start",
-        **_both(128256),
+        **_LLAMA_HEAD,
+        **_vocab(128256),
     },
     "llama-tiny": {"decoder": _LLAMA | _TINY | {"ff": 344}, **_CAUSAL},
-    "transformer-xl": {"decoder": _XL, "start": "eos", "frame": "none", **_both(204)},
+    "transformer-xl": {"decoder": _XL, "start": "eos", "frame": "none", **_vocab(204)},
     "xl-tiny": {"decoder": _XL | _TINY | {"memory": 128}, "start": "eos", "frame": "none"},
-    "reformer": {"decoder": _REFORMER, **_CAUSAL, **_UNTIED, **_both(258)},
+    "reformer": {"decoder": _REFORMER, **_CAUSAL, **_UNTIED, **_vocab(258)},
     "reformer-tiny": {
         "decoder": _REFORMER | _TINY | {"axial": {"rows": 128, "columns": 256, "row_width": 64}, "max_length": 32768},
         **_CAUSAL,
@@ -207,18 +118,14 @@ PRESETS: dict[str, Table] = {
     "vit-base": {
         "encoder": _VIT,
         "patches": {"height": 224, "width": 224, "channels": 3, "size": 16},
-        "output": "classes",
         "classes": 1000,
-        "output_bias": True,
-        "scale_embeddings": False,
+        **_CLASSES,
     },
     "vit-tiny": {
         "encoder": _VIT | _TINY | {"max_length": 17},
         "patches": {"height": 8, "width": 8, "channels": 1, "size": 2},
-        "output": "classes",
         "classes": 10,
-        "output_bias": True,
-        "scale_embeddings": False,
+        **_CLASSES,
     },
 }
 
@@ -233,17 +140,16 @@ def merge(base: Table, changes: Table) -> Table:
 
 
 def applicable_changes(base: Table, changes: Table) -> Table:
-    """Changes without those to a tower that `base` does not have, where they are said of both towers alike."""
-    given = {name: changes.get(name) for name in ("encoder", "decoder")}
-    here, there = given.values()
-    if not isinstance(here, dict) or not isinstance(there, dict):
+    """Changes without those to a stack that `base` does not have, where they are the same for both stacks."""
+    stacks = {name: changes.get(name) for name in ("encoder", "decoder")}
+    encoder, decoder = stacks.values()
+    if not isinstance(encoder, dict) or not isinstance(decoder, dict):
         return changes
-    alike = here.keys() & there.keys()
-    spare = {name: changed.keys() - alike for name, changed in (("encoder", here), ("decoder", there))}
-    return {key: value for key, value in changes.items() if key not in given or base.get(key) or spare[key]}
+    own_keys = {"encoder": encoder.keys() - decoder.keys(), "decoder": decoder.keys() - encoder.keys()}
+    return {key: value for key, value in changes.items() if key not in stacks or base.get(key) or own_keys[key]}
 
 
-# What a recurrent tower reads; only a decoder attends. All else belongs to layers of attention.
+# Keys that a recurrent stack uses; only a decoder attends. All others belong to attention layers.
 _RECURRENT_KEYS = {"encoder": {"mixer", "layers", "width", "dropout"}}
 _RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
     *("score", "cross_window", "cross_center", "max_length", "attention_dropout", "input_feeding", "attend_first")
@@ -251,26 +157,26 @@ _RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
 
 
 def unused_changes(base: Table, changes: Table) -> list[tuple[str, str]]:
-    """(tower, key) of changes that a recurrent tower does not read; said of both towers, one that reads it will do."""
-    towers = {name: tower for name in ("encoder", "decoder") if isinstance(tower := changes.get(name), dict)}
-    deaf = {
-        name: {key for key, value in tower.items() if key not in _RECURRENT_KEYS[name] and value != "none"}
-        if merge(base.get(name) or {}, tower).get("mixer") in ("gru", "lstm")
+    """(stack, key) of changes that a recurrent stack does not use, unless the other stack uses the same one."""
+    stacks = {name: stack for name in ("encoder", "decoder") if isinstance(stack := changes.get(name), dict)}
+    unused = {
+        name: {key for key, value in stack.items() if key not in _RECURRENT_KEYS[name] and value != "none"}
+        if merge(base.get(name) or {}, stack).get("mixer") in ("gru", "lstm")
         else set()
-        for name, tower in towers.items()
+        for name, stack in stacks.items()
     }
 
-    def heard(name: str, key: str) -> bool:
-        return any(key not in deaf[other] and tower.get(key) == towers[name][key] for other, tower in towers.items())
+    def used(key: str, value: Any) -> bool:
+        return any(key not in unused[name] and stack.get(key) == value for name, stack in stacks.items())
 
-    return [(name, key) for name, keys in deaf.items() for key in sorted(keys) if not heard(name, key)]
+    return [(name, key) for name, keys in unused.items() for key in sorted(keys) if not used(key, stacks[name][key])]
 
 
 def refuse_unused(base: Table, changes: Table) -> None:
-    """Raise an error that names the changes which would change nothing."""
-    if found := unused_changes(base, changes):
-        names = ", ".join(f"{tower}.{key}" for tower, key in found)
-        raise UserError(f"model: {names}: not read by a recurrent tower (gru, lstm), only by layers of attention")
+    """Raise an error that names the changes without effect."""
+    if unused := unused_changes(base, changes):
+        names = ", ".join(f"{stack}.{key}" for stack, key in unused)
+        raise UserError(f"model: {names}: not used by a recurrent stack (gru, lstm), only by attention layers")
 
 
 def preset(
@@ -286,8 +192,8 @@ def preset(
         raise one_of("preset", name, PRESETS)
     table = merge(PRESETS[name], applicable_changes(PRESETS[name], changes or {}))
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
-        given = vocab if size is None else size
-        table[side] = table.get(side, 8000) if given is None else given
+        size = vocab if size is None else size
+        table[side] = table.get(side, 8000) if size is None else size
     if table["source_vocab"] != table["target_vocab"] and "share_embeddings" not in (changes or {}):
-        table["share_embeddings"] = False  # two vocabularies cannot share a table
+        table["share_embeddings"] = False  # two vocabularies cannot share an embedding
     return parse(Config, table, f"preset {name}")

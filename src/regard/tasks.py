@@ -20,11 +20,11 @@ CONTEXT = 256  # tokens of plain text in a row of a batch
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What everything else asks about a task."""
+    """The facts of a task."""
 
     name: TaskName
-    summary: str  # what is learned, for help and documentation
-    model: str  # what a run of this task is, for messages
+    summary: str  # for help and documentation
+    model: str  # a model of this task, for messages
     reads: Reads
     stacks: tuple[str, ...]  # that its model has
     preset: str | None  # the default; None: chosen by the amount of data
