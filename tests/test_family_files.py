@@ -1,4 +1,4 @@
-"""docs/families: each file, filled with the weights of its preset, says what the preset says."""
+"""docs/families: each file, with the weights of its preset loaded, gives the logits of the preset."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_luong() -> None:
 
 
 def test_bert() -> None:
-    """Hidden tokens, and in another top of the same layers the vector of the whole."""
+    """Masked tokens, and the pooler on top of the same layers."""
     theirs, model = pair("bert", "BERT", "bert-base", vocab=VOCAB, length=20, **SIZES, changes={"pooler": True})
     kinds = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
     x = model.hidden(SOURCE, KEEP, types_BS=kinds)
     close(theirs(SOURCE, KEEP, kinds)[KEEP], model.predict(x)[KEEP])
-    close(theirs.whole(SOURCE, KEEP, kinds), model.pool(x))
+    close(theirs.pool(SOURCE, KEEP, kinds), model.pool(x))
 
 
 def test_gpt2() -> None:
@@ -86,11 +86,11 @@ def test_gpt2() -> None:
         written = torch.cat((written, tokens[:, None]), 1)
         scores, state = model.step(tokens, state)
         tokens = scores.argmax(-1)
-    assert torch.equal(theirs.write(TEXT, 5), written)
+    assert torch.equal(theirs.generate(TEXT, 5), written)
 
 
 def test_t5() -> None:
-    """Also over distances that share a range."""
+    """Also over distances that share a bucket."""
     sizes = SIZES | {"vocab": VOCAB, "head_width": 5}
     theirs, model = pair("t5", "T5", "t5-small", **sizes)
     close(theirs(SOURCE, KEEP, TEXT), model(SOURCE, KEEP, TEXT))
@@ -142,7 +142,7 @@ def test_reformer_runs_backwards() -> None:
 
 
 def test_vit() -> None:
-    sizes = SIZES | {"classes": 7, "size": IMAGE["size"], "squares": 19, "colours": IMAGE["channels"]}
+    sizes = SIZES | {"classes": 7, "size": IMAGE["size"], "patches": 19, "channels": IMAGE["channels"]}
     theirs, model = pair("vit", "ViT", "vit-base", **sizes)
     close(theirs(pixels()), model(pixels(), None)[:, 0])
 
@@ -172,18 +172,18 @@ def table() -> list[dict[str, str]]:
 
 
 def values(config: Config) -> dict[str, str]:
-    """What the table says of a config."""
+    """The columns of the table for a config."""
     stack = config.decoder or config.encoder
     assert isinstance(stack, Stack)
-    towers = [name for name in ("encoder", "decoder") if getattr(config, name) is not None]
-    said = {"towers": " + ".join(towers), "mixer": stack.mixer, "position": stack.position}
+    stacks = [name for name in ("encoder", "decoder") if getattr(config, name) is not None]
+    columns = {"stacks": " + ".join(stacks), "mixer": stack.mixer, "position": stack.position}
     if stack.recurrent:
-        return said | dict.fromkeys(("norm", "at", "activation", "gated", "bias"), "-")
-    said |= {"norm": stack.norm, "at": stack.norm_at, "activation": stack.activation}
-    return said | {"gated": "yes" if stack.gated else "", "bias": stack.bias}
+        return columns | dict.fromkeys(("norm", "at", "activation", "gated", "bias"), "-")
+    columns |= {"norm": stack.norm, "at": stack.norm_at, "activation": stack.activation}
+    return columns | {"gated": "yes" if stack.gated else "", "bias": stack.bias}
 
 
-def test_the_table_of_families_says_what_the_presets_say() -> None:
+def test_the_table_of_families_has_the_values_of_the_presets() -> None:
     rows, seen = table(), set()
     linked = {name for row in rows for name in re.findall(r"\((\w+\.py)\)", row["family"])}
     assert linked == {path.name for path in FILES}

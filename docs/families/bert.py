@@ -1,8 +1,8 @@
-"""BERT (Devlin et al. 2019): an encoder alone. Some tokens of a text are hidden, and it guesses them from both sides.
+"""BERT (Devlin et al. 2019): an encoder alone, trained by masked language modelling.
 
-Read from top to bottom: attention, the layer, the model, its two tops. Only torch is needed.
+Read from top to bottom: attention, the layer, the model with its LM head and its pooler. Only torch is needed.
 Shapes: B texts, S tokens, D width, H heads, E = D / H width of a head, V vocabulary.
-regard's preset: bert-base (pooler=true adds the second top)
+regard's preset: bert-base (pooler=true adds the pooler)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EPS = 1e-12  # of every norm
 
 
 class Attention(nn.Module):
-    """Each token looks at all others, before and after it. Nothing is hidden but padding."""
+    """Bidirectional self-attention: each token attends to all others. Only padding is masked."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Look around, then think; each result is added to its input and normalised after it."""
+    """Self-attention, then feed-forward; each is added to its input and normalised afterwards (post-norm)."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -54,54 +54,54 @@ class Layer(nn.Module):
 
 
 class BERT(nn.Module):
-    """Texts in, one vector per token out; from these, masked tokens are guessed or the whole text is judged."""
+    """Token ids in, one vector per token out, from which masked tokens or a property of the text are predicted."""
 
     def __init__(
         self,
         vocab: int = 30522,
         length: int = 512,
-        kinds: int = 2,
+        types: int = 2,
         width: int = 768,
         heads: int = 12,
         hidden: int = 3072,
         layers: int = 12,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)  # what a token is
-        self.place = nn.Embedding(length, width)  # where it stands
-        self.kind = nn.Embedding(kinds, width)  # which of two sentences it belongs to
+        self.embedding = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(length, width)
+        self.token_type = nn.Embedding(types, width)  # which of two sentences a token belongs to
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
-        self.dense = nn.Linear(width, width)  # a last step on the way to a guess
+        self.dense = nn.Linear(width, width)  # of the LM head
         self.dense_norm = nn.LayerNorm(width, eps=EPS)
-        self.bias = nn.Parameter(torch.zeros(vocab))  # how frequent each token is, whatever the text
+        self.bias = nn.Parameter(torch.zeros(vocab))  # learns how frequent each token is, whatever the text
         self.pooler = nn.Linear(width, width)
 
-    def vectors(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
+    def encode(self, ids: Tensor, keep: Tensor, types: Tensor) -> Tensor:
         """(B, S) each -> (B, S, D)."""
-        x = self.norm(self.embedding(ids) + self.place(torch.arange(ids.shape[1])) + self.kind(kinds))
+        x = self.norm(self.embedding(ids) + self.position(torch.arange(ids.shape[1])) + self.token_type(types))
         for layer in self.layers:
             x = layer(x, keep)
         return x
 
-    def forward(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
-        """Scores over what each token was before it was hidden, (B, S, V).
+    def forward(self, ids: Tensor, keep: Tensor, types: Tensor) -> Tensor:
+        """Logits of the original token at every position, (B, S, V).
 
-        In training, 15% of the tokens are asked for. Of these, 80% were replaced by [MASK], 10% by any token and
-        10% not at all: the model cannot know which, so it has to have an opinion about every one.
+        In training, 15% of the tokens are predicted. Of these, 80% were replaced by [MASK], 10% by a random token and
+        10% not at all: the model cannot know which, so it needs a good vector for every token.
         """
-        x = self.dense_norm(F.gelu(self.dense(self.vectors(ids, keep, kinds))))
+        x = self.dense_norm(F.gelu(self.dense(self.encode(ids, keep, types))))
         return x @ self.embedding.weight.T + self.bias
 
-    def whole(self, ids: Tensor, keep: Tensor, kinds: Tensor) -> Tensor:
-        """One vector for a text, (B, D): that of its first token, [CLS], which stands in no text for anything else."""
-        return self.pooler(self.vectors(ids, keep, kinds)[:, 0]).tanh()
+    def pool(self, ids: Tensor, keep: Tensor, types: Tensor) -> Tensor:
+        """One vector for a text, (B, D): that of its first token, the special token [CLS]."""
+        return self.pooler(self.encode(ids, keep, types)[:, 0]).tanh()
 
 
 NAMES = {  # regard's: this file's
     "source_embedding": "embedding",
-    "token_type_embedding": "kind",
-    "encoder.position.table": "place",
+    "token_type_embedding": "token_type",
+    "encoder.position.table": "position",
     "encoder.embed_norm": "norm",
     "encoder.blocks": "layers",
     "feed_forward.": "",
@@ -113,14 +113,14 @@ NAMES = {  # regard's: this file's
 
 
 def load(model: BERT, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     renamed = {}
     for name, x in weights.items():
-        if name == "output.weight":  # another name of the table
+        if name == "output.weight":  # tied to the embedding
             continue
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        if "key_value" in name:  # one matrix there: keys above, values below
+        if "key_value" in name:  # one matrix in regard: keys first, then values
             renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
         else:
             renamed[name] = x

@@ -1,6 +1,6 @@
-"""GPT-2 (Radford et al. 2019): a decoder alone. It reads a text from left to right and guesses each next token.
+"""GPT-2 (Radford et al. 2019): a decoder alone, a causal language model that predicts each next token.
 
-Read from top to bottom: attention, the layer, the model, how it writes. Only torch is needed.
+Read from top to bottom: attention, the layer, the model, greedy decoding. Only torch is needed.
 Shapes: B texts, T tokens, D width, H heads, E = D / H width of a head, V vocabulary.
 regard's preset: gpt2
 """
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and at those before it."""
+    """Causal self-attention: each token attends to itself and to those before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # (B, H, T, E) each
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
-        # Training asks for every next token of a text at once. It is no cheating because of this one line: a token
-        # that could see its successor would only have to repeat it.
+        # Training predicts every next token of a text in one pass. This causal mask makes that possible: a token that
+        # could attend to its successor would only have to copy it.
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
-    """Look back, then think. Both are normalised before and added after: x itself runs through untouched."""
+    """Self-attention, then feed-forward, each on normalised input (pre-norm) and added to x."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens in, scores over the token after each of them out."""
+    """Token ids in, logits of the token after each of them out."""
 
     def __init__(
         self,
@@ -68,24 +68,24 @@ class GPT2(nn.Module):
         layers: int = 12,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)  # what a token is
-        self.place = nn.Embedding(length, width)  # where it stands: trained, so nothing is known beyond `length`
+        self.embedding = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(length, width)  # trained, so positions beyond `length` do not exist
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)  # nothing has normalised the sum of all that was added
+        self.norm = nn.LayerNorm(width)  # the residual stream has not been normalised yet
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, V)."""
-        x = self.embedding(ids) + self.place(torch.arange(ids.shape[1]))
+        x = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x) @ self.embedding.weight.T  # the table again: similar tokens get similar scores
+        return self.norm(x) @ self.embedding.weight.T  # tied LM head: similar tokens get similar logits
 
     @torch.no_grad()
-    def write(self, ids: Tensor, count: int) -> Tensor:
-        """Continue texts (B, T) by the likeliest token, `count` times.
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        """Continue texts (B, T) greedily by `count` tokens.
 
-        Everything is read anew for each token. Who keeps the keys and values of what was read (a cache) gets the
-        same text faster, since they never change: nothing looks ahead.
+        Each step computes everything again. A KV cache gives the same text faster: because of the causal mask, keys and
+        values of earlier tokens never change.
         """
         for _ in range(count):
             ids = torch.cat((ids, self(ids)[:, -1:].argmax(dim=-1)), dim=1)
@@ -94,7 +94,7 @@ class GPT2(nn.Module):
 
 NAMES = {  # regard's: this file's
     "target_embedding": "embedding",
-    "decoder.position.table": "place",
+    "decoder.position.table": "position",
     "decoder.norm": "norm",
     "decoder.blocks": "layers",
     "feed_forward.": "",
@@ -103,14 +103,14 @@ NAMES = {  # regard's: this file's
 
 
 def load(model: GPT2, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     renamed = {}
     for name, x in weights.items():
-        if name == "output.weight":  # another name of the table
+        if name == "output.weight":  # tied to the embedding
             continue
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        if "key_value" in name:  # one matrix there: keys above, values below
+        if "key_value" in name:  # one matrix in regard: keys first, then values
             renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
         else:
             renamed[name] = x

@@ -1,6 +1,6 @@
 """Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): a decoder alone, with what was learned since GPT-2.
 
-Rotary positions, norms without a mean, gated feed-forward, no biases, and keys that several heads share.
+Rotary positions, RMS norm, gated feed-forward, no biases, and grouped-query attention.
 Read from top to bottom. Only torch is needed.
 Shapes: B texts, T tokens, D width, H heads, G heads of keys and values, E = D / H width of a head, V vocabulary.
 regard's presets: llama-2-7b, llama-2-70b, llama-3-8b
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Divide by the root of the mean square. Subtracting the mean, as a layer norm does, turned out not to matter."""
 
     def __init__(self, width: int) -> None:
@@ -26,24 +26,24 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-5) * self.weight
 
 
-def turn(x: Tensor, base: float) -> Tensor:
-    """Turn each pair of numbers of a query or key (B, H, T, E) by an angle that grows with its position.
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotate each pair of dimensions of queries or keys (B, H, T, E) by an angle proportional to position.
 
-    The product of a query at position i and a key at position j then knows i - j, their distance, and nothing else.
-    Pairs turn at different speeds, like the hands of a clock: fast ones tell near places apart, slow ones far ones.
+    The score of a query at position i and a key at position j then depends on i and j only by their distance i - j.
+    Pairs have different frequencies: high ones distinguish near positions, low ones far ones.
     """
     half = x.shape[-1] // 2
     rate = base ** (-torch.arange(half) / half)
     angle = torch.arange(x.shape[2]).unsqueeze(-1) * rate  # (T, E / 2)
-    a, b = x[..., :half], x[..., half:]  # number i makes a pair with number i + E / 2
+    a, b = x[..., :half], x[..., half:]  # dimension i makes a pair with dimension i + E / 2
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and at those before it; neighbouring heads of queries share one of keys and values.
+    """Causal self-attention in which neighbouring query heads share one head of keys and values (grouped-query).
 
-    While writing, the keys and values of all that was read have to be kept and read again for every token. With
-    G = H / 8 that is an eighth of the memory, and the model is hardly worse for it.
+    Decoding reads the keys and values of all earlier tokens (the KV cache) for every new one. With G = H / 8 the cache
+    is an eighth as large, and the model is hardly worse for it.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, base: float) -> None:
@@ -57,8 +57,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        q = turn(self.split(self.query(x), self.heads), self.base)  # (B, H, T, E)
-        k = turn(self.split(self.key(x), self.kv_heads), self.base)  # (B, G, T, E)
+        q = rotate(self.split(self.query(x), self.heads), self.base)  # (B, H, T, E)
+        k = rotate(self.split(self.key(x), self.kv_heads), self.base)  # (B, G, T, E)
         v = self.split(self.value(x), self.kv_heads)
         k, v = (each.repeat_interleave(self.heads // self.kv_heads, dim=1) for each in (k, v))  # (B, H, T, E)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """What `up` says is multiplied by what `gate` lets through."""
+    """Gated: the output of `up` is multiplied by the activated output of `gate` (SwiGLU)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Look back, then think; both are normalised before and added after."""
+    """Self-attention, then feed-forward, each on normalised input (pre-norm) and added to x."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, base: float) -> None:
         super().__init__()
-        self.attention_norm, self.attention = Norm(width), Attention(width, heads, kv_heads, base)
-        self.feed_forward_norm, self.feed_forward = Norm(width), FeedForward(width, hidden)
+        self.attention_norm, self.attention = RMSNorm(width), Attention(width, heads, kv_heads, base)
+        self.feed_forward_norm, self.feed_forward = RMSNorm(width), FeedForward(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, scores over the token after each of them out."""
+    """Token ids in, logits of the token after each of them out."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList(Layer(width, heads, kv_heads, hidden, base) for _ in range(layers))
-        self.norm = Norm(width)
-        self.output = nn.Linear(width, vocab, bias=False)  # a table of its own
+        self.norm = RMSNorm(width)
+        self.output = nn.Linear(width, vocab, bias=False)  # LM head, not tied to the embedding
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, V). No position is added here: queries and keys are turned in every layer."""
@@ -132,12 +132,12 @@ NAMES = {  # regard's: this file's
 
 
 def load(model: Llama, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     renamed = {}
     for name, x in weights.items():
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        if "key_value" in name:  # one matrix there: keys above, values below
+        if "key_value" in name:  # one matrix in regard: keys first, then values
             renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
         else:
             renamed[name] = x

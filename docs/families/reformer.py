@@ -1,9 +1,9 @@
 """Reformer (Kitaev et al. 2020): a language model for very long texts.
 
-Two ideas. Attention looks only at tokens that hash alike, since a softmax forgets the others anyway. And layers can be
-run backwards, so that training recomputes what passed between them instead of storing it.
-For the sake of reading, this file computes all T x T scores and then hides those of pairs that hashing keeps apart. The
-library never computes these, which is the whole point. Read from top to bottom. Only torch is needed.
+Two ideas. Attention is restricted to tokens with the same hash (LSH), since a softmax gives the others almost no weight
+anyway. And layers are reversible, so that training recomputes the activations between them instead of storing them.
+For the sake of reading, this file computes all T x T scores and then masks pairs that hashing keeps apart. The library
+never computes these, which is the whole point. Read from top to bottom. Only torch is needed.
 Shapes: B texts, T tokens, D width, H heads, E = D / H width of a head, R rounds of hashing, V vocabulary.
 regard's preset: reformer
 """
@@ -19,12 +19,12 @@ EPS = 1e-12  # of every norm
 
 
 class HashedAttention(nn.Module):
-    """Each token looks back at those that ended up near it when all were sorted by hash, in any of R rounds."""
+    """Causal attention to the tokens that are near when all are sorted by hash, in any of R rounds."""
 
     def __init__(self, width: int, heads: int, rounds: int, chunk: int, seed: int) -> None:
         super().__init__()
         self.heads, self.rounds, self.chunk, self.seed = heads, rounds, chunk, seed
-        # Queries are their own keys: only then does "hashes alike" mean "scores high".
+        # Queries and keys are the same vectors: only then does "same hash" mean "high score".
         self.query_key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -34,8 +34,8 @@ class HashedAttention(nn.Module):
         q, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query_key, self.value))
         k = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)  # a key's length must not count: (B, H, T, E)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
-        scores = scores + self.times_met(q).log()  # met twice counts twice, never met is log 0: hidden
-        # Being its own key, a token would like itself best. It may look at itself only if there is nothing else.
+        scores = scores + self.times_met(q).log()  # met twice counts twice, never met is log 0 = -inf: masked
+        # Being its own key, a token would score itself highest. It may attend to itself only if there is nothing else.
         itself = torch.eye(x.shape[1], dtype=torch.bool)
         future = torch.ones_like(itself).triu(1)
         weights = scores.masked_fill(itself, -1e4).masked_fill(future, -math.inf).softmax(dim=-1)
@@ -46,23 +46,23 @@ class HashedAttention(nn.Module):
         length = q.shape[2]
         if length <= 2 * self.chunk * self.rounds:
             return torch.ones(length, length)
-        # Turn space at random and ask which axis, or its opposite, is nearest: close vectors get the same answer.
+        # Rotate at random; the hash is the nearest axis, or its opposite. Close vectors get the same one.
         buckets = 1 << (2 * length // self.chunk).bit_length() - 1
-        draws = torch.Generator().manual_seed(self.seed)  # the same hashes in every pass
-        turn = torch.randn(self.heads, q.shape[-1], self.rounds, buckets // 2, generator=draws)
-        turned = torch.einsum("bhte,hera->bhrta", q, turn)
-        bucket = torch.cat((turned, -turned), dim=-1).argmax(dim=-1)  # (B, H, R, T)
-        # Sort by bucket and cut into chunks of one size, as buckets are not. A token meets its own chunk and the one
-        # before, in case its bucket began there. All rounds make one long row of chunks, whose ends are joined.
-        place = bucket.argsort(dim=-1, stable=True).argsort(dim=-1)  # where each token stands: (B, H, R, T)
+        random = torch.Generator().manual_seed(self.seed)  # the same hashes in every pass
+        rotation = torch.randn(self.heads, q.shape[-1], self.rounds, buckets // 2, generator=random)
+        rotated = torch.einsum("bhte,hera->bhrta", q, rotation)
+        bucket = torch.cat((rotated, -rotated), dim=-1).argmax(dim=-1)  # (B, H, R, T)
+        # Sort by bucket and cut into chunks of equal size, since buckets are not. A token meets its own chunk and the
+        # one before, where its bucket may have begun. The chunks of all rounds form one ring.
+        rank = bucket.argsort(dim=-1, stable=True).argsort(dim=-1)  # index in the sorted order: (B, H, R, T)
         chunks = length // self.chunk
-        chunk = place // self.chunk + torch.arange(self.rounds).unsqueeze(-1) * chunks
+        chunk = rank // self.chunk + torch.arange(self.rounds).unsqueeze(-1) * chunks
         ahead = chunk[:, :, :, None, :, None] - chunk[:, :, None, :, None, :]  # (B, H, R, R, T, T)
         return (ahead % (chunks * self.rounds) <= 1).sum(dim=(2, 3))
 
 
 class Layer(nn.Module):
-    """Two streams take turns: what is said about one is added to the other, so each step can be taken back."""
+    """Reversible: a function of one stream is added to the other, so each addition can be undone."""
 
     def __init__(self, width: int, heads: int, hidden: int, rounds: int, chunk: int, seed: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Layer(nn.Module):
         return one, two
 
     def backwards(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-        """What went in, from what came out. Training goes through the layers this way and stores nothing."""
+        """The inputs of the layer from its outputs. The backward pass uses this instead of stored activations."""
         two = two - self.feed_forward(one)
         one = one - self.attention(self.attention_norm(two))
         return one, two
@@ -87,7 +87,7 @@ class Layer(nn.Module):
 
 
 class Reformer(nn.Module):
-    """Tokens in, scores over the token after each of them out."""
+    """Token ids in, logits of the token after each of them out."""
 
     def __init__(
         self,
@@ -104,16 +104,16 @@ class Reformer(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
-        # A table of 65536 positions would be larger than the model. Rows and columns, side by side, make as many.
+        # A table of 65536 positions would have 67 million parameters. Axial: a vector for the row, one for the column.
         self.rows, self.columns = nn.Embedding(rows, row_width), nn.Embedding(columns, width - row_width)
         self.layers = nn.ModuleList(Layer(width, heads, hidden, rounds, chunk, seed) for seed in range(layers))
         self.norm = nn.LayerNorm(2 * width, eps=EPS)
         self.output = nn.Linear(2 * width, vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, V); a long text must be a number of whole chunks."""
-        place = torch.arange(ids.shape[1])
-        row, column = place // self.columns.num_embeddings, place % self.columns.num_embeddings
+        """(B, T) -> (B, T, V); the length of a long text must be a multiple of the chunk."""
+        position = torch.arange(ids.shape[1])
+        row, column = position // self.columns.num_embeddings, position % self.columns.num_embeddings
         x = self.embedding(ids) + torch.cat((self.rows(row), self.columns(column)), dim=-1)
         one, two = x, x
         for layer in self.layers:
@@ -132,7 +132,7 @@ NAMES = {  # regard's: this file's
 
 
 def load(model: Reformer, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     renamed = {}
     for name, x in weights.items():
         for theirs, ours in NAMES.items():

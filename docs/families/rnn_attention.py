@@ -1,7 +1,8 @@
 """Attention before the Transformer: Bahdanau et al. 2015 and Luong et al. 2015.
 
-A recurrent network reads the source in both directions, another writes the target, and at every step the writer looks
-back at what the reader noted. Read from top to bottom: reader, two ways to score, two writers. Only torch is needed.
+A bidirectional recurrent encoder reads the source, a recurrent decoder predicts the target, and at every step the
+decoder attends to the states of the encoder. Read from top to bottom: encoder, two scores, two decoders. Only torch is
+needed.
 Shapes: B sentences of one length, S source tokens, T target tokens, D width, V vocabulary.
 regard's presets: rnn-bahdanau, rnn-luong
 """
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 
-class Reader(nn.Module):
-    """A vector for each source token, half of it from the left, half from the right."""
+class Encoder(nn.Module):
+    """A state for each source token, half of it from each direction."""
 
     def __init__(self, cell: type[nn.GRU] | type[nn.LSTM], width: int, layers: int) -> None:
         super().__init__()
@@ -22,17 +23,17 @@ class Reader(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(B, S, D) -> (B, S, D), and for each layer where its two directions ended, (B, D)."""
-        ends = []
+        """(B, S, D) -> (B, S, D), and for each layer the final states of its two directions, (B, D)."""
+        finals = []
         for layer in self.layers:
             x, last = layer(x)
             hidden = last[0] if isinstance(last, tuple) else last  # an LSTM has a cell beside its state
-            ends.append(torch.cat((hidden[0], hidden[1]), dim=-1))
-        return x, ends
+            finals.append(torch.cat((hidden[0], hidden[1]), dim=-1))
+        return x, finals
 
 
 class Additive(nn.Module):
-    """Bahdanau: v . tanh(W q + U k), a small network that is asked how well two vectors fit."""
+    """Bahdanau: v . tanh(W q + U k), a small network over query and key."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Additive(nn.Module):
 
 
 class General(nn.Module):
-    """Luong: q . W k, a mere product, which is cheaper and often as good."""
+    """Luong: q . W k, a bilinear form, which is cheaper and often as good."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,17 +58,17 @@ class General(nn.Module):
 
 
 def attend(scores: Tensor, states: Tensor) -> Tensor:
-    """The mixture of what was noted, (B, D): scores (B, S) say how much of each."""
+    """The weighted sum of the encoder's states, (B, D), by a softmax over scores (B, S)."""
     return (scores.softmax(dim=-1).unsqueeze(1) @ states).squeeze(1)
 
 
 class Bahdanau(nn.Module):
-    """Look first, with the state before the step; then step, with what was seen as part of the input."""
+    """Attend first, with the state before the step as query; then step, with the context as part of the input."""
 
     def __init__(self, vocab: int, width: int = 256) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
-        self.reader = Reader(nn.GRU, width, layers=1)
+        self.encoder = Encoder(nn.GRU, width, layers=1)
         self.bridge = nn.Linear(width, width)
         self.score = Additive(width)
         self.cell = nn.GRUCell(2 * width, width)
@@ -75,11 +76,11 @@ class Bahdanau(nn.Module):
         self.output = nn.Linear(width, vocab, bias=False)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S) and (B, T) -> scores over the token after each of the target, (B, T, V)."""
-        states, ends = self.reader(self.source(source))
-        h = self.bridge(ends[0]).tanh()  # the writer begins where the reader ended
+        """Ids (B, S) and (B, T) -> logits of the token after each of the target, (B, T, V)."""
+        states, finals = self.encoder(self.source(source))
+        h = self.bridge(finals[0]).tanh()  # the initial state of the decoder
         outs = []
-        for x in self.target(target).unbind(dim=1):  # (B, D) at a time: each step needs the one before
+        for x in self.target(target).unbind(dim=1):  # (B, D) at a time: each step needs the state of the one before
             context = attend(self.score(h, states), states)
             h = self.cell(torch.cat((x, context), dim=-1), h)
             outs.append(self.combine(torch.cat((context, h), dim=-1)).tanh())
@@ -87,24 +88,24 @@ class Bahdanau(nn.Module):
 
 
 class Luong(nn.Module):
-    """Step first, then look, with the state after the step; the outcome is fed to the next step.
+    """Step first, then attend, with the state after the step as query; the result is part of the next input.
 
-    Feeding it tells the writer where it has looked already, so that it neither repeats nor forgets a part.
+    This input feeding tells the decoder what it has attended to already, so that it neither repeats nor skips a part.
     """
 
     def __init__(self, vocab: int, width: int = 256, layers: int = 2) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
-        self.reader = Reader(nn.LSTM, width, layers)
+        self.encoder = Encoder(nn.LSTM, width, layers)
         self.bridges = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.cells = nn.ModuleList(nn.LSTMCell(width if i else 2 * width, width) for i in range(layers))
         self.score = General(width)
         self.combine = nn.Linear(2 * width, width)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S) and (B, T) -> scores over the token after each of the target, (B, T, V)."""
-        states, ends = self.reader(self.source(source))
-        hs = [bridge(end).tanh() for bridge, end in zip(self.bridges, ends, strict=True)]
+        """Ids (B, S) and (B, T) -> logits of the token after each of the target, (B, T, V)."""
+        states, finals = self.encoder(self.source(source))
+        hs = [bridge(final).tanh() for bridge, final in zip(self.bridges, finals, strict=True)]
         cs = [torch.zeros_like(h) for h in hs]
         out, outs = torch.zeros_like(hs[0]), []
         for x in self.target(target).unbind(dim=1):
@@ -115,16 +116,16 @@ class Luong(nn.Module):
             context = attend(self.score(x, states), states)
             out = self.combine(torch.cat((context, x), dim=-1)).tanh()
             outs.append(out)
-        return torch.stack(outs, dim=1) @ self.target.weight.T  # the table again, transposed
+        return torch.stack(outs, dim=1) @ self.target.weight.T  # tied LM head
 
 
 def load(model: Bahdanau | Luong, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     one = isinstance(model, Bahdanau)
     names = {  # regard's: this file's
         "source_embedding": "source",
         "target_embedding": "target",
-        "encoder.blocks": "reader.layers",
+        "encoder.blocks": "encoder.layers",
         "decoder.combine": "combine",
         "decoder.bridges.0" if one else "decoder.bridges": "bridge" if one else "bridges",
         "decoder.blocks.0.cross.score.query_weight": "score.query.weight",
@@ -135,7 +136,7 @@ def load(model: Bahdanau | Luong, weights: dict[str, Tensor]) -> None:
     }
     renamed = {}
     for name, x in weights.items():
-        if not one and name == "output.weight":  # another name of the target's table
+        if not one and name == "output.weight":  # tied to the target embedding
             continue
         for theirs, ours in names.items():
             name = name.replace(theirs, ours)

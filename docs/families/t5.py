@@ -1,6 +1,6 @@
-"""T5 (Raffel et al. 2020): an encoder and a decoder, and every task is a text that becomes another text.
+"""T5 (Raffel et al. 2020): an encoder and a decoder; every task is text to text, pre-training is span corruption.
 
-What differs from the first Transformer: only distances are known, and no sub-layer has a bias.
+What differs from the first Transformer: relative position biases, RMS norm before each sub-layer, and no biases.
 Read from top to bottom. Only torch is needed.
 Shapes: B texts, S source tokens, T target tokens, D width, H heads, E width of a head, V vocabulary.
 regard's preset: t5-small
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Divide by the root of the mean square; no mean is subtracted, no bias added."""
 
     def __init__(self, width: int) -> None:
@@ -25,36 +25,36 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6) * self.weight
 
 
-class Distances(nn.Module):
-    """A trained number per head for each of 32 ranges of distance, added to the scores of every layer of a tower.
+class RelativeBias(nn.Module):
+    """A trained bias per head and bucket of distance, added to the scores of every layer of a stack.
 
-    Near distances have a range of their own, farther ones share ever wider ranges, and beyond 128 all are alike.
+    Near distances have a bucket each, farther ones share ever wider buckets, and from 128 on all share one.
     """
 
-    def __init__(self, heads: int, both_ways: bool) -> None:
+    def __init__(self, heads: int, bidirectional: bool) -> None:
         super().__init__()
-        self.both_ways = both_ways
+        self.bidirectional = bidirectional
         self.table = nn.Embedding(32, heads)
 
     def forward(self, length: int) -> Tensor:
         """(H, T, T)."""
-        place = torch.arange(length)
-        offset = place[None, :] - place[:, None]  # of the key from the query: negative if it comes before
-        return self.table(self.range_of(offset)).permute(2, 0, 1)
+        position = torch.arange(length)
+        offset = position[None, :] - position[:, None]  # of the key from the query: negative if it comes before
+        return self.table(self.bucket(offset)).permute(2, 0, 1)
 
-    def range_of(self, offset: Tensor) -> Tensor:
-        count = 16 if self.both_ways else 32  # the encoder needs half of the ranges for what comes after
-        distance = offset.abs() if self.both_ways else (-offset).clamp(min=0)
+    def bucket(self, offset: Tensor) -> Tensor:
+        count = 16 if self.bidirectional else 32  # the encoder needs half of the buckets for keys after the query
+        distance = offset.abs() if self.bidirectional else (-offset).clamp(min=0)
         near = count // 2
         far = near + ((distance.clamp(min=1) / near).log() / math.log(128 / near) * (count - near)).long()
         index = torch.where(distance < near, distance, far.clamp(max=count - 1))
-        return index + count * (offset > 0) if self.both_ways else index
+        return index + count * (offset > 0) if self.bidirectional else index
 
 
 class Attention(nn.Module):
-    """Each query looks at the keys; `bias`, (H, T, S) or (B, 1, 1, S), is added to its scores, -inf where it must not.
+    """Attention of x to context; `bias`, (H, T, S) or (B, 1, 1, S), is added to the scores, -inf where masked.
 
-    Scores are not divided by sqrt(E). The weights are drawn smaller at the start instead, which comes to the same.
+    Scores are not divided by sqrt(E). The weights are initialised smaller instead, which comes to the same.
     """
 
     def __init__(self, width: int, heads: int, head_width: int) -> None:
@@ -75,16 +75,16 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Look at one's own text, in the decoder at the source too, then think; normalised before and added after."""
+    """Self-attention, in the decoder cross-attention too, then feed-forward; pre-norm, each added to x."""
 
     def __init__(self, width: int, heads: int, head_width: int, hidden: int, decodes: bool) -> None:
         super().__init__()
-        self.attention, self.attention_norm = Attention(width, heads, head_width), Norm(width)
+        self.attention, self.attention_norm = Attention(width, heads, head_width), RMSNorm(width)
         if decodes:
-            self.cross, self.cross_norm = Attention(width, heads, head_width), Norm(width)
+            self.cross, self.cross_norm = Attention(width, heads, head_width), RMSNorm(width)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
-        self.feed_forward_norm = Norm(width)
+        self.feed_forward_norm = RMSNorm(width)
 
     def forward(self, x: Tensor, bias: Tensor, source: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
         normed = self.attention_norm(x)
@@ -94,24 +94,24 @@ class Layer(nn.Module):
         return x + self.down(self.up(self.feed_forward_norm(x)).relu())
 
 
-class Tower(nn.Module):
-    """Layers that share one table of distances, and a last norm."""
+class Stack(nn.Module):
+    """Layers that share one table of position biases, and a final norm."""
 
     def __init__(self, width: int, heads: int, head_width: int, hidden: int, layers: int, decodes: bool) -> None:
         super().__init__()
-        self.distances = Distances(heads, both_ways=not decodes)
+        self.position = RelativeBias(heads, bidirectional=not decodes)
         self.layers = nn.ModuleList(Layer(width, heads, head_width, hidden, decodes) for _ in range(layers))
-        self.norm = Norm(width)
+        self.norm = RMSNorm(width)
 
-    def forward(self, x: Tensor, unseen: Tensor, source: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
-        bias = self.distances(x.shape[1]) + unseen  # asked once, used by every layer
+    def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+        bias = self.position(x.shape[1]) + mask  # computed once, used by every layer
         for layer in self.layers:
             x = layer(x, bias, source, padding)
         return self.norm(x)
 
 
 class T5(nn.Module):
-    """Source tokens and the target so far in, scores over each next target token out."""
+    """Source ids and target ids in, logits of the token after each of the target out."""
 
     def __init__(
         self,
@@ -123,24 +123,23 @@ class T5(nn.Module):
         layers: int = 6,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width)  # one table for source, target and, transposed, the prediction
+        self.embedding = nn.Embedding(vocab, width)  # one table for source, target and, transposed, the LM head
         self.encoder, self.decoder = (
-            Tower(width, heads, head_width, hidden, layers, decodes) for decodes in (False, True)
+            Stack(width, heads, head_width, hidden, layers, decodes) for decodes in (False, True)
         )
 
     def forward(self, source: Tensor, keep: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S), which of them are not padding (B, S), ids (B, T) -> scores (B, T, V)."""
+        """Ids (B, S), which of them are not padding (B, S), ids (B, T) -> logits (B, T, V)."""
         padding = torch.zeros(keep.shape).masked_fill(~keep, -math.inf)[:, None, None, :]  # (B, 1, 1, S)
         future = torch.full((target.shape[1], target.shape[1]), -math.inf).triu(1)  # (T, T)
         x = self.encoder(self.embedding(source), padding)
         y = self.decoder(self.embedding(target), future, x, padding)
-        # The release multiplies y by D ** -0.5 here; regard has that number in the weights of the last norm.
+        # The release multiplies y by D ** -0.5 here; regard has that factor in the weights of the final norm.
         return y @ self.embedding.weight.T
 
 
 NAMES = {  # regard's: this file's
     "source_embedding": "embedding",
-    "position.table": "distances.table",
     ".blocks": ".layers",
     "feed_forward.": "",
     "_residual.norm": "_norm",
@@ -148,14 +147,14 @@ NAMES = {  # regard's: this file's
 
 
 def load(model: T5, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     renamed = {}
     for name, x in weights.items():
-        if name in ("target_embedding.weight", "output.weight"):  # other names of the one table
+        if name in ("target_embedding.weight", "output.weight"):  # tied to the one embedding
             continue
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        if "key_value" in name:  # one matrix there: keys above, values below
+        if "key_value" in name:  # one matrix in regard: keys first, then values
             renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
         else:
             renamed[name] = x

@@ -1,7 +1,7 @@
-"""ViT, the Vision Transformer (Dosovitskiy et al. 2021): patches of an image, read like the words of a sentence.
+"""ViT, the Vision Transformer (Dosovitskiy et al. 2021): the patches of an image are the tokens of an encoder.
 
 Read from top to bottom: attention, the layer, the model. Only torch is needed.
-Shapes: B images, C colours, P pixels of a square's side, S patches and one more, D width, H heads, E = D / H.
+Shapes: B images, C channels, P side of a patch in pixels, S patches and the class token, D width, H heads, E = D / H.
 regard's preset: vit-base
 """
 
@@ -17,7 +17,7 @@ EPS = 1e-12  # of every norm
 
 
 class Attention(nn.Module):
-    """Each square looks at all patches, near and far alike. That near ones matter more has to be learned."""
+    """Each patch attends to all patches, near and far alike. That near ones matter more has to be learned."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Look around, then think; both are normalised before and added after."""
+    """Self-attention, then feed-forward, each on normalised input (pre-norm) and added to x."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -53,43 +53,43 @@ class Layer(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images in, scores over classes out."""
+    """Images in, logits of classes out."""
 
     def __init__(
         self,
         classes: int = 1000,
         size: int = 16,
-        squares: int = 14 * 14,
-        colours: int = 3,
+        patches: int = 14 * 14,
+        channels: int = 3,
         width: int = 768,
         heads: int = 12,
         hidden: int = 3072,
         layers: int = 12,
     ) -> None:
         super().__init__()
-        # The same matrix for the pixels of every square. A convolution that steps from square to square is just that.
-        self.square = nn.Conv2d(colours, width, kernel_size=size, stride=size)
-        self.first = nn.Parameter(torch.zeros(width))  # no square at all: the place where the image is summed up
-        self.place = nn.Embedding(1 + squares, width)  # trained from nothing: rows and columns have to be discovered
+        # The same matrix for the pixels of every patch: a convolution with a stride of its own size.
+        self.patch = nn.Conv2d(channels, width, kernel_size=size, stride=size)
+        self.class_token = nn.Parameter(torch.zeros(width))  # its output vector represents the whole image
+        self.position = nn.Embedding(1 + patches, width)  # knows nothing of rows and columns, which have to be learned
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.output = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, height, width) -> (B, classes)."""
-        squares = self.square(images)  # (B, D, height / P, width / P)
-        x = squares.flatten(2).transpose(1, 2)  # row by row: (B, S - 1, D)
-        x = torch.cat((self.first.expand(len(x), 1, -1), x), dim=1)  # (B, S, D)
-        x = x + self.place(torch.arange(x.shape[1]))
+        patches = self.patch(images)  # (B, D, height / P, width / P)
+        x = patches.flatten(2).transpose(1, 2)  # row by row: (B, S - 1, D)
+        x = torch.cat((self.class_token.expand(len(x), 1, -1), x), dim=1)  # (B, S, D)
+        x = x + self.position(torch.arange(x.shape[1]))
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.norm(x)[:, 0])  # the first has looked at everything
+        return self.output(self.norm(x)[:, 0])
 
 
 NAMES = {  # regard's: this file's
-    "image.project": "square",
-    "image.first": "first",
-    "encoder.position.table": "place",
+    "image.project": "patch",
+    "image.first": "class_token",
+    "encoder.position.table": "position",
     "encoder.norm": "norm",
     "encoder.blocks": "layers",
     "feed_forward.": "",
@@ -98,14 +98,14 @@ NAMES = {  # regard's: this file's
 
 
 def load(model: ViT, weights: dict[str, Tensor]) -> None:
-    """Fill in the weights of regard's preset; every name must find its place."""
+    """Load the weights of regard's preset; every name must have a counterpart."""
     renamed = {}
     for name, x in weights.items():
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
-        if "key_value" in name:  # one matrix there: keys above, values below
+        if "key_value" in name:  # one matrix in regard: keys first, then values
             renamed[name.replace("key_value", "key")], renamed[name.replace("key_value", "value")] = x.chunk(2)
         else:
             renamed[name] = x
-    renamed["square.weight"] = renamed["square.weight"].view_as(model.square.weight)
+    renamed["patch.weight"] = renamed["patch.weight"].view_as(model.patch.weight)
     model.load_state_dict(renamed)
