@@ -118,29 +118,29 @@ def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_pa
     expected = rollout(found)[1]
     for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
         browser.key(key)
-    told = browser.run("document.querySelector('.read').textContent")
-    assert float(told.split()[-1]) == pytest.approx(expected[3, 1], abs=6e-3)
+    message = browser.run("document.querySelector('.read').textContent")
+    assert float(message.split()[-1]) == pytest.approx(expected[3, 1], abs=6e-3)
     assert complaints(browser) == []
 
 
-def test_an_image_is_looked_at_from_its_squares(browser: chromium.Chromium, tmp_path: Path) -> None:
+def test_an_image_shows_the_attention_of_its_patches(browser: chromium.Chromium, tmp_path: Path) -> None:
     found = trace_image(family("image"), picture())
     show(browser, found, tmp_path)
-    told = "document.querySelector('.read').textContent"
+    message = "document.querySelector('.read').textContent"
     weights_HTS = found.maps[-1].weights_HTS
-    assert browser.run(told).startswith("The whole image")
-    browser.hover(".photo", dx=-150, dy=-150)  # the first square
-    browser.until(f"{told}.includes('square 1·1')")
-    assert float(browser.run(told).split()[-1]) == pytest.approx(weights_HTS.mean(0)[0, 1], abs=2e-3)
-    browser.click(".choice button", 9)  # from a square: the one in the middle
-    browser.until(f"{told}.startsWith('Square 3·3')")
+    assert browser.run(message).startswith("The class token")
+    browser.hover(".photo", dx=-150, dy=-150)  # the first patch
+    browser.until(f"{message}.includes('patch 1·1')")
+    assert float(browser.run(message).split()[-1]) == pytest.approx(weights_HTS.mean(0)[0, 1], abs=2e-3)
+    browser.click(".choice button", 9)  # from a patch: the one in the middle
+    browser.until(f"{message}.startsWith('Patch 3·3')")
     browser.click(".thumb", 2)
     browser.run("document.querySelector('.photo').focus()")
     browser.key("ArrowRight")
     browser.key("ArrowRight")
-    assert float(browser.run(told).split()[-1]) == pytest.approx(weights_HTS[2, 11, 12], abs=2e-3)
+    assert float(browser.run(message).split()[-1]) == pytest.approx(weights_HTS[2, 11, 12], abs=2e-3)
     browser.key("Enter")
-    browser.until(f"{told}.startsWith('Square 3·4')")
+    browser.until(f"{message}.startsWith('Patch 3·4')")
     numbers = browser.run("Array.from(document.querySelectorAll('.far td'), n => Number(n.textContent))")
     expected = [x for m in found.maps for x in found.distances[m.name].tolist()]
     assert numbers == pytest.approx(expected, abs=0.06)
@@ -157,8 +157,8 @@ def test_hovering_and_choosing(browser: chromium.Chromium, transformer_run: Run,
     browser.hover(".columns > div:first-child .word", 1)
     tinted = "document.querySelectorAll('.columns > div:nth-child(2) .word[style*=background]').length"
     browser.until(f"{tinted} === {len(found.tokens['source'])}")
-    told = browser.run("document.querySelector('.read').textContent")
-    assert "looks at" in told and told.startswith(found.tokens["output"][1])
+    message = browser.run("document.querySelector('.read').textContent")
+    assert "attends to" in message and message.startswith(found.tokens["output"][1])
     browser.click(".columns > div:first-child .word", 2)
     assert browser.run("document.querySelectorAll('.word[aria-pressed=true]').length") == 1
     browser.hover("h1")
@@ -182,8 +182,8 @@ def test_the_matrix_tells_the_weight_under_the_pointer(
     browser.run("document.querySelector('.figure').focus()")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"):
         browser.key(key)
-    told = browser.run("document.querySelector('.read').textContent")
-    assert told.endswith(f"{weights[1, 2]:.2f}") or told.endswith(f"{weights[1, 2]:.3f}")
+    message = browser.run("document.querySelector('.read').textContent")
+    assert message.endswith(f"{weights[1, 2]:.2f}") or message.endswith(f"{weights[1, 2]:.3f}")
     browser.key("Enter")
     assert browser.run("document.querySelector('#tab-output').getAttribute('aria-selected')") == "true"
     assert browser.run("document.querySelector('.steps tr.on td').textContent") == "2"

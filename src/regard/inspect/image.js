@@ -1,4 +1,4 @@
-// The image: where a head looks from the image as a whole, or from one of its squares, and how far heads look by depth.
+// The image: what the class token or one of the patches attends to, and the mean attention distance of heads by layer.
 
 const GLOW = [244, 154, 36];
 
@@ -16,7 +16,7 @@ function filmOf(shot) {
   return film;
 }
 
-// weights: one per square; the picture fades where there is none, and glows where there is much.
+// weights: one per patch; the picture fades where there is none, and glows where there is much.
 function paintImage(pen, shot, side, weights, max) {
   const across = shot.width / shot.size, scale = side / shot.width, cell = shot.size * scale;
   pen.imageSmoothingEnabled = shot.width > side;
@@ -30,7 +30,7 @@ function paintImage(pen, shot, side, weights, max) {
   });
 }
 
-function squareWeights(m, from) {
+function patchWeights(m, from) {
   const list = Array.from({ length: m.S - 1 }, (_, s) => m.at(from, s + 1));
   return [list, Math.max(...list, 1e-9)];
 }
@@ -38,12 +38,12 @@ function squareWeights(m, from) {
 VIEWS.unshift({ name: "image", title: "Image", when: () => data.image !== null, fill: (panel, room) => {
   const shot = data.image, map = data.maps[state.map], names = tokensOf("source");
   const m = chosen(map);
-  state.square = state.square || 0; // 0: the image as a whole
+  state.patch = state.patch || 0; // 0: the class token
   const across = shot.width / shot.size, down = shot.height / shot.size;
   const side = Math.round(clamp(Math.min(room - 44, 460, (460 * shot.width) / shot.height), 96, 460)), cell = side / across;
   const high = (side * shot.height) / shot.width;
   const [base, pen] = canvasOf(side, high), [over, mark] = canvasOf(side, high);
-  const [weights, max] = squareWeights(m, state.square);
+  const [weights, max] = patchWeights(m, state.patch);
   paintImage(pen, shot, side, weights, max);
   pen.strokeStyle = "rgba(255,255,255,.16)";
   if (cell >= 10) for (let i = 1; i < Math.max(across, down); i++) {
@@ -51,7 +51,7 @@ VIEWS.unshift({ name: "image", title: "Image", when: () => data.image !== null, 
     if (i < down) pen.strokeRect(-1, i * cell - 0.5, side + 2, 0);
   }
   const read = h("p", { class: "read", "aria-live": "polite" });
-  const who = (t) => (t === 0 ? "the whole image" : `square ${names[t]}`);
+  const who = (t) => (t === 0 ? "the class token" : `patch ${names[t]}`);
   let at = null;
   const outline = (t, width) => {
     if (t === 0) return;
@@ -61,30 +61,30 @@ VIEWS.unshift({ name: "image", title: "Image", when: () => data.image !== null, 
   function point(t) {
     at = t;
     mark.clearRect(0, 0, side, high);
-    outline(state.square, 2.5);
+    outline(state.patch, 2.5);
     if (t !== null) outline(t, 1);
-    const whole = `${percent(m.at(state.square, 0))} of its look goes to the vector of the whole image.`;
-    put(read, h("b", {}, state.square === 0 ? "The whole image" : `Square ${names[state.square]}`), ...(t === null ? ["  looks around; ", whole] : ["  looks at  ", h("b", {}, who(t)), `  with  ${m.at(state.square, t).toFixed(3)}`]));
+    const rest = `${percent(m.at(state.patch, 0))} of its attention goes to the class token.`;
+    put(read, h("b", {}, state.patch === 0 ? "The class token" : `Patch ${names[state.patch]}`), ...(t === null ? [": ", rest] : ["  attends to  ", h("b", {}, who(t)), `  with  ${m.at(state.patch, t).toFixed(3)}`]));
   }
-  const choose = (t) => { state.square = t === state.square ? 0 : t; refresh(); };
+  const choose = (t) => { state.patch = t === state.patch ? 0 : t; refresh(); };
   const find = (event) => {
     const box = base.getBoundingClientRect();
     return 1 + clamp(Math.floor((event.clientY - box.top) / cell), 0, down - 1) * across + clamp(Math.floor((event.clientX - box.left) / cell), 0, across - 1);
   };
-  const figure = h("div", { class: "figure photo", tabindex: 0, role: "application", "aria-label": "The image. Arrow keys move over squares, Enter looks from one, Escape from the whole image.",
+  const figure = h("div", { class: "figure photo", tabindex: 0, role: "application", "aria-label": "The image. Arrow keys move over patches, Enter shows the attention of one, Escape that of the class token.",
     pointermove: (event) => point(find(event)), pointerleave: () => point(null), click: (event) => choose(find(event)),
     keydown: (event) => {
       const step = { ArrowUp: -across, ArrowDown: across, ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (step) { event.preventDefault(); const next = (at || state.square || 1) + (at === null ? 0 : step); point(clamp(next, 1, across * down)); }
+      if (step) { event.preventDefault(); const next = (at || state.patch || 1) + (at === null ? 0 : step); point(clamp(next, 1, across * down)); }
       else if ((event.key === "Enter" || event.key === " ") && at) { event.preventDefault(); choose(at); }
-      else if (event.key === "Escape" && state.square) { state.square = 0; refresh(); }
+      else if (event.key === "Escape" && state.patch) { state.patch = 0; refresh(); }
     } }, base, over);
   point(null);
   put(panel, h("div", { class: "controls" }, mapControls(),
-      choice("from", ["whole image", state.square ? `square ${names[state.square]}` : "a square"], state.square ? 1 : 0, (i) => { if (i === 0) { state.square = 0; refresh(); } else if (!state.square) { state.square = Math.floor(down / 2) * across + Math.floor(across / 2) + 1; refresh(); } })),
+      choice("from", ["class token", state.patch ? `patch ${names[state.patch]}` : "a patch"], state.patch ? 1 : 0, (i) => { if (i === 0) { state.patch = 0; refresh(); } else if (!state.patch) { state.patch = Math.floor(down / 2) * across + Math.floor(across / 2) + 1; refresh(); } })),
     h("div", { class: "photos" },
-      h("section", { class: "card" }, h("h2", {}, state.head === ROLLED ? `What ${who(state.square)} is made of after layer ${map.layer + 1}` : `Where ${map.heads.length > 1 && state.head >= 0 ? `head ${map.heads[state.head] + 1}` : "layer " + (map.layer + 1)} looks from ${who(state.square)}`), figure, read,
-        h("p", { class: "dim" }, "Choose a square to look from it, once more to look from the whole image.")),
+      h("section", { class: "card" }, h("h2", {}, state.head === ROLLED ? `What ${who(state.patch)} is made of after layer ${map.layer + 1}` : `Attention of ${who(state.patch)} in ${map.heads.length > 1 && state.head >= 0 ? `head ${map.heads[state.head] + 1}` : "layer " + (map.layer + 1)}`), figure, read,
+        h("p", { class: "dim" }, "Choose a patch to see its attention, once more to see that of the class token.")),
       h("section", { class: "card" }, h("h2", {}, `All heads of layer ${map.layer + 1}`), headRow_(shot, map), Object.keys(data.distances).length ? distances(map) : null)));
 } });
 
@@ -92,7 +92,7 @@ function headRow_(shot, map) {
   const size = 84;
   return h("div", { class: "shots" }, map.heads.map((number, index) => {
     const [made, pen] = canvasOf(size, (size * shot.height) / shot.width);
-    paintImage(pen, shot, size, ...squareWeights(plane(map.weights, index), state.square));
+    paintImage(pen, shot, size, ...patchWeights(plane(map.weights, index), state.patch));
     return h("button", { class: "thumb", type: "button", "aria-pressed": String(state.head === index), "aria-label": `head ${number + 1}`,
       click: () => { state.head = state.head === index ? -1 : index; refresh(); } }, made, h("small", {}, String(number + 1)));
   }));
@@ -116,7 +116,7 @@ function distances(current) {
     pen.fillStyle = on ? css(GLOW) : ink("--accent"); pen.globalAlpha = on ? 1 : 0.75; pen.fill(); pen.globalAlpha = 1;
   }));
   const most = Math.max(...maps.map((m) => Math.max(...m.heads) + 1));
-  return h("div", { class: "far" }, h("h2", {}, "How far heads look, by layer"), h("p", { class: "dim" }, "The mean distance between a square and what it looks at, in pixels, by weight. Each dot is a head."), made,
+  return h("div", { class: "far" }, h("h2", {}, "Attention distance by layer"), h("p", { class: "dim" }, "The mean distance between a patch and what it attends to, in pixels, by weight. Each dot is a head."), made,
     h("details", {}, h("summary", {}, "As numbers"), h("div", { class: "scroll" }, h("table", { class: "numbers" },
       h("thead", {}, h("tr", {}, h("th", {}, "layer"), Array.from({ length: most }, (_, k) => h("th", { scope: "col" }, String(k + 1))))),
       h("tbody", {}, maps.map((m) => h("tr", {}, h("th", { scope: "row", class: "token" }, String(m.layer + 1)), Array.from({ length: most }, (_, k) => {

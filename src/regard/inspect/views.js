@@ -12,7 +12,7 @@ function select(label, names, chosen, choose) {
   return h("label", { class: "control" }, h("span", {}, label), list);
 }
 const pick = (label, names, chosen, choose) => (names.join("").length > 64 || names.length > 16 ? select : choice)(label, names, chosen, choose);
-const told = (from, weight, to) => [h("b", {}, word(from)), weight === null ? "" : "  looks at  ", weight === null ? "" : h("b", {}, word(to)), weight === null ? "" : "  with  " + weight.toFixed(weight < 0.1 ? 3 : 2)];
+const told = (from, weight, to) => [h("b", {}, word(from)), weight === null ? "" : "  attends to  ", weight === null ? "" : h("b", {}, word(to)), weight === null ? "" : "  with  " + weight.toFixed(weight < 0.1 ? 3 : 2)];
 
 const VIEWS = [];
 const view = (name, title, when, fill) => VIEWS.push({ name, title, when, fill });
@@ -37,7 +37,7 @@ view("alignment", "Alignment", () => data.alignment.length > 0, (panel, room) =>
       data.alignment.length > 1 ? select("weights", data.alignment.map((a) => a.name), state.alignment, (i) => { state.alignment = i; refresh(); }) : null,
       legend(m.max)),
     h("div", { class: "beside" },
-      h("section", { class: "card" }, h("h2", {}, "Each output symbol (below) and what it was made from (above)"), strings.node),
+      h("section", { class: "card" }, h("h2", {}, "Each output token (below) and the source tokens that it attends to (above)"), strings.node),
       h("section", { class: "card" }, h("h2", {}, "The same as a matrix"), grid.node)));
   return strings.settle;
 });
@@ -87,7 +87,7 @@ view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
   const map = data.maps[state.map], m = chosen(map);
   const rows = tokensOf(map.rows), columns = tokensOf(map.columns);
   const strings = links({
-    rows, columns, at: m.at, max: m.max, upright: true, chosen: state.pinnedHead, label: "Who looks at whom",
+    rows, columns, at: m.at, max: m.max, upright: true, chosen: state.pinnedHead, label: "Queries and keys",
     rowsLabel: map.rows, columnsLabel: map.columns,
     onHover: (t, s) => { if (t !== null) grid.mark(t, null); else if (s === null) grid.mark(null); },
     onPick: (t) => { state.pinnedHead = t === null ? undefined : t; },
@@ -100,14 +100,14 @@ view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
   });
   put(panel, h("div", { class: "controls" }, mapControls(), legend(m.max)),
     h("section", { class: "card split" },
-      h("div", {}, h("h2", {}, state.head === ROLLED && rolls(map) ? `What is left of each (right) in each (left) after layer ${map.layer + 1}` : "Who looks (left) at whom (right)"), strings.node),
+      h("div", {}, h("h2", {}, state.head === ROLLED && rolls(map) ? `What is left of each (right) in each (left) after layer ${map.layer + 1}` : "Queries (left) and the keys that they attend to (right)"), strings.node),
       h("div", {}, h("h2", {}, "As a matrix"), grid.node)));
   return strings.settle;
 });
 
 view("model", "All heads", () => data.maps.some((m) => m.heads.length > 1) || data.maps.length > 1, (panel, room) => {
   const kinds = [...new Set(data.maps.map((m) => m.kind))];
-  put(panel, h("p", { class: "dim" }, "Every head of every layer, each with its own scale: rows look at columns. Choose one to enlarge it."),
+  put(panel, h("p", { class: "dim" }, "Every head of every layer, each with its own scale: queries down, keys across. Choose one to enlarge it."),
     kinds.map((kind) => {
       const maps = data.maps.filter((m) => m.kind === kind);
       const most = Math.max(...maps.map((m) => Math.max(...m.heads) + 1));
@@ -149,7 +149,7 @@ view("output", "Output", () => data.steps.length > 0, (panel) => {
   put(panel, h("div", { class: "split" },
     h("section", { class: "card scroll" }, h("table", { class: "steps" },
       h("thead", {}, h("tr", {}, ["", data.unit, "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))), body)),
-    h("section", { class: "card" }, h("h2", {}, data.unit === "class" ? "Class: " : `Symbol ${state.step + 1}: `, word(step.token)), candidates(step),
+    h("section", { class: "card" }, h("h2", {}, data.unit === "class" ? "Class: " : `Token ${state.step + 1}: `, word(step.token)), candidates(step),
       speaking() >= 0 ? h("button", { class: "quiet", type: "button", click: () => { state.walk = speaking(); state.walkLayer = data.walks[state.walk].layers.length - 1; state.walkRow = state.step; go("walk"); } }, "Walk through this step") : null)));
 });
 
@@ -171,7 +171,7 @@ view("lens", "Logit lens", () => data.lens.length > 0, (panel) => {
     return h("td", {}, h("span", { class: "cell" + (token === data.steps[t].token ? " chosen" : ""), tabindex: 0, style: { backgroundColor: css(rgb), color: inkOn(rgb) },
       pointerenter: () => tell(lens, t), focus: () => tell(lens, t) }, h("bdi", {}, shorter(visible(token), 12)), h("small", {}, percent(p))));
   }));
-  put(panel, h("p", { class: "dim" }, "What each layer would have said, had its vector gone straight to the prediction layer. The last row is what the model said; the stronger the colour the surer, bold agrees with the output."),
+  put(panel, h("p", { class: "dim" }, "What each layer would predict if the LM head read its vector. The last row is the model's own prediction; the stronger the colour the surer, bold agrees with the output."),
     h("section", { class: "card" }, h("div", { class: "scroll" }, h("table", { class: "lens" },
       h("thead", {}, h("tr", {}, h("th"), data.steps.map((step) => h("th", { scope: "col" }, word(step.token))))),
       h("tbody", {}, data.lens.map(line)))), read));
@@ -200,5 +200,5 @@ view("position", "Position", () => data.positions.length > 0, (panel, room) => {
     cards.push(h("section", { class: "card" }, h("h2", {}, "How alike two positions are"), h("p", { class: "dim" }, "The cosine between their vectors: a model can tell near from far by it."), near.node));
   }
   put(panel, h("div", { class: "controls" },
-    data.positions.length > 1 ? choice("tower", data.positions.map((p) => p.name), state.picture, (i) => { state.picture = i; refresh(); }) : null, legend(max, true)), ...cards);
+    data.positions.length > 1 ? choice("stack", data.positions.map((p) => p.name), state.picture, (i) => { state.picture = i; refresh(); }) : null, legend(max, true)), ...cards);
 });

@@ -47,7 +47,7 @@ function card(c, t, head, walk) {
     const [list, norm] = headRow(q, k, t);
     lines.push([italic(`q_t`), list, `${q.width} numbers, length ${show(norm)}`, true]);
     parts.push(rowsOfNumbers(lines, q.width));
-    parts.push(h("p", { class: "dim", style: { margin: "10px 0 4px" } }, all.length > 6 ? "the six keys that will be looked at most" : "the keys that will be looked at"));
+    parts.push(h("p", { class: "dim", style: { margin: "10px 0 4px" } }, all.length > 6 ? "the six keys with the largest weights" : "the keys with a weight"));
     parts.push(rowsOfNumbers(order.map((s) => { const [l, n] = headRow(scores.key, k, s); return [tokenHead(keys[s]), l, `length ${show(n)}`]; }), scores.key.width));
   } else if (c.show === "scores") {
     parts.push(scoreTable(scores, keys, weights, k, t));
@@ -63,11 +63,11 @@ function card(c, t, head, walk) {
     const lines = Array.from({ length: z.first.shape[0] }, (_, i) => { const [l, n] = headRow(z, i, t); return [italic(`z^{${(numbersOf ? numbersOf[i] : i) + 1}}`), l, `length ${show(n)}`, i === k]; });
     parts.push(rowsOfNumbers(lines, z.width), h("p", { class: "dim", style: { margin: "8px 0 4px" } }, "through W", h("sub", {}, "O")), rowsOfNumbers([vectorRow(c.vectors[1], t, "o_t")], c.vectors[1].width));
   } else if (c.show === "prediction") {
-    const only = c.vectors[0].first.shape[0] === 1 ? 0 : t; // a class is said once, whoever walks
+    const only = c.vectors[0].first.shape[0] === 1 ? 0 : t; // there is one prediction of a class, whichever token walks
     parts.push(rowsOfNumbers(c.vectors.map((v) => vectorRow(v, only, v.label + "_t")), c.vectors[0].width));
     const step = data.steps[only];
     if (step) parts.push(h("div", { style: { marginTop: "10px" } }, candidates(step)), h("p", { class: "dim", style: { margin: "6px 0 0" } },
-      `p = exp(logit − ${show(step.normaliser)}), where ${show(step.normaliser)} is the logarithm of the sum over all symbols. Entropy ${step.entropy.toFixed(2)} bits.`));
+      `p = exp(logit − ${show(step.normaliser)}), where ${show(step.normaliser)} is the logarithm of the sum over the vocabulary. Entropy ${step.entropy.toFixed(2)} bits.`));
   } else parts.push(rowsOfNumbers(c.vectors.map((v) => vectorRow(v, t)), Math.max(...c.vectors.map((v) => v.width))));
   if (c.shape) parts.push(h("div", { class: "shape", style: { marginTop: "8px" } }, c.shape));
   return h("li", {}, parts);
@@ -113,7 +113,7 @@ view("walk", "Walk", () => data.walks.length > 0, (panel) => {
   put(panel,
     h("p", { class: "dim" }, walk.layers.length > 1 || walk.layers[0].cards.length > 8 ? "One token through one layer, with this model's own numbers. Of each vector the first eight are shown." : "One step of the decoder, with this model's own numbers. Of each vector the first eight are shown."),
     h("div", { class: "controls" },
-      data.walks.length > 1 ? choice("tower", data.walks.map((w) => w.name), state.walk, (i) => { state.walk = i; state.walkRow = 0; refresh(); }) : null,
+      data.walks.length > 1 ? choice("stack", data.walks.map((w) => w.name), state.walk, (i) => { state.walk = i; state.walkRow = 0; refresh(); }) : null,
       walk.layers.length > 1 ? pick("layer", walk.layers.map((_, i) => String(i + 1)), state.walkLayer, (i) => { state.walkLayer = i; refresh(); }) : null,
       select("token", names, state.walkRow, (i) => { state.walkRow = i; refresh(); }),
       heads > 1 ? pick("head", map.heads.map((n) => String(n + 1)), state.walkHead, (i) => { state.walkHead = i; refresh(); }) : null),
