@@ -51,12 +51,12 @@ def same(model: Model, removed: dict[str, list[int]]) -> Model:
 
 
 @pytest.mark.parametrize("score", ["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"])
-def test_pruned_is_masked_for_every_score(score: str) -> None:
+def test_pruned_equals_ablated_for_every_score(score: str) -> None:
     same(tiny(score=score), REMOVED)
 
 
 @pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
-def test_pruned_is_masked_for_every_position(position: str) -> None:
+def test_pruned_equals_ablated_for_every_position(position: str) -> None:
     same(tiny(position=position), REMOVED)
 
 
@@ -74,13 +74,13 @@ def test_pruned_is_masked_for_every_position(position: str) -> None:
         {"norm_at": "post", "gated": True, "norm": "rms"},
     ],
 )
-def test_pruned_is_masked_for_every_design(stack: dict[str, Any]) -> None:
+def test_pruned_equals_ablated_for_every_design(stack: dict[str, Any]) -> None:
     same(tiny(**stack), REMOVED)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.sampled_from([1, 2, 4]))
-def test_pruned_is_masked_for_any_heads_and_twice(data: st.DataObject, kv_heads: int) -> None:
+def test_pruned_equals_ablated_for_any_heads_and_twice(data: st.DataObject, kv_heads: int) -> None:
     model = tiny(kv_heads=kv_heads, position="alibi")
     for _ in range(2):
         removed = {}
@@ -113,8 +113,8 @@ def test_the_last_head_stays() -> None:
     model = tiny()
     with pytest.raises(UserError, match="all of its heads would go"):
         prune_heads(model, {"encoder.blocks.0.attention": [0, 1, 2, 3]})
-    spots = [("encoder.blocks.0.attention", head) for head in (2, 0, 1, 3)] + [("decoder.blocks.0.cross", 1)]
-    assert removable_heads(model, spots) == [*spots[:3], spots[4]]
+    heads = [("encoder.blocks.0.attention", head) for head in (2, 0, 1, 3)] + [("decoder.blocks.0.cross", 1)]
+    assert removable_heads(model, heads) == [*heads[:3], heads[4]]
 
 
 def test_amounts() -> None:
@@ -142,7 +142,7 @@ def test_amounts() -> None:
 
 
 @pytest.mark.parametrize("by", ["gradient", "ablation"])
-def test_greedy_begins_as_one_shot_and_judges_again(by: Any) -> None:
+def test_greedy_begins_as_one_shot_and_measures_again(by: Any) -> None:
     model = tiny()
     batches = pair_batches(PAIRS, model.config)
     order = rank_heads(model, batches, by)
@@ -153,7 +153,7 @@ def test_greedy_begins_as_one_shot_and_judges_again(by: Any) -> None:
     assert len(set(going)) == 3
 
 
-def test_the_curve_begins_whole_and_ends_bare() -> None:
+def test_the_curve_begins_with_all_heads_and_ends_with_one_each() -> None:
     model = tiny()
     batches = pair_batches(PAIRS, model.config)
     order = removable_heads(model, list(rank_heads(model, batches, "gradient")))
@@ -180,8 +180,8 @@ def test_a_teacher_is_followed_where_it_is_not_right() -> None:
     def apart(with_teacher: bool) -> float:
         model = prune_heads(teacher, REMOVED)
         tune(model, itertools.repeat(batch), 30, teacher=teacher if with_teacher else None, lr=5e-3)
-        said, wanted = (m(batch.source_BS, batch.source_keep_BS, batch.input_BT) for m in (model, teacher))
-        return float((said.log_softmax(-1) - wanted.log_softmax(-1)).abs().mean())
+        logits, expected = (m(batch.source_BS, batch.source_keep_BS, batch.input_BT) for m in (model, teacher))
+        return float((logits.log_softmax(-1) - expected.log_softmax(-1)).abs().mean())
 
     assert apart(True) < 0.7 * apart(False)
     assert all(torch.equal(weights[name], p) for name, p in teacher.named_parameters())
@@ -206,11 +206,11 @@ def test_the_best_weights_on_the_way_are_kept() -> None:
 @pytest.mark.parametrize("kind", ["lm", "lm-grouped", "lm-distances", "masked", "classes", "image"])
 def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Path) -> None:
     run = family(kind)
-    given: Any = {
+    data: Any = {
         "image": Pictures(np.stack([picture(i) for i in range(12)]), ["one", "two", "three"] * 4),
         "classes": [Example("abc"[: 1 + i % 3] + "d" * i, ("one", "two")[i % 2]) for i in range(12)],
     }.get(kind, "abcab dcba " * 60)
-    learn, held_out = split(given, every=4)
+    learn, held_out = split(data, every=4)
     smaller, report = prune(run, learn, held_out, PruneAmount(count=3), tune_steps=2, judge_on=8)
     assert report.before.heads == 8 and report.after.heads == 5 and report.after.parameters < report.before.parameters
     assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
@@ -236,16 +236,16 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     run.path = tmp_path / "run"
     run.save(run.path)
     save_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)])
-    told: list[str] = []
+    messages: list[str] = []
     smaller, report = prune(
-        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tune_steps=3, talk=told.append
+        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tune_steps=3, talk=messages.append
     )
     assert report.before.heads == 24 and report.after.heads == report.pruned.heads == 14
     assert report.after.parameters < report.before.parameters
     assert sum(map(len, report.removed.values())) == 10
     assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
     assert report.curve[-1][1] == pytest.approx(report.pruned.loss, abs=1e-4)
-    assert report.after.loss != report.pruned.loss and "tuning for 3 steps" in told
+    assert report.after.loss != report.pruned.loss and "tuning for 3 steps" in messages
     save(smaller, report, tmp_path / "small", run.path)
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config

@@ -47,11 +47,11 @@ def lm(preset_name: str = "gpt-tiny", **stack: Any) -> Run:
     st.sampled_from(["layer", "rms"]),
     st.integers(-3, -1),
 )
-def test_the_parts_of_a_logit_add_up_to_it(text: str, name: str, norm_at: str, norm: str, place: int) -> None:
+def test_the_parts_of_a_logit_add_up_to_it(text: str, name: str, norm_at: str, norm: str, position: int) -> None:
     run = lm(name, norm_at=norm_at, norm=norm, bias="all", gated=norm == "rms")
-    place = max(place, -len(text))
+    position = max(position, -len(text))
     for token in (None, "c"):
-        found = attribute(run, text, token, place)
+        found = attribute(run, text, token, position)
         assert found.total == pytest.approx(found.logit, abs=1e-4)
         assert sum(value for _, value in found.table()) == pytest.approx(found.logit, abs=1e-4)
 
@@ -64,7 +64,7 @@ def test_the_parts_of_a_pruned_model_add_up_too() -> None:
     assert found.heads_LH[0, 0] == found.heads_LH[0, 2] == 0.0 and found.heads_LH[0, 1] != 0.0
 
 
-def test_a_symbol_is_one_symbol() -> None:
+def test_a_token_must_be_one_token() -> None:
     with pytest.raises(UserError, match="is 2 tokens"):
         attribute(lm(), "abc", "ab")
     for kind in ("masked", "lm-hashed"):
@@ -74,7 +74,7 @@ def test_a_symbol_is_one_symbol() -> None:
 
 @pytest.mark.parametrize("stack", [{}, {"kv_heads": 2}, {"norm_at": "post"}, {"score": "general"}, {"score": "dot"}])
 @torch.no_grad()
-def test_products_are_what_the_first_layer_computes(stack: dict[str, Any]) -> None:
+def test_qk_and_ov_are_what_the_first_layer_computes(stack: dict[str, Any]) -> None:
     """Without positions, scores and what heads add to logits follow from the tokens alone."""
     run = lm(position="none", layers=1, **stack)
     text = "abcadb"
@@ -96,13 +96,13 @@ def test_products_are_what_the_first_layer_computes(stack: dict[str, Any]) -> No
     scale = ((x_D - x_D.mean()).pow(2).mean() + 1e-5).rsqrt()
     token = run.codec.target.encode(["c"])[0][0]
     for head in range(4):
-        said_S = ov(run, 0, head).matrix()[ids, token]
-        assert float((weights_HTS[head, -1] * said_S).sum() * scale) == pytest.approx(
+        logit_S = ov(run, 0, head).matrix()[ids, token]
+        assert float((weights_HTS[head, -1] * logit_S).sum() * scale) == pytest.approx(
             float(found.heads_LH[0, head]), abs=1e-4
         )
 
 
-def test_the_top_of_a_product_is_its_largest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_top_of_a_circuit_is_its_largest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     circuit = ov(lm(), 1, 2)
     matrix_VV = circuit.matrix()
     assert torch.linalg.matrix_rank(matrix_VV) <= 4 and torch.allclose(circuit.row("b"), matrix_VV[5], atol=1e-5)
@@ -121,18 +121,18 @@ def test_the_top_of_a_product_is_its_largest_entries(monkeypatch: pytest.MonkeyP
 def inducing() -> Run:
     """Two layers of attention made by hand: one looks at the token before, one at what followed the same token.
 
-    A vector holds a token, a place, and the token before, each as one of so many ones.
+    A vector holds a token, a position, and the token before, each as one of so many ones.
     """
     tokenizer = Tokenizer.train("char", ["abcdefghijkl"])
-    symbols, places = tokenizer.size, 25
-    width = symbols + places + symbols
+    vocab, positions = tokenizer.size, 25
+    width = vocab + positions + vocab
     stack = LITTLE | {
-        "heads": 1, "width": width, "head_width": places, "value_width": symbols, "max_length": places,
+        "heads": 1, "width": width, "head_width": positions, "value_width": vocab, "max_length": positions,
         "norm": "rms", "bias": "none", "ff": 4,
     }  # fmt: skip
-    config = preset("gpt-tiny", symbols, changes={"decoder": stack, "tie_output": False})
+    config = preset("gpt-tiny", vocab, changes={"decoder": stack, "tie_output": False})
     model = Model(config).eval()
-    symbol, place, before = slice(0, symbols), slice(symbols, symbols + places), slice(symbols + places, width)
+    token, position, before = slice(0, vocab), slice(vocab, vocab + positions), slice(vocab + positions, width)
     decoder: Any = model.decoder
     embedding: Any = model.target_embedding
     output: Any = model.output
@@ -140,18 +140,18 @@ def inducing() -> Run:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.zero_()
-        embedding.weight[:, symbol] = torch.eye(symbols)
-        decoder.position.table.weight[:, place] = torch.eye(places)
+        embedding.weight[:, token] = torch.eye(vocab)
+        decoder.position.table.weight[:, position] = torch.eye(positions)
         first, second = decoder.blocks[0].attention, decoder.blocks[1].attention
-        first.query.weight[:, place] = 10 * torch.eye(places).roll(-1, 0)  # place p asks for p - 1
-        first.key_value.weight[:places, place] = torch.eye(places)
-        first.key_value.weight[places:, symbol] = torch.eye(symbols)
-        first.out.weight[before] = torch.eye(symbols)
-        second.query.weight[:symbols, symbol] = 10 * torch.eye(symbols)
-        second.key_value.weight[:symbols, before] = torch.eye(symbols)
-        second.key_value.weight[places:, symbol] = torch.eye(symbols)
-        second.out.weight[symbol] = 4 * torch.eye(symbols)
-        output.weight[:, symbol] = torch.eye(symbols)
+        first.query.weight[:, position] = 10 * torch.eye(positions).roll(-1, 0)  # position p queries p - 1
+        first.key_value.weight[:positions, position] = torch.eye(positions)
+        first.key_value.weight[positions:, token] = torch.eye(vocab)
+        first.out.weight[before] = torch.eye(vocab)
+        second.query.weight[:vocab, token] = 10 * torch.eye(vocab)
+        second.key_value.weight[:vocab, before] = torch.eye(vocab)
+        second.key_value.weight[positions:, token] = torch.eye(vocab)
+        second.out.weight[token] = 4 * torch.eye(vocab)
+        output.weight[:, token] = torch.eye(vocab)
     return Run(config, Codec(tokenizer, frame="none"), model, Path("runs/induction"))
 
 
@@ -196,7 +196,7 @@ def test_rollout_multiplies_layers() -> None:
 
 
 @torch.no_grad()
-def test_neurons_tell_what_sets_them_off_and_what_they_say() -> None:
+def test_neurons_have_triggers_and_promoted_tokens() -> None:
     run = family("lm")
     text = "abcab dcba " * 4
     neurons = top_neurons(run, text, 1, count=6, triggers=3)
@@ -210,10 +210,10 @@ def test_neurons_tell_what_sets_them_off_and_what_they_say() -> None:
     for neuron in neurons:
         best = value_TF[:, neuron.index].topk(3)
         assert [t.value for t in neuron.triggers] == pytest.approx([v for v in best.values.tolist() if v > 0], abs=1e-4)
-        place = int(best.indices[0])
-        assert neuron.triggers[0].token == run.codec.target_pieces([int(ids[0, place])])[0]
+        position = int(best.indices[0])
+        assert neuron.triggers[0].token == run.codec.target_pieces([int(ids[0, position])])[0]
         down_D = decoder.blocks[1].feed_forward.down.weight[:, neuron.index]
-        said_V = ((down_D - down_D.mean()) * decoder.norm.weight) @ output.weight.T
-        assert neuron.promotes[0][1] == pytest.approx(float(said_V.max()), abs=1e-4)
+        logit_V = ((down_D - down_D.mean()) * decoder.norm.weight) @ output.weight.T
+        assert neuron.promotes[0][1] == pytest.approx(float(logit_V.max()), abs=1e-4)
     with pytest.raises(UserError, match="no layer 2"):
         top_neurons(run, text, 2)

@@ -10,7 +10,7 @@ from regard.training.tune import learn_gates
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]
 
 
-def test_pressure_shuts_what_is_not_needed(transformer: Model) -> None:
+def test_pressure_closes_the_gates_of_heads_that_are_not_needed(transformer: Model) -> None:
     """A head that says nothing has nothing to hold its gate open; without pressure, nothing shuts."""
     name = "encoder.blocks.0.attention"
     batches = pair_batches(PAIRS, transformer.config)

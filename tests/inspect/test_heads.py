@@ -120,7 +120,7 @@ def test_the_aligning_head_is_found_without_and_with_links(make_letters: Callabl
         assert best.alignment == pytest.approx(merit)
 
 
-def test_agreement_is_the_share_of_linked_symbols(make_letters: Callable[..., Run]) -> None:
+def test_agreement_is_the_share_of_linked_tokens(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
     examples = [Example("abcd", "abcd"), Example("ab", "ab")]
     pairs = encode_pairs(run, examples)
@@ -144,7 +144,7 @@ def test_links_are_read_and_checked(tmp_path: Path, make_letters: Callable[..., 
         measure_heads(make_letters(), [Example("a", "b")], links=[[(0, 7)]])
 
 
-def test_grids_have_a_place_for_every_head(make_letters: Callable[..., Run]) -> None:
+def test_grids_have_a_cell_for_every_head(make_letters: Callable[..., Run]) -> None:
     run = make_letters(kept_heads=((0, 2), (1,)))
     heads = measure_heads(run, EXAMPLES, ablation=False)
     found = grids(heads, lambda head: head.gradient)

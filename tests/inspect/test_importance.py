@@ -36,8 +36,8 @@ def test_gradients_do_not_depend_on_the_batch(model: Model) -> None:
     alone = gradient_importance(model, pair_batches(PAIRS, model.config, 1))
     together = gradient_importance(model, pair_batches(PAIRS, model.config, 1000))
     assert alone.keys() == together.keys()
-    for spot, value in alone.items():
-        assert value == pytest.approx(together[spot], rel=1e-3, abs=1e-7)
+    for head, value in alone.items():
+        assert value == pytest.approx(together[head], rel=1e-3, abs=1e-7)
 
 
 def test_the_gradient_is_the_slope_of_the_loss(transformer: Model) -> None:
@@ -79,7 +79,7 @@ def test_ablation_is_the_loss_without_the_head(transformer: Model) -> None:
     assert gradient_importance(transformer, batches)[name, head] == pytest.approx(0, abs=1e-7)
 
 
-def test_removed_heads_are_silent_and_not_judged(transformer: Model) -> None:
+def test_removed_heads_are_ablated_and_not_measured(transformer: Model) -> None:
     batches = pair_batches(PAIRS, transformer.config)
     removed = {"decoder.blocks.0.cross": [1, 2]}
     found = gradient_importance(transformer, batches, removed)

@@ -26,14 +26,14 @@ LABELLED = [Example("abc", "one"), Example("cab a", "two"), Example("d", "one")]
 PICTURES = Pictures(np.stack([picture(i) for i in range(5)]), ["one", "two", "three", "one", "two"])
 
 
-def material(kind: str) -> TaskData:
+def task_data(kind: str) -> TaskData:
     return PICTURES if kind == "image" else LABELLED if kind == "classes" else TEXT
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "vectors"])
 def test_every_head_is_measured(kind: str) -> None:
     run = family(kind)
-    found = measure_heads(run, material(kind))
+    found = measure_heads(run, task_data(kind))
     assert len(found) == 8
     for head in found:
         assert head.gradient >= 0 and head.ablation is not None and head.alignment is None
@@ -44,7 +44,7 @@ def test_every_head_is_measured(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LANGUAGE)
 @torch.no_grad()
-def test_a_text_is_cut_into_stretches_that_follow_each_other(kind: str) -> None:
+def test_a_text_is_cut_into_consecutive_windows(kind: str) -> None:
     run = family(kind)
     batches = task_batches(run, TEXT, tokens=3 * WINDOW)
     labels = torch.cat([batch.label_BT.flatten() for batch in batches])
@@ -56,28 +56,28 @@ def test_a_text_is_cut_into_stretches_that_follow_each_other(kind: str) -> None:
     assert mean_loss(run.model, batches) == pytest.approx(-float(expected[range(len(labels)), labels].mean()), abs=1e-4)
 
 
-def test_symbols_are_hidden_and_marks_are_not() -> None:
+def test_tokens_are_masked_and_special_tokens_are_not() -> None:
     run = family("masked")
     (batch,) = task_batches(run, TEXT)
     assert batch.keep_BT is not None
-    hidden = torch.eq(batch.source_BS, run.config.ids.mask or 0)
-    assert torch.equal(hidden, batch.keep_BT) and batch.tokens == int(hidden.sum())
-    assert torch.equal(batch.source_BS[~hidden], batch.label_BT[~hidden])
-    assert not hidden[:, 0].any() and not hidden[:, -1].any()
+    masked = torch.eq(batch.source_BS, run.config.ids.mask or 0)
+    assert torch.equal(masked, batch.keep_BT) and batch.tokens == int(masked.sum())
+    assert torch.equal(batch.source_BS[~masked], batch.label_BT[~masked])
+    assert not masked[:, 0].any() and not masked[:, -1].any()
     assert batch.tokens == pytest.approx(batch.label_BT.numel() / MASK_EVERY, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["lm-hashed", "lm-distances", "masked", "image"])
-def test_a_silenced_head_has_no_importance_left(kind: str) -> None:
+def test_an_ablated_head_has_no_importance(kind: str) -> None:
     run = family(kind)
-    batches = task_batches(run, material(kind))
+    batches = task_batches(run, task_data(kind))
     name = next(iter(ablation_importance(run.model, batches)))[0]
     with patch(run.model, {f"{name}.mixed": torch.zeros_like}):
         found = gradient_importance(run.model, batches)
         assert all(found[name, head] == 0 for head in range(4)) and max(found.values()) > 0
 
 
-def test_squares_look_as_far_as_their_weights_say() -> None:
+def test_attention_distance_of_patches_follows_from_the_weights() -> None:
     run = family("image")
     far_SS = patch_distances(4, 4, 2)
 
@@ -92,12 +92,12 @@ def test_squares_look_as_far_as_their_weights_say() -> None:
         return out
 
     with patch(run.model, {"encoder.blocks.1.attention.weights": row}):
-        heads_ = [h for h in measure_heads(run, PICTURES, ablation=False) if h.layer == 1]
+        statistics = [h for h in measure_heads(run, PICTURES, ablation=False) if h.layer == 1]
         sums = sum_patch_attention(run.model, task_batches(run, PICTURES))["encoder.blocks.1.attention"]
-    assert [h.what for h in heads_] == ["own patch", "same row", "class token", "everything evenly"]
-    assert heads_[0].distance == heads_[2].distance == 0.0
-    assert heads_[1].distance == pytest.approx((3 * 2 + 6) / 4)
-    assert heads_[3].distance == pytest.approx(float(far_SS.mean()), rel=1e-5)
+    assert [h.what for h in statistics] == ["own patch", "same row", "class token", "everything evenly"]
+    assert statistics[0].distance == statistics[2].distance == 0.0
+    assert statistics[1].distance == pytest.approx((3 * 2 + 6) / 4)
+    assert statistics[3].distance == pytest.approx(float(far_SS.mean()), rel=1e-5)
     assert sums.queries == 16 * len(PICTURES.images_NCHW)
 
 
@@ -120,7 +120,7 @@ def test_links_need_a_source_and_an_output() -> None:
         measure_heads(family("lm"), TEXT, links=[[]])
 
 
-def test_files_are_read_as_the_model_has_it(tmp_path: Path) -> None:
+def test_files_are_read_for_the_task_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT + "\n" + TEXT, encoding="utf-8")
     (tmp_path / "labels.tsv").write_text("abc\tone\ncab\ttwo\n", encoding="utf-8")
     np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
@@ -134,7 +134,7 @@ def test_files_are_read_as_the_model_has_it(tmp_path: Path) -> None:
     assert isinstance(found, Pictures) and len(found.images_NCHW) == 2 and found.labels == ["one", "two"]
 
 
-def test_heads_of_a_language_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statisticsof_a_language_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family("lm").save(tmp_path / "run")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     heads.command(str(tmp_path / "run"), str(tmp_path / "text.txt"), no_ablation=True)
@@ -145,7 +145,7 @@ def test_heads_of_a_language_model_on_the_command_line(tmp_path: Path, capsys: p
     assert "induction" in json.loads(capsys.readouterr().out.splitlines()[0])
 
 
-def test_heads_of_an_image_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statisticsof_an_image_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family("image").save(tmp_path / "run")
     np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
     heads.command(str(tmp_path / "run"), str(tmp_path / "images.npz"), json=True)

@@ -135,7 +135,7 @@ def test_mistakes_of_pruning(saved: str, pairs: str, tmp_path: Path, make_letter
 
 
 @pytest.mark.parametrize("kind", ["lm", "masked", "classes", "vectors", "lm-hashed"])
-def test_one_tower_reads_a_text(
+def test_one_stack_reads_a_text(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,8 +153,8 @@ def test_a_language_model_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     run.save(tmp_path / "run")
     inspect.command(str(tmp_path / "run"), "abc", go_on=4, output=str(page))
     ids = continuation(run, "abc", 4)
-    told = f"abc  →  {run.codec.decode_target(ids)}"
-    assert told in capsys.readouterr().err
+    message = f"abc  →  {run.codec.decode_target(ids)}"
+    assert message in capsys.readouterr().err
     with torch.no_grad():  # step by step as in one go
         start = [run.config.start_id, *run.codec.target.encode(["abc"])[0]]
         assert run.model(torch.tensor([[*start, *ids[:-1]]]), None)[0, len(start) - 1 :].argmax(-1).tolist() == ids
@@ -185,7 +185,7 @@ def test_an_image_of_a_file(
         ("lm", {"attention": "cross", "png": "a.png"}, "no cross attention"),
     ],
 )
-def test_mistakes_with_one_tower(kind: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_mistakes_with_one_stack(kind: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     family(kind).save(tmp_path / "run")
     with pytest.raises(UserError, match=message):
         inspect.command(str(tmp_path / "run"), "abc", **options)

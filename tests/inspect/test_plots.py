@@ -76,7 +76,7 @@ def test_nothing_global_is_touched(found: Trace, tmp_path: Path) -> None:
     assert [matplotlib.rcParams[name] for name in names] == before
 
 
-def test_without_matplotlib_it_is_said(found: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_without_matplotlib(found: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'regard\[plot\]'"):
         picture.draw_alignment(found)

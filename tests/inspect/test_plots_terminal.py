@@ -33,7 +33,7 @@ def test_every_cell_stands_under_its_letter(source, target, width):
         assert cell_len(band[0]) <= cell_len(band[1])
 
 
-def test_wide_marks_and_backwards():
+def test_wide_combining_and_right_to_left_characters():
     lines = draw(["日", "e", "\u0301"], ["に"], [[0.0, 0.0, 1.0]])
     assert lines == ["   日 e  ◌\u0301", "に       ██"]
     assert draw(["ש"], ["s"], [[1.0]])[0] == f"  {LTR_MARK}ש{LTR_MARK}"
@@ -46,7 +46,7 @@ def test_nothing_can_move_the_cursor(piece, text):
     assert visible(piece) == text
 
 
-def test_long_pieces_are_cut():
+def test_long_tokens_are_truncated():
     assert cell_len(visible("漢" * 40)) <= 12 and visible("漢" * 40).endswith("…")
 
 

@@ -19,7 +19,7 @@ def hooks(model: Model) -> int:
     return sum(len(tap._forward_hooks) for tap in taps(model).values())
 
 
-def test_watching_changes_nothing(model: Model) -> None:
+def test_recording_changes_nothing(model: Model) -> None:
     plain = model(SOURCE, KEEP, INPUT)
     with record(model, "*") as maps:
         watched = model(SOURCE, KEEP, INPUT)

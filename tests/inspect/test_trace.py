@@ -30,7 +30,7 @@ def logits(run: Run, source: str = TEXT, output: str = OUTPUT) -> torch.Tensor:
     return out
 
 
-def test_steps_tell_the_models_own_probabilities(run: Run) -> None:
+def test_steps_have_the_models_own_probabilities(run: Run) -> None:
     found = traced(run)
     logp_TV = logits(run).log_softmax(-1)
     labels = run.codec.encode_target([OUTPUT])[0]
@@ -129,7 +129,7 @@ def test_a_recurrent_step_adds_up(make_letters: Callable[..., Run]) -> None:
         assert np.allclose(last, cards[-1].vectors[0].first, atol=1e-5)
 
 
-def test_long_texts_are_cut_and_it_is_said(transformer_run: Run) -> None:
+def test_long_texts_are_truncated_with_a_note(transformer_run: Run) -> None:
     found = traced(transformer_run, "ab" * 30, "c" * 40, most=20)
     assert len(found.tokens["source"]) == len(found.tokens["output"]) == 20
     assert "61 tokens" in found.notes[0] and "first 20" in found.notes[0]
@@ -162,7 +162,7 @@ def test_a_layer_that_is_not_there(transformer_run: Run) -> None:
         traced(transformer_run).find("cross", 7)
 
 
-def test_a_model_in_training_is_looked_at_as_in_use(transformer_run: Run) -> None:
+def test_a_model_in_training_mode_is_traced_in_eval_mode(transformer_run: Run) -> None:
     expected = traced(transformer_run).score
     transformer_run.model.train()
     assert traced(transformer_run).score == pytest.approx(expected)
@@ -171,7 +171,7 @@ def test_a_model_in_training_is_looked_at_as_in_use(transformer_run: Run) -> Non
 
 
 @pytest.mark.parametrize("position", ["sinusoid", "learned", "rotary", "alibi", "bucket", "none"])
-def test_every_position_encoding_has_its_picture(position: str, make_letters: Callable[..., Run]) -> None:
+def test_every_position_encoding_has_its_heatmap(position: str, make_letters: Callable[..., Run]) -> None:
     found = traced(make_letters(position=position))
     assert [picture.name for picture in found.positions] == ([] if position == "none" else ["encoder", "decoder"])
     for picture in found.positions:

@@ -24,13 +24,13 @@ def traced(run: Run, text: str = TEXT) -> Trace:
 def raw(run: Run, text: str = TEXT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What the model itself says about the same input, and its maps."""
     if run.pixels is not None:
-        given = torch.from_numpy(run.pixels(picture()[None]))
+        inputs = torch.from_numpy(run.pixels(picture()[None]))
     elif run.config.encoder is None:
-        given = torch.tensor([[run.config.start_id, *run.codec.target.encode([text])[0][:-1]]])
+        inputs = torch.tensor([[run.config.start_id, *run.codec.target.encode([text])[0][:-1]]])
     else:
-        given = torch.tensor(run.codec.encode_source([Example(text)]))
+        inputs = torch.tensor(run.codec.encode_source([Example(text)]))
     with record(run.model, "*.weights") as maps:
-        logits = run.model(given, None)[0]
+        logits = run.model(inputs, None)[0]
     return logits, dict(maps)
 
 
@@ -54,12 +54,12 @@ def test_the_scores_of_the_walk_give_the_weights(kind: str) -> None:
     assert (last.show == "prediction") == (kind.startswith("lm") or kind in ("classes", "image"))
 
 
-def test_hashed_layers_are_not_walked() -> None:
+def test_hashed_layers_have_no_walk() -> None:
     assert not traced(family("lm-hashed")).walks
 
 
 @pytest.mark.parametrize("kind", LANGUAGE)
-def test_a_language_model_tells_how_likely_each_symbol_was(kind: str) -> None:
+def test_a_language_model_gives_the_probability_of_each_token(kind: str) -> None:
     run = family(kind)
     found, (logits_TV, _) = traced(run), raw(run)
     labels = run.codec.target.encode([TEXT])[0]
@@ -79,23 +79,25 @@ def test_a_continuation_is_read_along() -> None:
 
 
 @torch.no_grad()
-def test_a_masked_model_guesses_each_symbol_without_seeing_it() -> None:
+def test_a_masked_model_predicts_each_token_while_it_is_masked() -> None:
     run = family("masked")
     found = traced(run)
     ids = run.codec.encode_source([Example(TEXT)])[0]
     assert [step.token for step in found.steps] == ["<sos>", *TEXT, "<eos>"]
-    for place in range(1, len(ids) - 1):
-        hidden = [run.config.ids.mask if i == place else index for i, index in enumerate(ids)]
-        probability_V = run.model(torch.tensor([hidden]), None)[0, place].softmax(-1)
-        assert found.steps[place].probability == pytest.approx(float(probability_V[ids[place]]), abs=1e-5)
-        assert found.lens[-1].steps[place][0].probability == pytest.approx(float(probability_V.max()), abs=1e-5)
+    for position in range(1, len(ids) - 1):
+        masked = [run.config.ids.mask if i == position else index for i, index in enumerate(ids)]
+        probability_V = run.model(torch.tensor([masked]), None)[0, position].softmax(-1)
+        assert found.steps[position].probability == pytest.approx(float(probability_V[ids[position]]), abs=1e-5)
+        assert found.lens[-1].steps[position][0].probability == pytest.approx(float(probability_V.max()), abs=1e-5)
     plain_SV = run.model(torch.tensor([ids]), None)[0].softmax(-1)
-    assert found.steps[0].probability == pytest.approx(float(plain_SV[0, ids[0]]), abs=1e-5), "marks stay in sight"
+    assert found.steps[0].probability == pytest.approx(float(plain_SV[0, ids[0]]), abs=1e-5), (
+        "special tokens are not masked"
+    )
     assert "masked in turn" in found.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["classes", "image"])
-def test_a_model_of_classes_says_one_thing(kind: str) -> None:
+def test_a_classifier_has_one_output_step(kind: str) -> None:
     run = family(kind)
     found, (logits_1C, _) = traced(run), raw(run)
     probability_C = logits_1C[0].softmax(-1)
@@ -107,7 +109,7 @@ def test_a_model_of_classes_says_one_thing(kind: str) -> None:
     assert found.lens[-1].steps[0][0].probability == pytest.approx(float(probability_C.max()), abs=1e-5)
 
 
-def test_a_label_that_is_given_is_what_is_looked_for() -> None:
+def test_a_given_label_is_the_label_of_the_step() -> None:
     for kind in ("classes", "image"):
         run = family(kind)
         found = (
@@ -119,12 +121,12 @@ def test_a_label_that_is_given_is_what_is_looked_for() -> None:
         trace_image(run, picture(), "tree")
 
 
-def test_a_model_without_a_prediction_has_nothing_to_say() -> None:
+def test_a_model_without_an_lm_head_has_no_steps() -> None:
     found = traced(family("vectors"))
     assert not found.steps and not found.lens and found.maps and found.walks
 
 
-def test_distances_in_an_image_are_between_middles_of_squares() -> None:
+def test_distances_in_an_image_are_between_centres_of_patches() -> None:
     found = traced(family("image"))
     assert found.image is not None and (found.image.rows, found.image.columns) == (4, 4)
     for m in found.maps:
@@ -157,7 +159,7 @@ def test_what_does_not_fit_the_model() -> None:
 
 
 @pytest.mark.parametrize("kind", TEXT_ALONE)
-def test_long_texts_are_cut_and_it_is_said(kind: str) -> None:
+def test_long_texts_are_truncated_with_a_note(kind: str) -> None:
     found = trace(family(kind), Example("ab" * 30), most=20)
     assert {len(row) for row in found.tokens.values()} == {20}
     assert "first 20" in found.notes[0]
