@@ -103,12 +103,12 @@ def test_wrong_options_are_named(toy, options, told):
 
 
 def test_our_own_faults_are_told_apart(monkeypatch, toy):
-    import regard.cost
+    import regard.cli.info
 
     def fail(*_):
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(regard.cost, "describe", fail)
+    monkeypatch.setattr(regard.cli.info, "describe", fail)
     said = call("info", toy / "run")
     assert said.code == 1 and "ZeroDivisionError: oh" in said.err and "REGARD_DEBUG=1" in said.err
     assert "Traceback" in call("--debug", "info", toy / "run").err
@@ -296,7 +296,10 @@ def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
     assert "dirty.tsv:1: the source has 100000" in said.err and "target: 1 unknown token in 1 line: 'ZZ'" in said.err
     strict = call("evaluate", toy / "run", dirty, "--strict")
     assert strict.code == 2 and "dirty.tsv:1: too long" in strict.err
-    for options, told in ((["--length-penalty", 0.5], "give --beam too"), (["--memory", 3], "a model of pairs")):
+    for options, told in (
+        (["--length-penalty", 0.5], "give --beam too"),
+        (["--memory", 3], "an encoder-decoder for pairs"),
+    ):
         said = call("evaluate", toy / "run", toy / "test.tsv", *options)
         assert said.code == 2 and told in said.err
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from regard import demo
+from regard.cli import demo
 from regard.errors import UserError
 from toykit import call
 

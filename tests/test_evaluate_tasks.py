@@ -81,7 +81,7 @@ def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
 def test_perplexity_and_bits(place: Path) -> None:
     run = Run.load(place / "lm")
     scores = judge_text(run, units(run, place / "text.txt"))
-    found = evaluate_text(run, scores, samples=0).metrics
+    found = evaluate_text(run, [scores], samples=0).metrics
     nll = score_text(run, units(run, place / "text.txt").ids, 8).nll.sum()
     assert found["loss"].score == pytest.approx(nll / len(TEXT))
     assert found["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
@@ -186,7 +186,7 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
         (("span", "text.txt", "--target", "x"), "--target: no meaning for"),
         (("image", "labels.tsv"), "not an .npz file"),
         (("lm", "none.txt"), "no such file"),
-        (("lm", "text.txt", "--against", "masked"), "is an encoder that predicts masked tokens"),
+        (("lm", "text.txt", "--against", "masked"), "is a masked language model"),
     ],
 )
 def test_mistakes(place: Path, args: tuple[str, ...], told: str) -> None:

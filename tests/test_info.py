@@ -9,12 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.activations import Alive, count_activations
 from regard.config import Config
-from regard.cost import cache_bytes, configure, count_flops, count_parameters, describe, duration, measure_rate, si
+from regard.cost import cache_bytes, count_flops, count_parameters, describe, duration, measure_rate, si
 from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.cache import State
 from regard.presets import PRESETS, preset
+from regard.recipe import load_recipe, model_without_data
 from toykit import call
 
 SCORES = ("scaled_dot", "dot", "general", "additive", "concat", "cosine", "location")
@@ -220,13 +221,13 @@ def test_encoder_alone():
 
 
 def test_recipe_without_data():
-    assert (
-        configure({"preset": "transformer-tiny", "text": {"source_tokens": "bpe:500"}}, None, "r")[0].source_vocab
-        == 500
-    )
-    assert configure({"preset": "transformer-tiny"}, 77, "r")[0].target_vocab == 77
+    def config(tables, vocab=None):
+        return model_without_data(load_recipe(tables), vocab, "r")
+
+    assert config({"preset": "transformer-tiny", "text": {"source_tokens": "bpe:500"}}).source_vocab == 500
+    assert config({"preset": "transformer-tiny"}, 77).target_vocab == 77
     with pytest.raises(UserError, match="chosen from the data"):
-        configure({}, None, "r")
+        config({})
 
 
 def test_time_is_work_by_rate():

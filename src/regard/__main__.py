@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.cli import main
+from regard.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,9 @@ from torch import Tensor, nn
 
 from regard.activations import BYTES, count_activations, prediction_size
 from regard.config import Config
-from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.lsh import LSHAttention
-from regard.presets import PRESETS, preset, refuse_unused
-from regard.recipe import Train, load_recipe
 
 
 def count_parameters(model: Model) -> dict[str, int]:
@@ -212,8 +209,8 @@ class Info:
     optimizer: int
     activations: int
     cache: int
-    cache_per_symbol: int  # bytes per target token of one hypothesis
-    load: Workload
+    cache_per_token: int  # bytes per target token of one hypothesis
+    workload: Workload
 
     @property
     def flops_per_token(self) -> int:
@@ -261,23 +258,23 @@ class Info:
                 "optimizer": self.optimizer,
                 "activations": self.activations,
                 "cache": self.cache,
-                "cache_per_token": self.cache_per_symbol,
+                "cache_per_token": self.cache_per_token,
             },
-            "load": vars(self.load),
+            "load": asdict(self.workload),
         }
 
 
-def describe(config: Config, load: Workload | None = None) -> Info:
-    """Draw up the budget of a model."""
-    load = load or Workload()
+def describe(config: Config, workload: Workload | None = None) -> Info:
+    """Parameters, FLOPs and memory of a model, which is not built."""
+    workload = workload or Workload()
     if config.patches is not None:
-        load = replace(load, length=1 + config.patches.count)
+        workload = replace(workload, length=1 + config.patches.count)
     model = on_meta(config)
     parameters = count_parameters(model)
     total = sum(parameters.values())
-    source_flops, target_flops = count_flops(model, load.length)
+    source_flops, target_flops = count_flops(model, workload.length)
     per_source, per_target = cache_bytes(model)
-    hypotheses = load.sentences * load.beam
+    hypotheses = workload.sentences * workload.beam
     return Info(
         parameters=parameters,
         total=total,
@@ -285,25 +282,11 @@ def describe(config: Config, load: Workload | None = None) -> Info:
         target_flops=target_flops,
         weights=BYTES * total,
         optimizer=ADAM_BYTES * total,
-        activations=count_activations(config, load.length, load.batch_tokens),
-        cache=load.length * (load.sentences * per_source + hypotheses * per_target),
-        cache_per_symbol=per_target,
-        load=load,
+        activations=count_activations(config, workload.length, workload.batch_tokens),
+        cache=workload.length * (workload.sentences * per_source + hypotheses * per_target),
+        cache_per_token=per_target,
+        workload=workload,
     )
-
-
-def configure(tables: dict[str, Any], vocab: int | None, where: str) -> tuple[Config, Train]:
-    """The model and training of a recipe whose vocabulary is not known yet: `vocab`, or the size its tokens ask for."""
-    recipe = load_recipe(tables, where)
-    if recipe.preset == "auto":
-        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
-    source, target = (
-        vocab or (int(tokens.partition(":")[2]) if tokens.partition(":")[2].isdigit() else None)
-        for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
-    )
-    config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
-    refuse_unused(PRESETS[recipe.preset], recipe.model)
-    return config, recipe.train
 
 
 def measure_rate(width: int, seconds: float = 0.2) -> float:

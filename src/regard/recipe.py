@@ -1,8 +1,7 @@
-"""The recipe: everything a training run is told, as frozen values that a TOML file and `--set` can change."""
+"""The recipe: everything that defines a training run, as frozen values; TOML files, options and `--set` change them."""
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,34 +11,45 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from regard.config import Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
+from regard.presets import PRESETS, preset, refuse_unused, unused_changes
 from regard.tasks import TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
+FOLDER = Path(__file__).parent / "recipes"
+
+
+def _key(default: Any, description: str, **settings: Any) -> Any:
+    """A key of a recipe; its description is the help of the option that sets it."""
+    return Field(default=default, description=description, **settings)
 
 
 class Text(Value):
     """How text becomes tokens."""
 
-    source_tokens: str = "auto"  # char | nfd | space | word | byte | bpe:N | unigram:N | auto
-    target_tokens: str = "auto"
-    shared: bool = False  # one vocabulary for both sides
-    min_count: Count = 1  # rarer tokens are unknown (char, space, word)
-    feature_separator: str = Field(default=";", min_length=1)
+    source_tokens: str = _key("auto", "char, nfd, space, word, byte, bpe:N, unigram:N or auto.")
+    target_tokens: str = _key("auto", "The same for the targets.")
+    shared: bool = _key(False, "One vocabulary for both sides.")
+    min_count: Count = _key(1, "Rarer tokens are unknown (char, space, word).")
+    feature_separator: str = _key(";", "Between the features of an example.", min_length=1)
 
 
 class Data(Value):
     """Where examples come from. Either `train` or `source` and `target` (parallel files); `.gz` of either."""
 
-    train: str | None = None  # a TSV of pairs, plain text, or an .npz of images, as the task has it
-    source: str | None = None
-    target: str | None = None
-    valid: str | None = None
-    valid_source: str | None = None
-    valid_target: str | None = None
-    columns: tuple[Column, ...] = ("source", "target")
-    max_length: Count = 512  # tokens on either side; a longer example is skipped and counted
-    strict: bool = False  # stop at the first bad line
+    train: str | None = _key(None, "A TSV of pairs, plain text, or an .npz of images, as the task has it.")
+    source: str | None = _key(None, "Sources, one per line; goes with --target.")
+    target: str | None = _key(None, "Targets, one per line.")
+    valid: str | None = _key(None, "Validation data of the same kind; without it some is set apart.")
+    valid_source: str | None = _key(None, "Validation sources.")
+    valid_target: str | None = _key(None, "Validation targets.")
+    columns: tuple[Column, ...] = _key(
+        ("source", "target"),
+        "What the TSV's columns are: source, features, target.",
+        json_schema_extra={"metavar": "NAMES"},
+    )
+    max_length: Count = _key(512, "Tokens on either side; a longer example is skipped and counted.")
+    strict: bool = _key(False, "Stop at the first bad line instead of skipping it.")
 
     @field_validator("columns")
     @classmethod
@@ -52,45 +62,44 @@ class Data(Value):
 class Train(Value):
     """How a model is trained. The first budget to run out ends the run; with none set, `minutes` is 10."""
 
-    minutes: Annotated[float, Field(gt=0)] | None = None
-    steps: Count | None = None
-    epochs: Count | None = None
-    batch_tokens: Count = 4096  # padded tokens of the longer side
-    batch_examples: Count | None = None
-    accumulate: Count = 1
-    optimizer: Literal["adam", "adamw"] = "adamw"
-    lr: float = Field(default=1e-3, gt=0)  # the peak; a factor for noam
-    schedule: Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"] = "cosine"
-    warmup: int = Field(default=400, ge=0)
-    beta1: Rate = 0.9
-    beta2: Rate = 0.98
-    eps: float = Field(default=1e-9, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float = Field(default=1.0, ge=0)  # 0: never
-    label_smoothing: Rate = 0.1
-    scheduled_sampling: float = Field(default=0.0, ge=0, le=1)  # how often the model's own prediction is fed back
-    average: int = Field(default=0, ge=0)  # at the end, average the last N validated checkpoints
-    ema: Rate = 0.0  # validate and keep an exponential moving average of the weights
-    metric: Metric = "loss"
-    patience: int = Field(default=0, ge=0)  # validations without a better metric before stopping; 0: never
-    validate_every: Count | None = None  # steps; None: about once per epoch, at most 40 times in a run
-    validate_beam: Count = 1
-    log_every: Count = 50
-    seed: Id = 1
-    precision: Literal["fp32", "bf16"] = "fp32"
-    device: str = "auto"
-    workers: int = Field(default=0, ge=0)  # processes; 0: one per core on a CPU, one elsewhere
-    context: Count | None = None  # lm, masked, span: tokens of text in a row of a batch
-    mask_rate: float = Field(default=0.15, gt=0, lt=1)  # masked: share of tokens to predict
-    span_rate: float = Field(default=0.15, gt=0, lt=1)  # span: share of tokens to hide
-    span_mean: float = Field(default=3.0, ge=1)  # span: mean length of what is hidden in one piece
-    # How hard heads are pressed to be done without: what all of them cost, in loss per token; 0: they are free.
-    l0: float = Field(default=0.0, ge=0)
-    start_from: str | None = None  # a run whose weights and text to begin with
-    parts: tuple[str, ...] | None = None  # names of weights (or how they begin) that are trained; None: all
-    lora: int = Field(default=0, ge=0)  # rank of adapters, which are then all that is trained; 0: none
-    lora_alpha: Annotated[float, Field(gt=0)] | None = None  # None: twice the rank
-    lora_on: tuple[str, ...] = ("attention", "cross", "feed_forward")  # what gets adapters
+    minutes: Annotated[float, Field(gt=0)] | None = _key(None, "Stop after so many minutes.")
+    steps: Count | None = _key(None, "Stop after so many steps.")
+    epochs: Count | None = _key(None, "Stop after so many epochs.")
+    batch_tokens: Count = _key(4096, "Padded tokens of a batch, of the longer side.")
+    batch_examples: Count | None = _key(None, "Examples of a batch, instead of tokens.")
+    accumulate: Count = _key(1, "Batches per step.")
+    optimizer: Literal["adam", "adamw"] = _key("adamw", "adam or adamw.")
+    lr: float = _key(1e-3, "Peak of the learning rate; a factor for noam.", gt=0)
+    schedule: Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"] = _key("cosine", "Of the learning rate.")
+    warmup: int = _key(400, "Steps in which the learning rate rises.", ge=0)
+    beta1: Rate = _key(0.9, "Of Adam.")
+    beta2: Rate = _key(0.98, "Of Adam.")
+    eps: float = _key(1e-9, "Of Adam.", gt=0)
+    weight_decay: float = _key(0.0, "Of matrices.", ge=0)
+    clip: float = _key(1.0, "Largest norm of the gradient; 0: any.", ge=0)
+    label_smoothing: Rate = _key(0.1, "Share of the probability that goes to all tokens alike.")
+    scheduled_sampling: float = _key(0.0, "How often the model's own prediction is fed back.", ge=0, le=1)
+    average: int = _key(0, "At the end, average the last N validated checkpoints.", ge=0)
+    ema: Rate = _key(0.0, "Validate and keep an exponential moving average of the weights, with this decay.")
+    metric: Metric = _key("loss", "What the best checkpoint is chosen by.")
+    patience: int = _key(0, "Validations without a better metric before stopping; 0: never.", ge=0)
+    validate_every: Count | None = _key(None, "Steps; by default about once per epoch, at most 40 times in a run.")
+    validate_beam: Count = _key(1, "Beam of the decoding that validates.")
+    log_every: Count = _key(50, "Steps.")
+    seed: Id = _key(1, "Of weights, order and dropout.")
+    precision: Literal["fp32", "bf16"] = _key("fp32", "Of matrix products.")
+    device: str = _key("auto", "auto, cpu, cuda, cuda:N or mps.")
+    workers: int = _key(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0)
+    context: Count | None = _key(None, "lm, masked, span: tokens of text in a row of a batch.")
+    mask_rate: float = _key(0.15, "masked: share of tokens to predict.", gt=0, lt=1)
+    span_rate: float = _key(0.15, "span: share of tokens that are masked.", gt=0, lt=1)
+    span_mean: float = _key(3.0, "span: mean length of a masked span.", ge=1)
+    l0: float = _key(0.0, "Penalty on open head gates: loss per token that all heads together cost.", ge=0)
+    start_from: str | None = _key(None, "Start from a run's weights and text.", json_schema_extra={"metavar": "RUN"})
+    parts: tuple[str, ...] | None = _key(None, "Names of weights (or how they begin) that are trained; else all.")
+    lora: int = _key(0, "Rank of adapters, which are then all that is trained; 0: none.", ge=0)
+    lora_alpha: Annotated[float, Field(gt=0)] | None = _key(None, "Scale of the adapters; by default twice the rank.")
+    lora_on: tuple[str, ...] = _key(("attention", "cross", "feed_forward"), "What gets adapters.")
 
     @field_validator("parts", "lora_on", mode="before")
     @classmethod
@@ -109,11 +118,9 @@ class Train(Value):
 class Recipe(Value):
     """A complete order: task, model, text, data, training."""
 
-    task: TaskName = "pairs"
-    preset: str = "auto"
-    model: dict[str, Any] = Field(
-        default_factory=dict
-    )  # keys of Config to change in the preset; checked when the model is made
+    task: TaskName = _key("pairs", f"{', '.join(TASKS)}.")
+    preset: str = _key("auto", "The model to start from; `regard info` lists them.")
+    model: dict[str, Any] = Field(default_factory=dict)  # keys of Config to change; checked when the model is made
     text: Text = Text()
     data: Data = Data()
     train: Train = Field(default=Train(), validate_default=True)
@@ -156,7 +163,7 @@ class Recipe(Value):
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """Read a TOML recipe as plain tables; `load_recipe` checks them once the command line has had its say."""
+    """Read a TOML recipe as plain tables; `load_recipe` checks them once options have changed them."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -168,71 +175,6 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 def load_recipe(tables: dict[str, Any], where: str = "recipe") -> Recipe:
     """Check a recipe given as tables."""
     return parse(Recipe, tables, where)
-
-
-def assign(tables: dict[str, Any], setting: str) -> None:
-    """Apply one `--set key=value` to recipe tables, in place.
-
-    A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; a field of Stack
-    means both towers. The value is TOML, or a plain word.
-    """
-    key, equals, raw = setting.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise UserError(f"--set {setting}: write it as key=value, for example --set dropout=0.2")
-    for path in _paths(key):
-        table = tables
-        for part in path[:-1]:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                raise UserError(f"--set {setting}: {part} is a value, not a table")
-        table[path[-1]] = _value(raw.strip())
-
-
-def _paths(key: str) -> list[list[str]]:
-    parts = key.split(".")
-    sections: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
-    if len(parts) > 1:
-        if parts[0] in ("encoder", "decoder", "ids", "patches"):
-            parts = ["model", *parts]
-        if parts[0] in ("rotary", "axial", "lsh"):
-            return [["model", tower, *parts] for tower in ("encoder", "decoder")]
-        if parts[0] not in ("model", *sections):
-            raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *sections])}")
-        if parts[0] == "model" and len(parts) == 2 and parts[1] in Stack.model_fields:
-            return _both_towers(parts[1])
-        return [parts]
-    if key in ("preset", "task"):
-        return [[key]]
-    homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
-    if key in {**Stack.model_fields, **Config.model_fields}:
-        homes.append(f"model.{key}")
-    if not homes:
-        known = [
-            "preset",
-            "task",
-            *Stack.model_fields,
-            *Config.model_fields,
-            *(f for s in sections.values() for f in s.model_fields),
-        ]
-        raise UserError(f"--set {key}: no such key{closest(key, known)}")
-    if len(homes) > 1:
-        raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")
-    return _both_towers(key) if key in Stack.model_fields else [homes[0].split(".")]
-
-
-def _both_towers(key: str) -> list[list[str]]:
-    return [["model", "encoder", key], ["model", "decoder", key]]
-
-
-def _value(raw: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return raw
-
-
-FOLDER = Path(__file__).parent / "recipes"
 
 
 def recipe_names() -> list[str]:
@@ -252,58 +194,100 @@ def recipe_tables(recipe: str | Path) -> dict[str, Any]:
     return read_recipe(path)
 
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
-_SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+def changed_recipe(recipe: str | None, options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A recipe's tables with options (train.steps: 9) laid over them, and `--set` settings over both.
 
-
-def dumps(tables: Mapping[str, Any]) -> str:
-    """TOML that `tomllib` reads back as `tables`: text, numbers, booleans, lists and tables of them.
-
-    TOML has no null: a key whose value is None is left out.
+    What a recipe sets for its own preset and another preset does not read is left out.
     """
-    lines: list[str] = []
-    _table(tables, (), lines)
-    return "\n".join(lines).strip("\n") + "\n"
+    tables = recipe_tables(recipe) if recipe is not None else {}
+    chosen: dict[str, Any] = {"preset": options.get("preset", tables.get("preset"))}
+    for setting in settings:
+        if setting.partition("=")[0].strip() == "preset":
+            assign(chosen, setting)
+    if chosen["preset"] != tables.get("preset") and isinstance(tables.get("model"), dict):
+        for stack, key in unused_changes(PRESETS.get(chosen["preset"], {}), tables["model"]):
+            del tables["model"][stack][key]
+    for table, alternatives in (("train", {"minutes", "steps", "epochs"}), ("data", {"train", "source", "target"})):
+        if any(f"{table}.{key}" in options for key in alternatives):  # a budget, or data, replaces the recipe's
+            for key in alternatives:
+                tables.get(table, {}).pop(key, None)
+    for path, value in options.items():
+        _put(tables, path.split("."), value)
+    for setting in settings:
+        assign(tables, setting)
+    return tables
 
 
-def _table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    """A table's own values first: whatever follows a header belongs to that header."""
-    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    plain = {key: value for key, value in table.items() if key not in inner and value is not None}
-    if path and (plain or not inner):
-        lines.append(f"\n[{'.'.join(map(_key, path))}]")
-    lines.extend(f"{_key(key)} = {_toml(value)}" for key, value in plain.items())
-    for key, value in inner.items():
-        _table(value, (*path, key), lines)
+def assign(tables: dict[str, Any], setting: str) -> None:
+    """Apply one `--set key=value` to recipe tables, in place.
+
+    A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; a field of Stack
+    means both stacks. The value is TOML, or a plain word.
+    """
+    key, equals, raw = setting.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"--set {setting}: write it as key=value, for example --set dropout=0.2")
+    try:
+        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    for path in _paths(key):
+        if (part := _put(tables, path, value)) is not None:
+            raise UserError(f"--set {setting}: {part} is a value, not a table")
 
 
-def _key(key: str) -> str:
-    return key if _BARE.fullmatch(key) else _string(key)
+def _put(tables: dict[str, Any], path: Sequence[str], value: Any) -> str | None:
+    """Set a nested key -> the part of its path that is no table, if there is one."""
+    table = tables
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            return part
+    table[path[-1]] = value
+    return None
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        return repr(value)  # the shortest that reads back the same; 1e-09, inf and nan are TOML too
-    if isinstance(value, str):
-        return _string(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    raise TypeError(f"not a TOML value: {value!r}")
+def _paths(key: str) -> list[list[str]]:
+    """Where a key of `--set` belongs: one path, or one in each stack."""
+    parts = key.split(".")
+    sections: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
+    if len(parts) > 1:
+        if parts[0] in ("encoder", "decoder", "ids", "patches"):
+            parts = ["model", *parts]
+        if parts[0] in ("rotary", "axial", "lsh"):
+            return _in_both_stacks(*parts)
+        if parts[0] not in ("model", *sections):
+            raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *sections])}")
+        if parts[0] == "model" and len(parts) == 2 and parts[1] in Stack.model_fields:
+            return _in_both_stacks(parts[1])
+        return [parts]
+    if key in ("preset", "task"):
+        return [[key]]
+    homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
+    if key in {**Stack.model_fields, **Config.model_fields}:
+        homes.append(f"model.{key}")
+    if not homes:
+        tables: list[type[Value]] = [Stack, Config, *sections.values()]
+        known = [name for table in tables for name in table.model_fields]
+        raise UserError(f"--set {key}: no such key{closest(key, ['preset', 'task', *known])}")
+    if len(homes) > 1:
+        raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")
+    return _in_both_stacks(key) if key in Stack.model_fields else [homes[0].split(".")]
 
 
-def _string(text: str) -> str:
-    return '"' + "".join(_SHORT.get(c) or (c if c.isprintable() else _escape(c)) for c in text) + '"'
+def _in_both_stacks(*path: str) -> list[list[str]]:
+    return [["model", stack, *path] for stack in ("encoder", "decoder")]
 
 
-def _escape(character: str) -> str:
-    """What the eye cannot see is written as its number; half a surrogate pair has no number in TOML."""
-    code = ord(character)
-    if 0xD800 <= code <= 0xDFFF:
-        code = 0xFFFD
-    return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
+def model_without_data(recipe: Recipe, vocab: int | None, where: str) -> Config:
+    """The model of a recipe whose vocabulary is not known yet: `vocab`, or the size that its tokens ask for."""
+    if recipe.preset == "auto":
+        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
+    source, target = (
+        vocab or (int(size) if (size := tokens.partition(":")[2]).isdigit() else None)
+        for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
+    )
+    config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
+    refuse_unused(PRESETS[recipe.preset], recipe.model)
+    return config

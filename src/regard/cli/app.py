@@ -1,4 +1,4 @@
-"""The program: its verbs, and what its exit codes mean.
+"""The program: its verbs, which are loaded when they are called, and its exit codes.
 
 0 done; 2 a mistake of the user's, told in one message; 1 a mistake of ours; 130 and 143 stopped by a signal.
 """
@@ -8,40 +8,83 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 import traceback
+from importlib import import_module
 from inspect import cleandoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 import typer.main
 
-from regard.cli import average, convert, demo, evaluate, generate, heads, info, inspect, prune, score, train
-from regard.cli.tables import ReaderGone, flush
+from regard import __version__
+from regard.cli import READER
+from regard.cli.tables import OutputClosed, flush
 from regard.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a disk may say
+# The modules of this package that are verbs, each with the first sentence of its help.
+VERBS = {
+    "demo": "Train a pronunciation model and show what it learned.",
+    "train": "Train a model and write a run directory.",
+    "generate": "Give the best output for every line of input.",
+    "score": "Print how probable each target is, given its source.",
+    "evaluate": "Score a run on what it has not seen.",
+    "inspect": "Write the attention page of one example, a file for any browser.",
+    "heads": "Judge every head of every layer.",
+    "prune": "Remove heads for real: the new run is smaller and faster.",
+    "convert": "Make a run of a Hugging Face directory, or export a run.",
+    "info": "Show parameters, FLOPs and memory of a model.",
+    "average": "Average the weights of several runs.",
+}
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a disk
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """Lists the verbs by their summaries; the one that is called is imported then, with torch and all it needs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load_verb(name), rest
+
+
+def load_verb(name: str) -> Any:
+    """The click command of a verb, made from the `command` and the `EXAMPLE` of its module."""
+    module = import_module(f"regard.cli.{name}")
+    paragraphs = cleandoc(module.command.__doc__).split("\n\n")
+    verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    verb.command(
+        name,
+        help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
+        epilog=f"Example: {module.EXAMPLE}",
+        context_settings=SETTINGS,
+    )(module.command)
+    return typer.main.get_command(verb)
+
 
 app = typer.Typer(
     name="regard",
+    cls=LazyGroup,
     help="Train, understand and ship sequence models built on attention.",
     epilog="Start with: regard demo",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=SETTINGS,
+    rich_markup_mode=None,  # the list of verbs is plain and quick; the verbs' own help is set in panels
 )
-for verb in (demo, train, generate, score, evaluate, inspect, heads, prune, convert, info, average):
-    _paragraphs = cleandoc(verb.command.__doc__ or "").split("\n\n")
-    app.command(
-        verb.__name__.rpartition(".")[2],
-        help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs),
-        epilog=f"Example: {verb.EXAMPLE}",
-    )(verb.command)
+
+
+def _placeholder() -> None:
+    """Stands for a verb that is not loaded yet."""
+
+
+for _name, _summary in VERBS.items():
+    app.command(_name, help=_summary)(_placeholder)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from regard import __version__
-
         typer.echo(f"regard {__version__}")
         raise typer.Exit
 
@@ -60,55 +103,60 @@ def _start(
         typer.echo(context.get_help())
 
 
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    code = run()
+    if any(thread.name == READER for thread in threading.enumerate()):
+        # It holds stdin, which Python would wait for on its way out.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
 def run() -> int:
     """Run the command line -> exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
-        group = typer.main.get_command(app)
-        if hasattr(group, "rich_markup_mode"):
-            group.rich_markup_mode = None  # the list of verbs is plain and quick; the verbs' own help is set in panels
-        code = group(standalone_mode=False, prog_name="regard")
+        code = typer.main.get_command(app)(standalone_mode=False, prog_name="regard")
         flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _complain(str(error), 2)
-    except (ReaderGone, BrokenPipeError):
-        _give_up_output()  # whoever read it has had enough
+        return _fail(str(error), 2)
+    except (OutputClosed, BrokenPipeError):
+        _drop_output()
         return 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
-        told = getattr(error, "format_message", None)  # a usage error of the parser
-        if told is not None:
-            return _complain(f"{told()}\n  {_help_for(error)} tells more", 2)
-        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
-            return _complain(f"cannot write the output: {error.strerror}", 2)
+        usage_message = getattr(error, "format_message", None)  # of click's usage errors
+        if usage_message is not None:
+            context = getattr(error, "ctx", None)
+            path = context.command_path if context else "regard"
+            return _fail(f"{usage_message()}\n  {path} --help tells more", 2)
+        if isinstance(error, OSError) and error.filename is None and error.errno in FULL:
+            return _fail(f"cannot write the output: {error.strerror}", 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
             return 1
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return _complain(
-            f"{what}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where it happened", 1
+        fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return _fail(
+            f"{fault}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where it happened", 1
         )
 
 
-def _give_up_output() -> None:
-    """What is left in the buffer must not be written at exit."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _complain(message: str, code: int) -> int:
+def _fail(message: str, code: int) -> int:
     try:
         flush()
-    except (UserError, ReaderGone):
-        _give_up_output()
+    except (UserError, OutputClosed):
+        _drop_output()
     print(f"error: {message}", file=sys.stderr)
     return code
 
 
-def _help_for(error: Exception) -> str:
-    context = getattr(error, "ctx", None)
-    return f"{context.command_path if context else 'regard'} --help"
+def _drop_output() -> None:
+    """Let nothing that is left in the buffer be written at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

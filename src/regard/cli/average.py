@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.tables import talk
+from regard.cli.tables import message
+from regard.run import average
 
 EXAMPLE = "regard average runs/mean runs/a runs/b runs/c"
 
@@ -19,7 +20,5 @@ def command(
 
     They must be the same model over the same vocabulary.
     """
-    from regard.run import average
-
     average(runs, out)
-    talk(f"{out}: the mean of {len(runs)} run{'s' * (len(runs) > 1)}")
+    message(f"{out}: the mean of {len(runs)} run{'s' * (len(runs) > 1)}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from regard.cli.tables import Json, out, out_json, talk
-from regard.errors import UserError
-
-if TYPE_CHECKING:
-    from regard.convert.proof import ConversionReport
+from regard.cli.parameters import Json
+from regard.cli.tables import message, out_json, print_table
+from regard.convert.hf import from_hf, to_hf
+from regard.convert.to_ctranslate2 import Precision, to_ctranslate2
+from regard.errors import UserError, one_of
+from regard.run import Run
 
 EXAMPLE = "regard convert opus-mt-en-de runs/en-de"
+FORMATS = ("hf", "ctranslate2")
 
 
 def command(
@@ -28,33 +30,28 @@ def command(
     samples: Annotated[int, typer.Option(min=1, help="Random inputs that both models must agree on.")] = 4,
     json: Json = False,
 ) -> None:
-    """Make a run of a Hugging Face directory, or with --to write a run for another library.
+    """Make a run of a Hugging Face directory, or export a run.
 
-    Both models answer sample inputs, and a difference stops the conversion. For Hugging Face directories that needs
-    transformers to be installed.
+    With --to a run is written for another library. Both models answer sample inputs, and a difference stops the
+    conversion. For Hugging Face directories that needs transformers to be installed.
     """
-    from regard.convert.hf import from_hf, to_hf
-    from regard.convert.to_ctranslate2 import to_ctranslate2
-    from regard.errors import one_of
-    from regard.run import Run
-
-    if to not in (None, "hf", "ctranslate2"):
-        raise one_of("--to", to, ["hf", "ctranslate2"])
+    if to not in (None, *FORMATS):
+        raise one_of("--to", str(to), FORMATS)
     if quantization is not None and to != "ctranslate2":
         raise UserError("--quantization belongs to --to ctranslate2")
-    report: ConversionReport
+    if quantization not in (None, *get_args(Precision)):
+        raise one_of("--quantization", str(quantization), get_args(Precision))
     if to == "ctranslate2":
-        if quantization not in (None, "fp32", "int8"):
-            raise one_of("--quantization", quantization, ["fp32", "int8"])
         report = to_ctranslate2(Run.load(source), new, samples, "int8" if quantization == "int8" else "fp32")
+    elif to == "hf":
+        report = to_hf(Run.load(source), new, samples, message)
     else:
-        report = from_hf(source, new, samples, talk) if to is None else to_hf(Run.load(source), new, samples, talk)
-    talk(report.summary)
+        report = from_hf(source, new, samples, message)
+    message(report.summary)
     if json:
         out_json(report.to_json())
     else:
-        difference = "" if report.proof is None else f"{report.proof.difference:.2g}"
-        rows = {"model": report.architecture, "parameters": f"{report.parameters:,}", "difference": difference or "-"}
-        for name, value in rows.items():
-            out(f"{name}\t{value}")
-    talk(f"{new}: written")
+        difference = "-" if report.proof is None else f"{report.proof.difference:.2g}"
+        parameters = f"{report.parameters:,}"
+        print_table([("model", report.architecture), ("parameters", parameters), ("difference", difference)])
+    message(f"{new}: written")

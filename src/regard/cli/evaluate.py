@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
-from regard.cli.tables import (
+from regard.cli.input import staffed
+from regard.cli.parameters import (
     Columns,
     Device,
     Json,
+    RunPath,
     Strict,
     Target,
     Threads,
     Workers,
-    left_out,
+    field_options,
+    given,
     open_runs,
     option_name,
-    out,
-    out_json,
     pairs_of,
-    talk,
+    with_options,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from regard.evaluate import Evaluation
+from regard.cli.tables import message, out, out_json, print_table
+from regard.data.reader import LineCounter, Source
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.evaluate import Evaluation, EvaluationRequest, evaluate_file
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
+SEARCH = ("beam", "length_penalty", "max_length", "max_source", "batch_tokens")
+# The options of each kind of data, beside --metric, --against, --bootstrap, --json, --threads and --device.
+SUPPORTED: dict[str, tuple[str, ...]] = {
+    "pairs": ("target", "columns", *SEARCH, "strict", "workers"),
+    "labelled": ("target", "columns", "max_source", "batch_tokens", "strict"),
+    "text": ("context", "memory", "strict"),
+    "images": (),
+}
 
 
+@with_options("options", *field_options(Options, *SEARCH))
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunPath,
+    options: dict[str, Any],
     file: Annotated[
         str,
         typer.Argument(
@@ -53,19 +65,6 @@ def command(
         str | None, typer.Option(metavar="RUN", help="Compare with another run, with paired significance.")
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Samples for the 95% intervals; 0 for none.")] = 1000,
-    beam: Annotated[int | None, typer.Option(help="Hypotheses kept at each step. (default: 1, greedy)")] = None,
-    length_penalty: Annotated[
-        float | None, typer.Option(help="Rank by score / length ** PENALTY. (default: 1.0)")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Most output tokens. (default: 3 times the source and 50)")
-    ] = None,
-    max_source: Annotated[
-        int | None, typer.Option(help="A longer source or target is left out. (default: 2048)")
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(help="Source tokens times hypotheses at once. (default: 8192)")
-    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of plain text read at a time. (default: as in training)")
     ] = None,
@@ -82,77 +81,45 @@ def command(
     """Score a run on what it has not seen.
 
     Of pairs, the sources are decoded and compared with the targets. Language models are judged by the probability of a
-    text, encoders by the tokens they guess when some are hidden, models that were trained to fill in masked spans
-    by those, classifiers by their labels. Scores come with 95% bootstrap intervals. wer is the share of sequences that
-    are wrong, per and cer count edits per token and character. Shares are in percent.
+    text, masked language models by the masked tokens they predict, models trained by span corruption by the masked
+    spans, classifiers by their labels. Scores come with 95% bootstrap intervals. wer is the share of sequences that are
+    wrong, per and cer count edits per token and character. Shares are in percent.
     """
-    from functools import partial
-
-    from regard.cli import kinds
-    from regard.cli.input import staffed
-    from regard.data.reader import LineCounter
-    from regard.decode.options import Options
-    from regard.errors import UserError
-
-    given = locals()
-    names = {name for allowed in kinds.OPTIONS.values() for name in allowed}
-    told = {name: given[name] for name in sorted(names) if not left_out(given[name])}
-    options = Options.of(**{name: value for name, value in told.items() if name in Options.model_fields})
+    search = Options.of(**options)
     runs = open_runs([run, *([against] if against else [])], device, threads)
-    kind, *other = [kinds.kind_of(each) for each in runs]
-    if other and other[0] != kind:
-        raise UserError(f"--against: {against} is {kinds.NAMES[other[0]]}, {run} is {kinds.NAMES[kind]}")
-    if strange := [option_name(name) for name in told if name not in kinds.OPTIONS[kind]]:
-        raise UserError(f"{', '.join(strange)}: no meaning for {run}, which is {kinds.NAMES[kind]}")
-    if length_penalty is not None and options.beam == 1:
+    task, *other = [each.task for each in runs]
+    if other and other[0] != task:
+        raise UserError(f"--against: {against} is {other[0].model}, {run} is {task.model}")
+    others = given(target=target, columns=columns, context=context, memory=memory, strict=strict, workers=workers)
+    if foreign := sorted(name for name in (options | others) if name not in SUPPORTED[task.reads]):
+        raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {run}, which is {task.model}")
+    if "length_penalty" in options and search.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
-    account, metrics = LineCounter(strict), metric or []
-    if kind in ("pairs", "labels"):
+    counter = LineCounter(strict)
+    if task.reads in ("pairs", "labelled"):
         source = pairs_of(file, target, columns, runs[0].codec.columns)
-        if kind == "labels":
-            found = kinds.evaluate_labelled(runs, source, account, options, metrics, bootstrap)
-        else:
-            staff = partial(staffed, workers=workers, threads=threads)
-            found = kinds.evaluate_pairs(runs, source, account, options, metrics, bootstrap, staff)
-    elif kind == "image":
-        found = kinds.evaluate_images(runs, file, metrics, bootstrap)
     else:
-        found = kinds.evaluate_plain(runs, file, account, metrics, bootstrap, context, memory)
-    for remark in [account.summary()] * bool(account.skipped) + found.remarks:
-        talk(remark)
+        source = Source((file,))
+    open_decoder = partial(staffed, workers=workers, threads=threads)
+    evaluation = evaluate_file(
+        EvaluationRequest(runs, source, counter, search, metric or [], bootstrap, context, memory, open_decoder)
+    )
+    for remark in [counter.summary()] * bool(counter.skipped) + evaluation.remarks:
+        message(remark)
     if json:
-        shape = found.result.to_json(dict(account.skipped))
-        out_json({**shape, "unknown": found.unknown} if found.unknown else shape)
+        out_json(evaluation.to_json(dict(counter.skipped)))
     else:
-        _show(found.result, run, against)
+        _print_scores(evaluation, run, against)
 
 
-def _show(result: Evaluation, run: str, against: str | None) -> None:
-    from rich.console import Console
-
-    rows = [["metric", "score", "95% interval", *([against, "p"] if against else [])]]
-    for name, measured in result.metrics.items():
+def _print_scores(evaluation: Evaluation, run: str, against: str | None) -> None:
+    rows = []
+    for name, measured in evaluation.metrics.items():
         interval = "" if measured.low is None else f"{measured.low:.2f} to {measured.high:.2f}"
-        row = [name, f"{measured.score:.2f}", interval]
-        rows.append([*row, f"{result.others[name].score:.2f}", f"{result.p_values[name]:.3f}"] if against else row)
-    console = Console()
-    if console.is_terminal:
-        _show_table(console, rows, f"{run}, {result.examples:,} examples")
-    else:
-        for row in rows:
-            out("\t".join(row))
-    for measured in result.metrics.values():
+        compared = [f"{evaluation.others[name].score:.2f}", f"{evaluation.p_values[name]:.3f}"] if against else []
+        rows.append([name, f"{measured.score:.2f}", interval, *compared])
+    header = ["metric", "score", "95% interval", *([against, "p"] if against else [])]
+    print_table(rows, header, title=f"{run}, {evaluation.examples:,} examples", bold=(1,))
+    for measured in evaluation.metrics.values():
         if measured.signature:
             out(measured.signature)
-
-
-def _show_table(console: Console, rows: list[list[str]], title: str) -> None:
-    from rich.box import ROUNDED
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED)
-    for i, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if i else "left", style="bold" if i == 1 else None)
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table)

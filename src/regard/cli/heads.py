@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from regard.cli.tables import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
-
-if TYPE_CHECKING:
-    from regard.inspect.heads import HeadStatistics
+from regard.cli.parameters import Columns, Device, Json, RunPath, Strict, Target, Threads, open_runs, pairs_of
+from regard.cli.tables import message, out_json, print_table
+from regard.data.reader import LineCounter
+from regard.decode.alignment import read_links, save_heads
+from regard.inspect.heads import HeadStatistics, best_alignment_heads, grids, induction_heads, measure_heads
+from regard.inspect.inputs import describe_size, read_task_data
+from regard.inspect.plots import draw_heads, save
+from regard.run import HEADS
 
 EXAMPLE = "regard heads runs/g2p dev.tsv --picture heads.png"
 NAMES = ("attention", "layer", "head", "gradient", "ablation", "confidence", "entropy", "distance", "looks at", "share")
+LEFT = (NAMES.index("attention"), NAMES.index("looks at"))
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunPath,
     pairs: Annotated[
         str,
         typer.Argument(
@@ -46,68 +51,46 @@ def command(
     threads: Threads = 1,
     device: Device = "cpu",
 ) -> None:
-    """Judge every head of every layer: its importance, how sharp it looks, how far, and at what.
+    """Judge every head of every layer.
 
-    gradient is the expected slope of the loss at a gate on the head, ablation the rise of the loss per token without
-    it. The heads that align best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language
-    model, induction heads are named.
+    Shown are its importance, how sharp its attention is, how far it reaches, and at what. gradient is the expected
+    slope of the loss at a gate on the head, ablation the rise of the loss per token without it. The heads that align
+    best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language model, induction heads are
+    named.
     """
-    from regard.data.reader import LineCounter
-    from regard.decode.alignment import read_links, save_heads
-    from regard.inspect.heads import best_alignment_heads, grids, induction_heads, measure_heads
-    from regard.inspect.inputs import describe_size, read_task_data
-    from regard.run import HEADS
-
     (opened,) = open_runs([run], device, threads)
-    account = LineCounter(strict)
-    where = pairs_of(pairs, target, columns, opened.codec.columns)
-    material = read_task_data(opened, where.paths, where.columns, account, examples)
-    if account.skipped:
-        talk(account.summary())
-    given = None if links is None else read_links(links)[: len(material)]
-    heads = measure_heads(opened, material, ablation=not no_ablation, links=given)
-    for head in heads if json else ():
-        out_json(head.to_json())
-    if not json:
-        _show(heads, f"{run}, {describe_size(material)}")
+    counter = LineCounter(strict)
+    source = pairs_of(pairs, target, columns, opened.codec.columns)
+    data = read_task_data(opened, source.paths, source.columns, counter, examples)
+    if counter.skipped:
+        message(counter.summary())
+    reference = None if links is None else read_links(links)[: len(data)]
+    heads = measure_heads(opened, data, ablation=not no_ablation, links=reference)
+    if json:
+        for head in heads:
+            out_json(head.to_json())
+    else:
+        _print_heads(heads, f"{run}, {describe_size(data)}")
     for head in induction_heads(heads):
-        talk(f"induction head: layer {head.layer + 1} head {head.head + 1}, {head.induction:.2f}")
+        message(f"induction head: layer {head.layer + 1} head {head.head + 1}, {head.induction:.2f}")
     best = best_alignment_heads(heads)
     if best and len(heads) > 1:
-        told = ", ".join(f"layer {head.layer + 1} head {head.head + 1}" for head in best)
+        names = ", ".join(f"layer {head.layer + 1} head {head.head + 1}" for head in best)
         reason = f"agreement with {links}" if links else "sharpness and coverage"
-        talk(f"best alignment heads, by {reason}: {told}")
+        message(f"best alignment heads, by {reason}: {names}")
         if not no_store:
             save_heads(opened.path, [(head.layer, head.index) for head in best])
-            talk(f"{opened.path / HEADS}: written")
+            message(f"{opened.path / HEADS}: written")
     if picture:
-        from regard.inspect.plots import draw_heads, save
-
         by = (lambda head: head.gradient) if no_ablation else (lambda head: head.ablation)
         save(draw_heads(grids(heads, by), "gradient" if no_ablation else "rise of the loss"), picture)
-        talk(f"{picture}: written")
+        message(f"{picture}: written")
 
 
-def _show(heads: list[HeadStatistics], title: str) -> None:
-    from rich.box import ROUNDED
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_heads(heads: list[HeadStatistics], title: str) -> None:
     names = NAMES if heads[0].induction is None else (*NAMES, "induction")
-    rows = [_row(head) for head in heads]
-    console = Console()
-    if not console.is_terminal:
-        for row in (list(names), *rows):
-            out("\t".join(row))
-        return
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED)
-    for name in names:
-        table.add_column(name, justify="left" if name in ("attention", "looks at") else "right", no_wrap=True)
-    for before, head, row in zip([None, *heads], heads, rows, strict=False):
-        if before is not None and before.name != head.name:
-            table.add_section()
-        table.add_row(*row)
-    console.print(table)
+    sections = [i for i in range(1, len(heads)) if heads[i].name != heads[i - 1].name]
+    print_table([_row(head) for head in heads], names, title=title, left=LEFT, sections=sections)
 
 
 def _row(head: HeadStatistics) -> list[str]:

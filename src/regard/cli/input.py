@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from queue import Empty, Queue
 from stat import S_ISREG
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from regard.cli import READER
-from regard.cli.tables import SMALL, flush, option_name, out, out_json, talk
+from regard.cli.parameters import SMALL, option_name
+from regard.cli.tables import flush, message, out, out_json
+from regard.data.images import read_images
 from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, read_lines, shown
-from regard.decode.classify import labels_of
+from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import Decoder, Request
+from regard.decode.options import Options
 from regard.decode.workers import WorkerPool
 from regard.device import cores, tune_allocator
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example, UnknownTokens
-
-if TYPE_CHECKING:
-    from regard.decode.options import Options
-    from regard.run import Run
-
 
 MANY = 2000  # hypotheses: fewer are done before another process has started
 
@@ -94,44 +92,6 @@ class InputLines:
             return Request("")
         row = dict(zip(self._names, cells, strict=True))
         return Request(row["source"], row.get("features"), prefix)
-
-
-class UnknownParts:
-    """What a run does not know of some examples: tokens of the source, and of the target or labels."""
-
-    def __init__(self, run: Run) -> None:
-        self.codec = run.codec
-        self.labels = None if run.config.classes is None else set(labels_of(run))
-        self.source, self.target = UnknownTokens(), UnknownTokens()
-
-    def note(self, examples: Sequence[Example]) -> None:
-        """Count what is unknown in these."""
-        self.codec.note_unknown(examples, self.source)
-        targets = [example.target or "" for example in examples]
-        if self.labels is None:
-            self.target.add(self.codec.target, targets, self.codec.target.encode(targets))
-        else:
-            self.note_labels(targets)
-
-    def note_labels(self, labels: Sequence[str]) -> None:
-        """Count the labels that the run does not know."""
-        for label in labels:
-            if label not in (self.labels or ()):
-                self.target.count([label])
-
-    def remarks(self) -> list[str]:
-        """What a person should know about it."""
-        remarks = [f"source: {self.source.summary()}"] if self.source else []
-        if self.target and self.labels is None:
-            remarks.append(f"target: {self.target.summary()}")
-        elif self.target:
-            remarks.append(f"target: {self.target.summary(what='label')}; none of these can be right")
-        return remarks
-
-    def to_json(self) -> dict[str, int]:
-        """How many tokens or labels are unknown, by side."""
-        sides = {"source": self.source, "target": self.target}
-        return {side: unknown.total for side, unknown in sides.items() if unknown}
 
 
 @contextmanager
@@ -207,7 +167,7 @@ OPTIONS = {"text": ("max_source", "batch_tokens", "window"), "image": ()}  # bes
 
 def tell_labels(run: Run, file: str, options: Options, told: Collection[str], json: bool) -> None:
     """Print the label of every line, or of every image; `told` are the names of the options that were given."""
-    kind = "text" if run.config.patches is None else "image"
+    kind = "image" if run.task.reads == "images" else "text"
     if strange := [option_name(name) for name in told if name not in OPTIONS[kind]]:
         allowed = [option_name(name) for name in (*OPTIONS[kind], "json", "threads", "device")]
         raise UserError(f"{', '.join(strange)}: {run.path} tells labels, for which there are {', '.join(allowed)} only")
@@ -218,9 +178,6 @@ def tell_labels(run: Run, file: str, options: Options, told: Collection[str], js
 
 
 def _images(run: Run, file: str, json: bool) -> None:
-    from regard.data.images import read_images
-    from regard.decode.classify import classify_images
-
     for labelled in classify_images(run, read_images(file, labelled=False).images_NCHW):
         if json:
             out_json(labelled.as_dict())
@@ -229,10 +186,6 @@ def _images(run: Run, file: str, json: bool) -> None:
 
 
 def _lines(run: Run, file: str, options: Options, json: bool) -> None:
-    from regard.cli.input import InputLines
-    from regard.decode.classify import Classification, classify
-    from regard.text.codec import Example
-
     lines, number = InputLines(file, run.codec), 0
     for batch in lines.batches(options.window):
         told = [request for request in batch if request.source.strip()]
@@ -249,7 +202,7 @@ def _lines(run: Run, file: str, options: Options, json: bool) -> None:
                 out(_line(labelled.label))
         flush()
     for remark in lines.remarks():
-        talk(remark)
+        message(remark)
 
 
 def _line(label: str) -> str:

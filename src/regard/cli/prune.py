@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, get_args
 
 import typer
 
-from regard.cli.tables import Columns, Device, Json, Strict, Target, Threads, open_runs, out, out_json, pairs_of, talk
-from regard.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from regard.data.reader import LineCounter
-    from regard.inspect.inputs import TaskData
-    from regard.run import Run
-    from regard.training.tune import PruneReport
+from regard.cli.parameters import Columns, Device, Json, RunPath, Strict, Target, Threads, open_runs, pairs_of
+from regard.cli.tables import message, out_json, print_table
+from regard.data.reader import LineCounter
+from regard.errors import UserError, one_of
+from regard.inspect.importance import Criterion
+from regard.inspect.inputs import TaskData, describe_size, read_task_data
+from regard.inspect.plots import draw_lines
+from regard.inspect.plots import save as save_picture
+from regard.inspect.prune import PruneAmount
+from regard.run import Run
+from regard.training.tune import PruneReport, prune, save, split
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunPath,
     new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
     data: Annotated[
         str,
@@ -56,34 +59,25 @@ def command(
     threads: Threads = 1,
     device: Device = "cpu",
 ) -> None:
-    """Remove heads for real: the new run is smaller and faster, and answers as if the heads were silenced.
+    """Remove heads for real: the new run is smaller and faster.
 
-    Every attention keeps at least one head. The report of quality, size and speed is also in OUT/prune.json.
+    It answers as if the heads were silenced. Every attention keeps at least one head. The report of quality, size and
+    speed is also in OUT/prune.json.
     """
-    from pathlib import Path
-    from typing import get_args
-
-    from regard.data.reader import LineCounter
-    from regard.errors import one_of
-    from regard.inspect.importance import Criterion
-    from regard.inspect.inputs import describe_size
-    from regard.inspect.prune import PruneAmount
-    from regard.training.tune import prune, save, split
-
     if by not in get_args(Criterion):
         raise one_of("--by", by, get_args(Criterion))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
     amount = PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
-    account = LineCounter(strict)
-    learn = _read(opened, data, target, columns, account)
+    counter = LineCounter(strict)
+    learn = _read(opened, data, target, columns, counter)
     if valid is None:
         learn, held_out = split(learn)
     else:
-        held_out = _read(opened, valid, None, columns, account)
-    if account.skipped:
-        talk(account.summary())
+        held_out = _read(opened, valid, None, columns, counter)
+    if counter.skipped:
+        message(counter.summary())
     if not len(learn) or not len(held_out):
         raise UserError(f"{data}: {describe_size(learn)} are too few to judge heads and measure the result")
     smaller, report = prune(
@@ -96,59 +90,42 @@ def command(
         tune_steps=tune,
         judge_on=examples,
         lr=lr,
-        talk=talk,
+        talk=message,
     )
     save(smaller, report, new, opened.path)
     if json:
         out_json(report.to_json())
     else:
-        _show(report)
+        _print_report(report)
     if picture:
-        _picture(report, picture)
-    talk(f"{new}: written")
+        _draw_curve(report, picture)
+    message(f"{new}: written")
 
 
-def _read(run: Run, path: str, target: str | None, columns: str | None, account: LineCounter) -> TaskData:
-    from regard.inspect.inputs import read_task_data
-
-    where = pairs_of(path, target, columns, run.codec.columns)
-    return read_task_data(run, where.paths, where.columns, account)
+def _read(run: Run, path: str, target: str | None, columns: str | None, counter: LineCounter) -> TaskData:
+    source = pairs_of(path, target, columns, run.codec.columns)
+    return read_task_data(run, source.paths, source.columns, counter)
 
 
-def _show(report: PruneReport) -> None:
+def _print_report(report: PruneReport) -> None:
     states = {"before": report.before, "pruned": report.pruned}
     if report.tuned_steps:
         states["tuned"] = report.after
-    rows = [["", *states], ["heads", *(str(state.heads) for state in states.values())]]
-    rows.append(["parameters", *(f"{state.parameters:,}" for state in states.values())])
-    rows.append(["loss", *(f"{state.loss:.4f}" for state in states.values())])
+    rows = [
+        ["heads", *(str(state.heads) for state in states.values())],
+        ["parameters", *(f"{state.parameters:,}" for state in states.values())],
+        ["loss", *(f"{state.loss:.4f}" for state in states.values())],
+    ]
     for name in report.before.metrics:
         rows.append([name, *(f"{state.metrics[name]:.2f}" for state in states.values())])
     rows.append(["sentences/s", *(f"{state.sentences_per_second:.1f}" for state in states.values())])
-    from rich.box import ROUNDED
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        for row in rows:
-            out("\t".join(row))
-        return
-    table = Table(header_style="dim", box=ROUNDED)
-    for i, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if i else "left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table)
+    print_table(rows, ["", *states])
 
 
-def _picture(report: PruneReport, path: str) -> None:
-    from regard.inspect.plots import draw_lines, save
-
-    across, up = zip(*report.curve, strict=True)
-    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {"silenced": (across, up)}
-    gone = report.before.heads - report.after.heads
+def _draw_curve(report: PruneReport, path: str) -> None:
+    removed, losses = zip(*report.curve, strict=True)
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {"silenced": (removed, losses)}
     if report.tuned_steps:
-        lines["tuned"] = ((gone,), (report.after.loss,))
-    save(draw_lines(lines, f"heads removed, of {report.before.heads}", "loss per token"), path)
-    talk(f"{path}: written")
+        lines["tuned"] = ((report.before.heads - report.after.heads,), (report.after.loss,))
+    save_picture(draw_lines(lines, f"heads removed, of {report.before.heads}", "loss per token"), path)
+    message(f"{path}: written")

@@ -1,68 +1,32 @@
-"""What the verbs share: talking, printing, and reading settings."""
+"""Output of the verbs: results on stdout as lines, JSON or tables, messages on stderr."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
 
 from regard.errors import UserError
 
-if TYPE_CHECKING:
-    from regard.data.reader import Source
-    from regard.recipe import Column
-    from regard.run import Run
 
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Processor threads. (default: 1 for a small model, else one per core)")
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes. (default: one per core for many lines and a small model, else 1)"),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
-Columns = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="What the columns are. (default: as the run was trained)")
-]
-Target = Annotated[str | None, typer.Option(help="Targets in a file of their own; PAIRS then holds the sources.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. dropout=0.2 or train.lr=3e-4. Repeatable."),
-]
-
-
-SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
-
-
-class ReaderGone(Exception):
+class OutputClosed(Exception):
     """Nobody reads our output any more."""
 
 
-def talk(message: str) -> None:
-    """Say something to the person at the terminal."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def left_out(value: object) -> bool:
-    """Whether an option was not given."""
-    return value is None or value is False  # not `in`: 0 equals False, and an option of 0 is to be refused, not ignored
-
-
-def option_name(name: str) -> str:
-    """An option as people write it."""
-    return "--" + name.replace("_", "-")
+def message(text: str) -> None:
+    """Write to stderr, for the person at the terminal."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def out(line: str) -> None:
     """Write a line of data."""
-    with _told():
+    with report_write_errors():
         sys.stdout.write(line + "\n")
 
 
@@ -72,47 +36,61 @@ def out_json(value: dict[str, Any]) -> None:
 
 
 def flush() -> None:
-    """Let whoever waits for our output have what there is."""
-    with _told():
+    """Hand on what was written so far."""
+    with report_write_errors():
         sys.stdout.flush()
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Say what is wrong with our output, if it cannot be written."""
+def report_write_errors() -> Iterator[None]:
+    """Turn a failed write to stdout into a UserError."""
     if sys.stdout is None:
         raise UserError("cannot write the output: stdout is closed")
     try:
         yield
     except BrokenPipeError:
-        raise ReaderGone from None
+        raise OutputClosed from None
     except OSError as error:
         raise UserError(f"cannot write the output: {error.strerror or error}") from None
 
 
-def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
-    """Load runs onto a device, and use so many threads from here on; small models are fastest with one."""
-    import torch
-
-    from regard.device import choose_device, tune_allocator
-    from regard.run import Run
-
-    tune_allocator()
-    where = choose_device(device)
-    runs = [Run.load(path, where) for path in paths]
-    if threads is None and sum(p.numel() for run in runs for p in run.model.parameters()) < SMALL:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return runs
+def at_terminal() -> bool:
+    """Whether stdout is a terminal, where tables are drawn with frames."""
+    return Console().is_terminal
 
 
-def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[Column, ...]) -> Source:
-    """The pairs in a file, or in two; the columns are those named, or those the run was trained with."""
-    from regard.config import parse
-    from regard.data.reader import Source
-    from regard.recipe import Data
+def print_table(
+    rows: Sequence[Sequence[str]],
+    header: Sequence[str] = (),
+    *,
+    title: str | None = None,
+    left: Collection[int] = (0,),
+    bold: Collection[int] = (),
+    styles: Sequence[str] = (),
+    sections: Collection[int] = (),
+) -> None:
+    """Print a table: with frames at a terminal, otherwise tab-separated.
 
-    if target is not None:
-        return Source((path, target))
-    return Source((path,), parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else of_run)
+    `left` and `bold` are numbers of columns, `styles` are those of the rows, and a line is drawn before each row that
+    `sections` names. A table without a header has no frame.
+    """
+    console = Console()
+    if not console.is_terminal:
+        for row in (header, *rows) if header else rows:
+            out("\t".join(row))
+        return
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED if header else None,
+        show_header=bool(header), padding=(0, 1),
+    )  # fmt: skip
+    for i in range(len(rows[0])):
+        name = header[i] if header else ""
+        wrap = not header and i == len(rows[0]) - 1
+        table.add_column(
+            name, justify="left" if i in left else "right", style="bold" if i in bold else None, no_wrap=not wrap
+        )
+    for number, row in enumerate(rows):
+        if number in sections:
+            table.add_section()
+        table.add_row(*row, style=styles[number] if styles else None)
+    console.print(table)

@@ -20,51 +20,78 @@ class Options(Value):
     Scores are the model's own natural-log probabilities, the end token included.
     """
 
-    # strategy: greedy unless something here says otherwise
-    beam: Count = 1
-    nbest: Count = 1
-    sample: bool = False
+    # strategy: greedy search unless something here says otherwise
+    beam: Count = Field(default=1, description="Hypotheses kept at each step; 1 is greedy search.")
+    nbest: Count = Field(default=1, description="Outputs per line.")
+    sample: bool = Field(default=False, description="Draw tokens instead of searching for the best.")
     mbr: int = Field(
-        default=0, ge=0
-    )  # candidates to choose from by expected utility: samples, or with a beam its n-best
-    utility: Utility = "chrf"
-    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()  # of an ensemble's runs, in their order; none: equal ones
+        default=0,
+        ge=0,
+        description="Choose by expected utility from so many candidates: samples, or with a beam its n-best.",
+    )
+    utility: Utility = Field(default="chrf", description="Of --mbr: chrf, bleu, edit or exact.")
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        default=(),
+        description="Of RUN and each --ensemble. (default: equal)",
+        json_schema_extra={"metavar": "W,W,..."},
+    )
 
     # beam search
-    length_penalty: float = Field(default=1.0, ge=0)  # rank by score / length ** penalty
-    coverage_penalty: float = Field(default=0.0, ge=0)  # rank lower what leaves source tokens unattended
-    groups: Count = 1  # diverse beam search: so many groups, which avoid each other's tokens
-    diversity: float = Field(default=0.5, ge=0)  # how much a token costs that an earlier group has chosen at this step
-    exact: bool = False  # stop only when nothing alive can overtake, not when `beam` have ended, none alive better
+    length_penalty: float = Field(default=1.0, ge=0, description="Rank by score / length ** PENALTY.")
+    coverage_penalty: float = Field(default=0.0, ge=0, description="Rank lower what leaves source tokens unattended.")
+    groups: Count = Field(default=1, description="Diverse beam search: groups that avoid each other's tokens.")
+    diversity: float = Field(default=0.5, ge=0, description="Cost of a token that an earlier group chose at this step.")
+    exact: bool = Field(
+        default=False, description="Stop only when no hypothesis can overtake any more, not when a beam has ended."
+    )
 
     # sampling
-    temperature: float = Field(default=1.0, gt=0)
-    top_k: int = Field(default=0, ge=0)  # 0: all
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, lt=1)  # of the probability of the most probable token
-    seed: int = Field(default=1, ge=0)
+    temperature: float = Field(default=1.0, gt=0, description="Below 1 sharper, above 1 flatter.")
+    top_k: int = Field(default=0, ge=0, description="Draw from the K most probable tokens; 0: from all.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the most probable tokens that make up P.")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Leave out tokens below P times the probability of the best."
+    )
+    seed: int = Field(default=1, ge=0, description="Of the draws.")
 
     # steering
-    prefix: str = ""  # every output starts so, unless its line brings its own
-    require: tuple[Phrase, ...] = ()
-    forbid: tuple[Phrase, ...] = ()
-    alternatives: int = Field(default=0, ge=0)  # the so many best tokens at one place, each completed
-    alternatives_at: int | None = Field(default=None, ge=0)  # the place, in output tokens; None: right after the prefix
-    min_length: int = Field(default=0, ge=0)  # output tokens, the end not counted
-    max_length: Count | None = None
-    min_ratio: float = Field(default=0.0, ge=0)  # the same in units of the source's length
-    max_ratio: float | None = Field(default=None, gt=0)  # with neither maximum: 3 times the source and 50 more
-    no_repeat_ngram: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, ge=1)
-    unknown: bool = False  # whether the unknown token may be produced
+    prefix: str = Field(default="", description="Every output starts so, unless its line has a prefix of its own.")
+    require: tuple[Phrase, ...] = Field(
+        default=(), description="The output contains it. Repeatable.", json_schema_extra={"metavar": "PHRASE"}
+    )
+    forbid: tuple[Phrase, ...] = Field(
+        default=(), description="The output lacks it. Repeatable.", json_schema_extra={"metavar": "PHRASE"}
+    )
+    alternatives: int = Field(default=0, ge=0, description="The K best tokens at one position, each completed.")
+    alternatives_at: int | None = Field(
+        default=None, ge=0, description="That position, in output tokens from 0. (default: after the prefix)"
+    )
+    min_length: int = Field(default=0, ge=0, description="Fewest output tokens, the end token not counted.")
+    max_length: Count | None = Field(
+        default=None, description="Most output tokens. (default: 3 times the source and 50)"
+    )
+    min_ratio: float = Field(default=0.0, ge=0, description="Fewest output tokens per source token.")
+    max_ratio: float | None = Field(default=None, gt=0, description="Most output tokens per source token.")
+    no_repeat_ngram: int = Field(default=0, ge=0, description="No N tokens in a row occur twice; 0: no such rule.")
+    repetition_penalty: float = Field(default=1.0, ge=1, description="Above 1: avoid tokens already in the output.")
+    unknown: bool = Field(default=False, description="Let the unknown token be produced.")
 
     # reporting and batching
-    alignment: bool = False
-    alignment_heads: tuple[HeadIndex, ...] = ()  # (layer, head) of the decoder, from 0; none: see `decode.alignment`
-    max_source: Count = 2048  # a longer source is not searched, a longer source or target not scored: it is flagged
-    batch_tokens: Count = 8192  # padded source tokens times hypotheses
-    window: Count = 4096  # lines read ahead, to be sorted by length
-    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products
+    alignment: bool = Field(default=False, description="Show which source tokens each output token is aligned with.")
+    alignment_heads: tuple[HeadIndex, ...] = Field(  # of the decoder, from 0; none: see `decode.alignment`
+        default=(),
+        description="Layers and heads that the alignment is read from, counted from 1.",
+        json_schema_extra={"metavar": "L.H,L.H,..."},
+    )
+    max_source: Count = Field(
+        default=2048, description="A longer source is not decoded, a longer source or target not scored."
+    )
+    batch_tokens: Count = Field(default=8192, description="Padded source tokens times hypotheses in a batch.")
+    window: Count = Field(default=4096, description="Lines read ahead, to be sorted by length.")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="bf16: faster where the processor has it, scores less exact. int8: of engine ctranslate2.",
+    )
 
     @field_validator("beam", "nbest", "mbr", "groups")
     @classmethod

@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 
 from regard.config import Config
 from regard.errors import UserError, closest
-from regard.files import read_json, replace_file, write_json
+from regard.files import read_json, replace_file, to_toml, write_json
 from regard.model import Model, on_meta
 from regard.nn.lora import adaptable_layers, add_adapters
-from regard.recipe import Recipe, Text, Train, dumps
+from regard.recipe import Recipe, Text, Train
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, weights_of
 from regard.text.codec import Codec
 from regard.training.report import Reporter
@@ -220,7 +220,7 @@ def require_free(run: Path) -> None:
 
 def save_recipe(recipe: Recipe, run: Path) -> None:
     """Write the complete recipe; what is not set has no key, for TOML knows no null."""
-    text = dumps(recipe.model_dump(mode="json"))
+    text = to_toml(recipe.model_dump(mode="json"))
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
