@@ -185,7 +185,7 @@ def test_what_cannot_be_used_is_counted_and_named(toy, spelled):
     said = call("generate", toy / "run", "--prefix-column", stdin=f"abc\tZZ\nabc\t\n{'a' * 3000}\t\nabc\tK\n")
     assert said.code == 0 and said.lines[0] == said.lines[2] == "" and said.lines[1] == spelled("abc")
     assert said.lines[3].startswith("K") and said.err.startswith("2 of 4 lines; skipped ")
-    assert "1 with a wish that cannot be met (stdin:1: prefix 'ZZ'" in said.err
+    assert "1 with a constraint that cannot be met (stdin:1: prefix 'ZZ'" in said.err
     assert "1 too long (stdin:3: the source has 3000 tokens" in said.err
     said = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # of every line: a mistake
     assert said.code == 2 and "prefix 'ZZ'" in said.err

@@ -46,7 +46,10 @@ def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, mo
     assert corpus.source_lengths.tolist() == list(map(len, sources))
     assert corpus.target_lengths.tolist() == list(map(len, targets))
     assert writer.examples == EXAMPLES
-    assert corpus.meta["unknown"] == {"source": sum(row.count(1) for row in sources), "target": 0}
+    assert json.loads((tmp_path / "c" / "meta.json").read_text())["unknown"] == {
+        "source": sum(row.count(1) for row in sources),
+        "target": 0,
+    }
     assert corpus.source(0).dtype == np.uint16
 
 

@@ -36,7 +36,7 @@ Lengths = NDArray[np.int32]
 
 
 class Corpus:
-    """Examples as ids, by number. Source and target rows end in the end token."""
+    """Examples as ids. Source and target rows end in the end token."""
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
@@ -44,10 +44,11 @@ class Corpus:
             meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
             if meta["format"] != FORMAT:
                 raise UserError(f"{path}: a corpus of format {meta['format']}; this version reads format {FORMAT}")
-            self.meta: dict[str, Any] = meta
-            self._source, self._target = (_Side(path, side, meta) for side in SIDES)
+            source, target = (_Side(path, side, meta) for side in SIDES)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
+        self.source, self.target = source.row, target.row  # the ids of an example, by its number
+        self.source_lengths, self.target_lengths = source.lengths, target.lengths
 
     def __len__(self) -> int:
         return len(self.source_lengths)
@@ -56,20 +57,6 @@ class Corpus:
     def size(self) -> int:
         """What is reported as the amount of data: examples."""
         return len(self)
-
-    def source(self, index: int) -> Row:
-        return self._source.row(index)
-
-    def target(self, index: int) -> Row:
-        return self._target.row(index)
-
-    @property
-    def source_lengths(self) -> Lengths:
-        return self._source.lengths
-
-    @property
-    def target_lengths(self) -> Lengths:
-        return self._target.lengths
 
 
 class Flat:
@@ -92,7 +79,7 @@ class Flat:
         return self._length
 
     def cut(self, start: int, end: int) -> Row:
-        """The ids from one place to another."""
+        """The ids from `start` to before `end`."""
         if self._mapped is not None:
             return self._mapped[start:end]
         width = self._dtype.itemsize
@@ -119,7 +106,7 @@ class _Side:
 
 
 class ExampleEncoder(NamedTuple):
-    """How examples become ids: the rows of both sides, how many different ids those have, and which one is unknown."""
+    """How examples become ids: a function to the rows of both sides, the vocabulary sizes, and the unknown tokens."""
 
     encode: Callable[[Sequence[Example]], tuple[Rows, Rows]]
     vocabs: tuple[int, int]
@@ -134,23 +121,23 @@ class CorpusWriter:
         directory: str | Path,
         encoder: ExampleEncoder,
         source: Source,
-        account: LineCounter,
+        counter: LineCounter,
         max_length: int,
         keep: bool = False,
     ) -> None:
         self.path = Path(directory)
         self.path.mkdir(parents=True)
-        self.examples: list[Example] | None = [] if keep else None  # what was written, if wanted
+        self.examples: list[Example] | None = [] if keep else None  # those written, if wanted
+        self.count = 0
         self.unknown = dict.fromkeys(SIDES, 0)
         self.tokens = dict.fromkeys(SIDES, 0)
-        self._encoder, self._where, self._account, self._max_length = encoder, source, account, max_length
+        self._encoder, self._source, self._counter, self._max_length = encoder, source, counter, max_length
         self._dtype = {side: dtype_for(vocab) for side, vocab in zip(SIDES, encoder.vocabs, strict=True)}
         self._files = {name: (self.path / name).open("wb") for s in SIDES for name in (f"{s}.bin", f"{s}.offsets")}
         for side in SIDES:
             self._files[f"{side}.offsets"].write(np.zeros(1, np.int64).tobytes())
         self._waiting: list[Located] = []
-        self._text = 0
-        self.count = 0
+        self._text = 0  # characters waiting
 
     def add(self, located: Located) -> None:
         self._waiting.append(located)
@@ -166,8 +153,8 @@ class CorpusWriter:
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             longest = max(len(source), len(target)) - 1  # the end token is not the user's
             if longest > self._max_length:
-                place = self._where.place(waiting[index].number)
-                self._account.skip(LONG, place, f"{longest:,} tokens; data.max_length is {self._max_length:,}")
+                place = self._source.place(waiting[index].number)
+                self._counter.skip(LONG, place, f"{longest:,} tokens; data.max_length is {self._max_length:,}")
             else:
                 kept.append(index)
         self._write("source", [sources[index] for index in kept])
@@ -197,17 +184,9 @@ class CorpusWriter:
             for file in self._files.values():
                 file.close()
         if error is None:
-            self._write_meta()
-
-    def _write_meta(self) -> None:
-        meta = {
-            "format": FORMAT,
-            "examples": self.count,
-            "symbols": self.tokens,
-            "unknown": self.unknown,
-            "dtype": self._dtype,
-        }
-        (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+            counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
+            meta = {"format": FORMAT, **counts, "dtype": self._dtype}
+            (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
 def load(

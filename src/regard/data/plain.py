@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,20 +112,33 @@ def read_pieces(source: Source, counter: LineCounter) -> Iterator[str]:
     Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line ends like the others.
     """
     with open_bytes(source.paths[0]) as stream:
-        rest, number, begun = b"", 0, False
-        while chunk := stream.read(CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                number += not begun
-                yield from _piece(line, number, begun, True, source, counter)
-                begun = False
-            if len(rest) > LONG_LINE:
-                cut = _cut(rest)
-                number += not begun
-                yield from _piece(rest[:cut], number, begun, False, source, counter)
-                rest, begun = rest[cut:], True
-        if rest:
-            yield from _piece(rest, number + (not begun), begun, True, source, counter)
+        for raw, number, begins, ends in _split(stream):
+            counter.read += begins
+            if number == 1 and begins:
+                raw = raw.removeprefix(BOM)
+            if ends:
+                raw = raw.removesuffix(b"\r")
+            try:
+                yield raw.decode("utf-8") + "\n" * ends
+            except UnicodeDecodeError:
+                counter.read += not begins  # a part of a line counts like one, or more would be skipped than read
+                counter.skip(ENCODING, source.place(number))
+
+
+def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:
+    """Lines or parts of long lines, with the number of the line, and whether it begins and ends here."""
+    rest, number, begins = b"", 1, True
+    while chunk := stream.read(CHUNK):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line, number, begins, True
+            number, begins = number + 1, True
+        if len(rest) > LONG_LINE:
+            cut = _cut(rest)
+            yield rest[:cut], number, begins, False
+            rest, begins = rest[cut:], False
+    if rest:
+        yield rest, number, begins, True
 
 
 def _cut(line: bytes) -> int:
@@ -137,19 +150,6 @@ def _cut(line: bytes) -> int:
     while cut > len(line) - 4 and line[cut] & 0xC0 == 0x80:  # inside a character
         cut -= 1
     return cut
-
-
-def _piece(raw: bytes, number: int, begun: bool, ends: bool, source: Source, counter: LineCounter) -> Iterator[str]:
-    counter.read += not begun
-    if number == 1 and not begun:
-        raw = raw.removeprefix(BOM)
-    if ends:
-        raw = raw.removesuffix(b"\r")
-    try:
-        yield raw.decode("utf-8") + "\n" * ends
-    except UnicodeDecodeError:
-        counter.read += begun  # a part of a line counts like one, or more would be skipped than read
-        counter.skip(ENCODING, source.place(number))
 
 
 def split_at(characters: int) -> int:
@@ -170,7 +170,7 @@ def divide(pieces: Iterator[str], at: int) -> Iterator[tuple[str, bool]]:
 
 
 class StreamWriter:
-    """Tokenises a text and writes it, chunk by chunk; at the end of the `with` block it is complete."""
+    """Tokenise a text and write it, chunk by chunk; at the end of the `with` block it is complete."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         self.path = directory
@@ -180,7 +180,7 @@ class StreamWriter:
         self._dtype = dtype_for(tokenizer.size)
         self._file = (directory / "text.bin").open("wb")
         self._waiting: list[str] = []
-        self._text = 0
+        self._text = 0  # characters waiting
 
     def summary(self) -> str:
         return f"{self.tokens:,} tokens ({self.characters:,} characters)"
@@ -224,9 +224,7 @@ class Stream:
     """A text as ids, on disk or in memory."""
 
     def __init__(self, cut: Callable[[int, int], Row], length: int, characters: int) -> None:
-        self._cut = cut
-        self._length = length
-        self.characters = characters
+        self._cut, self._length, self.characters = cut, length, characters
 
     @classmethod
     def of(cls, ids: Row, characters: int) -> Stream:

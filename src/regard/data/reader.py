@@ -1,7 +1,7 @@
-"""Lines of a file, without surprises: split on `\n` alone, in bounded memory, gzip or not.
+"""Reading files without surprises: lines, a count of what was skipped and where, and the examples of tables.
 
-One trailing `\r` is dropped, and a byte order mark at the start of the file. Everything else is text: U+2028, U+0085,
-form feeds and NUL stand for themselves and never end a line.
+Lines are split on `\n` alone, in bounded memory, gzip or not. One trailing `\r` is dropped, and a byte order mark at
+the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ LONGEST = 1_000_000  # bytes of a line
 CHUNK = 1 << 18
 BOM = b"\xef\xbb\xbf"
 STDIN = "-"
+MANY = 10  # columns; more are not told apart
 
-_FOREIGN = {
+# Reasons to skip a line
+BLANK = "blank line"
+COLUMNS = "wrong column count"
+EMPTY = "empty side"
+ENCODING = "invalid UTF-8"
+LONG = "too long"
+UNMET = "with a constraint that cannot be met"
+NAMED = 5  # lines that are named per reason
+
+_OTHER_FORMATS = {
     b"\xff\xfe": "UTF-16 text; convert it to UTF-8 first",
     b"\xfe\xff": "UTF-16 text; convert it to UTF-8 first",
     b"PK\x03\x04": "a zip archive; unpack it first",
@@ -34,10 +44,15 @@ _FOREIGN = {
     b"\x28\xb5\x2f\xfd": "zstandard data; only .gz is read directly",
     b"PAR1": "a Parquet file; write it as tab-separated text first",
 }
+_REASONS: dict[type[Exception], str] = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "is a directory, not a file",
+    PermissionError: "not readable: permission denied",
+}
 
 
 class Line(NamedTuple):
-    """A line, its number from 1, and what is wrong with it (then the text is a makeshift: replaced or cut)."""
+    """A line, its number from 1, and what is wrong with it; the text of a bad line is shortened or repaired."""
 
     number: int
     text: str
@@ -55,7 +70,7 @@ def open_bytes(path: str) -> Iterator[BinaryIO]:
     with open_raw(path) as raw:
         try:
             head = raw.peek(8)[:8]  # type: ignore[attr-defined]
-            for magic, what in _FOREIGN.items():
+            for magic, what in _OTHER_FORMATS.items():
                 if head.startswith(magic):
                     raise UserError(f"{shown(path)}: this is {what}")
             if head.startswith(b"\x1f\x8b"):
@@ -81,14 +96,8 @@ def open_raw(path: str) -> Iterator[BinaryIO]:
         else:
             with open(path, "rb") as file:
                 yield file
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a directory, not a file") from None
-    except PermissionError:
-        raise UserError(f"{path}: not readable: permission denied") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{shown(path)}: not readable: {error}") from None
+        raise UserError(f"{shown(path)}: {_REASONS.get(type(error), f'not readable: {error}')}") from None
 
 
 def read_lines(path: str) -> Iterator[Line]:
@@ -109,25 +118,16 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def _split(stream: BinaryIO) -> Iterator[bytes]:
-    """Split on newlines; of a line that is too long only so much is kept that it can be told to be."""
+    """Split on newlines; of a line that is too long only a little more than LONGEST is kept."""
     rest = b""
     # read1 gives what a pipe has by now; read would wait for a full chunk while someone waits for an answer
     while chunk := stream.read1(CHUNK):  # type: ignore[attr-defined]
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
         if len(rest) > LONGEST + 4:  # a BOM and a \r may go
             rest = rest[: LONGEST + 5]
     if rest:
         yield rest
-
-
-BLANK = "blank line"
-COLUMNS = "wrong column count"
-EMPTY = "empty side"
-ENCODING = "invalid UTF-8"
-LONG = "too long"
-UNMET = "with a wish that cannot be met"
-NAMED = 5  # places kept per reason
 
 
 class LineCounter:
@@ -138,16 +138,16 @@ class LineCounter:
         self.read = 0
         self.skipped: Counter[str] = Counter()
         self.places: dict[str, list[str]] = {}  # reason -> the first few file:line
-        self.found: Counter[int] = Counter()  # column counts that were wrong
+        self.wrong_columns: Counter[int] = Counter()  # how many lines have so many columns
 
     @property
     def kept(self) -> int:
         return self.read - self.skipped.total()
 
     def skip(self, reason: str, place: str, detail: str = "", *, tell: bool = False) -> None:
-        """Count a line (already counted as read) as skipped; in strict mode it is the end.
+        """Count a line (already counted as read) as skipped; in strict mode raise.
 
-        The detail is named there, and with `tell` in the summary too, where it is not the same for all such lines.
+        The error names the detail, and with `tell` the summary does too, where it is not the same for all such lines.
         """
         if self.strict:
             raise UserError(
@@ -159,7 +159,7 @@ class LineCounter:
             places.append(f"{place}: {detail}" if tell else place)
 
     def summary(self) -> str:
-        """Say in a sentence what became of the lines."""
+        """How many lines were kept and skipped, in one sentence."""
         text = f"{self.kept:,} of {self.read:,} lines"
         if not self.skipped:
             return text
@@ -171,11 +171,8 @@ class LineCounter:
         return ", ".join(places[:3]) + (", ..." if self.skipped[reason] > min(3, len(places)) else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The account as plain values."""
+        """The counter as plain values."""
         return {"read": self.read, "kept": self.kept, "skipped": dict(self.skipped), "places": self.places}
-
-
-MANY = 10  # columns; more are not told apart
 
 
 class Located(NamedTuple):
@@ -204,76 +201,69 @@ class Source(NamedTuple):
     def file_names(self) -> tuple[str, ...]:
         return self.names or tuple(map(shown, self.paths))
 
-    def read(self, account: LineCounter) -> Iterator[Located]:
-        """Yield the good examples in order; every line is entered into `account`."""
-        return self._table(account) if len(self.paths) == 1 else self._parallel(account)
+    def read(self, counter: LineCounter) -> Iterator[Located]:
+        """Yield the good examples in order; every line is counted."""
+        return self._table(counter) if len(self.paths) == 1 else self._parallel(counter)
 
-    def _table(self, account: LineCounter) -> Iterator[Located]:
+    def _table(self, counter: LineCounter) -> Iterator[Located]:
         width = len(self.columns)
         at = {name: index for index, name in enumerate(self.columns)}
         source_at, target_at, features_at = at["source"], at.get("target"), at.get("features")
         for number, text, problem in read_lines(self.paths[0]):
-            account.read += 1
+            counter.read += 1
             if problem:
-                account.skip(problem, self.place(number))
+                counter.skip(problem, self.place(number))
                 continue
             cells = text.split("\t")
             source = cells[source_at] if source_at < len(cells) else ""
             target = cells[target_at] if target_at is not None and target_at < len(cells) else None
             if not text.strip():
-                account.skip(BLANK, self.place(number))
+                counter.skip(BLANK, self.place(number))
             elif len(cells) != width:
-                account.found[min(len(cells), MANY)] += 1
-                account.skip(COLUMNS, self.place(number), f"{len(cells)} instead of {width} ({','.join(self.columns)})")
+                counter.wrong_columns[min(len(cells), MANY)] += 1
+                counter.skip(COLUMNS, self.place(number), f"{len(cells)} instead of {width} ({','.join(self.columns)})")
             elif not source.strip() or (target is not None and not target.strip()):
-                account.skip(EMPTY, self.place(number), "target" if source.strip() else "source")
+                counter.skip(EMPTY, self.place(number), "target" if source.strip() else "source")
             else:
                 features = cells[features_at] if features_at is not None else None
                 yield Located(number, Example(source, target, features))
 
-    def _parallel(self, account: LineCounter) -> Iterator[Located]:
+    def _parallel(self, counter: LineCounter) -> Iterator[Located]:
         left, right = (read_lines(path) for path in self.paths)
-        counts = [0, 0]
         for source, target in zip_longest(left, right):
             if source is None or target is None:
-                counts[source is None] = account.read + 1 + sum(1 for _ in (right if source is None else left))
-                counts[source is not None] = account.read
+                longer = counter.read + 1 + sum(1 for _ in (right if source is None else left))
+                counts = (counter.read, longer) if source is None else (longer, counter.read)
                 first, second = self.file_names
                 raise UserError(
                     f"{first} has {counts[0]:,} lines but {second} has {counts[1]:,}; "
                     "parallel files need one line for one line"
                 )
-            account.read += 1
-            number = source.number
-            if source.problem or target.problem:
-                problem = source.problem or target.problem
-                account.skip(str(problem), self.place(number, int(not source.problem)))
-            elif _blank(source) or _blank(target):
-                reason = BLANK if _blank(source) and _blank(target) else EMPTY
-                account.skip(reason, self.place(number, int(not _blank(source))))
+            counter.read += 1
+            blank = [not line.text.strip() for line in (source, target)]
+            if problem := source.problem or target.problem:
+                counter.skip(problem, self.place(source.number, int(not source.problem)))
+            elif any(blank):
+                counter.skip(BLANK if all(blank) else EMPTY, self.place(source.number, int(not blank[0])))
             else:
-                yield Located(number, Example(source.text, target.text))
+                yield Located(source.number, Example(source.text, target.text))
 
-    def require(self, account: LineCounter) -> None:
+    def require(self, counter: LineCounter) -> None:
         """Raise if not a single example came out of the file, with the likely cause."""
-        if account.kept:
+        if counter.kept:
             return
-        if not account.read:
+        if not counter.read:
             raise UserError(f"{self.name}: the file is empty")
-        hint = self.hint(account)
-        raise UserError(f"{self.name}: no usable example: {account.summary()}{hint and chr(10) + '  ' + hint}")
+        hint = self.hint(counter)
+        raise UserError(f"{self.name}: no usable example: {counter.summary()}{hint and chr(10) + '  ' + hint}")
 
-    def hint(self, account: LineCounter) -> str:
+    def hint(self, counter: LineCounter) -> str:
         """What is probably wrong when most lines have an unexpected number of columns; else nothing."""
-        (found, count), *_ = account.found.most_common(1) or [(0, 0)]
-        if count * 2 < account.read or not found:
+        (columns, count), *_ = counter.wrong_columns.most_common(1) or [(0, 0)]
+        if count * 2 < counter.read or not columns:
             return ""
-        if found == 1:
+        if columns == 1:
             return "most lines have one column: is the separator a tab?"
-        names = {2: "source,target", 3: "source,features,target"}.get(found)
+        names = {2: "source,target", 3: "source,features,target"}.get(columns)
         advice = f"; name them, for example --columns {names}" if names else ""
-        return f"most lines have {'at least ' * (found == MANY)}{found} columns, not {len(self.columns)}{advice}"
-
-
-def _blank(line: Line) -> bool:
-    return not line.text.strip()
+        return f"most lines have {'at least ' * (columns == MANY)}{columns} columns, not {len(self.columns)}{advice}"

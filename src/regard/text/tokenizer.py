@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Library
 
@@ -16,6 +16,7 @@ from regard.errors import UserError
 from regard.files import replace_file
 from regard.text.scheme import BYTE_OF, IDS, PATTERNS, SMALLEST, SPECIALS, learn, parse_scheme, split_simple, threads
 
+T = TypeVar("T")
 UNKNOWN = "⁇"  # how an unknown token is shown: U+2047
 SHOWN = ("<pad>", UNKNOWN, "<sos>", "<eos>", "<mask>")
 
@@ -149,13 +150,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a saved tokenizer; nothing in the file can run code."""
-        text = read_text(path)
-        try:
-            return cls(Library.from_str(text))
-        except UserError as error:
-            raise UserError(f"{path}: not a tokenizer of ours: {error}") from None
-        except Exception as error:  # the library raises plain Exceptions
-            raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+        return _parsed(path, lambda text: cls(Library.from_str(text)), "not a tokenizer of ours: ")
 
 
 class ForeignTokenizer(Tokenizer):
@@ -247,13 +242,7 @@ class ForeignTokenizer(Tokenizer):
     @classmethod
     def read(cls, path: str | Path, ids: SpecialIds, size: int | None = None) -> ForeignTokenizer:
         """Read a tokenizer of the library; nothing in the file can run code."""
-        text = read_text(path)
-        try:
-            return cls(text, ids, size)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-        except Exception as error:  # the library raises plain Exceptions
-            raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+        return _parsed(path, lambda text: cls(text, ids, size))
 
 
 def read_text(path: str | Path) -> str:
@@ -263,6 +252,17 @@ def read_text(path: str | Path) -> str:
     except FileNotFoundError:
         raise UserError(f"{path}: no such tokenizer") from None
     except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+
+
+def _parsed(path: str | Path, parse: Callable[[str], T], mistake: str = "") -> T:
+    """What `parse` makes of a tokenizer's file."""
+    text = read_text(path)
+    try:
+        return parse(text)
+    except UserError as error:
+        raise UserError(f"{path}: {mistake}{error}") from None
+    except Exception as error:  # the library raises plain Exceptions
         raise UserError(f"{path}: not a readable tokenizer: {error}") from None
 
 
