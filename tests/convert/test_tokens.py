@@ -246,7 +246,7 @@ def test_what_users_type_is_text(made, text: str, kind: str) -> None:
 def test_frames_and_ids_are_found(made, kind: str) -> None:
     ours = made[kind].tokens
     assert ours.frame == FRAMES[kind]
-    names = {role: ours.source._symbols[index] for role, index in ours.ids.model_dump(exclude_none=True).items()}
+    names = {role: ours.source._tokens[index] for role, index in ours.ids.model_dump(exclude_none=True).items()}
     end = "<|endoftext|>"
     assert (
         names
@@ -270,7 +270,7 @@ def test_a_language_is_a_symbol_before_the_text(made, theirs) -> None:
 
 def test_sentinels_count_down_from_the_last(made) -> None:
     tokens = made["t5"].tokens.source
-    assert [tokens._symbols[-1], tokens._symbols[-100]] == ["<extra_id_0>", "<extra_id_99>"]
+    assert [tokens._tokens[-1], tokens._tokens[-100]] == ["<extra_id_0>", "<extra_id_99>"]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "llama"])

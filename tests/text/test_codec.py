@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from regard.config import parse
 from regard.errors import UserError
+from regard.text import codec as module
 from regard.text.codec import Codec, Example, TextConfig, UnknownTokens, split_features
 from regard.text.tokenizer import Tokenizer
 
@@ -113,3 +114,24 @@ def test_features_are_never_empty_or_padded(text: str, separator: str) -> None:
     names = split_features(text, separator)
     assert all(name and name == name.strip() and separator not in name for name in names)
     assert split_features(separator.join(names), separator) == names
+
+
+def test_counts_of_unknown_tokens_add_up(monkeypatch) -> None:
+    monkeypatch.setattr(module, "DISTINCT", 2)
+    tokenizer = Tokenizer.train("char", ["ab"])
+    texts = ["axb", "ab", "yxz", "x"]
+    report = UnknownTokens()
+    assert (bool(report), report.summary()) == (False, "")
+    report.add(tokenizer, texts, tokenizer.encode(texts))
+    assert (report.total, report.texts) == (5, 3)
+    assert report.counts == {"x": 3, "y": 1}  # z is one too many to be kept, but counted
+
+
+def test_the_summary_of_unknown_tokens_is_short_and_tells_look_alikes_apart() -> None:
+    report = UnknownTokens()
+    report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100])
+    told = report.summary()
+    assert told.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
+    assert told.endswith(" and 3 more")
+    assert len(told) < 200
+    assert report.summary(1, what="label").startswith("12 unknown labels in 1 line: ")
