@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from regard.config import Config
-from regard.convert.family import Family, Fields, activation, count, fixed, setting, stored, value, written
+from regard.convert.family import Family, Fields, Key
 from regard.convert.table import Table
 
 CONFIG = (
-    fixed("position_embedding_type", "absolute", write=False),
-    fixed("is_decoder", False, write=False),
-    fixed("add_cross_attention", False, write=False),
-    fixed("tie_word_embeddings", True),
-    fixed("problem_type", None, "single_label_classification", write=False),
-    count("vocab_size", "source_vocab", "target_vocab"),
-    count("num_hidden_layers", "encoder.layers"),
-    count("hidden_size", "encoder.width"),
-    count("num_attention_heads", "encoder.heads"),
-    count("intermediate_size", "encoder.ff"),
-    activation("hidden_act", "encoder.activation", default="gelu"),
-    value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
-    count("max_position_embeddings", "encoder.max_length", default=512),
-    value("hidden_dropout_prob", "encoder.dropout", default=0.1),
-    value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.1),
-    setting(
+    Key.fixed("position_embedding_type", "absolute", write=False),
+    Key.fixed("is_decoder", False, write=False),
+    Key.fixed("add_cross_attention", False, write=False),
+    Key.fixed("tie_word_embeddings", True),
+    Key.fixed("problem_type", None, "single_label_classification", write=False),
+    Key.count("vocab_size", "source_vocab", "target_vocab"),
+    Key.count("num_hidden_layers", "encoder.layers"),
+    Key.count("hidden_size", "encoder.width"),
+    Key.count("num_attention_heads", "encoder.heads"),
+    Key.count("intermediate_size", "encoder.ff"),
+    Key.activation("hidden_act", "encoder.activation", default="gelu"),
+    Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+    Key.count("max_position_embeddings", "encoder.max_length", default=512),
+    Key.value("hidden_dropout_prob", "encoder.dropout", default=0.1),
+    Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.1),
+    Key.of(
         "type_vocab_size", "token_types", read=lambda hf: hf.count("type_vocab_size", 2), write=lambda types: types or 1
     ),
-    stored("bert.pooler.dense.weight", "pooler"),
-    written("bos_token_id", lambda config: config.ids.sos),
-    written("eos_token_id", lambda config: config.ids.eos),
-    written("pad_token_id", lambda config: config.ids.pad),
+    Key.stored("bert.pooler.dense.weight", "pooler"),
+    Key.written("bos_token_id", lambda config: config.ids.sos),
+    Key.written("eos_token_id", lambda config: config.ids.eos),
+    Key.written("pad_token_id", lambda config: config.ids.pad),
 )
 
 

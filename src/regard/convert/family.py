@@ -1,9 +1,9 @@
 """A family of Hugging Face models: its config.json as a two-way table, its weight table, and what it calls things.
 
-A config table is a tuple of settings. Each reads one of their keys into fields of our `Config`, named by dotted paths
-such as `decoder.width`, and writes it from the first of those fields. The constructors below make the common kinds
-(`count`, `value`, `flag`, `activation`, `fixed` ...); a setting that is more than a key and a field is a `Setting` with
-two functions. What a table cannot express is found by writing a config and reading it again.
+A config table is a tuple of `Key`s, each of which reads one of their keys into fields of our `Config`, named by dotted
+paths such as `decoder.width`, and writes it from the first of them. The common kinds have constructors (`Key.count`,
+`Key.fixed` ...); what is more than one key and its fields has two functions. What a family cannot express shows when a
+written config is read again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -76,20 +76,6 @@ class Fields:
             )
         return allowed[value]
 
-    def fixed(self, key: str, *allowed: Any) -> None:
-        """Refuse other values of a setting that changes what the model computes; the first of them is the default."""
-        value = self.get(key, allowed[0])
-        if value not in allowed:
-            only = " or ".join(repr(one) for one in allowed)
-            raise UserError(f"{self.where}: {key} {value!r} is not supported, only {only}")
-
-
-class Setting(NamedTuple):
-    """A row of a config table: their config -> values by dotted path of ours; our config -> values by key of theirs."""
-
-    read: Callable[[Fields], Json]
-    write: Callable[[Config], Json]
-
 
 def value_at(config: Config, path: str) -> Any:
     """The value of a dotted path, with the meaning of None where a field has one."""
@@ -99,79 +85,87 @@ def value_at(config: Config, path: str) -> Any:
     return value
 
 
-def setting(
-    key: str, *paths: str, read: Callable[[Fields], Any], write: Callable[[Any], Any] = lambda value: value
-) -> Setting:
-    """One of their keys, which sets one or more fields of ours."""
-    return Setting(lambda hf: dict.fromkeys(paths, read(hf)), lambda config: {key: write(value_at(config, paths[0]))})
+@dataclass(frozen=True)
+class Key:
+    """One of their keys, or several that belong together: read as values by dotted path of ours, and written."""
 
+    read: Callable[[Fields], Json]
+    write: Callable[[Config], Json]
 
-def count(key: str, *paths: str, default: int | Callable[[Fields], int] | None = None) -> Setting:
-    """A whole number above zero."""
-    return setting(key, *paths, read=lambda hf: hf.count(key, default(hf) if callable(default) else default))
+    @classmethod
+    def of(cls, key: str, *paths: str, read: Callable[[Fields], Any], write: Callable[[Any], Any] = lambda x: x) -> Key:
+        """A key that sets one or more fields of ours, and is written from the first."""
+        return cls(lambda hf: dict.fromkeys(paths, read(hf)), lambda config: {key: write(value_at(config, paths[0]))})
 
+    @classmethod
+    def count(cls, key: str, *paths: str, default: int | Callable[[Fields], int] | None = None) -> Key:
+        """A whole number above zero."""
+        return cls.of(key, *paths, read=lambda hf: hf.count(key, default(hf) if callable(default) else default))
 
-def value(key: str, *paths: str, default: Any) -> Setting:
-    """A value that is checked as a field of ours."""
-    return setting(key, *paths, read=lambda hf: hf.get(key, default))
+    @classmethod
+    def value(cls, key: str, *paths: str, default: Any) -> Key:
+        """A value that is checked as a field of ours."""
+        return cls.of(key, *paths, read=lambda hf: hf.get(key, default))
 
+    @classmethod
+    def flag(cls, key: str, *paths: str, default: bool) -> Key:
+        """True or false."""
+        return cls.of(key, *paths, read=lambda hf: hf.flag(key, default))
 
-def flag(key: str, *paths: str, default: bool) -> Setting:
-    """True or false."""
-    return setting(key, *paths, read=lambda hf: hf.flag(key, default))
+    @classmethod
+    def activation(cls, key: str, *paths: str, default: str) -> Key:
+        """The name of an activation."""
+        return cls.of(key, *paths, read=lambda hf: hf.choice(key, ACTIVATIONS, default), write=activation_name)
 
+    @classmethod
+    def fixed(cls, key: str, *allowed: Any, write: bool = True) -> Key:
+        """A key that must be left out or have a certain value, because ours always computes that way."""
 
-def activation(key: str, *paths: str, default: str) -> Setting:
-    """The name of an activation."""
-    return setting(key, *paths, read=lambda hf: hf.choice(key, ACTIVATIONS, default), write=activation_name)
+        def read(hf: Fields) -> Json:
+            if (value := hf.get(key, allowed[0])) not in allowed:
+                only = " or ".join(repr(one) for one in allowed)
+                raise UserError(f"{hf.where}: {key} {value!r} is not supported, only {only}")
+            return {}
+
+        return cls(read, lambda config: {key: allowed[0]} if write else {})
+
+    @classmethod
+    def written(cls, key: str, of: Callable[[Config], Any]) -> Key:
+        """A key that is not read."""
+        return cls(lambda hf: {}, lambda config: {key: of(config)})
+
+    @classmethod
+    def stored(cls, name: str, path: str) -> Key:
+        """No key, but whether their model has a certain tensor."""
+        return cls(lambda hf: {path: name in hf.names}, lambda config: {})
+
+    @classmethod
+    def tied(cls, name: str) -> Key:
+        """Whether the LM head is the embedding matrix: read by whether a tensor of its own is stored."""
+        return cls(
+            lambda hf: {"tie_output": name not in hf.names}, lambda config: {"tie_word_embeddings": config.tie_output}
+        )
+
+    @classmethod
+    def special_ids(cls, start: str, usual: str) -> Key:
+        """Ids of special tokens; `start` is the key of the token before the first output, which `usual` often is."""
+
+        def read(hf: Fields) -> Json:
+            start_id = hf.get(start)
+            for role in (usual, "sos", "eos", "pad"):
+                if start_id is None or getattr(hf.ids, role) == start_id:
+                    return {"start": role}
+            return {"start": "sos", "ids": hf.ids.model_dump() | {"sos": start_id}}
+
+        def write(config: Config) -> Json:
+            return {start: config.start_id, "eos_token_id": config.ids.eos, "pad_token_id": config.ids.pad}
+
+        return cls(read, write)
 
 
 def activation_name(activation: Activation) -> str:
     """Their name of an activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
-
-
-def fixed(key: str, *allowed: Any, write: bool = True) -> Setting:
-    """A key that must have a certain value, because ours always computes that way; written only where it is usual."""
-
-    def read(hf: Fields) -> Json:
-        hf.fixed(key, *allowed)
-        return {}
-
-    return Setting(read, lambda config: {key: allowed[0]} if write else {})
-
-
-def written(key: str, of: Callable[[Config], Any]) -> Setting:
-    """A key that is written and not read."""
-    return Setting(lambda hf: {}, lambda config: {key: of(config)})
-
-
-def stored(name: str, path: str) -> Setting:
-    """A field of ours that says whether their model has a certain tensor."""
-    return Setting(lambda hf: {path: name in hf.names}, lambda config: {})
-
-
-def tied(name: str) -> Setting:
-    """The LM head is the embedding matrix, unless a tensor of its own is stored."""
-    return Setting(
-        lambda hf: {"tie_output": name not in hf.names}, lambda config: {"tie_word_embeddings": config.tie_output}
-    )
-
-
-def special_ids(start: str, usual: str) -> Setting:
-    """Ids of special tokens; `start` is the key of the token before the first output, `usual` the role it often has."""
-
-    def read(hf: Fields) -> Json:
-        start_id = hf.get(start)
-        for role in (usual, "sos", "eos", "pad"):
-            if start_id is None or getattr(hf.ids, role) == start_id:
-                return {"start": role}
-        return {"start": "sos", "ids": hf.ids.model_dump() | {"sos": start_id}}
-
-    return Setting(
-        read,
-        lambda config: {start: config.start_id, "eos_token_id": config.ids.eos, "pad_token_id": config.ids.pad},
-    )
 
 
 def both(field: str) -> tuple[str, str]:
@@ -190,7 +184,7 @@ class Family:
 
     model_type: str
     architectures: Mapping[str, Json]  # each with the fields of ours that it fixes
-    config: tuple[Setting, ...]
+    config: tuple[Key, ...]
     constants: Json  # fields of ours that are the same in every model of the family
     weights: Callable[[Config, Fields], Table]
     reads_images: bool = False
@@ -208,8 +202,8 @@ class Family:
     def read(self, hf: Fields, architecture: str, frame: Frame) -> Config:
         """Our config of their model."""
         tables: Json = {"ids": hf.ids.model_dump(), "frame": frame}
-        for row in self.config:
-            for path, value in row.read(hf).items():
+        for key in self.config:
+            for path, value in key.read(hf).items():
                 for name in reversed(path.split(".")):
                     value = {name: value}
                 tables = merge(tables, value)
@@ -222,8 +216,8 @@ class Family:
         """Their config of our model, with the architecture whose output is ours, or else the first."""
         fitting = (name for name, fields in self.architectures.items() if fields.get("output") == config.output)
         theirs: Json = {"model_type": self.model_type, "architectures": [next(fitting, next(iter(self.architectures)))]}
-        for row in self.config:
-            theirs |= row.write(config)
+        for key in self.config:
+            theirs |= key.write(config)
         return theirs | label_settings((), config)
 
     def full_name(self, name: str) -> str:

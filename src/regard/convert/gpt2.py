@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from regard.config import Config
-from regard.convert.family import (
-    Family,
-    Fields,
-    activation,
-    count,
-    fixed,
-    special_ids,
-    tied,
-    tied_alias,
-    value,
-    written,
-)
+from regard.convert.family import Family, Fields, Key, tied_alias
 from regard.convert.table import TRANSPOSED, Table, Transformed
 
 CONFIG = (
-    fixed("scale_attn_weights", True, write=False),
-    fixed("scale_attn_by_inverse_layer_idx", False, write=False),
-    fixed("add_cross_attention", False, write=False),
-    count("vocab_size", "target_vocab", "source_vocab"),
-    count("n_layer", "decoder.layers"),
-    count("n_embd", "decoder.width"),
-    count("n_head", "decoder.heads"),
-    count("n_inner", "decoder.ff", default=lambda hf: 4 * hf.count("n_embd")),
-    activation("activation_function", "decoder.activation", default="gelu_new"),
-    value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
-    count("n_positions", "decoder.max_length", default=1024),
-    value("resid_pdrop", "decoder.dropout", default=0.1),
-    written("embd_pdrop", lambda config: config.top.dropout),
-    value("attn_pdrop", "decoder.attention_dropout", default=0.1),
-    tied("lm_head.weight"),
-    special_ids("bos_token_id", "eos"),
+    Key.fixed("scale_attn_weights", True, write=False),
+    Key.fixed("scale_attn_by_inverse_layer_idx", False, write=False),
+    Key.fixed("add_cross_attention", False, write=False),
+    Key.count("vocab_size", "target_vocab", "source_vocab"),
+    Key.count("n_layer", "decoder.layers"),
+    Key.count("n_embd", "decoder.width"),
+    Key.count("n_head", "decoder.heads"),
+    Key.count("n_inner", "decoder.ff", default=lambda hf: 4 * hf.count("n_embd")),
+    Key.activation("activation_function", "decoder.activation", default="gelu_new"),
+    Key.value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
+    Key.count("n_positions", "decoder.max_length", default=1024),
+    Key.value("resid_pdrop", "decoder.dropout", default=0.1),
+    Key.written("embd_pdrop", lambda config: config.top.dropout),
+    Key.value("attn_pdrop", "decoder.attention_dropout", default=0.1),
+    Key.tied("lm_head.weight"),
+    Key.special_ids("bos_token_id", "eos"),
 )
 
 

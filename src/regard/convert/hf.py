@@ -14,7 +14,7 @@ from regard.convert.family import RESOLVED, Family, Fields, Json, label_names, l
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
 from regard.convert.marian import MARIAN
-from regard.convert.proof import ConversionReport, prove, require_new, write_reported
+from regard.convert.proof import ConversionReport, Proof, prove, require_new, write_reported
 from regard.convert.read import CONFIG, SAFE, open_directory, open_weights
 from regard.convert.reformer import REFORMER
 from regard.convert.t5 import T5
@@ -24,7 +24,7 @@ from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
 from regard.errors import UserError, closest
 from regard.files import replace_file, write_json
-from regard.model import Model, on_meta, uninitialised
+from regard.model import on_meta, uninitialised
 from regard.run import Run, weights_of
 from regard.tasks import BOTH
 from regard.text.codec import Codec
@@ -65,17 +65,12 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         model = uninitialised(config).eval()
         import_weights(weights_of(model), table, checkpoint)
         Run(config, codec, model, path, labels, pixels).save(path)
+        size = model.size
         del model  # memory may not hold three models at once
-        report = _report(
-            Run.load(path).model,
-            source,
-            source=source,
-            family=family,
-            architecture=architecture,
-            samples=samples,
-            tolerance=IMPORT_TOLERANCE,
-            notes=notes,
+        proof = (
+            None if family.unproven else prove(Run.load(path).model, source, architecture, samples, IMPORT_TOLERANCE)
         )
+        report = _report(source, family, architecture, size, proof, notes)
         write_json(path / RECORD, report.to_json())
         _write_model_card(path, out.resolve().name, report)
         return report
@@ -116,16 +111,8 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
             notes = [note.replace(str(path), str(out)) for note in write_tokenizers(run.codec, path, family.model_type)]
         else:
             write_json(path / IMAGE_PROCESSOR, image_processor(run.pixels, run.config.patches))
-        return _report(
-            run.model,
-            path,
-            source=run.path,
-            family=family,
-            architecture=architecture,
-            samples=samples,
-            tolerance=EXPORT_TOLERANCE,
-            notes=notes,
-        )
+        proof = None if family.unproven else prove(run.model, path, architecture, samples, EXPORT_TOLERANCE)
+        return _report(run.path, family, architecture, run.model.size, proof, notes)
 
     report = write_reported(out, write)
     for message in report.details["notes"]:
@@ -134,18 +121,9 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
 
 
 def _report(
-    model: Model,
-    directory: Path,
-    *,
-    source: Path,
-    family: Family,
-    architecture: str,
-    samples: int,
-    tolerance: float,
-    notes: list[str],
+    source: Path, family: Family, architecture: str, size: int, proof: Proof | None, notes: list[str]
 ) -> ConversionReport:
-    """Compare a model with a directory of transformers, and refuse a difference."""
-    proof = None if family.unproven else prove(model, directory, architecture, samples, tolerance)
+    """The report of a conversion, which a difference between the models stops."""
     if proof is None:
         why = family.unproven or "there is no transformers here that has this model (the extra hf has it)"
         summary = f"not proven: {why}"
@@ -156,7 +134,7 @@ def _report(
             f" by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
         )
     details = {"model_type": family.model_type, "notes": notes}
-    return ConversionReport(source.resolve().name, architecture, model.size, proof, summary, details)
+    return ConversionReport(source.resolve().name, architecture, size, proof, summary, details)
 
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:

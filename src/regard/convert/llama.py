@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 from regard.config import Config
-from regard.convert.family import (
-    Family,
-    Fields,
-    Json,
-    Setting,
-    activation,
-    count,
-    special_ids,
-    tied,
-    tied_alias,
-    value,
-)
+from regard.convert.family import Family, Fields, Json, Key, tied_alias
 from regard.convert.table import Table
 from regard.errors import UserError
 
@@ -67,25 +56,25 @@ def _write_rotary(config: Config) -> Json:
 
 
 CONFIG = (
-    count("vocab_size", "target_vocab", "source_vocab"),
-    count("num_hidden_layers", "decoder.layers"),
-    count("hidden_size", "decoder.width"),
-    count("num_attention_heads", "decoder.heads"),
-    count("num_key_value_heads", "decoder.kv_heads", default=lambda hf: hf.count("num_attention_heads")),
-    count(
+    Key.count("vocab_size", "target_vocab", "source_vocab"),
+    Key.count("num_hidden_layers", "decoder.layers"),
+    Key.count("hidden_size", "decoder.width"),
+    Key.count("num_attention_heads", "decoder.heads"),
+    Key.count("num_key_value_heads", "decoder.kv_heads", default=lambda hf: hf.count("num_attention_heads")),
+    Key.count(
         "head_dim",
         "decoder.head_width",
         default=lambda hf: max(hf.count("hidden_size") // hf.count("num_attention_heads"), 1),
     ),
-    count("intermediate_size", "decoder.ff"),
-    activation("hidden_act", "decoder.activation", default="silu"),
-    value("rms_norm_eps", "decoder.norm_eps", default=1e-6),
-    Setting(_read_bias, _write_bias),
-    Setting(_read_rotary, _write_rotary),
-    count("max_position_embeddings", "decoder.max_length", default=2048),
-    value("attention_dropout", "decoder.attention_dropout", default=0.0),
-    tied("lm_head.weight"),
-    special_ids("bos_token_id", "sos"),
+    Key.count("intermediate_size", "decoder.ff"),
+    Key.activation("hidden_act", "decoder.activation", default="silu"),
+    Key.value("rms_norm_eps", "decoder.norm_eps", default=1e-6),
+    Key(_read_bias, _write_bias),
+    Key(_read_rotary, _write_rotary),
+    Key.count("max_position_embeddings", "decoder.max_length", default=2048),
+    Key.value("attention_dropout", "decoder.attention_dropout", default=0.0),
+    Key.tied("lm_head.weight"),
+    Key.special_ids("bos_token_id", "sos"),
 )
 
 

@@ -5,22 +5,8 @@ from __future__ import annotations
 import torch
 
 from regard.config import Config
-from regard.convert.family import (
-    Family,
-    Fields,
-    Setting,
-    activation,
-    both,
-    count,
-    fixed,
-    flag,
-    setting,
-    special_ids,
-    stored,
-    value,
-    written,
-)
-from regard.convert.table import Rows, Table, Transformed, shaped
+from regard.convert.family import Family, Fields, Key, both
+from regard.convert.table import Table, Transformed, shaped
 
 
 def _shared(hf: Fields) -> bool:
@@ -32,44 +18,44 @@ def _target_vocab(hf: Fields) -> int:
     return vocab if _shared(hf) else hf.count("decoder_vocab_size", vocab)
 
 
-def _stack(name: str) -> tuple[Setting, ...]:
+def _stack(name: str) -> tuple[Key, ...]:
     return (
-        count(f"{name}_layers", f"{name}.layers"),
-        count(f"{name}_attention_heads", f"{name}.heads"),
-        count(f"{name}_ffn_dim", f"{name}.ff"),
+        Key.count(f"{name}_layers", f"{name}.layers"),
+        Key.count(f"{name}_attention_heads", f"{name}.heads"),
+        Key.count(f"{name}_ffn_dim", f"{name}.ff"),
     )
 
 
 CONFIG = (
-    fixed("tie_word_embeddings", True),
-    fixed("normalize_before", False, write=False),
-    fixed("normalize_embedding", False, write=False),
-    fixed("add_final_layer_norm", False, write=False),
-    fixed("static_position_embeddings", True, write=False),
-    written("is_encoder_decoder", lambda config: True),
-    flag("share_encoder_decoder_embeddings", "share_embeddings", default=True),
-    count("vocab_size", "source_vocab"),
-    setting("decoder_vocab_size", "target_vocab", read=_target_vocab),
+    Key.fixed("tie_word_embeddings", True),
+    Key.fixed("normalize_before", False, write=False),
+    Key.fixed("normalize_embedding", False, write=False),
+    Key.fixed("add_final_layer_norm", False, write=False),
+    Key.fixed("static_position_embeddings", True, write=False),
+    Key.written("is_encoder_decoder", lambda config: True),
+    Key.flag("share_encoder_decoder_embeddings", "share_embeddings", default=True),
+    Key.count("vocab_size", "source_vocab"),
+    Key.of("decoder_vocab_size", "target_vocab", read=_target_vocab),
     *_stack("encoder"),
     *_stack("decoder"),
-    count("d_model", *both("width")),
-    activation("activation_function", *both("activation"), default="gelu"),
-    Setting(
+    Key.count("d_model", *both("width")),
+    Key.activation("activation_function", *both("activation"), default="gelu"),
+    Key(
         lambda hf: dict.fromkeys(both("max_length"), hf.count("max_position_embeddings", 1024)),
         lambda config: {"max_position_embeddings": max(stack.max_length for stack in config.stacks.values())},
     ),
-    value("dropout", *both("dropout"), default=0.1),
-    value("attention_dropout", *both("attention_dropout"), default=0.0),
-    value("activation_dropout", *both("ff_dropout"), default=0.0),
-    flag("scale_embedding", "scale_embeddings", default=False),
-    stored("final_logits_bias", "output_bias"),
-    special_ids("decoder_start_token_id", "pad"),
-    written("forced_eos_token_id", lambda config: config.ids.eos),
+    Key.value("dropout", *both("dropout"), default=0.1),
+    Key.value("attention_dropout", *both("attention_dropout"), default=0.0),
+    Key.value("activation_dropout", *both("ff_dropout"), default=0.0),
+    Key.flag("scale_embedding", "scale_embeddings", default=False),
+    Key.stored("final_logits_bias", "output_bias"),
+    Key.special_ids("decoder_start_token_id", "pad"),
+    Key.written("forced_eos_token_id", lambda config: config.ids.eos),
 )
 
 
 def weights(config: Config, hf: Fields) -> Table:
-    rows: Rows = {"final_logits_bias": Transformed("output.bias", shaped(1, config.target_vocab))}
+    rows: Table = {"final_logits_bias": Transformed("output.bias", shaped(1, config.target_vocab))}
     if config.share_embeddings:
         rows["model.shared"] = "source_embedding"
     else:

@@ -8,20 +8,8 @@ from typing import Any
 import torch
 
 from regard.config import Config
-from regard.convert.family import (
-    Family,
-    Fields,
-    Json,
-    Setting,
-    activation,
-    count,
-    fixed,
-    setting,
-    special_ids,
-    value,
-    written,
-)
-from regard.convert.table import Rows, Table, Transformed, shaped
+from regard.convert.family import Family, Fields, Json, Key
+from regard.convert.table import Table, Transformed, shaped
 from regard.errors import UserError
 
 
@@ -61,33 +49,33 @@ def _write_positions(config: Config) -> Json:
 
 
 CONFIG = (
-    fixed("is_decoder", True),
-    setting("attn_layers", "decoder.layers", read=_layers, write=lambda layers: ["lsh"] * layers),
-    count("vocab_size", "target_vocab", "source_vocab"),
-    count("hidden_size", "decoder.width"),
-    count("num_attention_heads", "decoder.heads"),
-    count("attention_head_size", "decoder.head_width", default=64),
-    count("feed_forward_size", "decoder.ff"),
-    activation("hidden_act", "decoder.activation", default="relu"),
-    value("layer_norm_eps", "decoder.norm_eps", default=1e-12),
-    count("max_position_embeddings", "decoder.max_length", default=4096),
-    Setting(_read_positions, _write_positions),
-    count("num_hashes", "decoder.lsh.hashes", default=1),
-    setting("num_buckets", "decoder.lsh.buckets", read=_buckets),
-    count("lsh_attn_chunk_length", "decoder.lsh.chunk", default=64),
-    value("lsh_num_chunks_before", "decoder.lsh.before", default=1),
-    value("lsh_num_chunks_after", "decoder.lsh.after", default=0),
-    value("hidden_dropout_prob", "decoder.dropout", default=0.05),
-    value("lsh_attention_probs_dropout_prob", "decoder.attention_dropout", default=0.0),
-    written("tie_word_embeddings", lambda config: False),
-    special_ids("bos_token_id", "eos"),
+    Key.fixed("is_decoder", True),
+    Key.of("attn_layers", "decoder.layers", read=_layers, write=lambda layers: ["lsh"] * layers),
+    Key.count("vocab_size", "target_vocab", "source_vocab"),
+    Key.count("hidden_size", "decoder.width"),
+    Key.count("num_attention_heads", "decoder.heads"),
+    Key.count("attention_head_size", "decoder.head_width", default=64),
+    Key.count("feed_forward_size", "decoder.ff"),
+    Key.activation("hidden_act", "decoder.activation", default="relu"),
+    Key.value("layer_norm_eps", "decoder.norm_eps", default=1e-12),
+    Key.count("max_position_embeddings", "decoder.max_length", default=4096),
+    Key(_read_positions, _write_positions),
+    Key.count("num_hashes", "decoder.lsh.hashes", default=1),
+    Key.of("num_buckets", "decoder.lsh.buckets", read=_buckets),
+    Key.count("lsh_attn_chunk_length", "decoder.lsh.chunk", default=64),
+    Key.value("lsh_num_chunks_before", "decoder.lsh.before", default=1),
+    Key.value("lsh_num_chunks_after", "decoder.lsh.after", default=0),
+    Key.value("hidden_dropout_prob", "decoder.dropout", default=0.05),
+    Key.value("lsh_attention_probs_dropout_prob", "decoder.attention_dropout", default=0.0),
+    Key.written("tie_word_embeddings", lambda config: False),
+    Key.special_ids("bos_token_id", "eos"),
 )
 
 
 def weights(config: Config, hf: Fields) -> Table:
     layer, block = "reformer.encoder.layers.{n}.", "decoder.blocks.{n}."
     positions = "reformer.embeddings.position_embeddings."
-    rows: Rows = {
+    rows: Table = {
         "reformer.embeddings.word_embeddings": "target_embedding",
         f"{positions}embedding": "decoder.position.table",
         "reformer.encoder.layer_norm": "decoder.norm",

@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from regard.config import Config
-from regard.convert.family import (
-    ACTIVATIONS,
-    Family,
-    Fields,
-    Json,
-    Setting,
-    activation_name,
-    both,
-    count,
-    fixed,
-    special_ids,
-    tied,
-    value,
-    written,
-)
-from regard.convert.table import SAME, Rows, Table, Transformed, scaled
+from regard.convert.family import ACTIVATIONS, Family, Fields, Json, Key, activation_name, both
+from regard.convert.table import SAME, Table, Transformed, scaled
 from regard.errors import UserError
 
 
@@ -42,22 +28,22 @@ def _write_feed_forward(config: Config) -> Json:
 
 
 CONFIG = (
-    fixed("relative_attention_num_buckets", 32),
-    fixed("relative_attention_max_distance", 128),
-    written("is_encoder_decoder", lambda config: True),
-    count("vocab_size", "source_vocab", "target_vocab"),
-    count("num_layers", "encoder.layers"),
-    count("num_decoder_layers", "decoder.layers", default=lambda hf: hf.count("num_layers")),
-    count("d_model", *both("width")),
-    count("num_heads", *both("heads")),
-    count("d_kv", *both("head_width")),
-    count("d_ff", *both("ff")),
-    Setting(_read_feed_forward, _write_feed_forward),
-    value("layer_norm_epsilon", *both("norm_eps"), default=1e-6),
-    value("dropout_rate", *both("dropout"), *both("attention_dropout"), *both("ff_dropout"), default=0.1),
-    tied("lm_head.weight"),
-    written("scale_decoder_outputs", lambda config: config.tie_output),  # read by the weight table
-    special_ids("decoder_start_token_id", "pad"),
+    Key.fixed("relative_attention_num_buckets", 32),
+    Key.fixed("relative_attention_max_distance", 128),
+    Key.written("is_encoder_decoder", lambda config: True),
+    Key.count("vocab_size", "source_vocab", "target_vocab"),
+    Key.count("num_layers", "encoder.layers"),
+    Key.count("num_decoder_layers", "decoder.layers", default=lambda hf: hf.count("num_layers")),
+    Key.count("d_model", *both("width")),
+    Key.count("num_heads", *both("heads")),
+    Key.count("d_kv", *both("head_width")),
+    Key.count("d_ff", *both("ff")),
+    Key(_read_feed_forward, _write_feed_forward),
+    Key.value("layer_norm_epsilon", *both("norm_eps"), default=1e-6),
+    Key.value("dropout_rate", *both("dropout"), *both("attention_dropout"), *both("ff_dropout"), default=0.1),
+    Key.tied("lm_head.weight"),
+    Key.written("scale_decoder_outputs", lambda config: config.tie_output),  # read by the weight table
+    Key.special_ids("decoder_start_token_id", "pad"),
 )
 
 
@@ -66,7 +52,7 @@ def weights(config: Config, hf: Fields) -> Table:
     # this factor in the weights of the last norm.
     scales = hf.flag("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
     last = scaled(config.top.width**-0.5) if scales else SAME
-    rows: Rows = {
+    rows: Table = {
         "shared": "source_embedding",
         "lm_head": "output",
         "encoder.final_layer_norm": "encoder.norm",

@@ -46,8 +46,7 @@ class Transformed(NamedTuple):
     transform: Transform
 
 
-Table = Mapping[str | tuple[str, ...], str | tuple[str, ...] | Transformed]
-Rows = dict[str | tuple[str, ...], str | tuple[str, ...] | Transformed]  # a table in the making
+Table = dict[str | tuple[str, ...], str | tuple[str, ...] | Transformed]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard.config import Config, Stack
 from regard.convert.proof import LONGEST, ConversionReport, Proof, require_new, write_reported
-from regard.convert.table import Rows, Table, export_weights
+from regard.convert.table import Table, export_weights
 from regard.errors import UserError
 from regard.nn.position import sinusoid
 from regard.run import Run, weights_of
@@ -103,7 +103,7 @@ def _keeps_all(stack: Stack, kept: tuple[tuple[int, ...], ...] | None) -> bool:
 
 def weight_table(config: Config) -> Table:
     """Their variables and our weights. `weight` and `bias` of a norm are called gamma and beta there."""
-    rows: Rows = {
+    rows: Table = {
         "encoder.embeddings.0": "source_embedding",
         "decoder.embeddings": "target_embedding",
         "decoder.projection": "output",

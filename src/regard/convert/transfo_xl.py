@@ -8,22 +8,8 @@ from __future__ import annotations
 import torch
 
 from regard.config import Config
-from regard.convert.family import (
-    Family,
-    Fields,
-    Json,
-    Setting,
-    count,
-    fixed,
-    setting,
-    special_ids,
-    stored,
-    tied,
-    tied_alias,
-    value,
-    written,
-)
-from regard.convert.table import Rows, Table, Transform, Transformed
+from regard.convert.family import Family, Fields, Json, Key, tied_alias
+from regard.convert.table import Table, Transform, Transformed
 from regard.errors import UserError
 
 CUTOFFS = [20000, 40000, 200000]  # where config.json leaves them out
@@ -62,32 +48,32 @@ def _reach(hf: Fields) -> int | None:
 
 
 CONFIG = (
-    Setting(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
-    fixed("attn_type", 0),
-    fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
-    written("untie_r", lambda config: True),  # read by the weight table
-    count("vocab_size", "target_vocab", "source_vocab"),
-    count("n_layer", "decoder.layers", default=18),
-    count("d_model", "decoder.width", default=1024),
-    count("n_head", "decoder.heads", default=16),
-    count("d_head", "decoder.head_width", default=64),
-    count("d_inner", "decoder.ff", default=4096),
-    value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
-    value("mem_len", "decoder.memory", default=1600),
-    setting("same_length", "decoder.window", read=_window, write=lambda window: window is not None),
-    setting("clamp_len", "decoder.reach", read=_reach, write=lambda reach: -1 if reach is None else reach),
-    value("dropout", "decoder.dropout", "decoder.ff_dropout", default=0.1),
-    value("dropatt", "decoder.attention_dropout", default=0.0),
-    tied("crit.out_layers.0.weight"),
-    stored("crit.out_layers.0.bias", "output_bias"),
-    special_ids("bos_token_id", "eos"),
+    Key(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
+    Key.fixed("attn_type", 0),
+    Key.fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
+    Key.written("untie_r", lambda config: True),  # read by the weight table
+    Key.count("vocab_size", "target_vocab", "source_vocab"),
+    Key.count("n_layer", "decoder.layers", default=18),
+    Key.count("d_model", "decoder.width", default=1024),
+    Key.count("n_head", "decoder.heads", default=16),
+    Key.count("d_head", "decoder.head_width", default=64),
+    Key.count("d_inner", "decoder.ff", default=4096),
+    Key.value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
+    Key.value("mem_len", "decoder.memory", default=1600),
+    Key.of("same_length", "decoder.window", read=_window, write=lambda window: window is not None),
+    Key.of("clamp_len", "decoder.reach", read=_reach, write=lambda reach: -1 if reach is None else reach),
+    Key.value("dropout", "decoder.dropout", "decoder.ff_dropout", default=0.1),
+    Key.value("dropatt", "decoder.attention_dropout", default=0.0),
+    Key.tied("crit.out_layers.0.weight"),
+    Key.stored("crit.out_layers.0.bias", "output_bias"),
+    Key.special_ids("bos_token_id", "eos"),
 )
 
 
 def weights(config: Config, hf: Fields) -> Table:
     layer, block = "transformer.layers.{n}.", "decoder.blocks.{n}."
     attention = f"{block}attention."
-    rows: Rows = {
+    rows: Table = {
         "transformer.word_emb.emb_layers.0": "target_embedding",
         "crit.out_layers.0": "output",
         f"{layer}dec_attn.qkv_net": (f"{attention}query", f"{attention}key_value"),

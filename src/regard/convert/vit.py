@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.config import Config, PatchConfig, parse
-from regard.convert.family import Family, Fields, Json, Setting, activation, count, fixed, value
+from regard.convert.family import Family, Fields, Json, Key
 from regard.convert.table import Table, Transformed, shaped
 from regard.data.images import Pixels
 from regard.errors import UserError
@@ -52,18 +52,18 @@ def _write_patches(config: Config) -> Json:
 
 
 CONFIG = (
-    fixed("qkv_bias", True),
-    fixed("problem_type", None, "single_label_classification", write=False),
-    Setting(_read_patches, _write_patches),
-    count("num_channels", "patches.channels", default=3),
-    count("num_hidden_layers", "encoder.layers"),
-    count("hidden_size", "encoder.width"),
-    count("num_attention_heads", "encoder.heads"),
-    count("intermediate_size", "encoder.ff"),
-    activation("hidden_act", "encoder.activation", default="gelu"),
-    value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
-    value("hidden_dropout_prob", "encoder.dropout", default=0.0),
-    value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.0),
+    Key.fixed("qkv_bias", True),
+    Key.fixed("problem_type", None, "single_label_classification", write=False),
+    Key(_read_patches, _write_patches),
+    Key.count("num_channels", "patches.channels", default=3),
+    Key.count("num_hidden_layers", "encoder.layers"),
+    Key.count("hidden_size", "encoder.width"),
+    Key.count("num_attention_heads", "encoder.heads"),
+    Key.count("intermediate_size", "encoder.ff"),
+    Key.activation("hidden_act", "encoder.activation", default="gelu"),
+    Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+    Key.value("hidden_dropout_prob", "encoder.dropout", default=0.0),
+    Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.0),
 )
 
 

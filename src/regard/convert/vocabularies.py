@@ -1,4 +1,4 @@
-"""The vocabulary files of Hugging Face directories, in their several forms, as tokenizers of one library."""
+"""Vocabulary files of Hugging Face directories, SentencePiece models among them, as tokenizers of one library."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from regard.errors import UserError
 from regard.files import read_json
 from regard.text.tokenizer import HIDDEN, read_text
 
-JSON, SETTINGS, SPECIALS, ADDED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-TARGET = "target"  # the directory beside tokenizer.json in which we put the other side's
+JSON, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+ADDED = "added_tokens.json"
+TARGET = "target"  # the directory beside tokenizer.json in which we put the tokenizer of the target
 MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
-SENTINELS = 100
+SENTINELS = 100  # of T5
 
 Json = dict[str, Any]
 
 
 class OpenedVocabulary(NamedTuple):
-    """One tokenizer for both sides, or two; how many of its tokens count; and whether it puts marks around a text."""
+    """One tokenizer for both sides, or two; the vocabulary size of each; and whether it adds special tokens itself."""
 
     libraries: list[Tokenizer]
     sizes: list[int]
@@ -36,25 +32,25 @@ class OpenedVocabulary(NamedTuple):
 
 
 def read_settings(directory: Path) -> Json:
-    """What is said beside the vocabulary, with the names of special tokens as plain strings."""
-    found: Json = {}
+    """The settings beside a vocabulary, with the names of special tokens as plain strings."""
+    settings: Json = {}
     for name in (SPECIALS, SETTINGS):
         if (directory / name).is_file():
-            found |= {key: value for key, value in _table(directory / name).items() if value is not None}
-    return {k: v["content"] if k.endswith("_token") and isinstance(v, dict) else v for k, v in found.items()}
+            settings |= {key: value for key, value in _table(directory / name).items() if value is not None}
+    return {k: v["content"] if k.endswith("_token") and isinstance(v, dict) else v for k, v in settings.items()}
 
 
 def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedVocabulary:
-    """Find the vocabulary of a directory; the form that says most comes first."""
+    """Find the vocabulary of a directory; where there are several forms, the most complete one."""
 
     def has(*names: str) -> bool:
         return all((directory / name).is_file() for name in names)
 
     if has("source.spm", "target.spm", "vocab.json"):
-        return _two_sides(directory)
+        return _source_and_target(directory)
     if has(JSON):
         names = [JSON, f"{TARGET}/{JSON}"] if has(f"{TARGET}/{JSON}") else [JSON]
-        return _counted([_parse(directory / name) for name in names], framed=True)
+        return _opened([_read_json(directory / name) for name in names], framed=True)
     model = next((name for name in MODELS if has(name)), None)
     if model is not None:
         library = build(read_pieces(directory / model))
@@ -62,7 +58,7 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
             count = settings.get("extra_ids", SENTINELS)
             library.add_special_tokens([f"<extra_id_{index}>" for index in reversed(range(count))])
     elif has("vocab.txt"):
-        library = _word_pieces(directory / "vocab.txt", settings)
+        library = _word_piece(directory / "vocab.txt", settings)
     elif has("vocab.json", "merges.txt"):
         library = _byte_level(directory / "vocab.json", directory / "merges.txt", settings)
     else:
@@ -72,15 +68,15 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
             f"  wanted: {JSON}, vocab.txt, vocab.json with merges.txt, or a SentencePiece model: {', '.join(MODELS)}, "
             f"or source.spm and target.spm with vocab.json\n  found: {there}"
         )
-    _add(library, directory, settings)
-    return _counted([library], framed=False)
+    _add_tokens(library, directory, settings)
+    return _opened([library], framed=False)
 
 
-def _counted(libraries: list[Tokenizer], framed: bool) -> OpenedVocabulary:
+def _opened(libraries: list[Tokenizer], framed: bool) -> OpenedVocabulary:
     return OpenedVocabulary(libraries, [1 + max(library.get_vocab().values()) for library in libraries], framed)
 
 
-def _parse(path: Path) -> Tokenizer:
+def _read_json(path: Path) -> Tokenizer:
     text = read_text(path)
     try:
         return Tokenizer.from_str(text)
@@ -88,28 +84,28 @@ def _parse(path: Path) -> Tokenizer:
         raise UserError(f"{path}: not a readable tokenizer: {error}") from None
 
 
-def _two_sides(directory: Path) -> OpenedVocabulary:
-    """Two SentencePiece models whose tokens are numbered in a table of their own, for both or for each."""
+def _source_and_target(directory: Path) -> OpenedVocabulary:
+    """Two SentencePiece models, whose ids are in a file for both or in one for each."""
     libraries, sizes = [], []
     for side, table in (("source", "vocab.json"), ("target", "target_vocab.json")):
         path = directory / table if (directory / table).is_file() else directory / "vocab.json"
-        numbers = _numbers(path)
-        marks = ["</s>", "<pad>"]
-        missing = [name for name in ("<unk>", *marks) if name not in numbers]
+        ids = _read_ids(path)
+        special = ["</s>", "<pad>"]
+        missing = [name for name in ("<unk>", *special) if name not in ids]
         if missing:
             raise UserError(f"{path}: has no number for {', '.join(missing)}")
-        languages = [name for name in numbers if name.startswith(">>") and name.endswith("<<")]
-        library = build(read_pieces(directory / f"{side}.spm"), numbers, [*marks, *languages])
-        library.add_special_tokens(marks)
+        languages = [name for name in ids if name.startswith(">>") and name.endswith("<<")]
+        library = build(read_pieces(directory / f"{side}.spm"), ids, [*special, *languages])
+        library.add_special_tokens(special)
         library.add_tokens([AddedToken(name, normalized=False) for name in languages])
         libraries.append(library)
-        sizes.append(1 + max(numbers.values()))
+        sizes.append(1 + max(ids.values()))
     return OpenedVocabulary(libraries, sizes, framed=False)
 
 
-def _word_pieces(path: Path, settings: Json) -> Tokenizer:
-    """Whole words and their parts, one to a line."""
-    vocab = {symbol: index for index, symbol in enumerate(read_text(path).removesuffix("\n").split("\n"))}
+def _word_piece(path: Path, settings: Json) -> Tokenizer:
+    """The WordPiece tokenizer of a vocab.txt, one token to a line."""
+    vocab = {token: index for index, token in enumerate(read_text(path).removesuffix("\n").split("\n"))}
     unknown = settings.get("unk_token", "[UNK]")
     if unknown not in vocab:
         raise UserError(f"{path}: has no token {unknown}, which stands for unknown words")
@@ -127,7 +123,7 @@ def _word_pieces(path: Path, settings: Json) -> Tokenizer:
 
 
 def _byte_level(vocab: Path, merges: Path, settings: Json) -> Tokenizer:
-    """Pieces of bytes, and the order in which they are joined."""
+    """The byte-level BPE tokenizer of a vocab.json and a merges.txt."""
     pairs: list[tuple[str, str]] = []
     for number, line in enumerate(read_text(merges).split("\n"), 1):
         if line and not line.startswith("#version"):
@@ -136,7 +132,7 @@ def _byte_level(vocab: Path, merges: Path, settings: Json) -> Tokenizer:
                 raise UserError(f"{merges}:{number}: {line!r} is not a pair of pieces")
             pairs.append((left, right))
     try:
-        library = Tokenizer(models.BPE(_numbers(vocab), pairs))
+        library = Tokenizer(models.BPE(_read_ids(vocab), pairs))
     except Exception as error:  # the library raises plain Exceptions
         raise UserError(f"{merges}: does not fit {vocab.name}: {error}") from None
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=settings.get("add_prefix_space", False))
@@ -145,12 +141,12 @@ def _byte_level(vocab: Path, merges: Path, settings: Json) -> Tokenizer:
     return library
 
 
-def _add(library: Tokenizer, directory: Path, settings: Json) -> None:
-    """Add what was added to the vocabulary later, which must come out where it was, and mark what is special."""
+def _add_tokens(library: Tokenizer, directory: Path, settings: Json) -> None:
+    """Add the tokens that were added to the vocabulary, under the ids that they had, and the special ones of it."""
     table = settings.get("added_tokens_decoder", {})
     added = {int(index): (token["content"], bool(token.get("special"))) for index, token in table.items()}
     if (directory / ADDED).is_file():
-        for name, index in _numbers(directory / ADDED).items():
+        for name, index in _read_ids(directory / ADDED).items():
             added.setdefault(index, (name, False))
     for index, (name, special) in sorted(added.items()):
         token = AddedToken(name, normalized=False, special=special)
@@ -161,11 +157,11 @@ def _add(library: Tokenizer, directory: Path, settings: Json) -> None:
     library.add_special_tokens([name for name in named if library.token_to_id(name) is not None])
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    numbers = _table(path)
-    if not numbers or not all(type(index) is int and index >= 0 for index in numbers.values()):
+def _read_ids(path: Path) -> dict[str, int]:
+    ids = _table(path)
+    if not ids or not all(type(index) is int and index >= 0 for index in ids.values()):
         raise UserError(f"{path}: must hold the number of every token")
-    return numbers
+    return ids
 
 
 def _table(path: Path) -> Json:
@@ -175,13 +171,14 @@ def _table(path: Path) -> Json:
     return data
 
 
-NORMAL, UNKNOWN, CONTROL, CHOSEN, UNUSED, BYTE = range(1, 7)
+# SentencePiece models: kinds of pieces and algorithms, as its format numbers them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
 
 
 class Piece(NamedTuple):
-    """A token."""
+    """A token of a SentencePiece model."""
 
     text: str
     score: float
@@ -193,10 +190,10 @@ class Pieces(NamedTuple):
 
     pieces: list[Piece]
     algorithm: int
-    charsmap: bytes  # how characters are rewritten, in a form that the tokenizers library knows
-    composed: bool  # letters and marks are put together by that
+    charsmap: bytes  # the normalisation of characters, in a form that the tokenizers library reads
+    composed: bool  # it composes letters and combining characters
     prefix: bool  # a space is put before the text
-    squeeze: bool  # spaces at the ends are dropped, and all but one of several
+    squeeze: bool  # spaces at the ends are removed, and all but one of several
 
     def named(self, *kinds: int) -> list[str]:
         """The tokens of some kinds."""
@@ -206,12 +203,12 @@ class Pieces(NamedTuple):
 def read_pieces(path: Path) -> Pieces:
     """Read a SentencePiece model."""
     try:
-        found = _fields(path.read_bytes())
-        pieces = [_piece(data) for data in found.get(1, [])]
-        learned, prepared = _fields(b"".join(found.get(2, []))), _fields(b"".join(found.get(3, [])))
-        algorithm, suffixes = learned.get(3, [UNIGRAM])[-1], learned.get(24, [0])[-1]
-        charsmap, composed = bytes(prepared.get(2, [b""])[-1]), b"nfkc" in prepared.get(1, [b""])[-1]
-        prefix, squeeze, escape = (bool(prepared.get(number, [1])[-1]) for number in (3, 4, 5))
+        fields = _message(path.read_bytes())
+        pieces = [_piece(data) for data in fields.get(1, [])]
+        trainer, normalizer = _message(b"".join(fields.get(2, []))), _message(b"".join(fields.get(3, [])))
+        algorithm, suffixes = trainer.get(3, [UNIGRAM])[-1], trainer.get(24, [0])[-1]
+        charsmap, composed = bytes(normalizer.get(2, [b""])[-1]), b"nfkc" in normalizer.get(1, [b""])[-1]
+        prefix, squeeze, escape = (bool(normalizer.get(number, [1])[-1]) for number in (3, 4, 5))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, struct.error) as error:
@@ -223,78 +220,78 @@ def read_pieces(path: Path) -> Pieces:
     return Pieces(pieces, algorithm, charsmap, composed, prefix, squeeze)
 
 
-def _fields(data: bytes) -> dict[int, list[Any]]:
+def _message(data: bytes) -> dict[int, list[Any]]:
     """The fields of a protocol buffer message by number: whole numbers, or bytes."""
-    found: dict[int, list[Any]] = {}
-    place = 0
+    fields: dict[int, list[Any]] = {}
+    position = 0
 
-    def number() -> int:
-        nonlocal place
+    def varint() -> int:
+        nonlocal position
         value = shift = 0
         while True:
-            if place >= len(data) or shift > 63:
+            if position >= len(data) or shift > 63:
                 raise ValueError("it breaks off in the middle of a number")
-            byte = data[place]
-            place, value, shift = place + 1, value | (byte & 127) << shift, shift + 7
+            byte = data[position]
+            position, value, shift = position + 1, value | (byte & 127) << shift, shift + 7
             if byte < 128:
                 return value
 
-    while place < len(data):
-        key = number()
-        wire = key & 7
-        if wire == 0:
-            found.setdefault(key >> 3, []).append(number())
+    while position < len(data):
+        key = varint()
+        wire_type = key & 7
+        if wire_type == 0:
+            fields.setdefault(key >> 3, []).append(varint())
             continue
-        if wire not in (1, 2, 5):
-            raise ValueError(f"field type {wire} is not known")
-        size = {1: 8, 5: 4}.get(wire) or number()
-        if place + size > len(data):
+        if wire_type not in (1, 2, 5):
+            raise ValueError(f"field type {wire_type} is not known")
+        size = {1: 8, 5: 4}.get(wire_type) or varint()
+        if position + size > len(data):
             raise ValueError("it breaks off in the middle of a field")
-        found.setdefault(key >> 3, []).append(data[place : place + size])
-        place += size
-    return found
+        fields.setdefault(key >> 3, []).append(data[position : position + size])
+        position += size
+    return fields
 
 
 def _piece(data: bytes) -> Piece:
-    fields = _fields(data)
+    fields = _message(data)
     score = struct.unpack("<f", fields.get(2, [bytes(4)])[-1])[0]
     return Piece(fields[1][-1].decode("utf-8"), score, fields.get(3, [NORMAL])[-1])
 
 
-def build(model: Pieces, numbers: Mapping[str, int] | None = None, marks: Collection[str] = ()) -> Tokenizer:
-    """The same tokenizer as the library has it.
+def build(model: Pieces, ids: Mapping[str, int] | None = None, special: Collection[str] = ()) -> Tokenizer:
+    """A SentencePiece model as a tokenizer of the library.
 
-    `numbers` are the ids of its tokens where they are not counted through. Among them may be others: `marks`, which
-    keep their names, and tokens of another text, which are never found in this one. Tokens without a number come
+    `ids` are given where they are not the order of the pieces. They may hold other tokens: `special` ones, which keep
+    their names, and tokens of the other side, which are never found in this one's texts. Pieces without an id come
     after all that have one.
     """
-    names = _names(model, numbers, marks)
+    names = _names(model, ids, special)
     library = Tokenizer(_unigram(model, names) if model.algorithm == UNIGRAM else _bpe(model, names))
-    library.normalizer = normalizers.Sequence(list(_preparation(model)))
-    words = model.named(NORMAL, CHOSEN)
+    library.normalizer = normalizers.Sequence(list(_normalizers(model)))
+    words = model.named(NORMAL, USER_DEFINED)
     if SPACE in words and not any(SPACE in word[1:] for word in words):  # then words are cut one by one: faster
         library.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=True)
-    library.decoder = decoders.Sequence(list(_joining(model)))
+    library.decoder = decoders.Sequence(list(_decoders(model)))
     library.add_special_tokens([name for name in model.named(UNKNOWN, CONTROL) if name in names])
     if model.algorithm == BPE:
-        library.add_tokens([AddedToken(name, normalized=False) for name in model.named(CHOSEN)])
+        library.add_tokens([AddedToken(name, normalized=False) for name in model.named(USER_DEFINED)])
     return library
 
 
-def _names(model: Pieces, numbers: Mapping[str, int] | None, marks: Collection[str]) -> list[str]:
+def _names(model: Pieces, ids: Mapping[str, int] | None, special: Collection[str]) -> list[str]:
     """The name of each id."""
-    if numbers is None:
+    if ids is None:
         return [HIDDEN + text if kind == UNUSED else text for text, _, kind in model.pieces]
-    own = {*model.named(NORMAL, UNKNOWN, CONTROL, CHOSEN, BYTE), *marks}
-    names = [f"{HIDDEN}{index}" for index in range(1 + max(numbers.values()))]
-    for text, index in numbers.items():
+    own = {*model.named(NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE), *special}
+    names = [f"{HIDDEN}{index}" for index in range(1 + max(ids.values()))]
+    for text, index in ids.items():
         names[index] = text if text in own else HIDDEN + text
-    return names + [text for text in model.named(NORMAL, UNKNOWN, CHOSEN, BYTE) if text not in numbers]
+    return names + [text for text in model.named(NORMAL, UNKNOWN, USER_DEFINED, BYTE) if text not in ids]
 
 
-def _preparation(model: Pieces) -> Iterator[Any]:
+def _normalizers(model: Pieces) -> Iterator[Any]:
     if model.charsmap:
-        if model.composed:  # the library looks at few characters at a time, too few for two marks or a Hangul syllable
+        if model.composed:  # the library looks at too few characters at a time for two accents or a Hangul syllable
             yield normalizers.NFC()
         yield normalizers.Precompiled(model.charsmap)
     if model.squeeze:
@@ -305,7 +302,7 @@ def _preparation(model: Pieces) -> Iterator[Any]:
     yield normalizers.Replace(" ", SPACE)
 
 
-def _joining(model: Pieces) -> Iterator[Any]:
+def _decoders(model: Pieces) -> Iterator[Any]:
     yield decoders.Replace(HIDDEN, "")
     yield decoders.Replace(SPACE, " ")
     if model.named(BYTE):
@@ -318,9 +315,9 @@ def _joining(model: Pieces) -> Iterator[Any]:
 def _unigram(model: Pieces, names: list[str]) -> Any:
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
     lowest, highest = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
-    # What somebody chose as a token is better than any way of cutting it. The name of a byte is no text, but the
-    # library must find it: worse than any way of cutting it.
-    scores.update((text, len(text.encode()) * highest - 0.1) for text in model.named(CHOSEN))
+    # A user-defined piece scores above any way of cutting it, as in SentencePiece. The name of a byte is no text, but
+    # the library must find it in the vocabulary: below any way of cutting it.
+    scores.update((text, len(text.encode()) * highest - 0.1) for text in model.named(USER_DEFINED))
     scores.update((text, lowest - 100) for text in model.named(BYTE))
     [unknown] = model.named(UNKNOWN)
     vocab = [(name, scores.get(name, 0.0)) for name in names]
@@ -328,7 +325,7 @@ def _unigram(model: Pieces, names: list[str]) -> Any:
 
 
 def _bpe(model: Pieces, names: list[str]) -> Any:
-    """Pairs are joined in the order of what they give, best first."""
+    """Merges in the order of the scores of what they give, best first."""
     vocab = {name: index for index, name in enumerate(names)}
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
     merges: list[tuple[str, str]] = []

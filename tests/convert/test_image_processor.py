@@ -1,4 +1,4 @@
-"""Names of classes, and pixels that are prepared as the original prepares them."""
+"""Pixels are normalised as the image processor of a directory normalises them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from familykit import shrunk
-from regard.convert.family import Fields, label_names, label_settings
 from regard.convert.vit import IMAGE_PROCESSOR, image_processor, read_image_processor
 from regard.errors import UserError
 
@@ -57,16 +56,3 @@ def test_wrong_pixels_are_told(settings, message, tmp_path):
     (tmp_path / IMAGE_PROCESSOR).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
         read_image_processor(tmp_path, CONFIG.patches)
-
-
-def test_names_of_classes():
-    names = [f"name {number}" for number in range(7)]
-    hf = Fields({"id2label": {str(n): name for n, name in enumerate(names)}}, "here")
-    assert label_names(hf, CONFIG) == tuple(names)
-    assert label_settings(tuple(names), CONFIG)["id2label"] == hf.data["id2label"]
-    assert label_names(Fields({}, "here"), CONFIG)[3] == "LABEL_3"
-    with pytest.raises(UserError, match="two classes the same name"):
-        label_names(Fields({"id2label": dict.fromkeys(map(str, range(7)), "x")}, "here"), CONFIG)
-    with pytest.raises(UserError, match="must be a table"):
-        label_names(Fields({"id2label": [1]}, "here"), CONFIG)
-    assert label_settings((), shrunk("gpt2")) == {}
