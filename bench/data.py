@@ -1,10 +1,9 @@
-"""Memory of the data: how much a corpus of so many pairs costs while it is prepared, ordered and read.
+"""Memory of data preparation and loading: what a corpus of N pairs takes while it is prepared, ordered and read.
 
     python bench/data.py --pairs 10000000
 
 Writes a table of made-up sentences (about 60 bytes a side), prepares it as `regard train` does, orders an epoch and
-reads batches, each in a process of its own. Shown is the peak of resident memory beyond what the process had after its
-imports.
+reads batches, each in a process of its own. The table shows the peak of resident memory beyond that after the imports.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ def write(path: Path, pairs: int) -> None:
     draw = random.Random(1)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(draw.choices(letters, k=draw.randint(2, 9))) for _ in range(WORDS)]
-    often = [WORDS ** (draw.random() ** 2) for _ in range(1 << 16)]  # frequent words are few
+    ranks = [WORDS ** (draw.random() ** 2) for _ in range(1 << 16)]  # few words are frequent
     with path.open("w", encoding="utf-8") as file:
         for _ in range(pairs):
             length = draw.randint(3, 17)
-            places = draw.choices(often, k=2 * length)
-            text = [words[int(place) - 1] for place in places]
+            text = [words[int(rank) - 1] for rank in draw.choices(ranks, k=2 * length)]
             file.write(" ".join(text[:length]) + "\t" + " ".join(text[length:]) + "\n")
 
 

@@ -2,10 +2,10 @@
 
     python bench/decoding.py
 
-Both get a random Transformer with the same weights and write exactly `--length` tokens for every source and take one
-step more for the end, whose probability counts for neither; the table says how many of the outputs were the same. All
-in one process, with the allocator set as regard's command line sets it, which both gain from,
-taking turns, and medians are compared. Both take and return ids: no text is cut or joined.
+Both have a random Transformer with the same weights, generate exactly `--length` tokens for every source, and take one
+step more for the end token, whose probability is not counted; the table has the number of equal outputs. Both run in
+one process, with the allocator set as on regard's command line (both gain from it), take turns, and medians are
+compared. Both take and return ids, so tokenization is not measured.
 """
 
 from __future__ import annotations

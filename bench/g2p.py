@@ -4,12 +4,12 @@
 
 One model size for all (4+4 layers, width 256, feed-forward 1024, 4 heads, dropout 0.2) and 64 words per batch. Each
 toolkit is run by its own command line as its users run it, in an environment of its own: PYTHON is the interpreter of
-one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress, from
-its first report on. Decoding is the command with few words and with many, and the difference of the two, so that
-neither start-up nor loading counts; all may write as many tokens as the longest pronunciation in the data has.
-regard is shown in fp32, in bf16, and trained in bf16 and decoding in int8 by CTranslate2, if that is installed. What
-was decoded is described by its WER and its mean length: a model that has hardly been trained stops at once or never,
-and its speed says little. Raise --seconds until the lengths are alike.
+one that has it installed; without it the toolkit is left out. Training is timed by the toolkit's own progress reports,
+from the first on. Decoding is timed with few words and with many, and the difference counts, so that neither start-up
+nor loading does; all may generate as many tokens as the longest pronunciation in the data has. regard is measured in
+fp32, in bf16, and trained in bf16 and decoding in int8 by CTranslate2, if that is installed. WER and mean length of the
+outputs are printed too: a model that is hardly trained stops at once or never, and its speed means little. Raise
+--seconds until the lengths are similar.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Pair = tuple[str, str]
 
 @dataclass
 class Job:
-    """What every toolkit is given."""
+    """The same task for every toolkit."""
 
     data: Path
     valid: Path
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass
 class Toolkit:
-    """How to train, which gives examples per second, and how to decode a file of words, which gives its outputs."""
+    """Functions that train and return examples per second, and that decode a file of words and return the outputs."""
 
     train: Callable[[Job], float]
     decode: Callable[[Job, Path, int], list[str]]
@@ -159,7 +159,7 @@ def joeynmt(python: str) -> Toolkit:
         for name, path in (("train", job.data), ("dev", job.valid)):
             for side, lines in zip(("src", "trg"), zip(*pairs(path), strict=True), strict=True):
                 (job.work / f"{name}.{side}").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        tower = {
+        stack = {
             "type": "transformer",
             "num_layers": LAYERS,
             "num_heads": HEADS,
@@ -197,7 +197,7 @@ def joeynmt(python: str) -> Toolkit:
                 "validation_freq": 10**9,
                 "overwrite": True,
             },
-            "model": {"initializer": "xavier_uniform", "encoder": tower, "decoder": tower},
+            "model": {"initializer": "xavier_uniform", "encoder": stack, "decoder": stack},
         }
         path = job.work / f"beam{beam}.yaml"
         path.write_text(json.dumps(table))
@@ -218,10 +218,10 @@ def joeynmt(python: str) -> Toolkit:
 
 
 def run(command: list[Any], stdin: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    """What a command prints; what it says is shown only if it fails."""
-    with open(stdin or os.devnull, "rb") as given:
+    """The stdout of a command; its stderr is shown only if it fails."""
+    with open(stdin or os.devnull, "rb") as file:
         done = subprocess.run(
-            list(map(str, command)), stdin=given, capture_output=True, env={**os.environ, **(environment or {})}
+            list(map(str, command)), stdin=file, capture_output=True, env={**os.environ, **(environment or {})}
         )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stderr.decode(errors='replace')[-3000:]}")
@@ -231,40 +231,40 @@ def run(command: list[Any], stdin: Path | None = None, environment: dict[str, st
 def watch(
     command: list[Any], report: str, seconds: float | None = None, environment: dict[str, str] | None = None
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """Run a command and note when it says something that matches; interrupt it so many seconds after the first time."""
+    """Run a command -> the times at which its output matched `report`; interrupt it `seconds` after the first."""
     reports: list[tuple[float, tuple[str, ...]]] = []
-    said: list[str] = []
+    output: list[str] = []
     with subprocess.Popen(
         list(map(str, command)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **(environment or {})},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     ) as process:
-        for piece in pieces(process):
-            said.append(piece)
-            if found := re.search(report, piece):
-                reports.append((time.perf_counter(), found.groups()))
+        for line in lines_of(process):
+            output.append(line)
+            if match := re.search(report, line):
+                reports.append((time.perf_counter(), match.groups()))
                 if seconds is not None and reports[-1][0] - reports[0][0] > seconds:
                     process.send_signal(signal.SIGINT)
                     seconds = None
     if process.returncode or len(reports) < 2:
-        sys.exit(f"{' '.join(map(str, command))}\n" + "\n".join(said[-40:]))
+        sys.exit(f"{' '.join(map(str, command))}\n" + "\n".join(output[-40:]))
     return reports
 
 
-def pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What a process says, as soon as it does: lines, and states of a progress bar."""
+def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """The output of a process as it arrives: lines, and states of a progress bar."""
     assert process.stdout is not None
     rest = b""
     while new := os.read(process.stdout.fileno(), 1 << 16):
-        *whole, rest = re.split(rb"[\r\n]+", rest + new)
-        yield from (piece.decode(errors="replace") for piece in whole)
+        *lines, rest = re.split(rb"[\r\n]+", rest + new)
+        yield from (line.decode(errors="replace") for line in lines)
 
 
 def rate(reports: Iterator[tuple[float, int]]) -> float:
-    """Examples per second from the first report to the last that says something new."""
+    """Examples per second from the first report to the last with progress."""
     moved: dict[int, float] = {}
     for clock, batches in reports:
         if batches:
@@ -281,26 +281,26 @@ def pairs(path: Path) -> list[Pair]:
 
 
 def words_per_second(kit: Toolkit, job: Job, beam: int, rounds: int) -> tuple[float, str]:
-    """Words per second beyond the first few, and what the outputs are like."""
-    given = pairs(job.valid)
-    random.Random(1).shuffle(given)
+    """Words per second without start-up, and WER and mean length of the outputs."""
+    examples = pairs(job.valid)
+    random.Random(1).shuffle(examples)
     times: dict[int, list[float]] = {count: [] for count in kit.words}
     outputs: list[str] = []
     for _ in range(rounds):
         for count in kit.words:
             path = job.work / "words"
-            chosen = (given * (count // len(given) + 1))[:count]
+            chosen = (examples * (count // len(examples) + 1))[:count]
             path.write_text("".join(f"{word}\n" for word, _ in chosen), encoding="utf-8")
             began = time.perf_counter()
             outputs = kit.decode(job, path, beam)
             times[count].append(time.perf_counter() - began)
             assert len(outputs) == count, f"{count} words gave {len(outputs)} outputs"
     few, many = kit.words
-    wrong = sum(output != said for output, (_, said) in zip(outputs, chosen, strict=True))
-    symbols = sum(len(output.split()) for output in outputs)
+    wrong = sum(output != target for output, (_, target) in zip(outputs, chosen, strict=True))
+    tokens = sum(len(output.split()) for output in outputs)
     seconds = statistics.median(times[many]) - statistics.median(times[few])
     speed = (many - few) / seconds if seconds > 0 else math.nan  # start-up varied by more than the words took
-    return speed, f"WER {100 * wrong / many:3.0f}, {symbols / many:4.1f} long"
+    return speed, f"WER {100 * wrong / many:3.0f}, {tokens / many:4.1f} long"
 
 
 def main() -> None:
@@ -322,8 +322,8 @@ def main() -> None:
     if arguments.joeynmt:
         kits["joeynmt"] = joeynmt(arguments.joeynmt)
     data, valid = arguments.data.resolve(), arguments.valid.resolve()
-    longest = max(len(said.split()) for path in (data, valid) for _, said in pairs(path))
-    mean = statistics.mean(len(said.split()) for _, said in pairs(valid))
+    longest = max(len(target.split()) for path in (data, valid) for _, target in pairs(path))
+    mean = statistics.mean(len(target.split()) for _, target in pairs(valid))
     print(
         f"{arguments.seconds:.0f} s of training each; Lx Mx ...: regard is so many times as fast, in each of its ways;"
         f" pronunciations are {mean:.1f} long"

@@ -1,8 +1,8 @@
-"""Handwritten digits: the recipe `digits` on the 1,797 images of scikit-learn, and how far its heads look.
+"""Handwritten digits: the recipe `digits` on the 1,797 images of scikit-learn, and the attention distance of its heads.
 
     python bench/images.py
 
-A fifth of the images, drawn with a fixed seed, is held out and looked at once, at the end; the recipe splits its own
+A fifth of the images, drawn with a fixed seed, is held out and evaluated once, at the end; the recipe splits its own
 validation images off the rest.
 """
 

@@ -1,11 +1,11 @@
-"""A language model of characters beside a plain torch loop: time per step, and how good both are after as many steps.
+"""A character-level language model beside a plain torch loop: time per step, and loss after the same number of steps.
 
     python bench/lm.py --text tinyshakespeare.txt
 
 4 layers, 4 heads, width 128, 64 characters of context, 12 windows per batch, no dropout: small enough for a laptop. The
 first 90% of the text are trained on. The plain loop is what people write first: modules of torch, fused causal
 attention, AdamW with warm-up and a cosine, windows drawn at random. Both take turns; the speed is that of steps
-alone, without validation. The loss is the mean over the last 10% in windows of 64 that do not overlap, for both alike.
+alone, without validation. The loss of both is the mean over the last 10% in windows of 64 that do not overlap.
 """
 
 from __future__ import annotations

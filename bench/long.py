@@ -2,11 +2,11 @@
 
     python bench/long.py
 
-Each contender trains the same shape of causal language model on one row of random tokens, in a process of its own per
-length. Memory is the peak of the process less what it held before its first step; time is that of the fastest step
-after the first, and work the time of processors in it, over all threads. `hashed` is this project's attention by
-hashing in reversible layers, `full` the same model with ordinary attention and residuals, and `peer` is transformers'
-ReformerModelWithLMHead with the values of `hashed`.
+Each contender trains a causal language model of the same shape on one sequence of random tokens, in a process of its
+own per length. Memory is the peak of the process less what it held before its first step; time is that of the fastest
+step after the first, and work its CPU time over all threads. `hashed` is this project's LSH attention in reversible
+layers, `full` the same model with ordinary attention and residuals, and `peer` is transformers' ReformerModelWithLMHead
+with the settings of `hashed`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def peer(length: int) -> tuple[Callable[[], None], int]:
 
 
 def measure(contender: str, length: int, steps: int) -> dict[str, float]:
-    """Run in a process of its own: memory is never handed back for the next one to look at."""
+    """Memory and time of one contender, in a process of its own: a process does not return all of its memory."""
     step, parameters = peer(length) if contender == "peer" else ours(length, contender == "hashed")
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -120,15 +120,15 @@ def main() -> None:
         print(json.dumps(measure(contender, int(length), arguments.steps)))
         return
     print("tokens  contender  parameters  memory MB  kB/token  time s  work s  memory:hashed  time:hashed  work:hashed")
-    # glibc keeps freed blocks of up to 32 MB. Handed back at once, the peak is what a step needs.
+    # glibc keeps freed blocks of up to 32 MB. Returned at once, the peak is what a step needs.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     for length in arguments.lengths:
-        found: dict[str, dict[str, float]] = {}
+        results: dict[str, dict[str, float]] = {}
         for contender in arguments.contenders:
             command = [sys.executable, __file__, *sys.argv[1:], "--child", contender, str(length)]
-            said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-            one = found[contender] = json.loads(said.splitlines()[-1])
-            against = found.get("hashed", one)
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            one = results[contender] = json.loads(output.splitlines()[-1])
+            against = results.get("hashed", one)
             print(
                 f"{length:7d}  {contender:9s}  {one['parameters']:10d}  {one['bytes'] / 2**20:9.0f}"
                 f"  {one['bytes'] / 1024 / length:9.1f}  {one['seconds']:6.2f}  {one['work']:6.2f}"

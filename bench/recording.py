@@ -1,4 +1,4 @@
-"""What looking costs: recording every attention map of one sentence against a plain pass, and the page of it.
+"""The cost of recording: every attention map of one sentence against a plain forward pass, and the page of it.
 
     python bench/recording.py
 
@@ -48,20 +48,20 @@ def main() -> None:
     text = (LETTERS * (1 + settings.tokens // len(LETTERS)))[: settings.tokens - 1]
     source = torch.tensor(run.codec.encode_source([Example(text)]))
     target = run.codec.encode_target([text[::-1]])[0]
-    given = torch.tensor([[run.config.start_id, *target[:-1]]])
+    shifted = torch.tensor([[run.config.start_id, *target[:-1]]])
 
     def plain() -> object:
-        return model(source, None, given)
+        return model(source, None, shifted)
 
     def recorded() -> object:
         with record(model, "*.weights"):
-            return model(source, None, given)
+            return model(source, None, shifted)
 
     plain(), recorded()
     times = [(seconds(plain), seconds(recorded)) for _ in range(settings.rounds)]
-    without, looking = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"plain pass      {1000 * without:8.1f} ms")
-    print(f"all maps        {1000 * looking:8.1f} ms   {looking / without:.2f} times")
+    alone, recording = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"plain pass      {1000 * alone:8.1f} ms")
+    print(f"all maps        {1000 * recording:8.1f} ms   {recording / alone:.2f} times")
     began = time.perf_counter()
     found = trace(run, Example(text), target)
     traced = time.perf_counter()

@@ -6,6 +6,8 @@ anything. Commands run as written, except that training is cut to a few steps of
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shlex
 import shutil
@@ -120,6 +122,14 @@ def test_links_lead_somewhere():
             r"\]\(([^)#]+\.(?:md|py|svg|png)|LICENSE)(?:#[a-z-]*)?\)", page.read_text(encoding="utf-8")
         ):
             assert (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "bench").glob("*.py")), ids=lambda script: script.stem)
+def test_benchmarks_import_names_that_exist(script):
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "regard":
+            module = importlib.import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_pre_commit_runs_the_checks_of_ci():

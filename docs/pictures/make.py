@@ -1,10 +1,12 @@
-"""Make the images of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
+"""Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
 
-The page is photographed in a headless Chromium; everything else is drawn by the program itself.
+The attention page is photographed in a headless Chromium; everything else is drawn by regard itself. The map of the
+code has its own script, architecture.py.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,18 +15,20 @@ sys.path.insert(0, str(HERE.parent.parent / "tests" / "inspect"))
 
 import chromium  # noqa: E402
 
-from regard.cli import heads, inspect  # noqa: E402
+CLIPS = {"alignment": 680, "walk": 900, "position": 620}  # visible height of each view in pixels
 
-CLIPS = {"alignment": 680, "walk": 900, "position": 620}  # pixels shown of each view
+
+def regard(*arguments: object) -> None:
+    subprocess.run([sys.executable, "-m", "regard", *map(str, arguments)], check=True)
 
 
 def main() -> None:
     run, word, pairs, image_run, images = sys.argv[1:6]
     page, image_page = HERE / "page.html", HERE / "image.html"
-    inspect.command(run, word, output=str(page))
-    inspect.command(image_run, images, index=18, output=str(image_page))
-    inspect.command(run, word, attention="cross", png=str(HERE / "cross-heads.png"))
-    heads.command(run, pairs, picture=str(HERE / "heads.svg"), no_store=True)
+    regard("inspect", run, word, "--out", page)
+    regard("inspect", image_run, images, "--index", 18, "--out", image_page)
+    regard("inspect", run, word, "--attention", "cross", "--png", HERE / "cross-heads.png")
+    regard("heads", run, pairs, "--picture", HERE / "heads.svg", "--no-store")
     program = chromium.find()
     assert program is not None, "no Chromium on this machine"
     for name, height in CLIPS.items():
@@ -45,4 +49,5 @@ def main() -> None:
     image_page.unlink()
 
 
-main()
+if __name__ == "__main__":
+    main()
