@@ -30,15 +30,15 @@ def shrunk(name: str, vocab: int = VOCAB, changes: dict[str, Any] | None = None)
     """A preset with small sizes and without dropout; everything else is what it was."""
     table = PRESETS[name]
     small: dict[str, Any] = {}
-    for tower in ("encoder", "decoder"):
-        if tower in table:
-            small[tower] = dict(TINY)
-            if "kv_heads" in table[tower]:
-                small[tower]["kv_heads"] = 1
-            if "head_width" in table[tower]:
-                small[tower]["head_width"] = 5
-            if "axial" in table[tower]:
-                small[tower]["axial"] = {"rows": 4, "columns": 5, "row_width": 5}
+    for stack in ("encoder", "decoder"):
+        if stack in table:
+            small[stack] = dict(TINY)
+            if "kv_heads" in table[stack]:
+                small[stack]["kv_heads"] = 1
+            if "head_width" in table[stack]:
+                small[stack]["head_width"] = 5
+            if "axial" in table[stack]:
+                small[stack]["axial"] = {"rows": 4, "columns": 5, "row_width": 5}
     if "patches" in table:
         small |= {"patches": IMAGE, "classes": 7}
     return preset(name, vocab, changes=merge(small, changes or {}))
@@ -75,7 +75,7 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def watched(model: Model, *inputs: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """Scores with every attention looked at, which takes the slow path, and the weights that were seen."""
+    """Logits with a hook on every attention, which selects the eager path, and the attention weights."""
     seen: list[Tensor] = []
     taps = [tap for name, tap in model.named_modules() if name.endswith(".weights") and isinstance(tap, Tap)]
     hooks = [tap.register_forward_hook(lambda _m, _i, out: seen.append(out)) for tap in taps]

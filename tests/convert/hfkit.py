@@ -33,12 +33,16 @@ VIT = dict(
 )  # fmt: skip
 
 
+def quiet(message: str) -> None:
+    """A log that is not kept."""
+
+
 def marian(t: Any, **changes: Any) -> Any:
     sizes = {f"{side}_{key}": value for side in ("encoder", "decoder")
              for key, value in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))}  # fmt: skip
     ids = dict(pad_token_id=V - 1, eos_token_id=0, decoder_start_token_id=V - 1)
-    given = dict(vocab_size=V, d_model=16, activation_function="swish", scale_embedding=True) | sizes | ids | changes
-    model = t.MarianMTModel(t.MarianConfig(**given))
+    options = dict(vocab_size=V, d_model=16, activation_function="swish", scale_embedding=True) | sizes | ids | changes
+    model = t.MarianMTModel(t.MarianConfig(**options))
     model.final_logits_bias.normal_()
     return model
 

@@ -1,4 +1,4 @@
-"""What CTranslate2 is given computes what our model computes, and whatever it has no place for is told."""
+"""A written model computes what our model computes, and settings that CTranslate2 does not have are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_forced_scores_are_equal(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*BOTH, *DECODERS, *ENCODERS])
-def test_every_preset_is_written_or_told_why_not(name, tmp_path):
+def test_every_preset_is_written_or_refused(name, tmp_path):
     config = shrunk(name)
     run = Run(config, Codec(Tokenizer.train("char", [LETTERS[:6]]), frame=config.frame), build(config), Path(name))
     if wrong := misfits(config):
@@ -89,17 +89,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_place_is_told(name, tmp_path):
-    settings, told = REFUSED[name]
+def test_unsupported_settings_are_named(name, tmp_path):
+    settings, message = REFUSED[name]
     stack = {"layers": 2, "width": 16, "heads": 4, "ff": 24, "max_length": 72, **settings}
     both = Config.model_validate({"source_vocab": 12, "target_vocab": 12, "encoder": stack, "decoder": stack})
     run = Run(both, Codec(tokenizer()), build(both), Path("somewhere"))
-    with pytest.raises(UserError, match=f"somewhere(.|\n)*{told}"):
+    with pytest.raises(UserError, match=f"somewhere(.|\n)*{message}"):
         to_ctranslate2(run, tmp_path / "out", 4)
     assert not list(tmp_path.iterdir())
 
 
-def test_norms_of_different_precision_are_told(tmp_path):
+def test_norms_of_different_precision_are_refused(tmp_path):
     run = random_run({"norm_eps": 1e-5}, {"norm_eps": 1e-6})
     with pytest.raises(UserError, match=r"encoder\.norm_eps=1e-05"):
         to_ctranslate2(run, tmp_path / "out", 4)
@@ -112,7 +112,7 @@ def test_a_difference_stops_it(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_broken_weights_are_told(tmp_path):
+def test_weights_that_are_not_numbers_are_refused(tmp_path):
     run = random_run()
     run.model.decoder.blocks[1].feed_forward.up.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"not numbers \(decoder.layer.1.ffn.linear_0.weight\)"):
@@ -121,9 +121,9 @@ def test_broken_weights_are_told(tmp_path):
 
 def test_eight_bits_are_near_and_a_quarter_of_the_size(tmp_path):
     run = random_run({"width": 64, "ff": 256, "position": "rotary"})
-    whole, small = (to_ctranslate2(run, tmp_path / p, 8, p) for p in ("fp32", "int8"))
-    assert whole.details["int8"] is None and small.details["int8"] is not None and whole.proof == small.proof
-    assert whole.proof.difference < small.details["int8"] < 0.2 and f"{small.details['int8']:.2g}" in small.summary
+    full, small = (to_ctranslate2(run, tmp_path / p, 8, p) for p in ("fp32", "int8"))
+    assert full.details["int8"] is None and small.details["int8"] is not None and full.proof == small.proof
+    assert full.proof.difference < small.details["int8"] < 0.2 and f"{small.details['int8']:.2g}" in small.summary
     sizes = [(tmp_path / name / "model.bin").stat().st_size for name in ("fp32", "int8")]
     assert 0.2 < sizes[1] / sizes[0] < 0.35
 
@@ -158,26 +158,26 @@ def test_others_can_use_the_directory_with_pieces_alone(frame, tmp_path):
 
 
 def test_the_command_line(toy, tmp_path):
-    said = call("convert", toy / "run", tmp_path / "out", "--to", "ctranslate2")
-    assert said.code == 0 and said.lines[0] == "model\tTransformerSpec" and "proven" in said.err
+    result = call("convert", toy / "run", tmp_path / "out", "--to", "ctranslate2")
+    assert result.code == 0 and result.lines[0] == "model\tTransformerSpec" and "proven" in result.err
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json", "model.bin", "source_vocabulary.json", "target_vocabulary.json",
     }  # fmt: skip
     again = call("convert", toy / "run", tmp_path / "out", "--to", "ctranslate2")
     assert again.code == 2 and "exists already" in again.err
     order = ["convert", toy / "run", tmp_path / "small", "--to", "ctranslate2", "--quantization", "int8"]
-    told = json.loads(call(*order, "--samples", 7, "--json").out)
-    assert told["proof"]["samples"] == 7 and told["precision"] == "int8" and 0 < told["int8"] < 0.3
+    report = json.loads(call(*order, "--samples", 7, "--json").out)
+    assert report["proof"]["samples"] == 7 and report["precision"] == "int8" and 0 < report["int8"] < 0.3
     for wrong, message in (
         (["--to", "ctranslate2", "--quantization", "int4"], "allowed: fp32, int8"),
         (["--to", "ctranslate"], "did you mean 'ctranslate2'?"),
         (["--quantization", "int8"], "belongs to --to ctranslate2"),
     ):
-        said = call("convert", toy / "run", tmp_path / "new", *wrong)
-        assert said.code == 2 and message in said.err and not (tmp_path / "new").exists()
+        result = call("convert", toy / "run", tmp_path / "new", *wrong)
+        assert result.code == 2 and message in result.err and not (tmp_path / "new").exists()
 
 
 def test_without_the_package(toy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    said = call("convert", toy / "run", tmp_path / "out", "--to", "ctranslate2")
-    assert said.code == 2 and "pip install 'regard[ctranslate2]'" in said.err and not list(tmp_path.iterdir())
+    result = call("convert", toy / "run", tmp_path / "out", "--to", "ctranslate2")
+    assert result.code == 2 and "pip install 'regard[ctranslate2]'" in result.err and not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Every family comes in with equal outputs, goes back out with equal weights, and what does not fit is told."""
+"""Every family comes in with equal outputs, is written with equal weights, and what does not fit is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hfkit import MODELS, V, make
+from hfkit import MODELS, V, make, quiet
 from safetensors.torch import load_file
 
 import regard
@@ -26,10 +26,6 @@ from toykit import call
 transformers = pytest.importorskip("transformers")
 
 
-def quiet(_: str) -> None:
-    """Nobody listens."""
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory):
     """Gives the directory and the model of a family, made once."""
@@ -44,7 +40,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back(name, hub, tmp_path):
+def test_read_and_written_again(name, hub, tmp_path):
     path, model = hub(name)
     report = from_hf(path, tmp_path / "run", 4, quiet)
     assert report.proof is not None and report.proof.difference < 1e-5
@@ -61,8 +57,8 @@ def test_there_and_back(name, hub, tmp_path):
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
-    _, told = type(model).from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(told.values()), told
+    _, loading = type(model).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(loading.values()), loading
     again = from_hf(tmp_path / "hf", tmp_path / "again", 4, quiet)
     assert again.parameters == report.parameters
     last = Run.load(tmp_path / "again").config
@@ -77,7 +73,7 @@ def task_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*BOTH, *DECODERS, *ENCODERS])
-def test_what_we_train_goes_out_or_is_told_why_not(name, tmp_path):
+def test_every_preset_is_written_or_refused_with_a_reason(name, tmp_path):
     config = shrunk(name)
     if config.patches is not None:
         config = shrunk(name, changes={"encoder": {"max_length": 1 + config.patches.count}})
@@ -105,7 +101,7 @@ def why_not(config: Config) -> str | None:
     return None
 
 
-def test_settings_that_do_nothing_stand_in_no_ones_way(tmp_path):
+def test_settings_without_effect_are_not_in_the_way(tmp_path):
     idle = {"output": "classes", "classes": 3, "pooler": True, "tie_output": False, "start": "eos"}
     config = shrunk("bert-base", changes=idle)
     run = Run(config, Codec(Tokenizer.train("char", ["abc"]), frame="both"), build(config), tmp_path / "run")
@@ -127,12 +123,12 @@ def test_generation_there_and_here_is_the_same(hub, tmp_path):
     (best, *_), *_ = run.generate(["5 6 7 8"], beam=1, max_length=8)
     ids = torch.tensor([[5, 6, 7, 8, 0]])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=8)
-    said = out[0, 1:].tolist()
-    length = min(len(said), len(best.ids)) - 1  # the last is forced there when there is no more room
-    assert length > 3 and list(best.ids[:length]) == said[:length]
+    theirs = out[0, 1:].tolist()
+    length = min(len(theirs), len(best.ids)) - 1  # the last is forced there when there is no more room
+    assert length > 3 and list(best.ids[:length]) == theirs[:length]
 
 
-def test_a_text_is_numbers_where_there_is_no_tokenizer(hub, tmp_path):
+def test_without_a_tokenizer_a_text_is_ids(hub, tmp_path):
     path, _ = hub("llama-2")
     notes: list[str] = []
     from_hf(path, tmp_path / "run", 1, notes.append)
@@ -142,7 +138,7 @@ def test_a_text_is_numbers_where_there_is_no_tokenizer(hub, tmp_path):
     assert codec.source.decode([12, 7, 39]) == "12 7 39"
 
 
-def test_the_proof_is_kept(hub, tmp_path):
+def test_the_proof_is_recorded(hub, tmp_path):
     path, _ = hub("vit")
     report = from_hf(path, tmp_path / "run", 3, quiet)
     record = json.loads((tmp_path / "run" / RECORD).read_text())
@@ -175,21 +171,21 @@ def test_without_transformers_nothing_is_claimed(hub, tmp_path, monkeypatch):
 
 def test_the_command_line(hub, tmp_path):
     path, _ = hub("bert-masked")
-    said = call("convert", path, tmp_path / "run", "--samples", 2, "--json")
-    assert said.code == 0, said.err
-    assert json.loads(said.out)["architecture"] == "BertForMaskedLM"
-    assert "proven: 2 random inputs" in said.err
-    said = call("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
-    assert said.code == 0, said.err
-    assert said.lines[0] == "model\tBertForMaskedLM"
+    result = call("convert", path, tmp_path / "run", "--samples", 2, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["architecture"] == "BertForMaskedLM"
+    assert "proven: 2 random inputs" in result.err
+    result = call("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
+    assert result.code == 0, result.err
+    assert result.lines[0] == "model\tBertForMaskedLM"
     for args, message in (
         (("convert", path, tmp_path / "run"), "exists already"),
         (("convert", tmp_path / "run", tmp_path / "new"), "this is a run"),
         (("convert", tmp_path / "run", tmp_path / "new", "--to", "hg"), "allowed: ctranslate2, hf"),
         (("convert", tmp_path / "none", tmp_path / "new"), "no such directory"),
     ):
-        said = call(*args)
-        assert said.code == 2 and message in said.err, said.err
+        result = call(*args)
+        assert result.code == 2 and message in result.err, result.err
         assert not (tmp_path / "new").exists()
 
 
@@ -229,7 +225,7 @@ def read(path: Path) -> dict:
         ("vit", {"qkv_bias": False}, "qkv_bias False is not supported"),
     ],
 )
-def test_settings_that_cannot_be_kept_are_named(name, changes, message, hub, tmp_path):
+def test_unsupported_settings_are_named(name, changes, message, hub, tmp_path):
     path, _ = hub(name)
     shutil.copytree(path, tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(read(path) | changes))

@@ -52,7 +52,7 @@ def test_pixels_come_out_the_same(settings, tmp_path):
         ({"do_rescale": "no"}, "do_rescale must be true or false"),
     ],
 )
-def test_wrong_pixels_are_told(settings, message, tmp_path):
+def test_wrong_settings_are_errors(settings, message, tmp_path):
     (tmp_path / IMAGE_PROCESSOR).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
         read_image_processor(tmp_path, CONFIG.patches)

@@ -1,4 +1,4 @@
-"""Directories from strangers: sharded, pickled, renamed, broken, or up to no good."""
+"""Untrusted directories: sharded, pickled, with old names, broken, or malicious."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hfkit import make
+from hfkit import make, quiet
 from safetensors.torch import load_file, save_file
 
 from regard.convert.hf import from_hf
@@ -16,10 +16,6 @@ from regard.errors import UserError
 from regard.run import Run, weights_of
 
 transformers = pytest.importorskip("transformers")
-
-
-def quiet(_: str) -> None:
-    """Nobody listens."""
 
 
 @pytest.fixture(scope="module")
@@ -57,38 +53,38 @@ def test_one_file_several_and_pickled_are_the_same(gpt2, tmp_path):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]  # as such files have it: a second name
     (tmp_path / "bin" / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
-    said: list[str] = []
-    from_hf(tmp_path / "bin", tmp_path / "pickled", 1, said.append)
-    assert any("weights_only" in line for line in said)
+    log: list[str] = []
+    from_hf(tmp_path / "bin", tmp_path / "pickled", 1, log.append)
+    assert any("weights_only" in line for line in log)
     same(tmp_path / "one", tmp_path / "pickled")
 
 
 def test_a_pickle_that_would_run_something_is_not_read(copy, tmp_path):
     (copy / "model.safetensors").unlink()
-    mark = tmp_path / "ran"
-    torch.save({"transformer.wte.weight": Evil(str(mark))}, copy / "pytorch_model.bin")
+    trace = tmp_path / "ran"
+    torch.save({"transformer.wte.weight": Evil(str(trace))}, copy / "pytorch_model.bin")
     with pytest.raises(UserError, match="not readable as plain weights"):
         from_hf(copy, tmp_path / "run", 1, quiet)
     torch.save([torch.zeros(1)], copy / "pytorch_model.bin")
     with pytest.raises(UserError, match="a table of tensors and nothing else"):
         from_hf(copy, tmp_path / "run", 1, quiet)
-    assert not mark.exists()
+    assert not trace.exists()
 
 
 class Evil:
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
+    def __init__(self, trace: str) -> None:
+        self.trace = trace
 
     def __reduce__(self):
-        return Path.touch, (Path(self.mark),)
+        return Path.touch, (Path(self.trace),)
 
 
-def test_half_numbers_become_whole(gpt2, copy, tmp_path):
+def test_half_precision_becomes_float32(gpt2, copy, tmp_path):
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(copy / "model.safetensors").items()}
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    said: list[str] = []
-    from_hf(copy, tmp_path / "run", 2, said.append)
-    assert "weights in bfloat16 become float32" in said
+    log: list[str] = []
+    from_hf(copy, tmp_path / "run", 2, log.append)
+    assert "weights in bfloat16 become float32" in log
     found = weights(tmp_path / "run")["decoder.norm.weight"]
     assert found.dtype == torch.float32 and torch.equal(found, tensors["transformer.ln_f.weight"].float())
 
@@ -100,9 +96,9 @@ def test_names_without_prefix_old_buffers_and_untied_output(gpt2, copy, tmp_path
         "h.0.attn.masked_bias": torch.tensor(-1e4),
     }
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    said: list[str] = []
-    from_hf(copy, tmp_path / "run", 2, said.append)
-    assert "not needed: transformer.h.0.attn.bias, transformer.h.0.attn.masked_bias" in said
+    log: list[str] = []
+    from_hf(copy, tmp_path / "run", 2, log.append)
+    assert "not needed: transformer.h.0.attn.bias, transformer.h.0.attn.masked_bias" in log
     from_hf(gpt2, tmp_path / "plain", 1, quiet)
     same(tmp_path / "run", tmp_path / "plain")
 
@@ -121,12 +117,12 @@ def test_old_names_of_norms(tmp_path):
     old |= {"bert.pooler.dense.weight": torch.ones(16, 16), "bert.pooler.dense.bias": torch.ones(16)}
     assert not old.keys() & {name for name in tensors if "LayerNorm" in name}
     save_file(old, file, {"format": "pt"})
-    said: list[str] = []
-    from_hf(tmp_path / "hf", tmp_path / "run", 1, said.append)
-    assert "not needed: bert.pooler.dense.bias, bert.pooler.dense.weight, cls.seq_relationship.bias and 1 more" in said
+    log: list[str] = []
+    from_hf(tmp_path / "hf", tmp_path / "run", 1, log.append)
+    assert "not needed: bert.pooler.dense.bias, bert.pooler.dense.weight, cls.seq_relationship.bias and 1 more" in log
 
 
-def test_all_that_does_not_fit_is_told_at_once(copy, tmp_path):
+def test_all_misfits_are_one_error(copy, tmp_path):
     tensors = load_file(copy / "model.safetensors")
     del tensors["transformer.h.0.ln_1.weight"], tensors["transformer.h.1.mlp.c_fc.bias"]
     tensors["transformer.h.2.ln_1.weight"] = torch.zeros(16)
@@ -174,24 +170,24 @@ def test_the_links_of_a_download_cache_are_followed(copy, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_code_is_ignored_and_said_to_be(copy, tmp_path):
+def test_code_is_ignored_with_a_note(copy, tmp_path):
     settings = json.loads((copy / "config.json").read_text())
     code = {"auto_map": {"AutoModel": "modeling.Evil"}, "trust_remote_code": True}
     (copy / "config.json").write_text(json.dumps(settings | code))
     (copy / "modeling.py").write_text("raise SystemExit('this must not run')\n")
-    said: list[str] = []
-    from_hf(copy, tmp_path / "run", 1, said.append)
-    assert any(line.startswith("ignored: auto_map, trust_remote_code, modeling.py") for line in said)
+    log: list[str] = []
+    from_hf(copy, tmp_path / "run", 1, log.append)
+    assert any(line.startswith("ignored: auto_map, trust_remote_code, modeling.py") for line in log)
 
 
-def test_ids_beyond_the_vocabulary_and_empty_settings_are_passed_over(copy, tmp_path):
+def test_ids_beyond_the_vocabulary_and_empty_settings_are_ignored(copy, tmp_path):
     settings = json.loads((copy / "config.json").read_text())
     loose = {"bos_token_id": 50256, "eos_token_id": 50256, "n_inner": None}
     (copy / "config.json").write_text(json.dumps(settings | loose))
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 50256, "pad_token_id": 7}))
-    said: list[str] = []
-    from_hf(copy, tmp_path / "run", 1, said.append)
-    assert "ignored: bos_token_id, eos_token_id (beyond the vocabulary)" in said
+    log: list[str] = []
+    from_hf(copy, tmp_path / "run", 1, log.append)
+    assert "ignored: bos_token_id, eos_token_id (beyond the vocabulary)" in log
     assert Run.load(tmp_path / "run").config.ids.pad == 7
     (copy / "config.json").write_text(json.dumps(settings | {"scale_attn_weights": None}))
     with pytest.raises(UserError, match=r"transformers does not load it: .*scale_attn_weights"):
@@ -212,7 +208,7 @@ def test_ids_beyond_the_vocabulary_and_empty_settings_are_passed_over(copy, tmp_
         ("other", "", "no weights"),
     ],
 )
-def test_broken_files_are_told(file, content, message, copy, tmp_path):
+def test_broken_files_are_errors(file, content, message, copy, tmp_path):
     if file != "config.json":
         (copy / "model.safetensors").unlink()
     (copy / file).write_text(content)

@@ -71,7 +71,7 @@ def encoder(tmp_path, name="bert-base", **changes) -> regard.api.LoadedRun:
     return regard.api.LoadedRun(config, codec, build(config), tmp_path)
 
 
-def test_a_vector_is_the_mean_over_symbols_in_any_company(tmp_path):
+def test_a_vector_is_the_mean_over_tokens_in_any_batch(tmp_path):
     run = encoder(tmp_path, output="none", output_bias=False)
     texts = ["abc", "g", "abcabcabc", "fedcba", ""]
     together = run.embed(texts, normalize=False, batch_tokens=16)

@@ -1,4 +1,4 @@
-"""Tables of weights: both directions are inverse, every name is used, and what is not is told."""
+"""Weight tables: both directions are inverse, and a name that is not used is an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def parameters(seed: int) -> dict[str, torch.Tensor]:
 
 
 @given(st.integers(0, 10**6))
-def test_there_and_back_is_where_it_was(seed):
+def test_export_and_import_are_inverse(seed):
     ours = parameters(seed)
     theirs = Tensors(export_weights(ours, TABLE))
     empty = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
@@ -81,7 +81,7 @@ def test_what_a_row_does():
     assert not any(name.startswith(("gate", "layer.2.")) for name in theirs)
 
 
-def test_parts_are_laid_on_each_other():
+def test_several_names_are_concatenated():
     keys, values = torch.randn(6, 4), torch.randn(6, 4)
     ours = {"x.blocks.0.key_value.weight": torch.zeros(12, 4)}
     table = {("a.{n}.k", "a.{n}.v"): "x.blocks.{n}.key_value"}

@@ -67,7 +67,7 @@ PARTS = [
     "½",
     "\xa0",
 ]
-# What a normalizer of SentencePiece does with letters and marks that stand apart is only alike for composed text.
+# What a normalizer of SentencePiece does with letters and combining characters is only alike for composed text.
 texts = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=8).map(
     lambda parts: unicodedata.normalize("NFC", "".join(parts)).replace(HIDDEN, "")
 )
@@ -127,10 +127,10 @@ def two_sides(path: Path) -> None:
 def make(kind: str, path: Path) -> dict[str, Any]:
     """Write the files of a family as they are found in the wild, and return what its config.json says."""
     path.mkdir(parents=True)
-    said: dict[str, Any] = {}
+    tokenizer_config: dict[str, Any] = {}
     if kind == "bert":
         word_pieces(path)
-        said = {"do_lower_case": False}
+        tokenizer_config = {"do_lower_case": False}
     elif kind == "gpt2":
         byte_pairs(path)
     elif kind == "t5":
@@ -148,13 +148,13 @@ def make(kind: str, path: Path) -> dict[str, Any]:
     elif kind == "llama":
         options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
         spm(path / "tokenizer.model", CORPUS, vocab_size=380, model_type="bpe", **options)
-        said = {"add_bos_token": True, "add_eos_token": False}
+        tokenizer_config = {"add_bos_token": True, "add_eos_token": False}
     else:
         two_sides(path)
-        said = {"source_lang": "eng", "target_lang": "fra"}
+        tokenizer_config = {"source_lang": "eng", "target_lang": "fra"}
         config = {"decoder_start_token_id": len(json.loads((path / "vocab.json").read_text())) - 1}
-    if said:
-        (path / "tokenizer_config.json").write_text(json.dumps(said))
+    if tokenizer_config:
+        (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return config if kind == "marian" else {}
 
 
@@ -216,7 +216,7 @@ def test_ids_and_text_are_those_of_sentencepiece(made, text: str, kind: str) -> 
 
 @given(text=st.text("각힣ấệởéザガca ", max_size=6))
 @many
-def test_letters_and_marks_are_put_together_as_sentencepiece_does(made, text: str) -> None:
+def test_letters_and_accents_are_composed_as_sentencepiece_does(made, text: str) -> None:
     other = sentencepiece.SentencePieceProcessor(model_file=str(made["t5"].path / "spiece.model"))
     text = unicodedata.normalize("NFD", text)
     assert made["t5"].ids(text) == [*other.encode(text), other.eos_id()]
@@ -262,7 +262,7 @@ def test_frames_and_ids_are_found(made, kind: str) -> None:
     assert [note for note in ours.notes if "padding" in note] == ours.notes and bool(ours.notes) == standing_in
 
 
-def test_a_language_is_a_symbol_before_the_text(made, theirs) -> None:
+def test_a_language_is_a_token_before_the_text(made, theirs) -> None:
     text = ">>fra<< the cat"
     assert made["marian"].ids(text) == theirs["marian"](text)["input_ids"]
     assert made["marian"].codec.source_pieces(made["marian"].ids(text))[0] == ">>fra<<"
@@ -340,7 +340,7 @@ def test_a_run_keeps_it(made, kind: str, tmp_path: Path) -> None:
     assert loaded.encode_target(FRENCH) == codec.encode_target(FRENCH)
 
 
-def test_a_tokenizer_file_says_its_marks_whatever_it_fills_up(made, tmp_path: Path) -> None:
+def test_the_frame_of_a_tokenizer_file_is_found_in_spite_of_padding(made, tmp_path: Path) -> None:
     library = Library.from_str(made["bert"].tokens.source.to_json())
     library.enable_padding(length=16)
     library.enable_truncation(4)
@@ -350,7 +350,7 @@ def test_a_tokenizer_file_says_its_marks_whatever_it_fills_up(made, tmp_path: Pa
     assert read.source.encode(CORPUS) == made["bert"].tokens.source.encode(CORPUS)
 
 
-def test_settings_overrule_the_marks_of_a_file(made, tmp_path: Path) -> None:
+def test_settings_overrule_the_frame_of_a_file(made, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(made["llama"].tokens.source.to_json())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
     read = read_tokenizers(tmp_path, "llama", {})
@@ -359,7 +359,7 @@ def test_settings_overrule_the_marks_of_a_file(made, tmp_path: Path) -> None:
     assert written == [*read.source.encode(["the cat"])[0], read.ids.eos]
 
 
-def test_ids_come_from_names_then_numbers_and_what_stands_in_is_said(made, tmp_path: Path) -> None:
+def test_ids_come_from_names_then_from_the_config(made, tmp_path: Path) -> None:
     shutil.copytree(made["llama"].path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<unk>"}, "eos_token": "<s>"}')
     read = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
@@ -367,18 +367,18 @@ def test_ids_come_from_names_then_numbers_and_what_stands_in_is_said(made, tmp_p
     assert [note for note in read.notes if "2, 7" in note] == read.notes != []
 
 
-def test_symbols_without_a_row_are_unknown(made) -> None:
-    whole = made["t5"].tokens.source
+def test_tokens_without_a_row_are_unknown(made) -> None:
+    full = made["t5"].tokens.source
     read = read_tokenizers(made["t5"].path, "t5", {"vocab_size": 40})
     assert read.source.size == 40 and "those numbered higher" in read.notes[0]
-    cut = [[index if index < 40 else whole.ids.unk for index in row] for row in whole.encode(CORPUS)]
+    cut = [[index if index < 40 else full.ids.unk for index in row] for row in full.encode(CORPUS)]
     assert read.source.encode(CORPUS) == cut
     assert len(read.source.unknown_tokens(CORPUS[0])) == read.source.unknown(cut[0]) > 0
     with pytest.raises(UserError, match="too few"):
         read_tokenizers(made["t5"].path, "t5", {"vocab_size": 2})
 
 
-def test_several_marks_are_refused(made, tmp_path: Path) -> None:
+def test_several_special_tokens_before_a_text_are_refused(made, tmp_path: Path) -> None:
     library = Library.from_str(made["bert"].tokens.source.to_json())
     library.post_processor = processors.TemplateProcessing("[CLS] [CLS] $A", None, [("[CLS]", 2)])
     library.save(str(tmp_path / "tokenizer.json"))
@@ -386,7 +386,7 @@ def test_several_marks_are_refused(made, tmp_path: Path) -> None:
         read_tokenizers(tmp_path, "bert", {})
 
 
-def test_what_cannot_be_read_is_told(made, tmp_path: Path) -> None:
+def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
     (tmp_path / "vocab.pkl").write_bytes(b"")
     with pytest.raises(UserError, match=r"(?s)tokenizer\.json, vocab\.txt.*found: vocab\.pkl"):
         read_tokenizers(tmp_path, "bert", {})
@@ -420,7 +420,7 @@ def test_what_cannot_be_read_is_told(made, tmp_path: Path) -> None:
     assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 2}).source.encode(["a<new>b"]) == [[0, 3, 1]]
 
 
-def test_nothing_says_where_a_text_ends(tmp_path: Path) -> None:
+def test_no_end_token_is_an_error(tmp_path: Path) -> None:
     library = Library(models.WordLevel({"a": 0}, unk_token="a"))
     library.decoder = decoders.Fuse()
     library.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Transformer-XL, which transformers has no more: against what it said when it had it (fixtures/make_transfo_xl.py)."""
+"""Transformer-XL against recorded outputs of the last transformers that had it (fixtures/make_transfo_xl.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hfkit import quiet
 from safetensors.torch import load_file
 
 from familykit import build, close, shrunk
@@ -24,10 +25,6 @@ IDLE = {"adaptive", "tie_projs", "sample_softmax", "torch_dtype", "transformers_
 IDLE |= {"init", "init_range", "init_std"}
 
 
-def quiet(_: str) -> None:
-    """Nobody listens."""
-
-
 @pytest.fixture(params=["each", "shared"])
 def theirs(request) -> Path:
     return FIXTURES / request.param
@@ -40,23 +37,23 @@ def settings(path: Path) -> dict:
 @torch.no_grad()
 def log_probabilities(model: Model, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
     """Of each next token, in segments that remember the ones before."""
-    carried, said = None, []
+    carried, outputs = None, []
     for tokens_BT in tokens:
         x_BTD, carried = model.read_segment(tokens_BT, carried)
-        said.append(model.predict(x_BTD).log_softmax(-1))
-    return said
+        outputs.append(model.predict(x_BTD).log_softmax(-1))
+    return outputs
 
 
-def test_says_what_the_reference_said(theirs, tmp_path):
+def test_log_probabilities_are_those_of_the_reference(theirs, tmp_path):
     from_hf(theirs, tmp_path / "run", 1, quiet)
-    data = load_file(theirs / "said.safetensors")
-    said = log_probabilities(Run.load(tmp_path / "run").model, [data[f"tokens.{i}"] for i in range(4)])
-    for i, ours in enumerate(said):
+    data = load_file(theirs / "expected.safetensors")
+    outputs = log_probabilities(Run.load(tmp_path / "run").model, [data[f"tokens.{i}"] for i in range(4)])
+    for i, ours in enumerate(outputs):
         close(ours, data[f"log_probabilities.{i}"])
         assert ours.std() > 0.1  # there is something to compare
 
 
-def test_goes_back_with_the_same_weights_and_settings(theirs, tmp_path):
+def test_written_with_the_same_weights_and_settings(theirs, tmp_path):
     from_hf(theirs, tmp_path / "run", 1, quiet)
     to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 1, quiet)
     before, after = load_file(theirs / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
@@ -73,7 +70,7 @@ def test_goes_back_with_the_same_weights_and_settings(theirs, tmp_path):
     assert Run.load(tmp_path / "again").config == Run.load(tmp_path / "run").config
 
 
-def test_it_is_told_that_nothing_was_proven(tmp_path):
+def test_the_report_says_that_nothing_was_proven(tmp_path):
     report = from_hf(FIXTURES / "each", tmp_path / "run", 1, quiet)
     assert report.proof is None
     assert "not proven: transformers 5 no longer has this model" in report.summary
@@ -81,7 +78,7 @@ def test_it_is_told_that_nothing_was_proven(tmp_path):
     assert "no longer has this model" in to_hf(Run.load(tmp_path / "run"), tmp_path / "hf", 1, quiet).summary
 
 
-def test_ours_goes_out_and_comes_back(tmp_path):
+def test_ours_is_written_and_read_again(tmp_path):
     """A prediction without a bias becomes one with a bias of zero, which says the same."""
     config = shrunk("xl-tiny", changes={"decoder": {"reach": 5}})
     run = Run(config, Codec(Tokenizer.train("char", ["abcdefg"]), frame="none"), build(config), tmp_path / "xl")
@@ -110,7 +107,7 @@ def test_ours_goes_out_and_comes_back(tmp_path):
         ({"n_layer": 3}, "missing: transformer.layers.2.dec_attn.o_net.weight"),
     ],
 )
-def test_what_cannot_be_kept_is_named(changes, message, tmp_path):
+def test_unsupported_settings_are_named(changes, message, tmp_path):
     shutil.copytree(FIXTURES / "each", tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(settings(FIXTURES / "each") | changes))
     with pytest.raises(UserError, match=message):
