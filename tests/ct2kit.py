@@ -17,7 +17,7 @@ from regard.text.tokenizer import Tokenizer
 
 LETTERS = "abcdefgh"
 STACK = {"layers": 2, "width": 16, "heads": 4, "ff": 24, "dropout": 0.0, "max_length": 80}
-MARKS = [0, 1, 2]  # padding, unknown, start: never produced
+SPECIAL = [0, 1, 2]  # padding, unknown, start: never produced
 
 
 def tokenizer(scheme: str = "char", text: str = LETTERS) -> Tokenizer:
@@ -32,15 +32,15 @@ def random_run(
     spare: int = 0,
     seed: int = 0,
     end: float | None = None,
-    marks: float = -20.0,
+    special: float = -20.0,
     **settings: Any,
 ) -> Run:
-    """A run of random weights. With `end` the end token is so much more likely, and marks by `marks`."""
+    """A run of random weights. With `end` the end token is so much more likely, and special by `special`."""
     codec = codec or Codec(tokenizer(), tokenizer())
     vocabs = {"source_vocab": codec.source_vocab + spare, "target_vocab": codec.target_vocab + spare}
-    towers = {"encoder": STACK | (encoder or {}), "decoder": STACK | (decoder or encoder or {})}
+    stacks = {"encoder": STACK | (encoder or {}), "decoder": STACK | (decoder or encoder or {})}
     settings |= {} if end is None else {"output_bias": True, "tie_output": False}
-    config = parse(Config, {**vocabs, **towers, "frame": codec.frame, **settings}, "test")
+    config = parse(Config, {**vocabs, **stacks, "frame": codec.frame, **settings}, "test")
     model = build(config, seed)
     if end is not None:
         torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def random_run(
                     parameter.normal_(std=1.4 * (2 / sum(parameter.shape)) ** 0.5)
             model.output.weight.normal_(std=0.6)
             model.output.bias[config.ids.eos] += end
-            model.output.bias[MARKS] = marks
+            model.output.bias[SPECIAL] = special
     return Run(config, codec, model, Path("random"))
 
 

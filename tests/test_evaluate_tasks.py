@@ -15,7 +15,7 @@ from regard.data.objectives import SpanCorruption
 from regard.data.plain import Stream, TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
-from regard.decode.text_score import context_of, score_masked, score_spans, score_text
+from regard.decode.score import score_lm, score_masked, score_spans, scoring_context
 from regard.errors import UserError
 from regard.evaluate import evaluate_text, judge_text
 from regard.model import Model
@@ -63,7 +63,7 @@ def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
     run = Run.load(place / "lm")
     ids = units(run, place / "text.txt").ids
     for context in (6, 7, 8, 1000):
-        judged = score_text(run, ids, context)
+        judged = score_lm(run, ids, context)
         assert judged.asked.sum() == len(ids) - 1 == len(TEXT)
         full = min(context, len(ids) - 1)
         for place_ in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
@@ -82,7 +82,7 @@ def test_perplexity_and_bits(place: Path) -> None:
     run = Run.load(place / "lm")
     scores = judge_text(run, units(run, place / "text.txt"))
     found = evaluate_text(run, [scores], samples=0).metrics
-    nll = score_text(run, units(run, place / "text.txt").ids, 8).nll.sum()
+    nll = score_lm(run, units(run, place / "text.txt").ids, 8).nll.sum()
     assert found["loss"].score == pytest.approx(nll / len(TEXT))
     assert found["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
     assert found["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
@@ -93,10 +93,10 @@ def test_perplexity_and_bits(place: Path) -> None:
 def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(place: Path) -> None:
     run = Run.load(place / "xl")
     ids = units(run, place / "text.txt").ids[:200]
-    whole = score_text(run, ids, 1000).nll
-    assert np.abs(score_text(run, ids, 8).nll - whole).max() > 1e-4
+    whole = score_lm(run, ids, 1000).nll
+    assert np.abs(score_lm(run, ids, 8).nll - whole).max() > 1e-4
     run.model.decoder.memory = 1000
-    assert score_text(run, ids, 8).nll == pytest.approx(whole, abs=1e-4)
+    assert score_lm(run, ids, 8).nll == pytest.approx(whole, abs=1e-4)
 
 
 @pytest.mark.parametrize("memory", [3, 8, 9, 15, 16, 40])
@@ -108,10 +108,10 @@ def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(place: Path, m
     plain = Run(parse(Config, table, "test"), run.codec, Model(parse(Config, table, "test")).eval(), run.path)
     plain.model.load_state_dict(run.model.state_dict())
     ids = units(run, place / "text.txt").ids[:200]
-    nll = score_text(run, ids, 8, memory).nll
-    assert nll == pytest.approx(score_text(plain, ids, 8).nll, abs=1e-5)
+    nll = score_lm(run, ids, 8, memory).nll
+    assert nll == pytest.approx(score_lm(plain, ids, 8).nll, abs=1e-5)
     if memory > 15:  # what is farther than anything seen in training has no influence
-        assert nll == pytest.approx(score_text(run, ids, 8, 15).nll, abs=1e-5)
+        assert nll == pytest.approx(score_lm(run, ids, 8, 15).nll, abs=1e-5)
     decoder = run.model.decoder  # all is as it was
     assert (decoder.memory, decoder.window, decoder.blocks[0].attention.relative.reach) == (8, None, None)
 
@@ -278,9 +278,9 @@ def test_scores_of_lines(place: Path) -> None:
     whole, rest, blank, wrong = map(float, said.lines)
     ids = tokenize_text(["the cat"], run.codec.source, "text").ids
     ended = np.append(ids, run.codec.ids.eos)
-    nll = score_text(run, ended, 100).nll
+    nll = score_lm(run, ended, 100).nll
     assert whole == pytest.approx(-nll.sum(), abs=1e-4)
-    nll = score_text(run, ended[1:], 100).nll  # a prompt stands for itself
+    nll = score_lm(run, ended[1:], 100).nll  # a prompt stands for itself
     assert rest == pytest.approx(-nll[2:].sum(), abs=1e-4)
     assert math.isnan(blank) and math.isnan(wrong)
     for name in ("masked", "classify", "image"):
@@ -289,10 +289,10 @@ def test_scores_of_lines(place: Path) -> None:
 
 
 def test_how_much_is_read_at_a_time(place: Path) -> None:
-    assert context_of(Run.load(place / "masked")) == 16
-    assert context_of(Run.load(place / "masked"), 20) == 20
+    assert scoring_context(Run.load(place / "masked")) == 16
+    assert scoring_context(Run.load(place / "masked"), 20) == 20
     (place / "masked/recipe.toml").rename(place / "recipe.toml")
     try:
-        assert context_of(Run.load(place / "masked")) == 512
+        assert scoring_context(Run.load(place / "masked")) == 512
     finally:
         (place / "recipe.toml").rename(place / "masked/recipe.toml")

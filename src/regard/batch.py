@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from regard.config import Config
 
 TokenIds = Sequence[int] | np.ndarray
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -60,3 +62,22 @@ class GlobalBatch(NamedTuple):
     tokens: int  # labels
     all_tokens: int  # of source and target
     part: Callable[[slice, int], Batch]
+
+
+def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`."""
+    iterator = iter(items)
+    while window := list(islice(iterator, size)):
+        yield window
+
+
+def by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices in batches of similar length, longest first: items times longest stay within the budget."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

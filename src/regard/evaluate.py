@@ -16,12 +16,10 @@ import numpy as np
 from regard.data.images import read_images
 from regard.data.plain import TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LONG, LineCounter, Source
-from regard.decode.classify import Classification, classify, classify_images, labels_of
-from regard.decode.generate import Decoder
+from regard.decode.classify import Classification, classify, classify_images
+from regard.decode.generate import Engine, TorchEngine
 from regard.decode.options import Options
-from regard.decode.score import overlong, score
-from regard.decode.text_score import context_of, score_masked, score_spans, score_text
-from regard.decode.workers import WorkerPool
+from regard.decode.score import TEXT_SCORERS, overlong, score, scoring_context
 from regard.errors import UserError, one_of
 from regard.metrics import (
     METRICS,
@@ -39,7 +37,7 @@ from regard.tasks import Reads
 from regard.text.codec import Example, UnknownTokens
 
 # A decoder, or a pool of processes, for so many inputs.
-OpenDecoder = Callable[[Decoder, int], AbstractContextManager[Decoder | WorkerPool]]
+OpenEngine = Callable[[TorchEngine, int], AbstractContextManager[Engine]]
 Skip = Callable[[int, str], object]  # called with the index of an example that cannot be used, and the reason
 
 
@@ -146,9 +144,9 @@ def _usable(problems: Sequence[Sequence[str]], skip: Skip) -> list[int]:
 # Pairs
 
 
-def one_process(decoder: Decoder, inputs: int) -> AbstractContextManager[Decoder]:
+def one_process(engine: TorchEngine, inputs: int) -> AbstractContextManager[Engine]:
     """Decode in this process."""
-    return nullcontext(decoder)
+    return nullcontext(engine)
 
 
 def evaluate(
@@ -158,7 +156,7 @@ def evaluate(
     metrics: Sequence[str] = (),
     against: Run | None = None,
     samples: int = SAMPLES,
-    open_decoder: OpenDecoder = one_process,
+    open_engine: OpenEngine = one_process,
     skip: Skip = lambda index, reason: None,
 ) -> Evaluation:
     """Decode the sources and compare with the targets; without `metrics`, those that fit the references.
@@ -173,7 +171,7 @@ def evaluate(
         raise UserError("there is nothing to evaluate: not one usable pair was found")
     names = list(metrics) or default_metrics(run, [example.target or "" for example in examples])
     _check_metrics(names, METRICS)
-    results = [_decode(each, examples, options, names, open_decoder) for each in runs]
+    results = [_decode(each, examples, options, names, open_engine) for each in runs]
     return _evaluation(len(examples), names, results, samples)
 
 
@@ -188,13 +186,13 @@ def default_metrics(run: Run, references: Sequence[str]) -> list[str]:
 
 
 def _decode(
-    run: Run, examples: Sequence[Example], options: Options | None, metrics: Sequence[str], open_decoder: OpenDecoder
+    run: Run, examples: Sequence[Example], options: Options | None, metrics: Sequence[str], open_engine: OpenEngine
 ) -> Outputs:
     """Decode every source, and score every reference, if a metric needs it."""
     texts, scored = [], []
     if set(metrics) - {"perplexity"}:
-        with open_decoder(Decoder(run, options), len(examples)) as decode:
-            texts = [hypotheses[0].text for hypotheses in decode(examples)]
+        with open_engine(TorchEngine(run, options), len(examples)) as engine:
+            texts = [hypotheses[0].text for hypotheses in engine(examples)]
     if "perplexity" in metrics:
         scored = list(score(run, examples, options))
     references = [example.target or "" for example in examples]
@@ -231,11 +229,7 @@ def judge_text(run: Run, units: TokenizedText, context: int | None = None, memor
     """Score the tokens of a text, or the masked ones, as the task has it."""
     if memory is not None and not run.config.has_memory:
         raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
-    context = context_of(run, context)
-    if run.task.name == "lm":
-        judged = score_text(run, units.ids, context, memory)
-    else:
-        judged = {"masked": score_masked, "span": score_spans}[run.task.name](run, units.ids, context)
+    judged = TEXT_SCORERS[run.task.name](run, units.ids, scoring_context(run, context), memory)
     lines = np.repeat(np.arange(len(units.tokens)), units.tokens)
     asked, nll, right = (np.bincount(lines, x, len(units.tokens)) for x in (judged.asked, judged.nll, judged.right))
     unknown = run.codec.source.unknown(units.ids[1:].tolist())
@@ -264,7 +258,7 @@ class UnknownParts:
 
     def __init__(self, run: Run, examples: Sequence[Example] = (), labels: Sequence[str] = ()) -> None:
         self.codec = run.codec
-        self.labels = set(labels_of(run)) if run.task.labels else None
+        self.labels = set(run.label_names) if run.task.labels else None
         self.source, self.target = UnknownTokens(), UnknownTokens()
         if examples:
             self.note(examples)
@@ -311,7 +305,7 @@ class EvaluationRequest:
     samples: int = SAMPLES
     context: int | None = None  # of plain text: tokens read at a time
     memory: int | None = None  # of plain text: tokens remembered
-    open_decoder: OpenDecoder = one_process
+    open_engine: OpenEngine = one_process
 
     def read(self) -> tuple[list[Example], Skip]:
         """The pairs, and a function that counts one that is too long and names its line."""
@@ -341,7 +335,7 @@ def _evaluate_pairs(request: EvaluationRequest) -> Evaluation:
     unknown = [UnknownParts(run, examples) for run in request.runs]
     run, against = request.runs[0], request.runs[1] if len(request.runs) > 1 else None
     evaluation = evaluate(
-        run, examples, request.options, request.metrics, against, request.samples, request.open_decoder, skip
+        run, examples, request.options, request.metrics, against, request.samples, request.open_engine, skip
     )
     return request.noted_parts(evaluation, unknown)
 

@@ -14,7 +14,7 @@ from ct2kit import LETTERS, random_run, tokenizer, words
 from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
 from regard.convert.to_ctranslate2 import compare, misfits, names_of, open_translator, to_ctranslate2
-from regard.decode.generate import Decoder
+from regard.decode.generate import TorchEngine
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec
@@ -149,7 +149,7 @@ def test_others_can_use_the_directory_with_pieces_alone(frame, tmp_path):
     answers = open_translator(tmp_path / "out", "fp32").translate_batch(
         pieces, beam_size=1, max_decoding_length=200, min_decoding_length=0
     )
-    ours = Decoder(run)(words(20))
+    ours = TorchEngine(run)(words(20))
     both = [
         (a.hypotheses[0], list(h.text)) for a, (h,) in zip(answers, ours, strict=True) if "max_length" not in h.flags
     ]

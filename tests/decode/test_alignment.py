@@ -10,18 +10,17 @@ import pytest
 import torch
 from decode_kit import NAMES, run_of, sources, trained
 
-from regard.decode.alignment import align, choose_heads, cross_attentions, load_heads, save_heads, watching
-from regard.decode.generate import generate
+from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, record_cross, save_heads
+from regard.decode.generate import TorchEngine, generate
 from regard.decode.options import Options
-from regard.decode.request import Preparer
-from regard.decode.scorer import SearchInput
 from regard.decode.search import search
 from regard.errors import UserError
+from regard.nn.hooks import taps
 from regard.text.codec import Example
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_output_symbol_has_a_distribution_over_the_source(name: str) -> None:
+def test_every_output_token_has_a_distribution_over_the_source(name: str) -> None:
     run, texts = run_of(name, 2), sources(1, 9)
     rows = list(generate(run, texts, Options(beam=3, nbest=2, alignment=True, max_length=10)))
     plain = list(generate(run, texts, Options(beam=3, nbest=2, max_length=10)))
@@ -33,11 +32,11 @@ def test_every_output_symbol_has_a_distribution_over_the_source(name: str) -> No
             assert h.alignment.soft.sum(1) == pytest.approx(np.ones(len(h.ids) - 1), abs=1e-5)
             assert [t for _, t in h.alignment.hard] == list(range(len(h.ids) - 1))
             assert all(0 <= s < len(text) for s, _ in h.alignment.hard)
-    assert not any(cross.weights.watched for cross in cross_attentions(run.model).values())
+    assert not any(tap.watched for tap in taps(run.model).values())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_does_not_depend_on_company(name: str) -> None:
+def test_it_does_not_depend_on_the_batch(name: str) -> None:
     run, texts = run_of(name, 2), sources(3, 5)
     options = Options(alignment=True, max_length=10)
     for text, (together,) in zip(texts, generate(run, texts, options), strict=True):
@@ -59,15 +58,16 @@ def test_a_model_that_reads_backwards_is_seen_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_the_attention_of_the_step_that_made_the_symbol(name: str) -> None:
+def test_a_row_is_the_attention_of_the_step_that_made_the_token(name: str) -> None:
     run = run_of(name, 2)
     source, output = run.codec.encode_source([Example("fade")])[0], run.codec.encode_target(["cabb"])[0]
     (alignment,) = align(run, [source], [output], heads=[(0, 0)])
-    with torch.no_grad(), watching(run.model, [0]) as seen:
+    with torch.no_grad(), record_cross(run.model, [0]) as recording:
         state = run.model.encode(torch.tensor([source]))
         for index in [run.config.start_id, *output[:-1]]:
             _, state = run.model.step(torch.tensor([index]), state)
-    steps = torch.cat([weights[0, 0] for weights in seen[0]])
+    (weights_1HTS,) = recording.values()
+    steps = weights_1HTS[0, 0]
     assert alignment.soft == pytest.approx(steps[:-1].numpy(), abs=1e-5)
 
 
@@ -75,13 +75,12 @@ def test_a_row_is_the_attention_of_the_step_that_made_the_symbol(name: str) -> N
 def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
     """The value of a finished output, worked out anew from a forced pass over it."""
     run, options = run_of(name, 3), Options(beam=4, nbest=4, coverage_penalty=0.7, alignment_heads=((0, 0),))
-    prepare = Preparer([run], options.model_copy(update={"max_length": 9}))
-    tasks = [task for task in prepare(["fade", "cab", "d"]) if isinstance(task, SearchInput)]
-    for task, found in zip(tasks, search(prepare.scorer, tasks, options), strict=True):
-        for output in found:
-            with torch.no_grad(), watching(run.model, [0]) as seen:
-                run.model(torch.tensor([task.sources[0]]), None, torch.tensor([[2, *output.ids[:-1]]]))
-            covered = torch.cat(seen[0], 2)[0, 0].sum(0)[:-1].clamp(1e-3, 1.0).log().sum()
+    engine = TorchEngine(run, options.model_copy(update={"max_length": 9}))
+    inputs = engine.prepare(["fade", "cab", "d"])
+    for item, outputs in zip(inputs, search(engine.scorer, inputs, options), strict=True):
+        for output in outputs:
+            weights_1HTS = forced_attention(run.model, item.sources[:1], [output.ids], [0])[0]
+            covered = weights_1HTS[0, 0].sum(0)[:-1].clamp(1e-3, 1.0).log().sum()
             assert output.value == pytest.approx(output.score / len(output.ids) + 0.7 * float(covered), abs=1e-5)
 
 
@@ -94,8 +93,8 @@ def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
     def merit(head: tuple[int, int]) -> float:
         codec = run.codec
         ids = codec.encode_source([Example(s) for s, _ in pairs]), codec.encode_target([t for _, t in pairs])
-        soft = [a.soft[:, :-1] for a in align(run, *ids, heads=[head])]
-        return float(np.mean([(w.max(1).mean()) * np.minimum(w.sum(0), 1).mean() for w in soft]))
+        soft = [a.soft for a in align(run, *ids, heads=[head])]
+        return float(np.mean([(w.max(1).mean()) * np.minimum(w[:, :-1].sum(0), 1).mean() for w in soft]))
 
     merits = {(layer, head): merit((layer, head)) for layer in (0, 1) for head in (0, 1)}
     assert max(merits, key=lambda head: merits[head]) in chosen

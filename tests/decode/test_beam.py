@@ -14,77 +14,76 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.decode.beam import beam_search
-from regard.decode.generate import generate
-from regard.decode.greedy import follow
+from regard.decode.generate import TorchEngine, generate
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
-from regard.decode.request import Preparer
+from regard.decode.request import SearchInput
 from regard.decode.score import force
-from regard.decode.scorer import Scorer, SearchInput, States, best
-from regard.decode.search import make_rules, search
+from regard.decode.scorer import Scorer, States, best
+from regard.decode.search import decode_paths, make_rules, search
 from regard.nn.cache import KV, KVCache
 from regard.run import Run
 
 
-def tasks_of(run: Run, texts: list[str], **settings: object) -> tuple[Scorer, list[SearchInput]]:
-    prepare = Preparer([run], Options.of(**settings))
-    return prepare.scorer, [task for task in prepare(texts) if isinstance(task, SearchInput)]
+def inputs_of(run: Run, texts: list[str], **settings: object) -> tuple[Scorer, list[SearchInput]]:
+    engine = TorchEngine(run, Options.of(**settings))
+    return engine.scorer, [item for item in engine.prepare(texts) if not item.flags]
 
 
-def run_beam(scorer: Scorer, tasks: list[SearchInput], **settings: object) -> list[list[DecodedIds]]:
+def run_beam(scorer: Scorer, inputs: list[SearchInput], **settings: object) -> list[list[DecodedIds]]:
     with torch.inference_mode():
-        rules = make_rules(scorer, tasks, Options(), one_path=False)
-        return beam_search(scorer, tasks, rules, **settings)  # type: ignore[arg-type]
+        rules = make_rules(scorer, inputs, Options(), one_path=False)
+        return beam_search(scorer, inputs, rules, **settings)  # type: ignore[arg-type]
 
 
 def exhaustive(
-    scorer: Scorer, task: SearchInput, usable: list[int], penalty: float
+    scorer: Scorer, item: SearchInput, usable: list[int], penalty: float
 ) -> list[tuple[float, tuple[int, ...]]]:
     """Every output up to the limit with its value, best first."""
-    outputs = [(*ids, scorer.eos) for length in range(task.limit + 1) for ids in product(usable, repeat=length)]
-    scores = force(scorer, [task.sources] * len(outputs), outputs)
+    outputs = [(*ids, scorer.eos) for length in range(item.limit + 1) for ids in product(usable, repeat=length)]
+    scores = force(scorer, [item.sources] * len(outputs), outputs)
     return sorted(((sum(s) / len(ids) ** penalty, ids) for s, ids in zip(scores, outputs, strict=True)), reverse=True)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(names, seeds, st.lists(words, min_size=1, max_size=6))
 def test_a_beam_of_one_is_greedy_search(name: str, seed: int, texts: list[str]) -> None:
-    scorer, tasks = tasks_of(run_of(name, seed), texts, max_length=15)
+    scorer, inputs = inputs_of(run_of(name, seed), texts, max_length=15)
     with torch.inference_mode():
-        greedy = follow(scorer, tasks, make_rules(scorer, tasks, Options(), one_path=True))
-    beam = run_beam(scorer, tasks, width=1)
+        greedy = decode_paths(scorer, inputs, make_rules(scorer, inputs, Options(), one_path=True))
+    beam = run_beam(scorer, inputs, width=1)
     assert [found[0].ids for found in beam] == [found[0].ids for found in greedy]
     for ours, theirs in zip(beam, greedy, strict=True):
         assert ours[0].token_scores == pytest.approx(theirs[0].token_scores, abs=1e-5)
 
 
-class Sure(Scorer):
-    """Says 4, 5, 6, ... and then the end, and leaves the rest of the probability to all others, ends included."""
+class CertainScorer(Scorer):
+    """Predicts 4, 5, 6, ... and then the end, and leaves the rest of the probability to all others, ends included."""
 
     def __init__(self, length: int, rest: float) -> None:
-        self.length, self.rest, self.said = length, rest, 0
+        self.length, self.rest, self.step_number = length, rest, 0
         self.device, self.eos, self.vocab, self.continues = torch.device("cpu"), 3, 30, False
 
-    def start(self, tasks: Sequence[SearchInput]) -> States:
-        self.said = 0
+    def start(self, inputs: Sequence[SearchInput]) -> States:
+        self.step_number = 0
         return ()
 
-    def first(self, tasks: Sequence[SearchInput], count: int = 1) -> list[Tensor]:
-        return [torch.zeros(len(tasks) * count, dtype=torch.long)]
+    def first(self, inputs: Sequence[SearchInput], count: int = 1) -> list[Tensor]:
+        return [torch.zeros(len(inputs) * count, dtype=torch.long)]
 
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
         rows = len(tokens_N[0] if isinstance(tokens_N, list) else tokens_N)
         p_NV = torch.full((rows, self.vocab), self.rest / (self.vocab - 1))
         p_NV[:, self.eos] *= 1.01  # first among equals
-        p_NV[:, 4 + self.said if self.said < self.length else self.eos] = 1 - self.rest
-        self.said += 1
+        p_NV[:, 4 + self.step_number if self.step_number < self.length else self.eos] = 1 - self.rest
+        self.step_number += 1
         return p_NV.log().log_softmax(-1), ()
 
 
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
 def test_many_poor_ends_do_not_close_a_beam_before_the_good_one(width: int, penalty: float) -> None:
-    scorer, length = Sure(12, 0.05), 12
+    scorer, length = CertainScorer(12, 0.05), 12
     for groups in (1, 2):
         found = run_beam(
             scorer, [SearchInput(((3,),), 20)] * 2, width=width, penalty=penalty, groups=groups, keep=width
@@ -94,14 +93,14 @@ def test_many_poor_ends_do_not_close_a_beam_before_the_good_one(width: int, pena
             assert row[0].score == pytest.approx((length + 1) * math.log(0.95), abs=0.02)
 
 
-def test_equal_values_go_to_the_lowest_id_in_any_company() -> None:
+def test_equal_values_go_to_the_lowest_id_in_any_batch() -> None:
     run = run_of("transformer-tiny", 5)
     weight = run.model.output.weight.detach().clone()
     try:
         run.model.output.weight.data.zero_()  # every token is equally likely
-        scorer, tasks = tasks_of(run, ["ab", "cde"], max_length=4, min_length=2)
-        assert [f[0].ids for f in search(scorer, tasks, Options(min_length=2))] == [(4, 4, 3), (4, 4, 3)]
-        assert [f[0].ids for f in run_beam(scorer, tasks, width=1)] == [(4, 4, 3), (4, 4, 3)]
+        scorer, inputs = inputs_of(run, ["ab", "cde"], max_length=4, min_length=2)
+        assert [f[0].ids for f in search(scorer, inputs, Options(min_length=2))] == [(4, 4, 3), (4, 4, 3)]
+        assert [f[0].ids for f in run_beam(scorer, inputs, width=1)] == [(4, 4, 3), (4, 4, 3)]
     finally:
         run.model.output.weight.data.copy_(weight)
 
@@ -111,9 +110,9 @@ def test_equal_values_go_to_the_lowest_id_in_any_company() -> None:
 def test_a_wide_beam_is_exhaustive_search(
     name: str, seed: int, text: str, penalty: float, exact: bool, keep: int
 ) -> None:
-    scorer, (task,) = tasks_of(run_of(name, seed, "char", "ab"), [text], max_length=4)
-    truth = exhaustive(scorer, task, [4, 5], penalty)
-    (found,) = run_beam(scorer, [task], width=len(truth), keep=keep, penalty=penalty, exact=exact)
+    scorer, (item,) = inputs_of(run_of(name, seed, "char", "ab"), [text], max_length=4)
+    truth = exhaustive(scorer, item, [4, 5], penalty)
+    (found,) = run_beam(scorer, [item], width=len(truth), keep=keep, penalty=penalty, exact=exact)
     assert [f.value for f in found] == pytest.approx([value for value, _ in truth[:keep]], abs=1e-5)
     assert found[0].ids == truth[0][1] or truth[0][0] - truth[1][0] < 1e-5
 
@@ -122,9 +121,9 @@ def test_a_wide_beam_is_exhaustive_search(
 @given(names, seeds, st.lists(words, min_size=1, max_size=4), st.sampled_from([0.0, 1.0, 1.5]), st.booleans())
 def test_stopping_early_changes_nothing(name: str, seed: int, texts: list[str], penalty: float, exact: bool) -> None:
     """With more to keep than can be found, nothing is ever beaten, so the search goes on to its end."""
-    scorer, tasks = tasks_of(run_of(name, seed), texts, max_length=10)
-    early = run_beam(scorer, tasks, width=3, penalty=penalty, exact=exact)
-    late = run_beam(scorer, tasks, width=3, penalty=penalty, exact=exact, keep=1000)
+    scorer, inputs = inputs_of(run_of(name, seed), texts, max_length=10)
+    early = run_beam(scorer, inputs, width=3, penalty=penalty, exact=exact)
+    late = run_beam(scorer, inputs, width=3, penalty=penalty, exact=exact, keep=1000)
     for ours, theirs in zip(early, late, strict=True):
         assert ours[0].value == pytest.approx(theirs[0].value, abs=1e-5)
 
@@ -139,7 +138,7 @@ def test_nbest_is_in_order_and_all_different(name: str) -> None:
             assert all(a >= b - 1e-5 for a, b in pairwise(values))
 
 
-def test_a_step_does_not_copy_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_copy_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are never reordered; they move when there is no room for more, which is ever more seldom."""
     run, copied = run_of("transformer-tiny", 1), []
     scorer, gather = Scorer([run.model]), KV.gather
@@ -155,13 +154,13 @@ def test_a_step_does_not_copy_what_is_remembered(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(KVCache, "select", refuse)
     for groups, width in ((1, 4), (2, 3)):
         copied.clear()
-        tasks = [SearchInput(([4, 5, 6, 3],), 60, minimum=60), SearchInput(([7, 3],), 60, minimum=60)]
-        rules = make_rules(scorer, tasks, Options(), False)
+        inputs = [SearchInput(([4, 5, 6, 3],), 60, minimum=60), SearchInput(([7, 3],), 60, minimum=60)]
+        rules = make_rules(scorer, inputs, Options(), False)
         with torch.inference_mode():
-            found = beam_search(scorer, tasks, rules, width=width, groups=groups, diversity=0.5)
+            found = beam_search(scorer, inputs, rules, width=width, groups=groups, diversity=0.5)
         assert [len(outputs[0].ids) for outputs in found] == [61, 61]
-        symbols = 60 * width * groups * 2  # of two layers
-        assert len(copied) <= 60 * 2 // 4 and sum(copied) < 3 * symbols  # copying all at every step: 30 times
+        tokens = 60 * width * groups * 2  # of two layers
+        assert len(copied) <= 60 * 2 // 4 and sum(copied) < 3 * tokens  # copying all at every step: 30 times
 
 
 @pytest.mark.parametrize("name", NAMES)

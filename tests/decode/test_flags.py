@@ -1,4 +1,4 @@
-"""What looks wrong is said, with the reason."""
+"""Suspicious outputs are flagged, with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.decode.generate import generate
-from regard.decode.hypothesis import Alignment, collapsed, degenerate, longest_loop
+from regard.decode.hypothesis import Alignment, attention_flags, longest_loop, output_flags
 from regard.decode.options import Options
 
 
@@ -20,7 +20,7 @@ def test_a_loop_is_found_wherever_it_is(before: list[int], unit: list[int], turn
 
 
 @given(st.permutations(range(4, 24)))
-def test_different_symbols_are_no_loop(ids: list[int]) -> None:
+def test_different_tokens_are_no_loop(ids: list[int]) -> None:
     assert longest_loop(ids) is None and longest_loop([*ids, *ids]) is None
 
 
@@ -35,23 +35,23 @@ def test_different_symbols_are_no_loop(ids: list[int]) -> None:
     ],
 )
 def test_reasons(ids: list[int], source: int, scores: float, flag: str, reason: str) -> None:
-    flags = degenerate(ids, source, [scores] * (len(ids) + 1))
+    flags = output_flags(ids, source, [scores] * (len(ids) + 1))
     assert list(flags) == [flag] and reason in flags[flag]
 
 
 def test_good_outputs_have_none() -> None:
-    assert degenerate([5, 6, 7, 8], 4, [-0.1] * 5) == {}
-    assert degenerate([], 1, [-0.1]) == {}
+    assert output_flags([5, 6, 7, 8], 4, [-0.1] * 5) == {}
+    assert output_flags([], 1, [-0.1]) == {}
 
 
 def test_attention_that_is_parked_or_blurred() -> None:
     source = tuple("abcdefg")
     parked = np.full((8, 7), 0.01)
     parked[:, 6] = 0.94
-    assert "on source token 6 ('g')" in collapsed(Alignment(parked, source, ()))["attention"]
-    assert "evenly" in collapsed(Alignment(np.full((8, 7), 1 / 7), source, ()))["attention"]
-    assert collapsed(Alignment(np.eye(7), source, ())) == {}
-    assert collapsed(Alignment(np.zeros((0, 7)), source, ())) == {}
+    assert "on source token 6 ('g')" in attention_flags(Alignment(parked, source, ()))["attention"]
+    assert "evenly" in attention_flags(Alignment(np.full((8, 7), 1 / 7), source, ()))["attention"]
+    assert attention_flags(Alignment(np.eye(7), source, ())) == {}
+    assert attention_flags(Alignment(np.zeros((0, 7)), source, ())) == {}
 
 
 def test_an_output_that_had_to_end_says_so() -> None:

@@ -13,10 +13,11 @@ from decode_kit import NAMES, blank, lesson, run_of, sources, tokenizer, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import Decoder, Request, generate
+from regard.batch import by_length, windows
+from regard.decode.generate import TorchEngine, generate
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.decode.score import score
-from regard.decode.scorer import by_length, windows
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset
@@ -122,14 +123,14 @@ def test_inputs_of_every_kind_and_features() -> None:
     codec = Codec(tokenizer("char"), tokenizer("char"), features=("PL", "SG"))
     model = blank("rnn-luong", 1, codec)
     run = Run(model.config, codec, model, Path("here"))
-    decoder = Decoder(run, Options(max_length=5))
+    decoder = TorchEngine(run, Options(max_length=5))
     plain, example, featured, request = decoder(
         ["abc", Example("abc", "ignored"), Example("abc", features="PL"), Request("abc", features="PL")]
     )
     assert plain == example and featured == request and plain[0].score != featured[0].score
 
 
-def test_symbols_that_are_no_text_are_never_produced() -> None:
+def test_special_tokens_are_never_produced() -> None:
     codec = Codec(shared := tokenizer("char"), shared, features=("PL", "SG"))
     model = blank("transformer-tiny", 1, codec)
     with torch.no_grad():  # a model that likes nothing better
@@ -143,7 +144,7 @@ def test_symbols_that_are_no_text_are_never_produced() -> None:
     assert 1 in produced
 
 
-def test_broken_weights_are_said_to_be() -> None:
+def test_broken_weights_are_an_error() -> None:
     run = run_of("transformer-tiny", 1)
     model = Model(run.config).eval()
     model.output.weight.data[5, 0] = float("nan")

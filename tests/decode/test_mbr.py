@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.decode.generate import generate
-from regard.decode.hypothesis import expected, shares
+from regard.decode.hypothesis import expected_utility, probability_shares
 from regard.decode.options import Options
 
 UTILITIES = ("chrf", "bleu", "edit", "exact")
@@ -49,7 +49,7 @@ def test_all_candidates_are_told_with_the_chosen_ones() -> None:
 @pytest.mark.parametrize("utility", UTILITIES)
 def test_the_middle_of_a_crowd_wins(utility: str) -> None:
     texts = ["the cat sat on a mat", "the cat sat on the mat", "the cat sat on the mat", "a dog ran away there"]
-    values = expected(texts, [0.25] * 4, utility)
+    values = expected_utility(texts, [0.25] * 4, utility)
     assert max(values) == values[1] == values[2]
 
 
@@ -58,19 +58,21 @@ def test_the_middle_of_a_crowd_wins(utility: str) -> None:
 def test_expectation_is_a_weighted_mean(texts: list[str], rng: object) -> None:
     weights = [rng.random() + 0.1 for _ in texts]  # type: ignore[attr-defined]
     weights = [w / sum(weights) for w in weights]
-    exact = expected(texts, weights, "exact")
+    exact = expected_utility(texts, weights, "exact")
     for text, value in zip(texts, exact, strict=True):
         assert value == pytest.approx(sum(w for t, w in zip(texts, weights, strict=True) if t == text))
     for utility in ("edit", "chrf"):
-        assert all(e - 1e-9 <= u <= 1 + 1e-9 for e, u in zip(exact, expected(texts, weights, utility), strict=True))
+        assert all(
+            e - 1e-9 <= u <= 1 + 1e-9 for e, u in zip(exact, expected_utility(texts, weights, utility), strict=True)
+        )
 
 
-def test_edit_distance_counts_symbols_where_they_are_spaced() -> None:
-    spaced = expected(["AA B", "AX B"], [0.5, 0.5], "edit", spaced=True)
-    letters = expected(["AA B", "AX B"], [0.5, 0.5], "edit")
+def test_edit_distance_counts_tokens_where_they_are_spaced() -> None:
+    spaced = expected_utility(["AA B", "AX B"], [0.5, 0.5], "edit", spaced=True)
+    letters = expected_utility(["AA B", "AX B"], [0.5, 0.5], "edit")
     assert spaced == pytest.approx([0.75, 0.75]) and letters == pytest.approx([0.875, 0.875])
 
 
 def test_shares_sum_to_one_however_small() -> None:
-    values = shares([-1000.0, -1001.0, -2000.0])
+    values = probability_shares([-1000.0, -1001.0, -2000.0])
     assert math.fsum(values) == pytest.approx(1) and values[0] / values[1] == pytest.approx(math.e)

@@ -1,4 +1,4 @@
-"""Every wrong wish is refused with the name of the option."""
+"""Every wrong constraint is refused with the name of the option."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from decode_kit import blank, run_of, tokenizer
 
-from regard.decode.generate import Decoder, Request, generate
+from regard.decode.generate import TorchEngine, generate
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec
@@ -84,7 +85,7 @@ def test_options_that_make_no_sense(settings: dict[str, object], message: str) -
         {"temperature": 1.0, "utility": "chrf"},
     ],
 )
-def test_options_that_are_heard(settings: dict[str, object]) -> None:
+def test_options_that_are_used(settings: dict[str, object]) -> None:
     options = Options.of(**settings)
     assert Options.of(**options.model_dump()) == options
 
@@ -109,7 +110,7 @@ def test_options_that_are_heard(settings: dict[str, object]) -> None:
         (Request("abc"), {"prefix": "abcd", "max_ratio": 1.0}, "prefix 'abcd': its 4 tokens are more"),
     ],
 )
-def test_wishes_of_a_line_that_cannot_be_met_are_flagged(
+def test_constraints_of_a_line_that_cannot_be_met_are_flagged(
     request_: Request, settings: dict[str, object], message: str
 ) -> None:
     run, others = run_of("rnn-luong", 1), [Request("ab", prefix="fade"), Request("fa", prefix="fade")]
@@ -135,11 +136,11 @@ def test_options_that_no_line_can_meet_are_refused_before_any_is_read(
     settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        Decoder(run_of("rnn-luong", 1), Options.of(**settings))
+        TorchEngine(run_of("rnn-luong", 1), Options.of(**settings))
     assert message in str(error.value)
 
 
-def test_a_phrase_within_another_is_no_contradiction_where_symbols_are_spaced() -> None:
+def test_a_phrase_within_another_is_no_contradiction_where_tokens_are_spaced() -> None:
     codec = Codec(tokenizer("char"), Tokenizer.train("space", ["S SH H A AH"]))
     model = blank("rnn-luong", 1, codec)
     run = Run(model.config, codec, model, Path("here"))
@@ -148,10 +149,10 @@ def test_a_phrase_within_another_is_no_contradiction_where_symbols_are_spaced() 
         (h,) = next(generate(run, ["abc"], options))
         assert "SH" in h.text.split(" ") and not {"S", "H"} & set(h.text.split(" "))
     with pytest.raises(UserError, match="no output contains this"):
-        Decoder(run, Options(require=("A SH",), forbid=("SH",)))
+        TorchEngine(run, Options(require=("A SH",), forbid=("SH",)))
 
 
-def test_phrases_of_separated_symbols() -> None:
+def test_phrases_of_separated_tokens() -> None:
     run = run_of("rnn-luong", 1, "space")
     with pytest.raises(UserError, match="require 'a ß': 'ß' is not in the target vocabulary"):
         list(generate(run, ["abc"], Options(require=("a ß",))))

@@ -16,28 +16,28 @@ phrases = st.lists(st.lists(letters, min_size=1, max_size=4).map(tuple), max_siz
 vocabularies = st.lists(st.lists(letters, max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-def spelling(symbols: list[Letters], usable: list[bool] | None = None, end: Letters = ()) -> Spelling:
+def spelling(tokens: list[Letters], usable: list[bool] | None = None, end: Letters = ()) -> Spelling:
     """A vocabulary whose last token is the end."""
-    return Spelling.of([*symbols, end], [*(usable or [True] * len(symbols))[: len(symbols)], False], len(symbols))
+    return Spelling.of([*tokens, end], [*(usable or [True] * len(tokens))[: len(tokens)], False], len(tokens))
 
 
 def occurs(phrase: Letters, text: Letters) -> bool:
     return any(text[i : i + len(phrase)] == phrase for i in range(len(text) - len(phrase) + 1))
 
 
-def spelled(symbols: list[Letters], ids: list[int]) -> Letters:
-    return tuple(letter for index in ids for letter in symbols[index])
+def spelled(tokens: list[Letters], ids: list[int]) -> Letters:
+    return tuple(letter for index in ids for letter in tokens[index])
 
 
 @settings(max_examples=300, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=8))
 def test_it_finds_what_string_search_finds(
-    symbols: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
+    tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
-    ids = [index % len(symbols) for index in ids]
-    made = make_phrases(require, forbid, spelling(symbols))
-    text = spelled(symbols, ids)
-    needed = made.walk(ids)
+    ids = [index % len(tokens) for index in ids]
+    made = make_phrases(require, forbid, spelling(tokens))
+    text = spelled(tokens, ids)
+    needed = made.tokens_needed(ids)
     assert (needed is None) == any(occurs(phrase, text) for phrase in forbid)
     if needed is not None:
         assert (needed == 0) == all(occurs(phrase, text) for phrase in require)
@@ -49,23 +49,23 @@ def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject)
     places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, len(text))).map(lambda p: text[p[0] : p[0] + p[1]])
     inside = data.draw(st.lists(places, min_size=1, max_size=4))
     three = spelling([(letter,) for letter in range(3)])
-    assert make_phrases(inside, [], three).walk(text) == 0
+    assert make_phrases(inside, [], three).tokens_needed(text) == 0
     for phrase in inside:
-        assert make_phrases([], [*inside[1:], phrase], three).walk(text) is None
-        assert make_phrases([(*text, 0)], [phrase], three).walk([]) == NEVER
+        assert make_phrases([], [*inside[1:], phrase], three).tokens_needed(text) is None
+        assert make_phrases([(*text, 0)], [phrase], three).tokens_needed([]) == NEVER
 
 
 @settings(max_examples=150, deadline=None)
 @given(vocabularies, phrases, phrases, st.lists(st.booleans(), min_size=6, max_size=6))
 def test_it_knows_the_shortest_way(
-    symbols: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
+    tokens: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
 ) -> None:
-    made = make_phrases(require, forbid, spelling(symbols, usable))
-    needed = made.walk([])
+    made = make_phrases(require, forbid, spelling(tokens, usable))
+    needed = made.tokens_needed([])
     assert needed is not None
-    allowed = [index for index in range(len(symbols)) if usable[index]]
+    allowed = [index for index in range(len(tokens)) if usable[index]]
     for length in range(5):
-        texts = (spelled(symbols, list(ids)) for ids in product(allowed, repeat=length))
+        texts = (spelled(tokens, list(ids)) for ids in product(allowed, repeat=length))
         possible = any(
             all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
             for text in texts
@@ -75,10 +75,10 @@ def test_it_knows_the_shortest_way(
             break
 
 
-def test_needs_fall_by_one_along_some_symbol() -> None:
+def test_needs_fall_by_one_along_some_token() -> None:
     """So a search that always leaves enough room can always go on."""
-    symbols: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
-    made = make_phrases([(0, 1, 2), (2, 0, 0), (1, 1)], [(1, 2, 2)], spelling(symbols))
+    tokens: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
+    made = make_phrases([(0, 1, 2), (2, 0, 0), (1, 1)], [(1, 2, 2)], spelling(tokens))
     seen, queue = {(0, 0)}, deque([(0, 0)])
     while queue:
         met, state = queue.popleft()
@@ -96,9 +96,9 @@ def test_needs_fall_by_one_along_some_symbol() -> None:
 
 def test_what_cannot_be_spelled_is_never_met() -> None:
     three = spelling([(0,), (1,), (2,)], [True, True, False])
-    assert make_phrases([(0, 2)], [], three).walk([]) == NEVER
-    assert make_phrases([(0, 1)], [(1,)], three).walk([]) == NEVER
-    assert make_phrases([], [(1,)], three).walk([1]) is None
+    assert make_phrases([(0, 2)], [], three).tokens_needed([]) == NEVER
+    assert make_phrases([(0, 1)], [(1,)], three).tokens_needed([]) == NEVER
+    assert make_phrases([], [(1,)], three).tokens_needed([1]) is None
 
 
 @settings(max_examples=200, deadline=None)
@@ -106,10 +106,10 @@ def test_what_cannot_be_spelled_is_never_met() -> None:
     vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=6), st.lists(letters, max_size=2).map(tuple)
 )
 def test_the_end_may_have_letters_too(
-    symbols: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int], end: Letters
+    tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int], end: Letters
 ) -> None:
-    ids = [index % len(symbols) for index in ids]
-    made = make_phrases(require, forbid, spelling(symbols, end=end))
-    text = spelled(symbols, ids) + end
+    ids = [index % len(tokens) for index in ids]
+    made = make_phrases(require, forbid, spelling(tokens, end=end))
+    text = spelled(tokens, ids) + end
     may_end = all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
-    assert (made.walk(ids) == 0) == may_end
+    assert (made.tokens_needed(ids) == 0) == may_end

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.decode.generate import generate
-from regard.decode.greedy import Sampler, kept
 from regard.decode.options import Options
+from regard.decode.request import SearchInput
 from regard.decode.score import score
-from regard.decode.scorer import SearchInput
+from regard.decode.search import Sampler, truncate
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -41,13 +41,13 @@ def test_samples_come_as_often_as_their_probability(temperature: float) -> None:
 def test_what_is_cut_off(weights: list[float], top_k: int, top_p: float, min_p: float) -> None:
     prob = torch.tensor([sorted(weights, reverse=True)], dtype=torch.float64)
     prob /= prob.sum()
-    by_k = (kept(prob, Options(sample=True, top_k=top_k)) > 0).sum()
+    by_k = (truncate(prob, Options(sample=True, top_k=top_k)) > 0).sum()
     assert by_k == min(top_k or len(weights), len(weights))
-    by_p = int((kept(prob, Options(sample=True, top_p=top_p)) > 0).sum())
+    by_p = int((truncate(prob, Options(sample=True, top_p=top_p)) > 0).sum())
     assert by_p >= 1 and prob[0, : by_p - 1].sum() < top_p <= prob[0, :by_p].sum() + 1e-6
-    by_min = kept(prob, Options(sample=True, min_p=min_p))[0]
+    by_min = truncate(prob, Options(sample=True, min_p=min_p))[0]
     assert torch.equal(by_min > 0, prob[0] >= min_p * prob[0, 0])
-    every = kept(prob, Options(sample=True, top_k=top_k, top_p=top_p, min_p=min_p))[0]
+    every = truncate(prob, Options(sample=True, top_k=top_k, top_p=top_p, min_p=min_p))[0]
     assert every[0] == prob[0, 0] and (every > 0).sum() <= min(int(by_k), by_p, int((by_min > 0).sum()))
 
 

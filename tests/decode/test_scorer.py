@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.batch import pad
-from regard.decode.scorer import Scorer, SearchInput, alike, select, time_to_leave
+from regard.decode.request import SearchInput
+from regard.decode.scorer import Scorer, select, should_leave, similar_lengths
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -17,12 +18,12 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 @given(lengths, st.integers(1, 200))
 def test_parts_are_all_sources_in_order_and_large_enough(counts: list[int], enough: int) -> None:
     sources = [[4] * count for count in counts]
-    parts = list(alike(sources, enough))
+    parts = list(similar_lengths(sources, enough))
     assert [source for part in parts for source in part] == sources
     for part in parts[:-1]:
         assert len(part) * max(map(len, part)) >= enough
     in_order = sorted(sources, key=len, reverse=True)
-    for part in alike(in_order, 0):
+    for part in similar_lengths(in_order, 0):
         assert len(part[-1]) * 4 >= len(part[0]) * 3
 
 
@@ -31,12 +32,12 @@ def test_read_in_parts_is_read_at_once(name: str) -> None:
     model, draws = run_of(name, 1).model, torch.Generator().manual_seed(0)
     counts = [20] * 30 + [11] * 40 + [12, 9] * 20 + [2] * 7
     sources = [[*torch.randint(4, 10, (count,), generator=draws).tolist(), 3] for count in counts]
-    assert len(list(alike(sources))) == 3
-    scorer, tasks = Scorer([model]), [SearchInput((source,), 5) for source in sources]
+    assert len(list(similar_lengths(sources))) == 3
+    scorer, inputs = Scorer([model]), [SearchInput((source,), 5) for source in sources]
     with torch.inference_mode():
-        states, others = scorer.start(tasks), (model.encode(*pad(sources, 0)),)
-        tokens = scorer.first(tasks)[0]
-        everyone = torch.arange(len(tasks))
+        states, others = scorer.start(inputs), (model.encode(*pad(sources, 0)),)
+        tokens = scorer.first(inputs)[0]
+        everyone = torch.arange(len(inputs))
         for rows, stay in ((everyone, None), (everyone[1:], everyone[1:])):
             states, others, tokens = select(states, rows, stay), select(others, rows, stay), tokens[rows]
             (logp_NV, states), (expected_NV, others) = scorer.step(tokens, states), scorer.step(tokens, others)
@@ -44,8 +45,8 @@ def test_read_in_parts_is_read_at_once(name: str) -> None:
             tokens = expected_NV.argmax(1)
 
 
-def test_who_is_done_leaves_in_company_or_at_its_limit() -> None:
+def test_who_is_done_leaves_with_others_or_at_its_limit() -> None:
     gone, none = torch.arange(16) < 1, torch.zeros(16, dtype=torch.bool)
-    assert not time_to_leave(gone, none)
-    assert time_to_leave(torch.arange(16) < 2, none)
-    assert time_to_leave(gone, gone) and not time_to_leave(gone, ~gone)
+    assert not should_leave(gone, none)
+    assert should_leave(torch.arange(16) < 2, none)
+    assert should_leave(gone, gone) and not should_leave(gone, ~gone)

@@ -12,14 +12,13 @@ from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import Request, generate
+from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
-from regard.decode.phrases import Spelling, make_phrases
-from regard.decode.request import joins
-from regard.decode.rules import Constraint
+from regard.decode.phrases import Spelling, is_combining, make_phrases
+from regard.decode.request import Request, SearchInput
+from regard.decode.rules import PhraseConstraint
 from regard.decode.score import score
-from regard.decode.scorer import SearchInput
 
 STRATEGIES: list[dict[str, object]] = [
     {},
@@ -35,7 +34,7 @@ ALPHABETS = {"nfd": "eéèaà가각나"}  # parts that join: e with its marks, a
 
 def contains(phrase: str, text: str, scheme: str) -> bool:
     if scheme == "nfd":  # with a bar before every character; marks, also where they make no sense, belong to the last
-        phrase, text = ("".join(c if joins(c) else f"|{c}" for c in x) + "|" for x in (phrase, text))
+        phrase, text = ("".join(c if is_combining(c) else f"|{c}" for c in x) + "|" for x in (phrase, text))
     return f" {phrase} " in f" {text} " if scheme == "space" else phrase in text
 
 
@@ -45,7 +44,7 @@ def case(rng: random.Random, scheme: str) -> tuple[Request, dict[str, object]]:
     def phrase(longest: int) -> str:
         return (" " if scheme == "space" else "").join(rng.choices(letters, k=rng.randint(1, longest)))
 
-    wishes = Request(
+    constraints = Request(
         sources(rng.randrange(10**6), 1)[0],
         prefix=phrase(3) if rng.random() < 0.5 else "",
         require=tuple(phrase(3) for _ in range(rng.randint(0, 2))),
@@ -56,7 +55,7 @@ def case(rng: random.Random, scheme: str) -> tuple[Request, dict[str, object]]:
         chosen["min_length"] = rng.randint(1, 6)
     if rng.random() < 0.3:
         chosen["repetition_penalty"] = 1.5
-    return wishes, chosen
+    return constraints, chosen
 
 
 def check(request: Request, chosen: dict[str, object], scheme: str, hypothesis: Hypothesis) -> None:
@@ -69,7 +68,7 @@ def check(request: Request, chosen: dict[str, object], scheme: str, hypothesis: 
 
 @pytest.mark.parametrize("scheme", ["char", "space", "bpe:290", "nfd"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_thousand_random_wishes(name: str, scheme: str) -> None:
+def test_a_thousand_random_constraints(name: str, scheme: str) -> None:
     """84 cases for each of three models and four vocabularies; what contradicts itself must be said, not searched."""
     rng = random.Random(f"{name} {scheme}")
     outcomes: Counter[str] = Counter()
@@ -95,18 +94,18 @@ def test_a_thousand_random_wishes(name: str, scheme: str) -> None:
 def test_a_required_phrase_that_comes_anyway_changes_nothing(name: str) -> None:
     run, texts = trained(name), sources(7, 12, 6)
     plain = [row[0] for row in generate(run, texts, Options(beam=4))]
-    wishes = [
+    constraints = [
         Request(s, require=(h.text[len(h.text) // 2 :][:2],)) for s, h in zip(texts, plain, strict=True) if h.text
     ]
-    steered = [row[0] for row in generate(run, wishes, Options(beam=4))]
+    steered = [row[0] for row in generate(run, constraints, Options(beam=4))]
     # Two searches of a few hypotheses each need not find the same, but nearly always do, or better.
     pairs = zip(steered, (h for h in plain if h.text), strict=True)
-    assert sum(a.normalized >= b.normalized - 1e-5 for a, b in pairs) >= len(wishes) - 1
+    assert sum(a.normalized >= b.normalized - 1e-5 for a, b in pairs) >= len(constraints) - 1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(names, seeds, words, st.sampled_from(["ab", "bb", "ba,aa", "aba"]), st.sampled_from(["", "bbb", "aab"]))
-def test_a_wide_beam_finds_the_best_output_that_meets_the_wishes(
+def test_a_wide_beam_finds_the_best_output_that_meets_the_constraints(
     name: str, seed: int, source: str, require: str, forbid: str
 ) -> None:
     wanted, unwanted = require.split(","), [forbid] if forbid else []
@@ -139,8 +138,8 @@ def test_what_is_required_wins_over_ngram_blocking(chosen: dict[str, object]) ->
 
 def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
     spelling = Spelling.of([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
-    task = SearchInput(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
-    rule = Constraint([task], 3, 9, torch.device("cpu"), yielding=True)
+    item = SearchInput(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
+    rule = PhraseConstraint([item], 3, 9, torch.device("cpu"), redistribute=True)
     here, alive = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
     likes_end = torch.tensor([[1.0, 1, 1, 50, 1, 1, 1, 1, 9]]).log_softmax(-1)
     value = likes_end.clone()
@@ -175,7 +174,7 @@ def test_length_in_units_of_the_source(name: str) -> None:
 
 @pytest.mark.parametrize("chosen", STRATEGIES[:3])
 @pytest.mark.parametrize("name", NAMES)
-def test_alternatives_are_the_best_symbols_at_a_place(name: str, chosen: dict[str, object]) -> None:
+def test_alternatives_are_the_best_tokens_at_a_place(name: str, chosen: dict[str, object]) -> None:
     run, source = run_of(name, 1), "fadebc"
     chosen = {**chosen, "nbest": 1}
     (plain,) = next(generate(run, [source], Options.of(max_length=10, min_length=4, **chosen)))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from decode_kit import LETTERS, NAMES, run_of, sources
 
-from regard.decode.generate import Request, generate, stream
+from regard.decode.generate import generate, stream
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.errors import UserError
 
 
@@ -38,7 +39,7 @@ def test_it_comes_as_it_is_decided() -> None:
         handle.remove()
 
 
-def test_wishes_are_kept() -> None:
+def test_constraints_are_kept() -> None:
     request = Request("fade", prefix="cc", require=("bad",), forbid=("e",))
     for options in (Options(max_length=12), Options(max_length=12, sample=True)):
         text = "".join(piece.text for piece in stream(run_of("transformer-tiny", 2), request, options))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.input import staffed
+from regard.cli.input import with_workers
 from regard.cli.parameters import (
     Columns,
     Device,
@@ -100,9 +100,9 @@ def command(
         source = pairs_of(file, target, columns, runs[0].codec.columns)
     else:
         source = Source((file,))
-    open_decoder = partial(staffed, workers=workers, threads=threads)
+    open_engine = partial(with_workers, workers=workers, threads=threads)
     evaluation = evaluate_file(
-        EvaluationRequest(runs, source, counter, search, metric or [], bootstrap, context, memory, open_decoder)
+        EvaluationRequest(runs, source, counter, search, metric or [], bootstrap, context, memory, open_engine)
     )
     for remark in [counter.summary()] * bool(counter.skipped) + evaluation.remarks:
         message(remark)

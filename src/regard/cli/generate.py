@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from regard.cli.input import InputLines, staffed, tell_labels
+from regard.cli.input import InputLines, one_line, print_labels, with_workers
 from regard.cli.parameters import Device, Json, RunPath, Threads, Workers, field_options, given, open_runs, with_options
 from regard.cli.tables import flush, message, out, out_json
-from regard.decode.generate import Decoder
+from regard.decode.generate import Engine, TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.device import choose_device, cores, usable_precision
-from regard.engines.ctranslate2 import Engine, Scores
 from regard.errors import UserError, one_of
 from regard.run import Run
 
@@ -84,27 +83,29 @@ def command(
     runs = open_runs([run, *(ensemble or [])], device, threads)
     if runs[0].task.labels:
         others = given(prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine)
-        tell_labels(runs[0], file, chosen, [*options, *others], json)
+        print_labels(runs[0], file, chosen, [*options, *others], json)
         return
     usable = usable_precision(chosen.precision, choose_device(device), message)
     chosen = chosen.model_copy(update={"precision": usable})
     several = chosen.nbest > 1 or chosen.alternatives > 0
-    if ctranslate2:
-        scores: Scores = "symbols" if json else "totals" if several else "none"
-        precision = options.get("precision", "fp32")
-        decoder: Decoder = _ctranslate2(runs, chosen, precision, device, workers, threads, scores)
-    else:
-        decoder = Decoder(runs, chosen)
-    lines, number = InputLines(file, runs[0].codec, prefix_column, decoder.scorer.continues), 0
+    lines, number = InputLines(file, runs[0].codec, prefix_column, prompts=not runs[0].task.seq2seq), 0
     with ExitStack() as stack:
-        decode = None
+        decoder: Engine
+        if ctranslate2:
+            scores: Literal["tokens", "totals", "none"] = "tokens" if json else "totals" if several else "none"
+            precision = options.get("precision", "fp32")
+            decoder = stack.enter_context(_ctranslate2(runs, chosen, precision, device, workers, threads, scores))
+        else:
+            decoder = TorchEngine(runs, chosen)
         for batch in lines.batches(chosen.window):
-            if decode is None:
-                most = len(batch) if lines.is_file else 1  # from a pipe they may come one by one
-                decode = decoder if ctranslate2 else stack.enter_context(staffed(decoder, most, workers, threads))
-            for request, hypotheses in zip(batch, decode(batch), strict=True):
+            if not number and isinstance(decoder, TorchEngine):
+                count = len(batch) if lines.is_file else 1  # from a pipe they may come one by one
+                decoder = stack.enter_context(with_workers(decoder, count, workers, threads))
+            inputs = decoder.prepare(batch)
+            lines.note_unknown(batch, [item.sources[0] if item.sources else () for item in inputs])
+            for request, hypotheses in zip(batch, decoder.decode(inputs), strict=True):
                 number += 1
-                lines.note(number, hypotheses[0].flags)
+                lines.note_flags(number, hypotheses[0].flags)
                 _print_hypotheses(request.source, number, hypotheses, json, several)
             flush()
     for remark in lines.remarks():
@@ -118,9 +119,11 @@ def _ctranslate2(
     device: str,
     workers: int | None,
     threads: int | None,
-    scores: Scores,
+    scores: Literal["tokens", "totals", "none"],
 ) -> Engine:
     """The engine CTranslate2, with a worker for every core unless told otherwise."""
+    from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
+
     if precision not in ("fp32", "int8"):
         raise one_of("--precision of engine ctranslate2", precision, ["fp32", "int8"])
     if len(runs) > 1:
@@ -129,7 +132,7 @@ def _ctranslate2(
         raise UserError(f"--device {device}: the engine ctranslate2 works on the CPU here; use the engine regard")
     if workers is None:
         workers = 1 if threads or options.sample else cores()
-    return Engine(runs[0], options, "int8" if precision == "int8" else "fp32", workers, threads or 1, scores)
+    return CTranslate2Engine(runs[0], options, "int8" if precision == "int8" else "fp32", workers, threads or 1, scores)
 
 
 def _print_hypotheses(source: str, number: int, hypotheses: list[Hypothesis], json: bool, several: bool) -> None:
@@ -153,8 +156,7 @@ def _head(pair: str) -> tuple[int, int]:
 
 
 def _line(hypothesis: Hypothesis) -> str:
-    # A line in is a line out: what would end the line for its reader is shown as a blank.
-    text = hypothesis.text.replace("\n", " ").replace("\r", " ")
+    text = one_line(hypothesis.text)
     if hypothesis.alignment is None:
         return text
     return f"{text}\t{' '.join(f'{s}-{t}' for s, t in hypothesis.alignment.hard)}"

@@ -1,12 +1,11 @@
-"""The input of `generate`: every line becomes a request, whatever is wrong with it, so that a line in is a line out."""
+"""The input of `generate`: every line becomes a request, a bad one an empty one, so that a line in is a line out."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from queue import Empty, Queue
 from stat import S_ISREG
 from threading import Thread
@@ -14,15 +13,14 @@ from typing import NamedTuple
 
 import torch
 
+from regard.batch import windows
 from regard.cli import READER
 from regard.cli.parameters import SMALL, option_name
 from regard.cli.tables import flush, message, out, out_json
-from regard.data.images import read_images
 from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, read_lines, shown
-from regard.decode.classify import Classification, classify, classify_images
-from regard.decode.generate import Decoder, Request
+from regard.decode.generate import Engine, TorchEngine
 from regard.decode.options import Options
-from regard.decode.workers import WorkerPool
+from regard.decode.request import Request
 from regard.device import cores, tune_allocator
 from regard.errors import UserError
 from regard.run import Run
@@ -47,22 +45,24 @@ class InputLines:
         self._prefix_column = prefix_column
 
     def batches(self, most: int) -> Iterator[list[Request]]:
-        """The requests, `most` at a time. From a pipe: as many as are there, so that nobody waits for lines to come."""
+        """The requests, `most` at a time; from a pipe, as many as have come, so that no line waits for the next."""
         lines = read_lines(self.path)
-        for batch in _windows(lines, most) if self.is_file else _available(lines, most):
-            requests = [self._request(line) for line in batch]
-            examples = [Example(request.source, None, request.features) for request in requests]
-            self.codec.note_unknown(examples, self.unknown)
-            yield requests
+        for batch in windows(lines, most) if self.is_file else _available(lines, most):
+            yield [self._request(line) for line in batch]
 
-    def note(self, number: int, flags: dict[str, str]) -> None:
-        """Count a line whose output is empty for what these flags say."""
+    def note_unknown(self, requests: Sequence[Request], rows: Sequence[Sequence[int]]) -> None:
+        """Count the unknown tokens of requests; `rows` are the ids of their sources."""
+        examples = [Example(request.source, None, request.features) for request in requests]
+        self.codec.note_unknown(examples, self.unknown, rows)
+
+    def note_flags(self, number: int, flags: dict[str, str]) -> None:
+        """Count a line whose output is empty for the reason that these flags give."""
         for name, reason in (("too_long", LONG), ("unsatisfied", UNMET)):
             if name in flags:
                 self.account.skip(reason, f"{shown(self.path)}:{number}", flags[name], tell=True)
 
     def remarks(self) -> list[str]:
-        """What a person should know about the lines read."""
+        """Messages about lines that could not be used, ignored columns and unknown tokens."""
         remarks = []
         if self.account.skipped:
             remarks.append(f"{self.account.summary()}; their outputs are empty")
@@ -95,22 +95,24 @@ class InputLines:
 
 
 @contextmanager
-def staffed(decoder: Decoder, inputs: int, workers: int | None, threads: int | None) -> Iterator[Decoder | WorkerPool]:
-    """A decoder with as many processes as were asked for, or as pay off for so many inputs at a time."""
-    on_cpu = decoder.scorer.device.type == "cpu"
+def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads: int | None) -> Iterator[Engine]:
+    """An engine with as many processes as were asked for, or as pay off for so many inputs at a time."""
+    on_cpu = engine.scorer.device.type == "cpu"
     if workers is None:
-        small = sum(p.numel() for model in decoder.scorer.models for p in model.parameters()) < SMALL
-        pays = inputs * decoder.options.rows >= MANY and small and on_cpu and threads is None
+        small = sum(model.size for model in engine.scorer.models) < SMALL
+        pays = inputs * engine.options.rows >= MANY and small and on_cpu and threads is None
         workers = cores() if pays else 1
     if workers == 1:
-        yield decoder
+        yield engine
         return
     if not on_cpu:
-        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {decoder.scorer.device} use 1")
+        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {engine.scorer.device} use 1")
     if threads is None:
         torch.set_num_threads(max(1, cores() // workers))
-    with WorkerPool(decoder, workers, tune_allocator) as crew:
-        yield crew
+    from regard.decode.workers import WorkerPool  # only now: multiprocessing delays the start of every command
+
+    with WorkerPool(engine, workers, tune_allocator) as pool:
+        yield pool
 
 
 def _is_file(path: str) -> bool:
@@ -119,11 +121,6 @@ def _is_file(path: str) -> bool:
     except (OSError, ValueError, AttributeError):
         # Let the reader say what is wrong with it; a stdin without a number is no pipe, and a closed one is None.
         return True
-
-
-def _windows(lines: Iterator[Line], most: int) -> Iterator[list[Line]]:
-    while window := list(islice(lines, most)):
-        yield window
 
 
 class _End(NamedTuple):
@@ -162,48 +159,57 @@ def _available(lines: Iterator[Line], most: int) -> Iterator[list[Line]]:
         raise end.error
 
 
-OPTIONS = {"text": ("max_source", "batch_tokens", "window"), "image": ()}  # beside those of how to print and where
+LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window"), "images": ()}  # by what a task reads
 
 
-def tell_labels(run: Run, file: str, options: Options, told: Collection[str], json: bool) -> None:
-    """Print the label of every line, or of every image; `told` are the names of the options that were given."""
-    kind = "image" if run.task.reads == "images" else "text"
-    if strange := [option_name(name) for name in told if name not in OPTIONS[kind]]:
-        allowed = [option_name(name) for name in (*OPTIONS[kind], "json", "threads", "device")]
-        raise UserError(f"{', '.join(strange)}: {run.path} tells labels, for which there are {', '.join(allowed)} only")
-    if kind == "image":
-        _images(run, file, json)
+def print_labels(run: Run, file: str, options: Options, given: Collection[str], json: bool) -> None:
+    """Print the label of every line, or of every image; `given` are the names of the options that were given."""
+    supported = LABEL_OPTIONS[run.task.reads]
+    if unsupported := [option_name(name) for name in given if name not in supported]:
+        names = [option_name(name) for name in (*supported, "json", "threads", "device")]
+        raise UserError(
+            f"{', '.join(unsupported)}: {run.path} tells labels, for which there are {', '.join(names)} only"
+        )
+    if run.task.reads == "images":
+        _print_image_labels(run, file, json)
     else:
-        _lines(run, file, options, json)
+        _print_text_labels(run, file, options, json)
 
 
-def _images(run: Run, file: str, json: bool) -> None:
-    for labelled in classify_images(run, read_images(file, labelled=False).images_NCHW):
+def _print_image_labels(run: Run, file: str, json: bool) -> None:
+    from regard.data.images import read_images
+    from regard.decode.classify import classify_images
+
+    for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
         if json:
-            out_json(labelled.as_dict())
+            out_json(answer.as_dict())
         else:
-            out(_line(labelled.label))
+            out(one_line(answer.label))
 
 
-def _lines(run: Run, file: str, options: Options, json: bool) -> None:
+def _print_text_labels(run: Run, file: str, options: Options, json: bool) -> None:
+    from regard.decode.classify import Classification, classify_ids
+
+    empty = Classification("", {}, {"empty": "the text is empty"})
     lines, number = InputLines(file, run.codec), 0
     for batch in lines.batches(options.window):
-        told = [request for request in batch if request.source.strip()]
-        examples = [Example(request.source, features=request.features) for request in told]
-        found = iter(classify(run, examples, options.batch_tokens, options.max_source))
+        rows = run.codec.encode_source([Example(request.source, features=request.features) for request in batch])
+        lines.note_unknown(batch, rows)
+        texts = [row for row, request in zip(rows, batch, strict=True) if request.source.strip()]
+        answers = iter(classify_ids(run, texts, options.batch_tokens, options.max_source))
         for request in batch:
             number += 1
-            blank = Classification("", {}, {"empty": "the text is empty"})
-            labelled = next(found) if request.source.strip() else blank
-            lines.note(number, labelled.flags)
+            answer = next(answers) if request.source.strip() else empty
+            lines.note_flags(number, answer.flags)
             if json:
-                out_json({"source": request.source, **labelled.as_dict()})
+                out_json({"source": request.source, **answer.as_dict()})
             else:
-                out(_line(labelled.label))
+                out(one_line(answer.label))
         flush()
     for remark in lines.remarks():
         message(remark)
 
 
-def _line(label: str) -> str:
-    return label.replace("\n", " ").replace("\r", " ")
+def one_line(text: str) -> str:
+    """Text whose line breaks are shown as blanks: a line in is a line out."""
+    return text.replace("\n", " ").replace("\r", " ")

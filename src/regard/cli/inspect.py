@@ -14,8 +14,9 @@ from regard.cli.parameters import Device, RunPath, Threads, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
 from regard.decode.alignment import load_heads
-from regard.decode.generate import Decoder, Request
+from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.errors import UserError, one_of
 from regard.files import replace_file
 from regard.inspect.plots import draw, draw_alignment, draw_all_heads, draw_in_colour, draw_map, save
@@ -104,7 +105,7 @@ def _trace_pair(run: Run, text: str, target: str | None, features: str | None, b
     if target is not None:
         ids = run.codec.encode_target([target])[0]
     else:
-        best = Decoder(run, Options(beam=beam))([Request(text, features)])[0][0]
+        best = TorchEngine(run, Options(beam=beam))([Request(text, features)])[0][0]
         if not best.ids:
             raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
         message(f"{text} → {best.text}")

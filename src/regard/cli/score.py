@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from regard.batch import windows
 from regard.cli.parameters import (
     Columns,
     Device,
@@ -25,7 +26,6 @@ from regard.cli.tables import message, out, out_json
 from regard.data.reader import BLANK, COLUMNS, LONG, LineCounter, Located, read_lines, shown
 from regard.decode.options import Options
 from regard.decode.score import score
-from regard.decode.scorer import windows
 from regard.evaluate import UnknownParts
 from regard.text.codec import Example
 

@@ -1,36 +1,106 @@
-"""Which source token an output token comes from, read off the attention in a second, forced pass."""
+"""Alignment of outputs with their sources by cross-attention, and the heads that it is read from.
+
+Attention weights come from a forced pass over the finished outputs. The heads are chosen once, on pairs that were not
+trained on, and kept in the run directory.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from regard.batch import TokenIds, collate
+from regard.batch import TokenIds, by_length, collate
 from regard.config import Value, parse
 from regard.decode.hypothesis import Alignment
 from regard.decode.options import HeadIndex, Options
-from regard.decode.scorer import by_length
 from regard.errors import UserError
 from regard.files import read_json, write_json
 from regard.model import Model, kind_and_layer
-from regard.nn.attention import Attention
-from regard.nn.hooks import record
+from regard.nn.hooks import Recording, record
 from regard.run import HEADS, Run
 from regard.text.codec import Example
 
+MAX_HEADS, NEARLY_BEST = 4, 0.9  # alignment heads: the best, and up to 4 in all with so much of its merit
+EXAMPLES = 200  # pairs on which they are chosen
+PAIRS = 32  # in a batch
+MIN_COVERAGE = 1e-3  # attention counted for a source token that got less, so that no single token decides
 
-class Heads(Value):
-    """What alignment.json holds: layers and heads counted from 0, as in `Options`; people are shown them from 1."""
+Links = list[tuple[int, int]]  # (source position, output position) from 0
+H = TypeVar("H", bound=Hashable)
+
+
+class AlignmentHeads(Value):
+    """The content of alignment.json: layers and heads counted from 0, as in `Options`."""
 
     heads: tuple[HeadIndex, ...]
+
+
+def save_heads(path: Path, heads: Sequence[HeadIndex]) -> None:
+    """Write the alignment heads of a run to its directory."""
+    write_json(path / HEADS, {"heads": [list(head) for head in heads]})
+
+
+def load_heads(path: Path) -> tuple[HeadIndex, ...]:
+    """The alignment heads of a run directory; none if it has no file of them."""
+    if not (path / HEADS).is_file():
+        return ()
+    return parse(AlignmentHeads, read_json(path / HEADS), str(path / HEADS)).heads
+
+
+def cross_attentions(model: Model) -> dict[int, str]:
+    """The names of the cross-attentions by decoder layer."""
+    named = {name: kind_and_layer(name) for name in model.attentions()}
+    return {layer: name for name, (kind, layer) in named.items() if kind == "cross"}
+
+
+def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ...]:
+    """These heads, if the model has them; without any, all of the last layer but one, where alignments are clearest."""
+    counts = {layer: model.attentions()[name].heads for layer, name in cross_attentions(model).items()}
+    if not heads:
+        layer = sorted(counts)[-2:][0]
+        return tuple((layer, head) for head in range(counts[layer]))
+    for layer, head in heads:
+        if head >= counts.get(layer, 0):
+            known = ", ".join(f"{i + 1}: {count} heads" for i, count in sorted(counts.items()))
+            raise UserError(
+                f"alignment_heads: there is no layer {layer + 1} with a head {head + 1}"
+                f" (layers that look at the source, from 1: {known})"
+            )
+    return tuple(heads)
+
+
+@contextmanager
+def record_cross(model: Model, layers: Iterable[int]) -> Iterator[Recording]:
+    """Record the cross-attention weights (B, H, T, S) of these layers while the context is open."""
+    names = cross_attentions(model)
+    with record(model, *(f"{names[layer]}.weights" for layer in sorted(set(layers)))) as recording:
+        yield recording
+
+
+@torch.inference_mode()
+def forced_attention(
+    model: Model, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], layers: Iterable[int]
+) -> dict[int, Tensor]:
+    """The cross-attention weights (B, H, T, S) of these layers in a forced pass over the outputs."""
+    batch = collate(sources, outputs, model.config).to(model.device)
+    names, layers = cross_attentions(model), set(layers)
+    with record_cross(model, layers) as recording:
+        model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+    return {layer: recording[f"{names[layer]}.weights"] for layer in layers}
+
+
+def mean_heads(weights: Mapping[int, Tensor], heads: Sequence[HeadIndex]) -> Tensor:
+    """The mean weights (B, T, S) of some heads, from the weights (B, H, T, S) of their layers."""
+    return torch.stack([weights[layer][:, head] for layer, head in heads]).mean(0)
 
 
 def align(
@@ -40,157 +110,54 @@ def align(
     heads: Sequence[HeadIndex] = (),
     batch_tokens: int = 8192,
 ) -> list[Alignment]:
-    """The alignment of every output with its source, both as ids that end in the end token: the mean of the heads.
+    """The alignment of every output with its source, both as ids with the end token: the mean weights of the heads.
 
-    The source's end token has its column (attention parks there), but no hard link.
+    The source's end token has a column, since heads attend to it when nothing else fits, but no hard link.
     """
-    heads = heads_of(run.model, heads)
+    heads = check_heads(run.model, heads)
     results: list[Alignment] = [Alignment(np.zeros((0, 0)), (), ())] * len(outputs)
     lengths = [max(len(source), len(output)) for source, output in zip(sources, outputs, strict=True)]
     for batch in by_length(lengths, batch_tokens):
-        seen = _forced(
-            run.model, [sources[i] for i in batch], [outputs[i] for i in batch], [layer for layer, _ in heads]
+        weights = forced_attention(
+            run.model, [sources[i] for i in batch], [outputs[i] for i in batch], (layer for layer, _ in heads)
         )
-        weights_BTS = mean_heads(seen, heads).numpy(force=True)
-        for i, weights_TS in zip(batch, weights_BTS, strict=True):
+        for i, weights_TS in zip(batch, mean_heads(weights, heads).numpy(force=True), strict=True):
             soft = weights_TS[: len(outputs[i]) - 1, : len(sources[i])]
             soft = soft / np.maximum(soft.sum(1, keepdims=True), 1e-9)  # local attention fades within its window
-            shown = run.codec.source_pieces(sources[i]), run.codec.target_pieces(outputs[i][:-1])
-            results[i] = Alignment(soft, tuple(shown[0]), tuple(shown[1]))
+            source, output = run.codec.source_pieces(sources[i]), run.codec.target_pieces(outputs[i][:-1])
+            results[i] = Alignment(soft, tuple(source), tuple(output))
     return results
 
 
-def choose_heads(
-    run: Run, pairs: Iterable[tuple[str, str] | Example], most: int = 4, lines: int = 200
-) -> tuple[HeadIndex, ...]:
-    """The decoder heads that align best on given pairs: sharp, and over the pairs looking at all of the source.
-
-    A head's merit is its mean weight on the token it looks at most, times the share of source tokens that it ever
-    looks at. The best head is taken, and up to `most` with nearly its merit.
-    """
-    examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in islice(pairs, lines)]
-    examples = [example for example in examples if example.source.strip() and example.target]
-    if not examples:
-        raise UserError("choosing alignment heads needs pairs with a source and a target")
-    sources = run.codec.encode_source(examples)
-    targets = run.codec.encode_target([example.target or "" for example in examples])
-    layers = sorted(cross_attentions(run.model))
-    merits: dict[HeadIndex, float] = {}
-    for batch in by_length([max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], 8192):
-        seen = _forced(run.model, [sources[i] for i in batch], [targets[i] for i in batch], layers)
-        for layer, passes in seen.items():
-            for row, weights_HTS in zip(batch, torch.cat(passes, 2), strict=True):
-                weights_HTS = weights_HTS[:, : len(targets[row]) - 1, : len(sources[row]) - 1]
-                sharp_H = weights_HTS.amax(2).mean(1)
-                covered_H = weights_HTS.sum(1).clamp(max=1.0).mean(1)
-                for head, merit in enumerate((sharp_H * covered_H).tolist()):
-                    merits[layer, head] = merits.get((layer, head), 0.0) + merit
-    ranked = sorted(merits, key=lambda head: (-merits[head], head))
-    return tuple(sorted(head for head in ranked[:most] if merits[head] >= 0.9 * merits[ranked[0]]))
-
-
-def save_heads(path: Path, heads: Sequence[HeadIndex]) -> None:
-    """Keep the heads to align with in a run directory."""
-    write_json(path / HEADS, {"heads": [list(head) for head in heads]})
-
-
-def load_heads(path: Path) -> tuple[HeadIndex, ...]:
-    """The heads kept in a run directory, if any."""
-    if not (path / HEADS).is_file():
-        return ()
-    return parse(Heads, read_json(path / HEADS), str(path / HEADS)).heads
-
-
-@torch.inference_mode()
-def _forced(
-    model: Model, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], layers: Sequence[int]
-) -> dict[int, list[Tensor]]:
-    made = collate(sources, outputs, model.config).to(model.device)
-    with watching(model, sorted(set(layers))) as seen:
-        model.hidden(made.source_BS, made.source_keep_BS, made.input_BT)
-    return seen
-
-
-def cross_attentions(model: Model) -> dict[int, Attention]:
-    """The attention over the source in each decoder layer that has one."""
-    assert model.decoder is not None
-    layers = {i: getattr(block, "cross", None) for i, block in enumerate(model.decoder.blocks)}
-    return {i: cross for i, cross in layers.items() if cross is not None}
-
-
-@contextmanager
-def watching(model: Model, layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
-    """While open, collect the weights (B, H, T, S) of every pass through these layers."""
-    seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    handles = []
-    crosses = cross_attentions(model)
-    try:
-        for layer in layers:
-
-            def note(module: nn.Module, args: Any, weights: Tensor, layer: int = layer) -> None:
-                seen[layer].append(weights.detach())
-
-            handles.append(crosses[layer].weights.register_forward_hook(note))
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def heads_of(model: Model, chosen: Sequence[HeadIndex]) -> tuple[HeadIndex, ...]:
-    """The heads to read: the chosen ones, checked, or all of the last layer but one, where alignments are clearest."""
-    crosses = cross_attentions(model)
-    if not chosen:
-        layer = sorted(crosses)[-2:][0]
-        return tuple((layer, head) for head in range(crosses[layer].heads))
-    for layer, head in chosen:
-        if layer not in crosses or head >= crosses[layer].heads:
-            known = ", ".join(f"{i + 1}: {cross.heads} heads" for i, cross in sorted(crosses.items()))
-            raise UserError(
-                f"alignment_heads: there is no layer {layer + 1} with a head {head + 1}"
-                f" (layers that look at the source, from 1: {known})"
-            )
-    return tuple(chosen)
-
-
-def mean_heads(seen: dict[int, list[Tensor]], heads: Sequence[HeadIndex]) -> Tensor:
-    """What was seen, joined over passes: the mean of the heads, (B, T, S)."""
-    joined = {layer: torch.cat(passes, dim=2) for layer, passes in seen.items()}
-    return torch.stack([joined[layer][:, head] for layer, head in heads]).mean(0)
-
-
-LEAST = 1e-3  # attention counted for a token that got less: one token alone must not decide everything
-
-
 class Coverage:
-    """Sums up the attention that source tokens get from a hypothesis, which ranks by p * sum log min(1, attention)."""
+    """The attention that each source token got from each hypothesis; it ranks by p * sum log min(1, attention)."""
 
     def __init__(self, model: Model, sources: Sequence[TokenIds], options: Options) -> None:
         self.model, self.penalty = model, options.coverage_penalty
-        self.heads = heads_of(model, options.alignment_heads)
-        self.seen: dict[int, list[Tensor]] = {}
+        self.heads = check_heads(model, options.alignment_heads)
+        self.names = {layer: f"{name}.weights" for layer, name in cross_attentions(model).items()}
+        self.recording = Recording()
         device = model.device
         lengths_B = torch.tensor([len(source) for source in sources], device=device)
-        place_S = torch.arange(int(lengths_B.max()), device=device)
-        self.real_BS = place_S < lengths_B.unsqueeze(1) - 1  # the end token needs no attention
+        position_S = torch.arange(int(lengths_B.max()), device=device)
+        self.real_BS = position_S < lengths_B.unsqueeze(1) - 1  # the end token needs no attention
         self.sum_NS = torch.zeros_like(self.real_BS, dtype=torch.float32)
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """While open, the model's attention is collected."""
-        with watching(self.model, sorted({layer for layer, _ in self.heads})) as self.seen:
+    def record(self) -> Iterator[None]:
+        """Record the attention of the search that runs while the context is open."""
+        with record_cross(self.model, (layer for layer, _ in self.heads)) as self.recording:
             yield
 
     def add(self) -> None:
-        """Count the attention of the last step."""
-        weights_BKS = mean_heads(self.seen, self.heads)
-        self.sum_NS = self.sum_NS + weights_BKS.flatten(0, 1)
-        for passes in self.seen.values():
-            passes.clear()
+        """Add the attention of the last step."""
+        weights = {layer: self.recording[self.names[layer]] for layer, _ in self.heads}
+        self.sum_NS = self.sum_NS + mean_heads(weights, self.heads).flatten(0, 1)
+        self.recording.clear()
 
     def value(self, alive_B: Tensor) -> Tensor:
-        """What to add to the rank of a hypothesis that ends now, per row: zero when all was attended to."""
-        covered_BKS = self.sum_NS.clamp(LEAST, 1.0).log().view(len(alive_B), -1, self.sum_NS.shape[1])
+        """What to add to the rank of each row if it ends now; zero where every source token got its attention."""
+        covered_BKS = self.sum_NS.clamp(MIN_COVERAGE, 1.0).log().view(len(alive_B), -1, self.sum_NS.shape[1])
         return self.penalty * (covered_BKS * self.real_BS[alive_B].unsqueeze(1)).sum(-1)
 
     def select(self, rows_N: Tensor) -> None:
@@ -198,61 +165,84 @@ class Coverage:
         self.sum_NS = self.sum_NS[rows_N]
 
 
-Links = list[tuple[int, int]]  # (source place, output place) from 0
+def choose_heads(run: Run, pairs: Iterable[tuple[str, str] | Example]) -> tuple[HeadIndex, ...]:
+    """The decoder heads (layer, head) that align best on the first usable pairs."""
+    examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in islice(pairs, EXAMPLES)]
+    examples = [example for example in examples if example.source.strip() and example.target]
+    if not examples:
+        raise UserError("choosing alignment heads needs pairs with a source and a target")
+    sources = run.codec.encode_source(examples)
+    targets = run.codec.encode_target([example.target or "" for example in examples])
+    merits = alignment_merits(run.model, list(zip(sources, targets, strict=True)))
+    return tuple(best_heads({(kind_and_layer(name)[1], head): merit for (name, head), merit in merits.items()}))
+
+
+def best_heads(merits: Mapping[H, float]) -> list[H]:
+    """The selection rule: the head of the highest merit and those with nearly as much, in the given order."""
+    ranked = sorted(merits, key=lambda head: -merits[head])[:MAX_HEADS]
+    chosen = {head for head in ranked if merits[head] >= NEARLY_BEST * merits[ranked[0]]}
+    return [head for head in merits if head in chosen]
 
 
 def alignment_merits(
     model: Model, pairs: Sequence[tuple[TokenIds, TokenIds]], links: Sequence[Links] | None = None
 ) -> dict[tuple[str, int], float]:
-    """How well each head of the cross-attention aligns: agreement with links, or sharpness times coverage without any.
+    """How well each head (name, head) of the cross-attention aligns: its agreement with links, else its quality.
 
     Agreement is the share of linked output tokens whose heaviest weight is on a token they are linked with.
     """
-    names = [name for name in model.attentions() if kind_and_layer(name)[0] == "cross"]
+    names = cross_attentions(model)
     total: dict[tuple[str, int], float] = {}
     count = 0.0
-    for start in range(0, len(pairs), 32):
-        part = list(pairs[start : start + 32])
-        batch = collate([source for source, _ in part], [target for _, target in part], model.config)
-        device = model.device
-        with torch.no_grad(), record(model, *(f"{name}.weights" for name in names)) as maps:
-            batch = batch.to(device)
-            model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+    for start in range(0, len(pairs), PAIRS):
+        part = pairs[start : start + PAIRS]
+        weights = forced_attention(model, [source for source, _ in part], [target for _, target in part], names)
         for row, (source, target) in enumerate(part):
-            given = None if links is None else links[start + row]
-            rows = max(1, len(target) - 1)
-            wanted = None if given is None else _by_output(given, rows)
-            count += 1.0 if wanted is None else len(wanted)
-            for name in names:
-                for head, all_TS in enumerate(maps[f"{name}.weights"][row].float().cpu().numpy()):
-                    seen_TS = all_TS[:rows, : len(source)]
-                    merit = alignment_quality(seen_TS, len(source)) if wanted is None else _agreeing(seen_TS, wanted)
+            length = max(1, len(target) - 1)
+            linked = None if links is None else _by_output(links[start + row], length)
+            count += 1.0 if linked is None else len(linked)
+            for layer, name in names.items():
+                weights_HTS = weights[layer][row, :, :length, : len(source)].float().numpy(force=True)
+                merit_H = alignment_quality(weights_HTS) if linked is None else _agreement(weights_HTS, linked)
+                for head, merit in enumerate(merit_H.tolist()):
                     total[name, head] = total.get((name, head), 0.0) + merit
     if links is not None and not count:
         raise UserError("not one of the links is within its pair of texts; they are written source-output, from 0")
-    return {spot: value / count for spot, value in total.items()}
+    return {head: merit / count for head, merit in total.items()}
 
 
-def _by_output(links: Links, rows: int) -> dict[int, set[int]]:
-    wanted: dict[int, set[int]] = {}
+def alignment_quality(weights_TS: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Sharpness times coverage of attention weights (..., T, S), whose last column is the source's end.
+
+    Sharpness is the mean of the largest weights, coverage the attention that source tokens got, at most 1 each.
+    """
+    if weights_TS.size == 0:
+        return np.zeros(weights_TS.shape[:-2])
+    sharpness = weights_TS.max(-1).mean(-1)
+    coverage = np.minimum(1.0, weights_TS[..., : max(1, weights_TS.shape[-1] - 1)].sum(-2)).mean(-1)
+    return np.asarray(sharpness * coverage)
+
+
+def _by_output(links: Links, length: int) -> dict[int, set[int]]:
+    linked: dict[int, set[int]] = {}
     for source, output in links:
-        if output < rows:
-            wanted.setdefault(output, set()).add(source)
-    return wanted
+        if output < length:
+            linked.setdefault(output, set()).add(source)
+    return linked
 
 
-def _agreeing(weights_TS: np.ndarray, wanted: dict[int, set[int]]) -> float:
-    best = weights_TS[:, : max(1, weights_TS.shape[1] - 1)].argmax(1)
-    return float(sum(int(best[output]) in sources for output, sources in wanted.items()))
+def _agreement(weights_HTS: NDArray[np.floating], linked: dict[int, set[int]]) -> NDArray[np.floating]:
+    best_HT = weights_HTS[..., : max(1, weights_HTS.shape[-1] - 1)].argmax(-1)
+    return np.array([float(sum(int(best_T[t]) in sources for t, sources in linked.items())) for best_T in best_HT])
 
 
 def read_links(path: str | Path) -> list[Links]:
     """An alignment file: per line, pairs like `0-0 1-2`, source first, from 0."""
-    out = []
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not readable: {error}") from None
+    rows = []
     for number, line in enumerate(text.split("\n")[: text.count("\n") or 1], start=1):
         links = []
         for word in line.split():
@@ -260,14 +250,5 @@ def read_links(path: str | Path) -> list[Links]:
                 raise UserError(f"{path}:{number}: {word!r} is not a link; write source-output from 0, like 0-0 1-2")
             source, _, output = word.partition("-")
             links.append((int(source), int(output)))
-        out.append(links)
-    return out
-
-
-def alignment_quality(weights_TS: np.ndarray, length: int) -> float:
-    """Sharpness times coverage: the mean of the largest weights, and how much of the source but its end is seen."""
-    if weights_TS.size == 0:
-        return 0.0
-    sharpness = weights_TS.max(-1).mean()
-    coverage = np.minimum(1.0, weights_TS[:, : max(1, length - 1)].sum(0)).mean()
-    return float(sharpness * coverage)
+        rows.append(links)
+    return rows

@@ -1,19 +1,19 @@
 """Beam search: the best few hypotheses of every sentence, side by side, as tensors.
 
-Shapes: A sentences in the batch, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F kept.
+Shapes: A sentences in the batch, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F
+finished hypotheses finished.
 
 A hypothesis ends when its end token is among the `width` best candidates of its step. A sentence ends when `width`
-hypotheses have ended and none alive is better as it stands than the best of them (this is the definition; with `exact`
-it is waived), or when no hypothesis alive can overtake the kept ones: values only fall, so the best that a live one can
-reach is its present sum over the longest length allowed. To count ends alone would not do: a model that is sure of one
-continuation has only poor candidates beside it, early ends among them, and these would soon be `width`.
+hypotheses have ended and no live one is better as it stands than the best of them (waived by `exact`), or when no live
+hypothesis can overtake the kept ones: values only fall, so the best that a live one can reach is its present sum over
+the longest length allowed. Counting ends alone would not do: a model that is sure of one continuation has only poor
+candidates beside it, early ends among them, and these would soon be `width`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +22,15 @@ from torch import Tensor
 
 from regard.decode.alignment import Coverage
 from regard.decode.hypothesis import DecodedIds
-from regard.decode.rules import Constraint, Rule, steer
-from regard.decode.scorer import Scorer, SearchInput, best, branching, select, time_to_leave
+from regard.decode.request import SearchInput
+from regard.decode.rules import PhraseConstraint, Rule, steer
+from regard.decode.scorer import Scorer, best, select, should_leave, with_prefix_tree
 
 
 class Picked(NamedTuple):
-    """What one group of every sentence carries on, and what ends."""
+    """The hypotheses of one group of every sentence that carry on, and those that end."""
 
-    sum_AW: Tensor  # of values, minus infinity for nothing
+    sum_AW: Tensor  # of values, minus infinity where there is no hypothesis
     parent_AW: Tensor  # within the group
     token_AW: Tensor
     ended_AC: Tensor  # of the first candidates: whether it is an end that counts
@@ -38,17 +39,17 @@ class Picked(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Where required phrases stand: the stage that each token leads to, and whether it is a step forward."""
+    """Progress towards required phrases: the stage that each token leads to, and whether it comes nearer."""
 
     stage_AWV: Tensor
     nearer_AWV: Tensor
 
 
 def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages | None = None) -> Picked:
-    """Choose the best `width` continuations; ends among the best `width` candidates are taken out and use up no places.
+    """Choose the best `width` continuations; ends among the best `width` candidates take no slot of the beam.
 
-    With stages, every row offers its best steps forward too, and the places go round the stages: the best of each, then
-    the second best of each, so that no stage of progress dies out.
+    With stages, every row also offers its best tokens that come nearer, and the slots go round the stages: the best of
+    each, then the second best of each, so that no stage of progress dies out.
     """
     sentences, rows, vocab = value_AWV.shape
     end_AW = sum_AW + value_AWV[:, :, eos]
@@ -62,7 +63,7 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
         each *= 2
     token_AC = token_NK.view(sentences, -1)
     go_AC = (sum_AW.unsqueeze(-1) + top_NK.view(sentences, rows, each)).flatten(1)
-    # Ends stand first and rows in order: equal values are taken in the order of end, row, rank, in any company.
+    # Ends come first and rows in order: equal values are taken in the order end, row, rank, in any batch.
     sum_AC, index_AC = torch.cat((end_AW, go_AC), 1).sort(dim=1, descending=True, stable=True)
     if stages is not None:
         stage_AWK = stages.stage_AWV.gather(2, token_NK.view(sentences, rows, each))
@@ -89,62 +90,62 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
 def _turns(stage_AC: Tensor) -> Tensor:
     """How many earlier candidates are at the same stage."""
     sorted_AC, order_AC = stage_AC.sort(dim=1, stable=True)
-    place_AC = torch.arange(stage_AC.shape[1], device=stage_AC.device).expand_as(stage_AC)
-    turn_AC = place_AC - torch.searchsorted(sorted_AC, sorted_AC)
+    index_AC = torch.arange(stage_AC.shape[1], device=stage_AC.device).expand_as(stage_AC)
+    turn_AC = index_AC - torch.searchsorted(sorted_AC, sorted_AC)
     return torch.empty_like(turn_AC).scatter_(1, order_AC, turn_AC)
 
 
-class Kept:
-    """The best finished hypotheses of every group of every sentence: their values, and where their paths end."""
+class Finished:
+    """The best finished hypotheses of every group of every sentence: their values, and the step and row of each end."""
 
     def __init__(self, sentences: int, groups: int, count: int, device: torch.device) -> None:
         self.value_BGF = torch.full((sentences, groups, count), -math.inf, device=device)
-        self.place_BGF2 = torch.zeros((sentences, groups, count, 2), dtype=torch.long, device=device)  # step, row
+        self.end_BGF2 = torch.zeros((sentences, groups, count, 2), dtype=torch.long, device=device)  # step, row
 
     def add(self, alive_A: Tensor, value_AGC: Tensor, t: int, row_AGC: Tensor) -> None:
-        """Offer what ended at step `t` in these rows; of equal values the earlier stays."""
-        place_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
+        """Offer the hypotheses that ended at step `t` in these rows; of equal values the earlier stays."""
+        end_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
         value_AGX = torch.cat((self.value_BGF[alive_A], value_AGC), 2)
-        place_AGX2 = torch.cat((self.place_BGF2[alive_A], place_AGC2), 2)
+        end_AGX2 = torch.cat((self.end_BGF2[alive_A], end_AGC2), 2)
         value_AGX, index_AGX = value_AGX.sort(dim=2, descending=True, stable=True)
         count = self.value_BGF.shape[2]
         self.value_BGF[alive_A] = value_AGX[..., :count]
-        self.place_BGF2[alive_A] = place_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
+        self.end_BGF2[alive_A] = end_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
 
     def best(self, alive_A: Tensor) -> Tensor:
         return self.value_BGF[alive_A, :, 0]
 
     def worst(self, alive_A: Tensor) -> Tensor:
-        """What a live hypothesis of a group must overtake to matter."""
+        """The values that a live hypothesis of a group must overtake."""
         return self.value_BGF[alive_A, :, -1]
 
 
 class BackPointers:
-    """Every step's choices, from which whole paths are read off at the end."""
+    """The parents and tokens chosen at every step, from which the hypotheses are read back at the end."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # per row: its parent, token, score
         self.ends: list[np.ndarray] = []  # per row of a step: the score of ending there
 
-    def grow(self, parents_N: Tensor, tokens_N: Tensor, scores_N: Tensor) -> None:
+    def append(self, parents_N: Tensor, tokens_N: Tensor, scores_N: Tensor) -> None:
         self.steps.append((parents_N.numpy(force=True), tokens_N.numpy(force=True), scores_N.numpy(force=True)))
 
     def read(self, at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and scores before the end of paths that end at steps `at` in `rows`, left-aligned."""
+        """Tokens and scores of the hypotheses that end at steps `at` in `rows`, left-aligned, without their ends."""
         tokens = np.zeros((len(at), at.max(initial=0)), dtype=np.int64)
         scores = np.zeros(tokens.shape)
         rows = rows.copy()
         for t in range(tokens.shape[1] - 1, -1, -1):
-            on = at > t
-            parents, symbols, values = self.steps[t]
-            tokens[on, t], scores[on, t] = symbols[rows[on]], values[rows[on]]
-            rows[on] = parents[rows[on]]
+            longer = at > t
+            parents, step_tokens, step_scores = self.steps[t]
+            tokens[longer, t], scores[longer, t] = step_tokens[rows[longer]], step_scores[rows[longer]]
+            rows[longer] = parents[rows[longer]]
         return tokens, scores
 
 
 def beam_search(
     scorer: Scorer,
-    tasks: Sequence[SearchInput],
+    inputs: Sequence[SearchInput],
     rules: Sequence[Rule],
     *,
     width: int,
@@ -156,16 +157,16 @@ def beam_search(
     diversity: float = 0.0,
     coverage: Coverage | None = None,
 ) -> list[list[DecodedIds]]:
-    """The `keep` best outputs of every task, best first; fewer if fewer ended.
+    """The `keep` best outputs of every input, best first; fewer if fewer ended.
 
     Each of the groups is `width` wide, and may be closed when `enough` of its hypotheses (None: `width`) have ended.
     """
     device, enough = scorer.device, enough or width
-    constraint = next((rule for rule in rules if isinstance(rule, Constraint) and rule.requires), None)
-    alive_A = torch.arange(len(tasks), device=device)
-    limit_B = torch.tensor([task.limit for task in tasks], device=device)
+    constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint) and rule.requires), None)
+    alive_A = torch.arange(len(inputs), device=device)
+    limit_B = torch.tensor([item.limit for item in inputs], device=device)
     longest_B = (limit_B + 1).float() ** penalty
-    states = branching(scorer.start(tasks), len(tasks), device)
+    states = with_prefix_tree(scorer.start(inputs), len(inputs), device)
     if groups > 1:
         first_N = alive_A.repeat_interleave(groups)
         states = select(states, first_N)
@@ -173,15 +174,15 @@ def beam_search(
             coverage.select(first_N)
         for rule in rules:
             rule.spread(first_N)
-    tokens: Tensor | list[Tensor] = scorer.first(tasks, groups)
-    stop_B = torch.tensor([task.limit if task.open_end else math.inf for task in tasks], device=device)
-    sum_AGW = torch.zeros((len(tasks), groups, 1), device=device)
-    ended_BG = torch.zeros((len(tasks), groups), dtype=torch.long, device=device)
-    kept, trace = Kept(len(tasks), groups, keep if groups == 1 else width, device), BackPointers()
-    for t in range(max(task.limit for task in tasks) + 1):
-        with nullcontext() if coverage is None else coverage.watch():
-            logp_NV, states = scorer.step(tokens, states)
-        trace.ends.append(logp_NV[:, scorer.eos].numpy(force=True).copy())
+    tokens: Tensor | list[Tensor] = scorer.first(inputs, groups)
+    stop_B = torch.tensor([item.limit if item.open_end else math.inf for item in inputs], device=device)
+    sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
+    ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
+    finished = Finished(len(inputs), groups, keep if groups == 1 else width, device)
+    pointers = BackPointers()
+    for t in range(max(item.limit for item in inputs) + 1):
+        logp_NV, states = scorer.step(tokens, states)
+        pointers.ends.append(logp_NV[:, scorer.eos].numpy(force=True).copy())
         if coverage is not None:
             coverage.add()
         value_AGWV = steer(logp_NV, rules, t, alive_A).view(*sum_AGW.shape, -1)
@@ -193,47 +194,47 @@ def beam_search(
         sum_next_AGW = torch.stack([p.sum_AW for p in picks], 1)
         tokens_N = torch.stack([p.token_AW for p in picks], 1).flatten()
         ended_AGC = torch.stack([p.ended_AC for p in picks], 1)
-        lanes = torch.arange(len(alive_A) * groups, device=device).view(-1, groups, 1) * sum_AGW.shape[2]
+        first_row_AG1 = torch.arange(len(alive_A) * groups, device=device).view(-1, groups, 1) * sum_AGW.shape[2]
         if bool(ended_AGC.any()):
-            symbols_A11 = (stop_B[alive_A] - t).clamp(0, 1).add(t)[:, None, None]  # with the end, where it is one
-            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / symbols_A11.clamp(min=1) ** penalty
-            row_AGC = torch.stack([p.ended_parent_AC for p in picks], 1) + lanes
+            length_A11 = (stop_B[alive_A] - t).clamp(0, 1).add(t)[:, None, None]  # with the end token, if there is one
+            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / length_A11.clamp(min=1) ** penalty
+            row_AGC = torch.stack([p.ended_parent_AC for p in picks], 1) + first_row_AG1
             if coverage is not None:
                 value_AGC += coverage.value(alive_A).flatten()[row_AGC.masked_fill(~ended_AGC, 0)]
             value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
-            kept.add(alive_A, value_AGC, t, row_AGC)
+            finished.add(alive_A, value_AGC, t, row_AGC)
             ended_BG[alive_A] += ended_AGC.sum(2)
         if not exact:
-            better_AG = sum_next_AGW.amax(2) / (t + 1) ** penalty > kept.best(alive_A)
+            better_AG = sum_next_AGW.amax(2) / (t + 1) ** penalty > finished.best(alive_A)
             closed_AG = (ended_BG[alive_A] >= enough) & ~better_AG
             sum_next_AGW = sum_next_AGW.masked_fill(closed_AG.unsqueeze(2), -math.inf)
         bound_AG = sum_next_AGW.amax(2) / longest_B[alive_A].unsqueeze(1)
-        stay_A = (bound_AG > kept.worst(alive_A)).any(1)
-        rows_N = (parent_AGW + lanes).flatten()
+        stay_A = (bound_AG > finished.worst(alive_A)).any(1)
+        rows_N = (parent_AGW + first_row_AG1).flatten()
         sentences = None
         if not bool(stay_A.any()):
             break
         if not bool(stay_A.all()):
-            sum_next_AGW = sum_next_AGW.masked_fill(~stay_A[:, None, None], -math.inf)  # nothing more comes of them
-            if time_to_leave(~stay_A, limit_B[alive_A] <= t):
+            sum_next_AGW = sum_next_AGW.masked_fill(~stay_A[:, None, None], -math.inf)
+            if should_leave(~stay_A, limit_B[alive_A] <= t):
                 sentences = stay_A.nonzero().squeeze(1)
                 stay_N = stay_A.repeat_interleave(len(rows_N) // len(alive_A))
                 rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
                 alive_A, sum_next_AGW = alive_A[sentences], sum_next_AGW[sentences]
-        trace.grow(rows_N, tokens_N, logp_NV[rows_N, tokens_N])
+        pointers.append(rows_N, tokens_N, logp_NV[rows_N, tokens_N])
         states = select(states, rows_N, sentences)
         if coverage is not None:
             coverage.select(rows_N)
         for rule in rules:
             rule.advance(rows_N, tokens_N)
         tokens, sum_AGW = tokens_N, sum_next_AGW
-    return [_distinct(found)[:keep] for found in _read(kept, trace, tasks, scorer.eos)]
+    return [_distinct(outputs)[:keep] for outputs in _read(finished, pointers, inputs, scorer.eos)]
 
 
 def _pick_groups(
     sum_AGW: Tensor, value_AGWV: Tensor, eos: int, width: int, diversity: float, stages: Stages | None
 ) -> list[Picked]:
-    """Pick for one group after the other; a token costs `diversity` for each time an earlier group just took it."""
+    """Pick for one group after the other; a token costs `diversity` for every earlier group that just took it."""
     picks: list[Picked] = []
     taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if sum_AGW.shape[1] > 1 else None
     for g in range(sum_AGW.shape[1]):
@@ -242,29 +243,32 @@ def _pick_groups(
         if taken_AV is None:
             return [pick(sum_AGW[:, g], value_AWV, eos, width, here)]
         picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, here)
-        # The cost decides which tokens are taken; it is not carried along.
+        # The cost decides which tokens are taken; it is not part of their sums.
         cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
         picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
         taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))
     return picks
 
 
-def _read(kept: Kept, trace: BackPointers, tasks: Sequence[SearchInput], eos: int) -> list[list[DecodedIds]]:
-    order_BF = kept.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
-    value_BF = kept.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
-    place_BF2 = kept.place_BGF2.flatten(1, 2).numpy(force=True)
+def _read(
+    finished: Finished, pointers: BackPointers, inputs: Sequence[SearchInput], eos: int
+) -> list[list[DecodedIds]]:
+    """The finished hypotheses of every sentence, best first."""
+    order_BF = finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
+    value_BF = finished.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
+    end_BF2 = finished.end_BGF2.flatten(1, 2).numpy(force=True)
     sentence, rank = np.nonzero(value_BF > -math.inf)
-    at, rows = place_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
-    tokens, scores = trace.read(at, rows)
-    found: list[list[DecodedIds]] = [[] for _ in tasks]
+    at, rows = end_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
+    tokens, scores = pointers.read(at, rows)
+    results: list[list[DecodedIds]] = [[] for _ in inputs]
     for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
-        limited = t == tasks[b].limit
+        limited = t == inputs[b].limit
         ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
-        if not (limited and tasks[b].open_end):
-            ids, token_scores = (*ids, eos), (*token_scores, float(trace.ends[t][row]))
-        found[b].append(DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
-    return found
+        if not (limited and inputs[b].open_end):
+            ids, token_scores = (*ids, eos), (*token_scores, float(pointers.ends[t][row]))
+        results[b].append(DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
+    return results
 
 
-def _distinct(found: list[DecodedIds]) -> list[DecodedIds]:
-    return list({output.ids: output for output in reversed(found)}.values())[::-1]
+def _distinct(outputs: list[DecodedIds]) -> list[DecodedIds]:
+    return list({output.ids: output for output in reversed(outputs)}.values())[::-1]

@@ -1,10 +1,10 @@
-"""What comes out of a search."""
+"""Hypotheses: decoded ids as text with scores, alignment and flags, and their choice by minimum Bayes risk."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,25 +12,33 @@ from rapidfuzz.distance import Levenshtein
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from regard.decode.options import Utility
+from regard.decode.options import Options, Utility
+from regard.decode.request import SearchInput
+from regard.text.codec import Codec
+
+LOOP_TURNS, LOOP_TOKENS = 4, 8  # a unit that often in a row, over that many tokens, is a loop
+LONG, SHORT, MIN_LENGTH = 4.0, 0.2, 10  # output tokens per source token; short only counts for longer sources
+LOW_SCORE = -2.5  # mean log-probability per token
+PARKED, MIN_ALIGNED = 0.9, 6  # share of all attention on one source token, over so many output tokens
+UNIFORM = 0.95  # of the entropy of uniform attention
 
 
 class DecodedIds(NamedTuple):
-    """A finished output as ids."""
+    """An output of the search, in token ids."""
 
-    ids: tuple[int, ...]  # ends in the end token, unless it stopped at the limit of an open-ended task
-    token_scores: tuple[float, ...]  # natural-log probabilities, one per id
-    value: float  # what the search ranked it by
-    limited: bool = False  # it ended because it had to
+    ids: tuple[int, ...]  # with the end token, unless a continuation stopped at its limit
+    token_scores: tuple[float, ...]  # natural-log probabilities, one per id; none where only their sum is known
+    value: float  # the search ranked by it; the sum if that is all that is known
+    limited: bool = False  # it ended at the limit
 
     @property
     def score(self) -> float:
-        return sum(self.token_scores)
+        return sum(self.token_scores) if self.token_scores else self.value
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Which source tokens an output was made from: a row of weights per output token, the end not counted."""
+    """The source tokens that an output is aligned with: a row of weights per output token, the end not counted."""
 
     soft: np.ndarray  # (output tokens, source tokens), rows sum to 1; the last source token is its end
     source: tuple[str, ...]  # the tokens as shown
@@ -38,8 +46,8 @@ class Alignment:
 
     @property
     def hard(self) -> list[tuple[int, int]]:
-        """(source place, output place) of the heaviest link of each output token; the source's end is no place."""
-        return [(int(place), t) for t, place in enumerate(self.soft[:, :-1].argmax(1))] if self.soft.size else []
+        """(source position, output position) of the strongest link of each output token, never to the source's end."""
+        return [(int(s), t) for t, s in enumerate(self.soft[:, :-1].argmax(1))] if self.soft.size else []
 
 
 class Candidate(NamedTuple):
@@ -52,24 +60,21 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One output of the model for one source."""
+    """One output for one source."""
 
     text: str
     score: float  # the sum of token_scores
-    tokens: tuple[str, ...]  # as shown, the end token included if there is one
+    tokens: tuple[str, ...]  # as shown, with the end token if there is one
     token_scores: tuple[float, ...]
     normalized: float  # score / length ** length_penalty
     ids: tuple[int, ...] = ()
     alignment: Alignment | None = None
     utility: float | None = None  # expected, of minimum Bayes risk
-    flags: dict[str, str] = field(default_factory=dict)  # what looks wrong: name -> reason
+    flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
     candidates: tuple[Candidate, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape that scripts rely on; alignment, utility and flags only where there are any.
-
-        The candidates are told once per source, not here.
-        """
+        """The JSON shape; alignment, utility and flags only where there are any, the candidates never."""
         out: dict[str, Any] = {
             "text": self.text,
             "score": self.score,
@@ -87,32 +92,75 @@ class Hypothesis:
         return out
 
 
+def empty_hypothesis(flags: dict[str, str]) -> Hypothesis:
+    """The output of an input that was not decoded, or has none, with the reason."""
+    return Hypothesis("", 0.0, (), (), 0.0, flags=flags)
+
+
+def make_hypotheses(
+    codec: Codec, options: Options, item: SearchInput, outputs: Sequence[DecodedIds]
+) -> list[Hypothesis]:
+    """The outputs of a search as text with flags, chosen by minimum Bayes risk if the options ask for it."""
+    if not outputs:
+        return [empty_hypothesis({"unsatisfied": "no output was found that meets what was asked for"})]
+    hypotheses = [_hypothesis(codec, options, item, output) for output in outputs]
+    return _minimum_risk(codec, options, hypotheses) if options.mbr else hypotheses
+
+
+def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: DecodedIds) -> Hypothesis:
+    ids = output.ids[:-1] if output.ids[-1:] == (codec.ids.eos,) else output.ids
+    source = 0 if item.open_end else len(item.sources[0]) - 1  # a continuation may have any length
+    flags = output_flags(ids, source, output.token_scores)
+    if output.limited:
+        flags["max_length"] = f"ended at the limit of {item.limit} tokens"
+    return Hypothesis(
+        output_text(codec, item, output.ids),
+        output.score,
+        tuple(codec.target_pieces(output.ids)),
+        output.token_scores,
+        normalize(output.score, len(output.ids), options.length_penalty),
+        output.ids,
+        flags=flags,
+    )
+
+
+def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:
+    """The text of an output; a continuation is what it adds to its prompt, the space between included."""
+    if not item.open_end:
+        return codec.decode_target(ids)
+    prompt, text = (codec.decode_target([*item.sources[0], *more]) for more in ((), ids))
+    return text.removeprefix(prompt) if text.startswith(prompt) else codec.decode_target(ids)
+
+
 def normalize(score: float, length: int, penalty: float) -> float:
     """A score made comparable between lengths."""
     return score / length**penalty if length else score
 
 
-TURNS, COVERED = 4, 8  # a unit so often in a row, over so many tokens, is a loop
-LONG, SHORT, SHORTEST = 4.0, 0.2, 10  # output tokens per source token; short only matters for longer sources
-LOW = -2.5  # mean log-probability per token: the model was guessing
-PARKED, TOKENS = 0.9, 6  # share of all attention on one source token, over so many output tokens
-BLUR = 0.95  # of the entropy of looking everywhere alike
+def flag_segmentation(codec: Codec, rows: list[list[Hypothesis]]) -> None:
+    """Flag outputs whose text `score` would tokenise differently: the score here is that of the decoded tokens."""
+    entries = [(i, rank) for i, row in enumerate(rows) for rank, h in enumerate(row) if h.ids]
+    for (i, rank), ids in zip(entries, codec.encode_target([rows[i][rank].text for i, rank in entries]), strict=True):
+        hypothesis = rows[i][rank]
+        if tuple(ids)[: len(hypothesis.ids)] != hypothesis.ids:
+            reason = "the text is usually cut into other tokens, so forced decoding scores it differently"
+            rows[i][rank] = replace(hypothesis, flags={**hypothesis.flags, "segmentation": reason})
 
 
-def degenerate(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
+def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
     """Flags of an output (ids without the end token) for a source of so many tokens; 0: any length is right."""
     flags = {}
     length = len(ids)
     if loop := longest_loop(ids):
         size, turns = loop
         flags["repetition"] = f"{size} token{'s' * (size > 1)} repeated {turns} times in a row"
-    if source and length / source > LONG and length > SHORTEST:
+    if source and length / source > LONG and length > MIN_LENGTH:
         flags["length_ratio"] = f"{length} tokens for a source of {source}"
-    elif source >= SHORTEST and length / source < SHORT:
+    elif source >= MIN_LENGTH and length / source < SHORT:
         flags["length_ratio"] = f"only {length} tokens for a source of {source}"
     mean = sum(token_scores) / max(1, len(token_scores))
-    if mean < LOW:
-        flags["low_score"] = f"{mean:.2f} per token on average, below {LOW}"
+    if mean < LOW_SCORE:
+        flags["low_score"] = f"{mean:.2f} per token on average, below {LOW_SCORE}"
     return flags
 
 
@@ -120,53 +168,66 @@ def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
     """(size, turns) of the unit that is repeated in a row over the most tokens, if that is a loop."""
     row = np.asarray(ids)
     longest: tuple[int, int] | None = None
-    for size in range(1, len(row) // TURNS + 1):
+    for size in range(1, len(row) // LOOP_TURNS + 1):
         same = np.concatenate(([False], row[size:] == row[:-size], [False])).astype(np.int8)
         edges = np.flatnonzero(np.diff(same))
         if not len(edges):
             continue
-        run = int((edges[1::2] - edges[::2]).max()) + size  # tokens that this unit covers
-        turns = run // size
-        if turns >= TURNS and run >= COVERED and (longest is None or turns * size > longest[0] * longest[1]):
+        covered = int((edges[1::2] - edges[::2]).max()) + size  # tokens
+        turns = covered // size
+        if turns >= LOOP_TURNS and covered >= LOOP_TOKENS and (not longest or turns * size > longest[0] * longest[1]):
             longest = size, turns
     return longest
 
 
-def collapsed(alignment: Alignment) -> dict[str, str]:
-    """Flags of an output's attention: parked on one token, or looking nowhere in particular."""
+def attention_flags(alignment: Alignment) -> dict[str, str]:
+    """Flags of an alignment that is parked on one source token, or uniform."""
     soft = alignment.soft
-    if len(soft) < TOKENS or soft.shape[1] < TOKENS:
+    if len(soft) < MIN_ALIGNED or soft.shape[1] < MIN_ALIGNED:
         return {}
     share = soft.mean(0)
-    place = int(share.argmax())
-    if share[place] > PARKED:
-        symbol = alignment.source[place]
-        return {"attention": f"{100 * share[place]:.0f}% of it on source token {place} ({symbol!r})"}
+    top = int(share.argmax())
+    if share[top] > PARKED:
+        return {"attention": f"{100 * share[top]:.0f}% of it on source token {top} ({alignment.source[top]!r})"}
     entropy = -(soft * np.log(np.maximum(soft, 1e-12))).sum(1).mean() / np.log(soft.shape[1])
-    if entropy > BLUR:
+    if entropy > UNIFORM:
         return {"attention": "spread evenly over the source"}
     return {}
 
 
-def shares(scores: Sequence[float]) -> list[float]:
-    """Log-probabilities of different outputs, as shares that sum to one."""
+def _minimum_risk(codec: Codec, options: Options, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """The distinct texts by expected utility: samples weigh the same, the n-best of a beam their probability."""
+    count = len(hypotheses)
+    weights = [1 / count] * count if options.samples else probability_shares([h.score for h in hypotheses])
+    spaced = codec.target.scheme == "space"
+    utilities = expected_utility([h.text for h in hypotheses], weights, options.utility, spaced)
+    distinct = {h.text: replace(h, utility=u) for h, u in reversed(list(zip(hypotheses, utilities, strict=True)))}
+    ranked = sorted(distinct.values(), key=lambda h: (-(h.utility or 0.0), -h.score, h.text))
+    candidates = tuple(Candidate(h.text, h.utility or 0.0, h.score) for h in ranked)
+    return [replace(ranked[0], candidates=candidates), *ranked[1 : options.nbest]]
+
+
+def probability_shares(scores: Sequence[float]) -> list[float]:
+    """Log-probabilities of distinct outputs as shares that sum to one."""
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
 
 
-def expected(texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False) -> list[float]:
-    """The expected utility, 0 to 1, of every text when each is right as often as its weight says (they sum to one).
+def expected_utility(
+    texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False
+) -> list[float]:
+    """The expected utility, 0 to 1, of every text if each is the reference with its weight (they sum to one).
 
-    Edit distance counts characters, or whole tokens where the texts are tokens `spaced` apart.
+    Edit distance counts characters, or tokens where the texts are `spaced` tokens.
     """
-    useful = _utility(utility, spaced)
+    compare = _utility(utility, spaced)
     mass: dict[str, float] = {}
     for text, weight in zip(texts, weights, strict=True):
         mass[text] = mass.get(text, 0.0) + weight
     totals = {
-        text: math.fsum(weight * (1.0 if text == other else useful(text, other)) for other, weight in mass.items())
+        text: math.fsum(weight * (1.0 if text == other else compare(text, other)) for other, weight in mass.items())
         for text in mass
     }
     return [totals[text] for text in texts]
@@ -174,9 +235,9 @@ def expected(texts: Sequence[str], weights: Sequence[float], utility: Utility, s
 
 def _utility(name: Utility, spaced: bool) -> Callable[[str, str], float]:
     if name == "exact":
-        return lambda text, other: 0.0  # the same text is worth 1 by every measure
+        return lambda text, other: 0.0  # a text has utility 1 for itself by every measure
     if name == "edit":
-        cut: Callable[[str], Sequence[str]] = (lambda text: text.split(" ")) if spaced else (lambda text: text)
-        return lambda text, other: float(Levenshtein.normalized_similarity(cut(text), cut(other)))
+        split: Callable[[str], Sequence[str]] = (lambda text: text.split(" ")) if spaced else (lambda text: text)
+        return lambda text, other: float(Levenshtein.normalized_similarity(split(text), split(other)))
     metric = CHRF() if name == "chrf" else BLEU(effective_order=True)
     return lambda text, other: float(metric.sentence_score(text, [other]).score) / 100

@@ -1,4 +1,4 @@
-"""What a user may ask of the search, as one frozen value."""
+"""Options of decoding: strategy, sampling, constraints, length and batching, as one frozen value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Phrase = Annotated[str, Field(min_length=1)]
 
 
 class Options(Value):
-    """How to search, what to steer, what to report. Whatever steers changes which output is chosen, never its score.
+    """All options of decoding. Constraints change which output is chosen, never its score.
 
     Scores are the model's own natural-log probabilities, the end token included.
     """
@@ -129,37 +129,37 @@ class Options(Value):
             raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}")
         if self.max_ratio is not None and self.min_ratio > self.max_ratio:
             raise ValueError(f"min_ratio {self.min_ratio} is more than max_ratio {self.max_ratio}")
-        self._heard()
+        self._check_used()
         return self
 
-    def _heard(self) -> None:
-        """Refuse what would be ignored. A seed is heard without draws: the output is the same for every seed."""
-        drawn, searched = self.samples, self.beam > 1
-        for name, heard, needed in (
-            ("temperature", drawn, "sample, or mbr without a beam"),
-            ("top_k", drawn, "sample, or mbr without a beam"),
-            ("top_p", drawn, "sample, or mbr without a beam"),
-            ("min_p", drawn, "sample, or mbr without a beam"),
+    def _check_used(self) -> None:
+        """Refuse options that would be ignored. A seed without sampling is no mistake: every seed gives the same."""
+        sampling, beam = "sample, or mbr without a beam", "a beam of at least 2"
+        for name, used, needed in (
+            ("temperature", self.samples, sampling),
+            ("top_k", self.samples, sampling),
+            ("top_p", self.samples, sampling),
+            ("min_p", self.samples, sampling),
             ("utility", self.mbr > 0, "mbr"),
-            ("exact", searched, "a beam of at least 2"),
-            ("coverage_penalty", searched, "a beam of at least 2"),
+            ("exact", self.beam > 1, beam),
+            ("coverage_penalty", self.beam > 1, beam),
             ("diversity", self.groups > 1, "groups, at least 2"),
             ("alignment_heads", self.alignment or self.coverage_penalty > 0, "alignment or coverage_penalty"),
         ):
-            if not heard and getattr(self, name) != type(self).model_fields[name].default:
+            if not used and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs {needed}")
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn, not searched for."""
+        """Whether tokens are drawn."""
         return self.sample or (self.mbr > 0 and self.beam == 1)
 
     @property
     def rows(self) -> int:
-        """Hypotheses per sentence that are worked on side by side."""
+        """Hypotheses per sentence that are decoded side by side."""
         return max(self.beam, self.mbr, self.nbest) if self.samples else self.beam
 
     @classmethod
     def of(cls, **settings: Any) -> Options:
-        """Options checked with messages for people: a UserError that names the option."""
+        """Checked options; mistakes raise a UserError that names the option."""
         return parse(cls, settings, "options")

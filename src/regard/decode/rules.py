@@ -1,4 +1,4 @@
-"""What steers a search: objects that change the values by which a token is chosen, never the scores reported."""
+"""Rules that steer a search: they change the values by which tokens are chosen, never the scores that are reported."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from regard.decode.phrases import Phrases
-from regard.decode.scorer import SearchInput
+from regard.decode.request import SearchInput
 
 
 class Rule:
     """A rule over values (N, V). N is the alive sentences times the same number of hypotheses each, sentence-major."""
 
     def active(self, t: int) -> bool:
-        """Whether the rule has a say at step `t`."""
+        """Whether the rule may change values at step `t`."""
         return True
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        """Change values in place; minus infinity forbids. `alive_B` numbers the sentences as at the start."""
+        """Change values in place; minus infinity forbids. `alive_B` are the sentences left, numbered as at first."""
 
     def spread(self, rows_N: Tensor) -> None:
-        """Before the first step, make several hypotheses of each: which row each one comes from."""
+        """Before the first step, start several hypotheses per sentence: the row that each one comes from."""
 
     def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
-        """The hypotheses that carry on: which rows they come from, and the token each one appended."""
+        """The hypotheses that carry on: the rows they come from, and the token that each one appended."""
 
 
 def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Tensor:
-    """The values to choose by: the very log-probabilities if no rule has a say."""
+    """The values to choose by; the log-probabilities themselves if no rule is active."""
     active = [rule for rule in rules if rule.active(t)]
     if not active:
         return logp_NV
@@ -42,15 +42,15 @@ def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Te
 
 
 class Length(Rule):
-    """No end before the minimum, nothing but the end at the limit, where it costs an open-ended task nothing."""
+    """No end token before the minimum, nothing else at the limit, where it costs a continuation nothing."""
 
-    def __init__(self, tasks: Sequence[SearchInput], eos: int, device: torch.device) -> None:
+    def __init__(self, inputs: Sequence[SearchInput], eos: int, device: torch.device) -> None:
         self.eos = eos
-        self.minimum_B = torch.tensor([task.minimum for task in tasks], device=device)
-        self.limit_B = torch.tensor([task.limit for task in tasks], device=device)
-        self.open_B = torch.tensor([task.open_end for task in tasks], device=device)
-        self.until = max(task.minimum for task in tasks)
-        self.since = min(task.limit for task in tasks)
+        self.minimum_B = torch.tensor([item.minimum for item in inputs], device=device)
+        self.limit_B = torch.tensor([item.limit for item in inputs], device=device)
+        self.open_B = torch.tensor([item.open_end for item in inputs], device=device)
+        self.until = max(item.minimum for item in inputs)
+        self.since = min(item.limit for item in inputs)
 
     def active(self, t: int) -> bool:
         return t < self.until or t >= self.since
@@ -66,37 +66,39 @@ class Length(Rule):
 
 
 class Prefix(Rule):
-    """The first tokens are given, whatever other rules say (so this one comes last), and what follows is set apart."""
+    """Forces the first tokens, whatever other rules say (so it comes last), and rules out what would alter them."""
 
-    def __init__(self, tasks: Sequence[SearchInput], device: torch.device) -> None:
-        longest = max(len(task.prefix) for task in tasks)
-        table = [list(task.prefix) + [-1] * (longest - len(task.prefix)) for task in tasks]
-        self.table_BP = torch.tensor(table, dtype=torch.long, device=device).view(len(tasks), longest)
-        self.length_B = torch.tensor([len(task.prefix) for task in tasks], device=device)
-        self.apart = torch.tensor(sorted({x for task in tasks for x in task.apart}), dtype=torch.long, device=device)
-        self.until = longest + bool(len(self.apart))
+    def __init__(self, inputs: Sequence[SearchInput], device: torch.device) -> None:
+        longest = max(len(item.prefix) for item in inputs)
+        table = [list(item.prefix) + [-1] * (longest - len(item.prefix)) for item in inputs]
+        self.table_BP = torch.tensor(table, dtype=torch.long, device=device).view(len(inputs), longest)
+        self.length_B = torch.tensor([len(item.prefix) for item in inputs], device=device)
+        self.never_next = torch.tensor(
+            sorted({x for item in inputs for x in item.not_after_prefix}), dtype=torch.long, device=device
+        )
+        self.until = longest + bool(len(self.never_next))
 
     def active(self, t: int) -> bool:
         return t < self.until
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        if t > 0 and len(self.apart):
+        if t > 0 and len(self.never_next):
             ended_B = self.length_B[alive_B] == t
             rows = ended_B.repeat_interleave(len(value_NV) // len(alive_B)).nonzero()
-            value_NV[rows, self.apart] = -math.inf
+            value_NV[rows, self.never_next] = -math.inf
         if t >= self.table_BP.shape[1]:
             return
-        given_N = self.table_BP[alive_B, t].repeat_interleave(len(value_NV) // len(alive_B))
-        rows = (given_N >= 0).nonzero().squeeze(1)
+        forced_N = self.table_BP[alive_B, t].repeat_interleave(len(value_NV) // len(alive_B))
+        rows = (forced_N >= 0).nonzero().squeeze(1)
         value_NV[rows] = -math.inf
-        value_NV[rows, given_N[rows]] = logp_NV[rows, given_N[rows]]
+        value_NV[rows, forced_N[rows]] = logp_NV[rows, forced_N[rows]]
 
 
-class Past(Rule):
-    """A rule that looks back at what each hypothesis has produced."""
+class PastTokens(Rule):
+    """A rule over the tokens that each hypothesis has produced."""
 
-    def __init__(self, tasks: Sequence[SearchInput], device: torch.device) -> None:
-        self.past_NT = torch.zeros((len(tasks), 0), dtype=torch.long, device=device)
+    def __init__(self, inputs: Sequence[SearchInput], device: torch.device) -> None:
+        self.past_NT = torch.zeros((len(inputs), 0), dtype=torch.long, device=device)
 
     def active(self, t: int) -> bool:
         return t > 0
@@ -108,11 +110,11 @@ class Past(Rule):
         self.past_NT = torch.cat((self.past_NT[rows_N], tokens_N.unsqueeze(1)), 1)
 
 
-class NoRepeat(Past):
+class NoRepeat(PastTokens):
     """No sequence of `size` tokens comes twice."""
 
-    def __init__(self, tasks: Sequence[SearchInput], size: int, device: torch.device) -> None:
-        super().__init__(tasks, device)
+    def __init__(self, inputs: Sequence[SearchInput], size: int, device: torch.device) -> None:
+        super().__init__(inputs, device)
         self.size = size
 
     def active(self, t: int) -> bool:
@@ -121,71 +123,61 @@ class NoRepeat(Past):
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         windows_NWS = self.past_NT.unfold(1, self.size, 1)
         last_N1S = self.past_NT[:, None, self.past_NT.shape[1] - self.size + 1 :]
-        row, place = (windows_NWS[:, :, :-1] == last_N1S).all(-1).nonzero(as_tuple=True)
-        value_NV[row, windows_NWS[row, place, -1]] = -math.inf
+        row, start = (windows_NWS[:, :, :-1] == last_N1S).all(-1).nonzero(as_tuple=True)
+        value_NV[row, windows_NWS[row, start, -1]] = -math.inf
 
 
-class Repetition(Past):
+class Repetition(PastTokens):
     """A token that was produced before counts `penalty` times its negative log-probability."""
 
-    def __init__(self, tasks: Sequence[SearchInput], penalty: float, device: torch.device) -> None:
-        super().__init__(tasks, device)
+    def __init__(self, inputs: Sequence[SearchInput], penalty: float, device: torch.device) -> None:
+        super().__init__(inputs, device)
         self.penalty = penalty
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         value_NV.scatter_(1, self.past_NT, value_NV.gather(1, self.past_NT) * self.penalty)
 
 
-BANKS = 48  # stages of progress that a beam keeps apart, at most
+class PhraseConstraint(Rule):
+    """Required and forbidden phrases: runs the automaton of its input along every hypothesis.
 
-
-def banks(task: SearchInput) -> int:
-    """How many stages lie between this task's beginning and its required phrases all being met."""
-    if task.phrases is None:
-        return 0
-    return min(task.phrases.walk(()) or 0, BANKS)
-
-
-class Constraint(Rule):
-    """Follows every hypothesis through its task's automaton, and keeps a way open to all required phrases.
-
-    A token is refused if it completes a forbidden phrase, or if after it the length limit leaves too little room for
-    what is still required: so whatever search goes on under this rule ends with every phrase met. With `yielding`, for
-    searches that follow one path, the probability of ending too early goes to tokens that bring a phrase closer.
+    A token is ruled out if it completes a forbidden phrase, or if after it the limit leaves too few tokens for what is
+    still required: so any search under this rule ends with every phrase met. With `redistribute`, for greedy search and
+    sampling, the probability of ending too early goes to tokens that bring a phrase closer.
     """
 
     def __init__(
-        self, tasks: Sequence[SearchInput], eos: int, vocab: int, device: torch.device, yielding: bool
+        self, inputs: Sequence[SearchInput], eos: int, vocab: int, device: torch.device, redistribute: bool
     ) -> None:
-        self.eos, self.yielding = eos, yielding
-        nothing = [np.zeros((1, vocab), dtype=kind) for kind in (np.int32, np.int16, bool)]
-        free = Phrases(nothing[0], nothing[1], nothing[2], np.zeros((1, 1), dtype=np.int16), eos)
-        mine = [task.phrases or free for task in tasks]
-        kinds = list({id(phrases): phrases for phrases in mine}.values())
-        first = np.cumsum([0, *(len(p.next_QV) for p in kinds)])  # of each automaton's states
-        base = np.cumsum([0, *(p.need_MQ.size for p in kinds)])
-        self.next_QV = _tensor([p.next_QV + start for p, start in zip(kinds, first[:-1], strict=True)], device)
-        self.met_QV = _tensor([p.met_QV for p in kinds], device)
-        self.ban_QV = _tensor([p.ban_QV for p in kinds], device)
-        self.need_X = _tensor([p.need_MQ.flatten() for p in kinds], device)
-        which = [next(i for i, p in enumerate(kinds) if p is phrases) for phrases in mine]
+        self.eos, self.redistribute = eos, redistribute
+        empty = [np.zeros((1, vocab), dtype=kind) for kind in (np.int32, np.int16, bool)]
+        no_phrases = Phrases(empty[0], empty[1], empty[2], np.zeros((1, 1), dtype=np.int16), eos)
+        automaton_of = [item.phrases or no_phrases for item in inputs]
+        automata = list({id(phrases): phrases for phrases in automaton_of}.values())
+        first = np.cumsum([0, *(len(p.next_QV) for p in automata)])  # state of each automaton
+        base = np.cumsum([0, *(p.need_MQ.size for p in automata)])
+        self.next_QV = _tensor([p.next_QV + start for p, start in zip(automata, first[:-1], strict=True)], device)
+        self.met_QV = _tensor([p.met_QV for p in automata], device)
+        self.ban_QV = _tensor([p.ban_QV for p in automata], device)
+        self.need_X = _tensor([p.need_MQ.flatten() for p in automata], device)
+        number = {id(phrases): i for i, phrases in enumerate(automata)}
+        which = [number[id(phrases)] for phrases in automaton_of]
         table = [
-            (first[i], base[i] - first[i], len(kinds[i].next_QV), task.limit)
-            for i, task in zip(which, tasks, strict=True)
+            (first[i], base[i] - first[i], len(automata[i].next_QV), item.limit)
+            for i, item in zip(which, inputs, strict=True)
         ]
         self.about_B4 = torch.tensor(np.array(table), dtype=torch.long, device=device)
-        self.requires = any(p.need_MQ.any() for p in kinds)
-        total_B = torch.tensor([banks(task) for task in tasks], device=device)
+        self.requires = any(p.need_MQ.any() for p in automata)
+        total_B = torch.tensor([item.stages for item in inputs], device=device)
         need_B = self._need(self.about_B4[:, 0], torch.zeros_like(total_B), self.about_B4)
-        self.bank_B = total_B / need_B.clamp(min=1)
+        self.stages_per_token_B = total_B / need_B.clamp(min=1)
         self.state_N = self.about_B4[:, 0]
         self.met_N = torch.zeros_like(self.state_N)
-        self.bound_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # on the way to a phrase that must be completed
+        self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to a phrase that was begun
 
     def _need(self, state: Tensor, met: Tensor, about: Tensor) -> Tensor:
-        """Fewest tokens to go, for states and subsets of rows that `about` describes."""
-        place = about[..., 1] + met * about[..., 2] + state
-        return self.need_X[place]
+        """Fewest tokens to go from states and subsets met, in the automata that `about` describes."""
+        return self.need_X[about[..., 1] + met * about[..., 2] + state]
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
         about_N4 = self.about_B4[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
@@ -198,24 +190,24 @@ class Constraint(Rule):
         self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N14)
         self.now_N = self._need(self.state_N, self.met_N, about_N4)
         end_N = value_NV[:, self.eos].masked_fill(self.now_N > 0, -math.inf)
-        room_N = about_N4[:, 3] - t
-        allowed_NV = ~ban_NV & (self.need_NV < room_N.unsqueeze(1))
-        allowed_NV[:, self.eos] = False  # which is seen to below
+        left_N = about_N4[:, 3] - t
+        allowed_NV = ~ban_NV & (self.need_NV < left_N.unsqueeze(1))
+        allowed_NV[:, self.eos] = False  # set below
         self.nearer_NV = allowed_NV & (self.need_NV < self.now_N.unsqueeze(1))
         value_NV.masked_fill_(~allowed_NV, -math.inf)
-        # With no room or nothing else left, what is required wins over what other rules have ruled out.
-        stuck_N = (self.now_N >= room_N) | (value_NV.amax(1) == -math.inf)
+        # With no token to spare or nothing else allowed, required phrases win over other rules.
+        stuck_N = (self.now_N >= left_N) | (value_NV.amax(1) == -math.inf)
         must_N1 = (stuck_N & (self.now_N > 0)).unsqueeze(1)
         torch.where(must_N1 & self.nearer_NV, logp_NV, value_NV, out=value_NV)
-        if self.yielding:
-            self._yield(value_NV, logp_NV[:, self.eos])
+        if self.redistribute:
+            self._redistribute(value_NV, logp_NV[:, self.eos])
         value_NV[:, self.eos] = end_N
 
-    def _yield(self, value_NV: Tensor, end_N: Tensor) -> None:
-        """Give the probability of the end to what comes nearer, and stay with a phrase that was begun so."""
+    def _redistribute(self, value_NV: Tensor, end_N: Tensor) -> None:
+        """Give the probability of the end to tokens that come nearer, and complete a phrase that was begun so."""
         near_NV = value_NV.masked_fill(~self.nearer_NV, -math.inf)
-        bound_N1 = (self.bound_N & (near_NV > -math.inf).any(1)).unsqueeze(1)
-        value_NV.masked_fill_(bound_N1 & ~self.nearer_NV, -math.inf)
+        committed_N1 = (self.committed_N & (near_NV > -math.inf).any(1)).unsqueeze(1)
+        value_NV.masked_fill_(committed_N1 & ~self.nearer_NV, -math.inf)
         near_N = near_NV.logsumexp(1)
         unmet_N = (self.now_N > 0) & (near_N > -math.inf)
         grown_NV = near_NV + (torch.logaddexp(near_N, end_N) - near_N).unsqueeze(1)
@@ -223,19 +215,19 @@ class Constraint(Rule):
         self.wanted_N = unmet_N & (near_N < end_N)
 
     def spread(self, rows_N: Tensor) -> None:
-        self.state_N, self.met_N, self.bound_N = (x[rows_N] for x in (self.state_N, self.met_N, self.bound_N))
+        self.state_N, self.met_N, self.committed_N = (x[rows_N] for x in (self.state_N, self.met_N, self.committed_N))
 
     def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
         state_N, met_N = self.state_N[rows_N], self.met_N[rows_N]
         self.state_N = self.next_QV[state_N, tokens_N].long()
         self.met_N = met_N | self.met_QV[state_N, tokens_N]
-        if self.requires and self.yielding:
+        if self.requires and self.redistribute:
             nearer_N = self.nearer_NV[rows_N, tokens_N]
-            self.bound_N = (self.bound_N | self.wanted_N)[rows_N] & nearer_N & (self.met_N == met_N)
+            self.committed_N = (self.committed_N | self.wanted_N)[rows_N] & nearer_N & (self.met_N == met_N)
 
     def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor]:
-        """For a beam: the stage that each token leads to (0: all is met), and whether it is a step forward."""
-        scale_N1 = self.bank_B[alive_B].repeat_interleave(len(self.need_NV) // len(alive_B)).unsqueeze(1)
+        """For a beam: the stage that each token leads to (0: all phrases are met), and whether it comes nearer."""
+        scale_N1 = self.stages_per_token_B[alive_B].repeat_interleave(len(self.need_NV) // len(alive_B)).unsqueeze(1)
         return (self.need_NV * scale_N1).ceil().long(), self.nearer_NV
 
 

@@ -1,28 +1,40 @@
-"""Forced decoding: the log-probability a model gives to a target that is already there."""
+"""Scoring by forced decoding: log-probabilities of given targets, and of the tokens of plain text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.batch import TokenIds, collate, pad
+from regard.batch import Batch, TokenIds, by_length, collate, pad, windows
+from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking
+from regard.data.order import Indices
+from regard.data.plain import Stream
 from regard.decode.options import Options
-from regard.decode.request import check_vocabulary, encode, position_limits, too_long
-from regard.decode.scorer import Scorer, by_length, windows
+from regard.decode.request import check_ensemble, encode, position_limits, too_long
+from regard.decode.scorer import Scorer
 from regard.errors import UserError
 from regard.model import Model
+from regard.nn.attention import Relative
 from regard.nn.matmul import use_matmuls
-from regard.run import Run
+from regard.nn.transformer import SegmentMemory, Transformer
+from regard.recipe import Recipe, Train
+from regard.run import RECIPE, Run, saved_recipe
 from regard.text.codec import Example
 
 Pair = tuple[str, str] | Example
-LOGITS = 1 << 22  # how many to hold at once
+Numbers = NDArray[np.float64]
+MAX_LOGITS = 1 << 22  # in memory at once
+TEXT_BATCH = 4096  # tokens of plain text in a batch
+DEFAULT_CONTEXT = 1024  # of plain text, for a model that was not trained on it and has no position table
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Scored:
     flags: dict[str, str] = field(default_factory=dict)  # why there is none: name -> reason
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape that scripts rely on; flags only where there are any, and then no score."""
+        """The JSON shape; flags only where there are any, and then no score."""
         score = None if math.isnan(self.score) else self.score
         out: dict[str, Any] = {"score": score, "tokens": list(self.tokens), "token_scores": list(self.token_scores)}
         return {**out, "flags": dict(self.flags)} if self.flags else out
@@ -44,27 +56,27 @@ class Scored:
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
     """The score of every pair, in order; several runs make an ensemble. Of the options weights and batching matter.
 
-    An empty target for an empty source scores 0, as `generate` has it; what is too long has no score, and a flag. For a
-    language model the source is a prompt and the target how it goes on; there too the end counts.
+    An empty target for an empty source scores 0, as in `generate`; a pair that is too long has a flag and no score. For
+    a language model the source is a prompt and the target its continuation; there too the end token counts.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
-    check_vocabulary(runs)
+    check_ensemble(runs)
     scorer = Scorer([run.model for run in runs], options.weights)
     for window in windows(pairs, options.window):
         examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
         sources, targets = _encode(runs, examples)
         flags = _flags(runs, sources, targets, options)
         fit = [i for i, flag in enumerate(flags) if not flag]
-        found = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
-        totals = dict(zip(fit, found, strict=True))
+        scores = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
+        token_scores = dict(zip(fit, scores, strict=True))
         for i, (example, target) in enumerate(zip(examples, targets, strict=True)):
             if flags[i]:
                 yield Scored(math.nan, (), (), flags[i])
             elif not example.source.strip() and len(target) == 1 and not scorer.continues:
                 yield Scored(0.0, (), ())
             else:
-                yield Scored(sum(totals[i]), tuple(runs[0].codec.target_pieces(target)), totals[i])
+                yield Scored(sum(token_scores[i]), tuple(runs[0].codec.target_pieces(target)), token_scores[i])
 
 
 def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
@@ -89,7 +101,7 @@ def force(
                 hidden.append(_hidden(model, [sources[i][m] for i in batch], labels))
         label_N = torch.from_numpy(np.concatenate([np.asarray(label, dtype=np.int64) for label in labels]))
         label_N = label_N.to(scorer.device)
-        scores, rows = [], max(1, LOGITS // scorer.vocab)
+        scores, rows = [], max(1, MAX_LOGITS // scorer.vocab)
         for start in range(0, len(label_N), rows):
             part = slice(start, start + rows)
             logits = [model.predict(x_ND[part]) for model, x_ND in zip(scorer.models, hidden, strict=True)]
@@ -101,12 +113,12 @@ def force(
 
 
 def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:
-    """The vectors from which the tokens of the targets are predicted, one after the other."""
+    """The vectors (N, D) from which the tokens of all targets are predicted, one target after the other."""
     device = model.device
     if model.encoder is not None:
-        made = collate(sources, targets, model.config).to(device)
-        x_BTD = model.hidden(made.source_BS, made.source_keep_BS, made.input_BT)
-        return x_BTD.flatten(0, 1) if made.keep_BT is None else x_BTD[made.keep_BT]
+        batch = collate(sources, targets, model.config).to(device)
+        x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+        return x_BTD.flatten(0, 1) if batch.keep_BT is None else x_BTD[batch.keep_BT]
     rows = [[*source, *target[:-1]] for source, target in zip(sources, targets, strict=True)]
     tokens_BT, keep_BT = pad(rows, model.config.ids.pad)
     x_BTD = model.hidden(tokens_BT.to(device), None if keep_BT is None else keep_BT.to(device))
@@ -114,24 +126,21 @@ def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenId
     return torch.cat([x_TD[len(source) - 1 : len(row)] for x_TD, source, row in pairs])
 
 
-def _target(example: Example) -> str:
-    if example.target is None:
-        raise UserError(f"score: no target for the source {example.source[:40]!r}")
-    return example.target
-
-
 def _encode(runs: Sequence[Run], examples: Sequence[Example]) -> tuple[list[tuple[list[int], ...]], list[list[int]]]:
-    """The ids of the sources, per run, and of the targets."""
+    """The ids of the sources, for every run, and of the targets."""
+    for example in examples:
+        if example.target is None:
+            raise UserError(f"score: no target for the source {example.source[:40]!r}")
     sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
-    return sources, runs[0].codec.encode_target([_target(example) for example in examples])
+    return sources, runs[0].codec.encode_target([example.target or "" for example in examples])
 
 
 def _flags(
     runs: Sequence[Run], sources: Sequence[tuple[list[int], ...]], targets: Sequence[list[int]], options: Options
 ) -> list[dict[str, str]]:
-    """What keeps each pair from being scored. The two sides of a language model share its positions."""
-    (longest_source, longest_target), most = position_limits([run.model for run in runs]), options.max_source
-    shared = runs[0].config.encoder is None
+    """Why a pair cannot be scored, for every pair. The two sides of a language model share its positions."""
+    (longest_source, longest_target), most = position_limits(runs), options.max_source
+    shared = not runs[0].task.seq2seq
     flags = []
     for ids, target in zip(sources, targets, strict=True):
         first, second = max(map(len, ids)) - (not shared), len(target) - 1
@@ -141,3 +150,180 @@ def _flags(
             source = too_long("source", first, longest_target if shared else longest_source, most)
             flags.append(source or too_long("target", second, longest_target, most))
     return flags
+
+
+class TokenScores(NamedTuple):
+    """Per token of a plain text: its negative log-probability, whether it had the highest, whether it was predicted.
+
+    With masked spans, the first token of a span also counts the sentinel before it, and the last token of all the
+    closing sentinel and the end token.
+    """
+
+    nll: Numbers
+    right: Numbers
+    asked: Numbers
+
+    @classmethod
+    def zeros(cls, length: int) -> TokenScores:
+        return cls(*(np.zeros(length) for _ in cls._fields))
+
+
+def scoring_context(run: Run, context: int | None = None) -> int:
+    """Tokens read at a time: `context` if it is given, else as in training, else as many as the model has positions."""
+    positions = run.config.top.max_positions
+    if context is not None:
+        if context < 2 or (positions is not None and context > positions):
+            bound = "at least 2" if positions is None else f"from 2 to {positions}, the positions of the model"
+            raise UserError(f"--context: {context} is out of range; it goes {bound}")
+        return context
+    recipe = _recipe(run)
+    trained = None if recipe is None else recipe.train.context
+    return trained or min(positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+
+
+def _recipe(run: Run) -> Recipe | None:
+    """The recipe of a run; a converted one has none."""
+    return saved_recipe(run.path) if (run.path / RECIPE).is_file() else None
+
+
+def score_lm(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
+    """Score every token but the first, each with at least half a window of `context` tokens before it.
+
+    A model with segment memory reads the text segment by segment, and remembers `memory` tokens (None: as in training).
+    """
+    if run.config.has_memory:
+        return _score_segments(run.model, ids, context, memory)
+    last = len(ids) - 1
+    context = min(context, last)
+    starts = np.unique(np.minimum(np.arange(0, last, max(1, context // 2)), last - context))
+    scores = TokenScores.zeros(last)
+    rows = max(1, TEXT_BATCH // context)
+    device = run.model.device
+    for first in range(0, len(starts), rows):
+        part = starts[first : first + rows]
+        index_BT = part[:, None] + np.arange(context)  # of inputs; the label of each is the token after it
+        input_BT, label_BT = (torch.from_numpy(ids[index_BT + shift].astype(np.int64)) for shift in (0, 1))
+        source_B0 = input_BT.new_empty((len(part), 0))
+        with torch.inference_mode():
+            x_BTD = run.model.hidden(source_B0.to(device), None, input_BT.to(device))
+            nll_BT, right_BT = _compare(run.model, x_BTD, label_BT.to(device))
+        for row in range(len(part)):  # of each window, the tokens that the one before did not score
+            window = first + row
+            new = context - int(starts[window] - starts[window - 1]) if window else 0
+            scores.nll[index_BT[row, new:]] = nll_BT[row, new:]
+            scores.right[index_BT[row, new:]] = right_BT[row, new:]
+    scores.asked[:] = 1
+    return scores
+
+
+def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory: int | None) -> TokenScores:
+    decoder = model.decoder
+    assert isinstance(decoder, Transformer)
+    last = len(ids) - 1
+    scores = TokenScores.zeros(last)
+    segment_memory: SegmentMemory | None = None
+    with torch.inference_mode(), _use_memory(decoder, decoder.memory if memory is None else memory, context):
+        for start in range(0, last, context):
+            end = min(start + context, last)
+            tokens = torch.from_numpy(ids[start : end + 1].astype(np.int64)).to(model.device)
+            x_1TD, segment_memory = model.read_segment(tokens[None, :-1], segment_memory)
+            nll, right = _compare(model, x_1TD, tokens[None, 1:])
+            scores.nll[start:end], scores.right[start:end] = nll[0], right[0]
+    scores.asked[:] = 1
+    return scores
+
+
+@contextmanager
+def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[None]:
+    """Let a decoder remember `memory` tokens while the context is open.
+
+    With more than in training, every token of a segment attends as far back as its last one did, and not farther: each
+    further key would take its share of the attention without the model having learned to use it. Among those, distances
+    that only the later tokens of a segment met in training count as the longest that all of them did.
+    """
+    relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
+    trained, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
+    try:
+        decoder.memory = memory
+        if memory > trained:
+            farthest = trained + context - 1
+            decoder.window = farthest if window is None else min(window, farthest)
+            for relative in relatives:
+                relative.reach = min(relative.reach or trained, trained)
+        yield
+    finally:
+        decoder.memory, decoder.window = trained, window
+        for relative, reach in zip(relatives, reaches, strict=True):
+            relative.reach = reach
+
+
+def score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
+    """Mask some tokens, the same ones every time, and score those."""
+    text = ids[1:]
+    masking = TokenMasking(Stream.of(text, 0), run.codec, run.config, Train(context=context))
+    scores = TokenScores.zeros(len(text))
+    for starts, _, batch in _text_batches(masking, len(text), context, run.model.device):
+        assert batch.keep_BT is not None
+        with torch.inference_mode():
+            x_BSD = run.model.hidden(batch.source_BS, None)
+            nll_BS, right_BS = _compare(run.model, x_BSD, batch.label_BT)
+        for row, start in enumerate(starts):
+            keep = batch.keep_BT[row].cpu().numpy()
+            index = start + np.flatnonzero(keep) - masking.text_offset
+            scores.nll[index], scores.right[index] = nll_BS[row, keep], right_BS[row, keep]
+            scores.asked[index] = 1
+    return scores
+
+
+def score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
+    """Mask some spans as in training, the same ones every time, and score their prediction."""
+    text, recipe = ids[1:], _recipe(run)
+    train = (Train() if recipe is None else recipe.train).model_copy(update={"context": context})
+    corruption = SpanCorruption(Stream.of(text, 0), run.codec, run.config, train)
+    scores = TokenScores.zeros(len(text))
+    for starts, key, batch in _text_batches(corruption, len(text), context, run.model.device):
+        with torch.inference_mode():
+            x_BTD = run.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+            nll_BT, right_BT = _compare(run.model, x_BTD, batch.label_BT)
+        for row, (start, spans) in enumerate(zip(starts, corruption.spans(len(starts), key), strict=True)):
+            index = [i for begin, end in spans for i in (begin, *range(begin, end))]
+            index += 2 * index[-1:]  # the closing sentinel, and the end token
+            for sums, values in zip(scores, (nll_BT[row], right_BT[row], np.ones(len(index))), strict=True):
+                np.add.at(sums, start + np.asarray(index), values[: len(index)])
+    return scores
+
+
+TEXT_SCORERS: Mapping[str, Callable[[Run, NDArray[np.uint32], int, int | None], TokenScores]] = MappingProxyType(
+    {"lm": score_lm, "masked": score_masked, "span": score_spans}  # by task
+)
+
+
+def _text_batches(
+    objective: TextObjective, tokens: int, context: int, device: torch.device
+) -> Iterator[tuple[Indices, tuple[int, ...], Batch]]:
+    """Batches of windows that cover a text: the starts of the windows, the key of the random choices, the batch."""
+    windows = objective.windows
+    starts = np.unique(np.minimum(np.arange(0, tokens, windows.length), windows.last))
+    rows = max(1, TEXT_BATCH // context)
+    for first in range(0, len(starts), rows):
+        part = starts[first : first + rows]
+        key = (0, 0, int(part[0]))
+        batch = objective.batch(part, key)
+        yield part, key, batch.part(slice(None), batch.tokens).to(device)
+
+
+def _compare(model: Model, x_BTD: Tensor, label_BT: Tensor) -> tuple[Numbers, Numbers]:
+    """Negative log-probabilities of labels, and whether each had the highest, a few logits at a time."""
+    x_ND, label_N = x_BTD.flatten(0, 1), label_BT.flatten()
+    rows = max(1, MAX_LOGITS // max(model.config.source_vocab, model.config.target_vocab))
+    nll, right = [], []
+    for x, label in zip(x_ND.split(rows), label_N.split(rows), strict=True):
+        logits = model.predict(x).float()
+        chosen = logits.gather(1, label.unsqueeze(1)).squeeze(1)
+        nll.append(logits.logsumexp(-1) - chosen)
+        right.append(chosen >= logits.amax(-1))
+    shape = tuple(label_BT.shape)
+    return (
+        torch.cat(nll).double().cpu().numpy().reshape(shape),
+        torch.cat(right).double().cpu().numpy().reshape(shape),
+    )

@@ -1,125 +1,258 @@
-"""From tasks to outputs, all in ids: which strategy, under which rules."""
+"""Search strategies over token ids: greedy search, sampling, beam search, and alternatives at one position.
+
+A search is greedy unless the options ask for another strategy. All strategies run under the same rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from regard.decode.alignment import Coverage
 from regard.decode.beam import beam_search
-from regard.decode.greedy import Choose, Sampler, follow, greedy, steps
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
-from regard.decode.rules import Constraint, Length, NoRepeat, Prefix, Repetition, Rule, banks
-from regard.decode.scorer import Scorer, SearchInput, best
+from regard.decode.request import SearchInput
+from regard.decode.rules import Length, NoRepeat, PhraseConstraint, Prefix, Repetition, Rule, steer
+from regard.decode.scorer import Scorer, best, select, should_leave
+
+Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> tokens (N,)
+MIN_TEMPERATURE = 1e-30  # a lower one may be zero in single precision; far above it only ties are still drawn from
 
 
 @torch.inference_mode()
-def search(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
-    """The outputs of every task, best first (samples as drawn); a task without any had none that its rules allow."""
-    if not tasks:
+def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
+    """The n-best outputs of every input (samples as drawn); none where its rules allow none."""
+    if not inputs:
         return []
     if options.alternatives:
-        return _alternatives(scorer, tasks, options)
+        return _alternatives(scorer, inputs, options)
     if options.samples:
         count = options.mbr or options.nbest
-        return follow(
-            scorer, tasks, make_rules(scorer, tasks, options, True), sampler(scorer, tasks, options, count), count
-        )
-    # How wide a beam must be depends on what is required of a task alone, never on its company.
-    extra = [banks(task) for task in tasks]
-    results: list[list[DecodedIds]] = [[] for _ in tasks]
-    for stages in sorted(set(extra)):
-        places = [i for i, own in enumerate(extra) if own == stages]
-        for i, found in zip(places, _search(scorer, [tasks[i] for i in places], options, stages), strict=True):
-            results[i] = found
+        rules = make_rules(scorer, inputs, options, one_path=True)
+        return decode_paths(scorer, inputs, rules, make_choice(scorer, inputs, options, count), count)
+    # The width of a beam depends on the phrases that an input requires, never on the rest of the batch.
+    stages = [item.stages for item in inputs]
+    results: list[list[DecodedIds]] = [[] for _ in inputs]
+    for extra in sorted(set(stages)):
+        indices = [i for i, own in enumerate(stages) if own == extra]
+        for i, outputs in zip(indices, _best(scorer, [inputs[i] for i in indices], options, extra), strict=True):
+            results[i] = outputs
     return results
 
 
-def _search(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, stages: int) -> list[list[DecodedIds]]:
-    if options.beam == 1 and not stages:
-        return follow(scorer, tasks, make_rules(scorer, tasks, options, True))
-    each = options.beam // options.groups
+def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra: int) -> list[list[DecodedIds]]:
+    """Greedy or beam search; each group of the beam is `extra` wider than the options ask for."""
+    if options.beam == 1 and not extra:
+        return decode_paths(scorer, inputs, make_rules(scorer, inputs, options, one_path=True))
+    width = options.beam // options.groups
     coverage = None
     if options.coverage_penalty:
-        coverage = Coverage(scorer.models[0], [task.sources[0] for task in tasks], options)
-    return beam_search(
-        scorer,
-        tasks,
-        make_rules(scorer, tasks, options, False),
-        width=each + stages,
-        enough=each,
-        keep=options.mbr or options.nbest,
-        penalty=options.length_penalty,
-        exact=options.exact,
-        groups=options.groups,
-        diversity=options.diversity,
-        coverage=coverage,
-    )
+        coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
+    with nullcontext() if coverage is None else coverage.record():
+        return beam_search(
+            scorer,
+            inputs,
+            make_rules(scorer, inputs, options, one_path=False),
+            width=width + extra,
+            enough=width,
+            keep=options.mbr or options.nbest,
+            penalty=options.length_penalty,
+            exact=options.exact,
+            groups=options.groups,
+            diversity=options.diversity,
+            coverage=coverage,
+        )
 
 
-def make_rules(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, one_path: bool) -> list[Rule]:
-    """The rules that have something to say, in the order in which a later one may overrule an earlier."""
+def make_rules(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, one_path: bool) -> list[Rule]:
+    """The rules that apply, in the order in which a later one may overrule an earlier."""
     device = scorer.device
     rules: list[Rule] = []
     if options.repetition_penalty > 1:
-        rules.append(Repetition(tasks, options.repetition_penalty, device))
+        rules.append(Repetition(inputs, options.repetition_penalty, device))
     if options.no_repeat_ngram:
-        rules.append(NoRepeat(tasks, options.no_repeat_ngram, device))
-    rules.append(Length(tasks, scorer.eos, device))
-    prefix = [Prefix(tasks, device)] if any(task.prefix for task in tasks) else []
-    if any(task.phrases is not None for task in tasks):
-        rules += prefix  # phrases should know what cannot follow it; but it has the last word
-        rules.append(Constraint(tasks, scorer.eos, scorer.vocab, device, yielding=one_path))
+        rules.append(NoRepeat(inputs, options.no_repeat_ngram, device))
+    rules.append(Length(inputs, scorer.eos, device))
+    prefix = [Prefix(inputs, device)] if any(item.prefix for item in inputs) else []
+    if any(item.phrases is not None for item in inputs):
+        rules += prefix  # phrases must know which tokens cannot follow the prefix; but the prefix overrules them
+        rules.append(PhraseConstraint(inputs, scorer.eos, scorer.vocab, device, redistribute=one_path))
     return rules + prefix
 
 
-def sampler(scorer: Scorer, tasks: Sequence[SearchInput], options: Options, count: int) -> Choose:
-    """How a path chooses its next token."""
-    return Sampler(tasks, count, options, scorer.device) if options.samples else greedy
+class Step(NamedTuple):
+    """The tokens chosen at one step; rows that ended earlier may still be among them."""
+
+    rows_N: Tensor  # as numbered at the start
+    tokens_N: Tensor
+    scores_N: Tensor  # the model's log-probabilities of the tokens; minus infinity where nothing was allowed
 
 
-def _alternatives(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
-    """The best tokens at one place, each completed by the strategy that the other options ask for."""
-    plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
-    bases = [task.prefix for task in tasks]
-    at = options.alternatives_at
-    further = [i for i, base in enumerate(bases) if at is not None and at > len(base)]
-    for i, found in zip(further, search(scorer, [tasks[i] for i in further], plain), strict=True):
-        bases[i] = found[0].ids[:at] if found else bases[i]
-        if bases[i] and bases[i][-1] == scorer.eos:  # shorter than that: the place is its end
-            bases[i] = bases[i][:-1]
-    based = [
-        task if base == task.prefix else replace(task, prefix=base, apart=())
-        for task, base in zip(tasks, bases, strict=True)
-    ]
-    variants: list[SearchInput] = []
-    owners: list[int] = []
-    for i, symbols in enumerate(_next_symbols(scorer, based, options)):
-        for symbol in symbols:
-            if symbol == scorer.eos:  # ends right there
-                least = min(based[i].minimum, len(bases[i]))
-                variants.append(replace(based[i], limit=len(bases[i]), minimum=least, open_end=False))
-            else:
-                variants.append(replace(based[i], prefix=(*bases[i], symbol), apart=()))
-            owners.append(i)
-    results: list[list[DecodedIds]] = [[] for _ in tasks]
-    for start in range(0, len(variants), len(tasks)):  # no larger batches than were asked for
-        part = slice(start, start + len(tasks))
-        for i, variant, found in zip(owners[part], variants[part], search(scorer, variants[part], plain), strict=True):
-            if found:
-                results[i].append(found[0]._replace(limited=found[0].limited and variant.limit == tasks[i].limit))
+def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
+    """The token of the highest value; the lowest id of equals."""
+    return best(value_NV, 1)[1].squeeze(1)
+
+
+def steps(
+    scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
+) -> Iterator[Step]:
+    """The greedy / sampling loop: choose one token per row and step, for `count` rows per input, until all have ended.
+
+    The rules must end every row by its limit, as `Length` does.
+    """
+    states = scorer.start(inputs)
+    alive_B = torch.arange(len(inputs), device=scorer.device)
+    limit_B = torch.tensor([item.limit for item in inputs], device=scorer.device)
+    rows_N = torch.arange(len(inputs) * count, device=scorer.device)
+    if count > 1:
+        states = select(states, rows_N // count)
+        for rule in rules:
+            rule.spread(rows_N // count)
+    done_N = torch.zeros_like(rows_N, dtype=torch.bool)
+    tokens: Tensor | list[Tensor] = scorer.first(inputs, count)
+    for t in range(max(item.limit for item in inputs) + 1):
+        logp_NV, states = scorer.step(tokens, states)
+        value_NV = steer(logp_NV, rules, t, alive_B)
+        tokens_N = choose(value_NV, t, rows_N)
+        scores_N = logp_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+        if value_NV is not logp_NV:  # a row in which the rules allow nothing ends
+            dead_N = value_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1) == -math.inf
+            tokens_N = torch.where(dead_N, scorer.eos, tokens_N)
+            scores_N = torch.where(dead_N, -math.inf, scores_N)
+        yield Step(rows_N, tokens_N, scores_N)
+        done_N = done_N | (tokens_N == scorer.eos)
+        done_B = done_N.view(-1, count).all(1)
+        if bool(done_B.all()):
+            return
+        stay_M = torch.arange(len(rows_N), device=scorer.device)
+        if should_leave(done_B, limit_B[alive_B] <= t):
+            stay_B = (~done_B).nonzero().squeeze(1)
+            stay_M = (stay_B.unsqueeze(1) * count + torch.arange(count, device=scorer.device)).flatten()
+            states = select(states, stay_M, stay_B)
+            alive_B = alive_B[stay_B]
+            rows_N, tokens_N, done_N = (x[stay_M] for x in (rows_N, tokens_N, done_N))
+        for rule in rules:
+            rule.advance(stay_M, tokens_N)
+        tokens = tokens_N
+
+
+def decode_paths(
+    scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
+) -> list[list[DecodedIds]]:
+    """The outputs of the sampling loop, `count` per input; those that the rules keep from ending are left out."""
+    tokens = np.full((len(inputs) * count, max(item.limit for item in inputs) + 1), -1, dtype=np.int64)
+    scores = np.zeros(tokens.shape)
+    for t, step in enumerate(steps(scorer, inputs, rules, choose, count)):
+        rows = step.rows_N.numpy(force=True)
+        tokens[rows, t] = step.tokens_N.numpy(force=True)
+        scores[rows, t] = step.scores_N.numpy(force=True)
+    lengths = (tokens == scorer.eos).argmax(1) + 1  # up to the first end token
+    results: list[list[DecodedIds]] = [[] for _ in inputs]
+    for row, length in enumerate(lengths.tolist()):
+        token_scores = tuple(scores[row, :length].tolist())
+        if token_scores[-1] > -math.inf:
+            ids, item = tuple(tokens[row, :length].tolist()), inputs[row // count]
+            limited = length - 1 == item.limit
+            if limited and item.open_end:
+                ids, token_scores = ids[:-1], token_scores[:-1]
+            results[row // count].append(DecodedIds(ids, token_scores, sum(token_scores), limited))
     return results
 
 
-def _next_symbols(scorer: Scorer, tasks: Sequence[SearchInput], options: Options) -> list[list[int]]:
-    """The tokens that come first right after each task's prefix, under its rules."""
-    results: list[list[int]] = [[] for _ in tasks]
-    lengths = torch.tensor([len(task.prefix) for task in tasks], device=scorer.device)
+def make_choice(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, count: int) -> Choose:
+    """How each row chooses its next token: by sampling, or greedily."""
+    return Sampler(inputs, count, options, scorer.device) if options.samples else greedy
+
+
+class Sampler:
+    """Draws from the tempered and truncated distribution, by one random number per row and step.
+
+    The numbers of a row are a function of the seed, the key of its input and its number among the samples, so a source
+    gives the same samples alone, in a batch, and among more samples.
+    """
+
+    def __init__(self, inputs: Sequence[SearchInput], count: int, options: Options, device: torch.device) -> None:
+        self.options = options
+        longest = max(item.limit for item in inputs) + 1
+        noise = np.zeros((len(inputs) * count, longest))
+        for row in range(len(noise)):
+            item = inputs[row // count]
+            rng = np.random.default_rng((options.seed, item.key, row % count))
+            noise[row, : item.limit + 1] = rng.random(item.limit + 1)
+        self.noise_RT = torch.from_numpy(noise).float().clamp_(max=1 - 2**-24).to(device)
+
+    def __call__(self, value_NV: Tensor, t: int, rows_N: Tensor) -> Tensor:
+        behind_NV = value_NV - value_NV.amax(-1, keepdim=True)  # first, so that a low temperature gives no infinities
+        prob_NV = (behind_NV / max(self.options.temperature, MIN_TEMPERATURE)).softmax(-1)
+        prob_NV, index_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
+        cumulative_NV = truncate(prob_NV, self.options).cumsum(-1)
+        at_N1 = self.noise_RT[rows_N, t, None] * cumulative_NV[:, -1:]
+        rank_N1 = torch.searchsorted(cumulative_NV, at_N1, right=True).clamp_(max=value_NV.shape[1] - 1)
+        token_N: Tensor = index_NV.gather(1, rank_N1).squeeze(1)
+        return token_N
+
+
+def truncate(prob_NV: Tensor, options: Options) -> Tensor:
+    """Descending probabilities, zero where top_k, top_p and min_p cut them off; the first always stays."""
+    prob_NV = prob_NV.nan_to_num(0.0)  # a row in which nothing is allowed; any token drawn there ends it
+    if options.top_k:
+        prob_NV[:, options.top_k :] = 0.0
+    if options.top_p < 1:
+        before_NV = prob_NV.cumsum(-1) - prob_NV
+        prob_NV = prob_NV.masked_fill(before_NV >= options.top_p * prob_NV.sum(-1, keepdim=True), 0.0)
+    if options.min_p:
+        prob_NV = prob_NV.masked_fill(prob_NV < options.min_p * prob_NV[:, :1], 0.0)
+    return prob_NV
+
+
+def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
+    """The best tokens at one position, each completed by the strategy of the other options."""
+    plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
+    bases = [item.prefix for item in inputs]
+    at = options.alternatives_at
+    further = [i for i, base in enumerate(bases) if at is not None and at > len(base)]
+    for i, outputs in zip(further, search(scorer, [inputs[i] for i in further], plain), strict=True):
+        bases[i] = outputs[0].ids[:at] if outputs else bases[i]
+        if bases[i] and bases[i][-1] == scorer.eos:  # the output is shorter: the position is that of its end
+            bases[i] = bases[i][:-1]
+    based = [
+        item if base == item.prefix else replace(item, prefix=base, not_after_prefix=())
+        for item, base in zip(inputs, bases, strict=True)
+    ]
+    variants: list[SearchInput] = []
+    owners: list[int] = []
+    for i, tokens in enumerate(_next_tokens(scorer, based, options)):
+        for token in tokens:
+            if token == scorer.eos:
+                minimum = min(based[i].minimum, len(bases[i]))
+                variants.append(replace(based[i], limit=len(bases[i]), minimum=minimum, open_end=False))
+            else:
+                variants.append(replace(based[i], prefix=(*bases[i], token), not_after_prefix=()))
+            owners.append(i)
+    results: list[list[DecodedIds]] = [[] for _ in inputs]
+    for start in range(0, len(variants), len(inputs)):  # no larger batches than were asked for
+        part = slice(start, start + len(inputs))
+        completed = search(scorer, variants[part], plain)
+        for i, variant, outputs in zip(owners[part], variants[part], completed, strict=True):
+            if outputs:
+                limited = outputs[0].limited and variant.limit == inputs[i].limit
+                results[i].append(outputs[0]._replace(limited=limited))
+    return results
+
+
+def _next_tokens(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[int]]:
+    """The best tokens right after the prefix of each input, under its rules."""
+    results: list[list[int]] = [[] for _ in inputs]
+    lengths = torch.tensor([len(item.prefix) for item in inputs], device=scorer.device)
 
     def note(value_NV: Tensor, t: int, rows_N: Tensor) -> Tensor:
         value_NK, token_NK = best(value_NV, min(options.alternatives, value_NV.shape[1]))
@@ -128,7 +261,7 @@ def _next_symbols(scorer: Scorer, tasks: Sequence[SearchInput], options: Options
             results[int(rows_N[n])] = token_NK[n][allowed].tolist()
         return token_NK[:, 0]
 
-    walk = steps(scorer, tasks, make_rules(scorer, tasks, options, True), note)
-    for _ in islice(walk, int(lengths.max()) + 1):
+    loop = steps(scorer, inputs, make_rules(scorer, inputs, options, one_path=True), note)
+    for _ in islice(loop, int(lengths.max()) + 1):
         pass
     return results

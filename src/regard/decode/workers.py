@@ -1,4 +1,4 @@
-"""Several processes that decode together: small models gain more from a process per core than from threads."""
+"""A pool of decoding processes. Small models decode faster with one process per core than with threads."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ from types import TracebackType
 
 import torch
 
-from regard.decode.generate import Decoder
-from regard.decode.hypothesis import Hypothesis
+from regard.decode.generate import Engine, TorchEngine
+from regard.decode.hypothesis import Hypothesis, empty_hypothesis
 from regard.decode.options import Options
-from regard.decode.request import Input
+from regard.decode.request import SearchInput
 from regard.errors import UserError
 from regard.run import Run
 
 SetUp = Callable[[], object]
 
 
-class WorkerPool:
-    """A decoder with helpers, which load its runs from their directories. It works while they are still starting.
+class WorkerPool(Engine):
+    """An engine and `workers` - 1 further processes, which load its runs from their directories.
 
-    The batches are those that the decoder would make alone, so the answers are the very same.
+    It decodes while they are still starting. The batches are those that the engine would make alone, so the outputs are
+    exactly the same.
     """
 
-    def __init__(self, decoder: Decoder, workers: int, set_up: SetUp | None = None) -> None:
-        self.decoder = decoder
-        paths = [run.path for run in decoder.runs]
-        context = multiprocessing.get_context("spawn")  # a copy of a process that has threads may hang
-        heard, self.line = context.Pipe(duplex=False)  # when we are gone, or hang up, the helpers leave
-        given = (paths, decoder.options, torch.get_num_threads(), heard, set_up)
-        self.pool = ProcessPoolExecutor(workers - 1, context, _begin, given)
+    def __init__(self, engine: TorchEngine, workers: int, set_up: SetUp | None = None) -> None:
+        self.engine, self.options, self.preparer = engine, engine.options, engine.preparer
+        paths = [run.path for run in engine.runs]
+        context = multiprocessing.get_context("spawn")  # forking a process that has threads may hang
+        parent_alive, self._alive = context.Pipe(duplex=False)  # workers exit when our end is closed
+        arguments = (paths, engine.options, torch.get_num_threads(), parent_alive, set_up)
+        self._pool = ProcessPoolExecutor(workers - 1, context, _start_worker, arguments)
 
-    def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
-        """The outputs for some inputs."""
-        places = self.decoder.batches(inputs)
-        batches = [[inputs[i] for i in batch] for batch in places]
-        with _deaf():
-            waiting = [self.pool.submit(_answer, batch) for batch in batches]
-        answers: list[list[list[Hypothesis]]] = [[] for _ in batches]
-        for k in reversed(range(len(batches))):  # from the other end, whatever nobody has begun
-            if waiting[k].cancel():
-                answers[k] = self.decoder(batches[k])
-        for k, future in enumerate(waiting):
+    def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        indices = list(self.engine.batches(inputs))
+        batches = [[inputs[i] for i in batch] for batch in indices]
+        with _ignore_interrupts():
+            futures = [self._pool.submit(_decode, batch) for batch in batches]
+        decoded: list[list[list[Hypothesis]]] = [[] for _ in batches]
+        for k in reversed(range(len(batches))):  # take over, from the end, batches that no worker has begun
+            if futures[k].cancel():
+                decoded[k] = self.engine.decode(batches[k])
+        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
+        for batch, hypotheses, future in zip(indices, decoded, futures, strict=True):
             try:
-                answers[k] = answers[k] or future.result()
+                rows = hypotheses or future.result()
             except BrokenProcessPool:
                 raise UserError("workers: a process was ended from outside (too little memory?); use fewer") from None
-        results: list[list[Hypothesis]] = [[] for _ in inputs]
-        for batch, answer in zip(places, answers, strict=True):
-            for i, hypotheses in zip(batch, answer, strict=True):
-                results[i] = hypotheses
+            for i, row in zip(batch, rows, strict=True):
+                results[i] = row
         return results
 
-    def __enter__(self) -> WorkerPool:
-        return self
+    def close(self) -> None:
+        """Let the workers finish what they have begun, and end them."""
+        self._pool.shutdown(cancel_futures=True)
+        self._alive.close()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.line.close()
-        self.pool.shutdown(cancel_futures=True)
-        self.line.close()
+        if error is not None:  # do not wait for what the workers have begun
+            self._alive.close()
+        self.close()
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started here never hear an interrupt from the keyboard: the parent does, and tells them to stop."""
+def _ignore_interrupts() -> Iterator[None]:
+    """Let processes started here ignore interrupts from the keyboard: the parent gets them, and ends its workers."""
     if current_thread() is not main_thread():
         yield
         return
@@ -86,24 +86,26 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-_decoder: Decoder  # of a helper
+_engine: TorchEngine  # of a worker process
 
 
-def _begin(paths: Sequence[Path], options: Options, threads: int, heard: Connection, set_up: SetUp | None) -> None:
-    """What a helper does first."""
-    global _decoder
-    Thread(target=_leave_when_silent, args=(heard,), daemon=True).start()
+def _start_worker(
+    paths: Sequence[Path], options: Options, threads: int, parent_alive: Connection, set_up: SetUp | None
+) -> None:
+    """Initialise a worker process."""
+    global _engine
+    Thread(target=_exit_with_parent, args=(parent_alive,), daemon=True).start()
     if set_up is not None:
         set_up()
     torch.set_num_threads(threads)
-    _decoder = Decoder([Run.load(path) for path in paths], options)
+    _engine = TorchEngine([Run.load(path) for path in paths], options)
 
 
-def _leave_when_silent(heard: Connection) -> None:
+def _exit_with_parent(parent_alive: Connection) -> None:
     with suppress(EOFError, OSError):
-        heard.recv()
+        parent_alive.recv()
     os._exit(1)
 
 
-def _answer(batch: Sequence[Input]) -> list[list[Hypothesis]]:
-    return _decoder(batch)
+def _decode(batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+    return _engine.decode(batch)

@@ -1,50 +1,48 @@
-"""Decoding by CTranslate2: text and ids, limits and flags are those of `decode.generate`, the search is another's."""
+"""The CTranslate2 engine: its search, with the tokenisation, limits and flags of our own."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from regard.config import Config
 from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write
-from regard.decode.generate import Decoder, nothing
-from regard.decode.hypothesis import DecodedIds, Hypothesis, normalize
+from regard.decode.generate import Engine
+from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis, flag_segmentation, make_hypotheses
 from regard.decode.options import Options
-from regard.decode.request import Input
-from regard.decode.scorer import SearchInput
+from regard.decode.request import UNBOUNDED, Preparer, SearchInput
 from regard.errors import UserError
 from regard.run import Run
 
-HEARD = {
+SUPPORTED_OPTIONS = {
     "beam", "nbest", "length_penalty", "sample", "temperature", "top_k", "top_p", "seed", "prefix", "min_length",
     "max_length", "min_ratio", "max_ratio", "no_repeat_ngram", "repetition_penalty", "unknown", "max_source",
     "batch_tokens", "window",
 }  # fmt: skip
-# CTranslate2 stops at so many times as many ends as the beam is wide, even if something better is alive; ours goes on
-# then. With this much patience both found the same for all of 2,000 words, with less CTranslate2 was worse than greedy.
+# CTranslate2 stops when patience times the beam width hypotheses have ended, even if a better one is alive; our search
+# goes on then. With 1.5 both found the same for all of 2,000 words, with less CTranslate2 was worse than greedy.
 PATIENCE = 1.5
-CHANGED = ("sample", "no_repeat_ngram", "repetition_penalty")  # what makes the search's own sums others
+SCORE_CHANGING = ("sample", "no_repeat_ngram", "repetition_penalty")  # options under which its totals are not ours
 
-Scores = Literal["symbols", "totals", "none"]
+Scores = Literal["tokens", "totals", "none"]
+Inputs = dict[int, SearchInput]
 
 
 class Output(NamedTuple):
-    """An output, and its log-probability if the search told it."""
+    """An output, and its log-probability if the search gave it."""
 
     ids: tuple[int, ...]
     total: float | None = None
 
 
-class Engine(Decoder):
-    """A run that CTranslate2 answers with.
+class CTranslate2Engine(Engine):
+    """One run, decoded by CTranslate2: `workers` batches at once, each by `threads` threads.
 
-    `workers` batches are worked on at once, each by `threads` threads. Scores of tokens come from a pass of their own
-    over the outputs. For totals alone that is needed only where the search ranked by something else than the model's
-    probability. Scores that are not wanted are not numbers.
+    Scores of tokens come from a forced pass over the outputs. Totals alone need it only where the search ranked by
+    something else than the model's probability. Scores that are not wanted are NaN.
     """
 
     def __init__(
@@ -54,20 +52,20 @@ class Engine(Decoder):
         precision: Precision = "fp32",
         workers: int = 1,
         threads: int = 1,
-        scores: Scores = "symbols",
+        scores: Scores = "tokens",
     ) -> None:
-        super().__init__(run, options)
-        self.scores = scores
-        self._refuse(workers)
+        self.run, self.options, self.scores = run, options or Options(), scores
+        self.preparer = Preparer([run], self.options)
+        self._check_supported(workers)
         names = names_of(run)
         self._source, self._target = names.source, names.target
-        self._number = {name: index for index, name in enumerate(names.target)}
-        self._never = frozenset(self.scorer.blocked.tolist())
+        self._id = {name: index for index, name in enumerate(names.target)}
+        self._blocked = frozenset(self.preparer.blocked)
         longest = _computed_positions(run.config)
-        self.prepare.longest_source = min(self.prepare.longest_source, longest)
-        self.prepare.longest_target = min(self.prepare.longest_target, longest)
+        self.preparer.max_source = min(self.preparer.max_source, longest)
+        self.preparer.max_target = min(self.preparer.max_target, longest)
         if self.options.sample:
-            library().set_random_seed(self.options.seed % 2**32)  # heard by workers that are yet to start
+            library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
         try:
             with TemporaryDirectory() as directory:
                 write(run, Path(directory))
@@ -75,10 +73,10 @@ class Engine(Decoder):
         except OSError as error:
             raise UserError(f"cannot write what CTranslate2 reads: {error.strerror or error}; set TMPDIR") from None
 
-    def _refuse(self, workers: int) -> None:
-        """Whatever would be ignored is an error."""
+    def _check_supported(self, workers: int) -> None:
+        """Refuse options that would be ignored."""
         for name, field in Options.model_fields.items():
-            if name not in HEARD and getattr(self.options, name) != field.default:
+            if name not in SUPPORTED_OPTIONS and getattr(self.options, name) != field.default:
                 raise UserError(
                     f"{name}: the engine ctranslate2 cannot do this; leave it out, or use the engine regard"
                 )
@@ -87,56 +85,63 @@ class Engine(Decoder):
                 f"workers: with {workers} of them the engine ctranslate2 would draw other samples each time; use 1"
             )
 
-    def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
-        """The outputs for some inputs."""
-        prepared = self.prepare(inputs)
-        results = [[] if isinstance(item, SearchInput) else [nothing(item)] for item in prepared]
-        tasks = {i: item for i, item in enumerate(prepared) if isinstance(item, SearchInput)}
-        if any(task.phrases is not None for task in tasks.values()):
+    def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        codec = self.run.codec
+        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
+        searched = {i: item for i, item in enumerate(inputs) if not item.flags}
+        if any(item.phrases is not None for item in searched.values()):
             raise UserError("require, forbid: the engine ctranslate2 cannot do this; use the engine regard")
-        outputs = self._find(tasks, strict=self.options.sample)
-        scores = self._scored(tasks, outputs)
-        for i, task in tasks.items():
-            results[i] = self._hypotheses(task, [self._told(task, x, scores.get((i, x), ())) for x in outputs[i]])
-        self._name_other_cuts(results)
+        outputs = self._search(searched, strict=self.options.sample)
+        scores = self._score(searched, outputs)
+        for i, item in searched.items():
+            decoded = [self._decoded(item, output, scores.get((i, output), ())) for output in outputs[i]]
+            results[i] = make_hypotheses(codec, self.options, item, decoded)
+        flag_segmentation(codec, results)
         return results
 
-    def _find(self, tasks: dict[int, SearchInput], strict: bool) -> dict[int, list[Output]]:
-        """The outputs for some tasks. What is never allowed is ruled out where it came up, by `strict`.
+    def close(self) -> None:
+        """Free the model."""
+        self._translator.unload_model()
 
-        Ruling it out changes what CTranslate2 ranks by: there the rest is made to sum to one first. And what may not
-        follow a prefix can only be ruled out behind the same tokens anywhere.
+    def _search(self, inputs: Inputs, strict: bool) -> dict[int, list[Output]]:
+        """The outputs of some inputs. Blocked tokens are ruled out (`strict`) only where they came up.
+
+        Ruling them out changes what CTranslate2 ranks by: it normalises the other probabilities again. And tokens that
+        must not follow a prefix can only be ruled out behind the same tokens anywhere.
         """
-        alike: dict[Any, dict[int, SearchInput]] = {}
-        for i, task in tasks.items():  # limits are told once per batch
-            alike.setdefault((task.limit, task.minimum, task.prefix if strict and task.apart else ()), {})[i] = task
-        batches = [batch for part in alike.values() for batch in self._batches(part)]
-        searches = [(batch, self._search([tasks[i] for i in batch], strict)) for batch in batches]
-        found: dict[int, list[Output]] = {}
+        alike: dict[Any, Inputs] = {}
+        for i, item in inputs.items():  # a batch has one limit
+            prefix = item.prefix if strict and item.not_after_prefix else ()
+            alike.setdefault((item.limit, item.minimum, prefix), {})[i] = item
+        batches = [batch for part in alike.values() for batch in self.preparer.batches(part)]
+        searches = [(batch, self._translate([inputs[i] for i in batch], strict)) for batch in batches]
+        outputs: dict[int, list[Output]] = {}
         for batch, answers in searches:
             for i, answer in zip(batch, answers, strict=True):
-                found[i] = self._outputs(tasks[i], answer.result(), strict)
-        wrong = {i for i, task in tasks.items() if not all(self._allowed(task, output) for output in found[i])}
+                outputs[i] = self._outputs(inputs[i], answer.result(), strict)
+        wrong = {i for i, item in inputs.items() if not all(self._allowed(item, output) for output in outputs[i])}
         if strict:  # there was nothing else
-            return found | {i: [x for x in found[i] if self._allowed(tasks[i], x)] for i in wrong}
-        return found | self._find({i: tasks[i] for i in wrong}, strict=True) if wrong else found
+            return outputs | {i: [x for x in outputs[i] if self._allowed(inputs[i], x)] for i in wrong}
+        return outputs | self._search({i: inputs[i] for i in wrong}, strict=True) if wrong else outputs
 
-    def _allowed(self, task: SearchInput, output: Output) -> bool:
-        """Whether there is no mark in an output, and what follows its prefix leaves the prefix as it is."""
-        return self._never.isdisjoint(output.ids) and output.ids[len(task.prefix)] not in task.apart
+    def _allowed(self, item: SearchInput, output: Output) -> bool:
+        """Whether an output has no blocked token, and its prefix is not altered by the token after it."""
+        return self._blocked.isdisjoint(output.ids) and output.ids[len(item.prefix)] not in item.not_after_prefix
 
-    def _search(self, tasks: Sequence[SearchInput], strict: bool) -> list[Any]:
-        """Have outputs searched for; the answers are waited for when they are needed."""
-        options, first = self.options, tasks[0]
-        never = [[index] for index in sorted(self._never)] + [[*first.prefix, index] for index in first.apart]
-        drawn = {
-            "sampling_topk": min(options.top_k, self.scorer.vocab),
+    def _translate(self, inputs: Sequence[SearchInput], strict: bool) -> list[Any]:
+        """Start the search of one batch -> futures of its answers."""
+        options, first = self.options, inputs[0]
+        suppressed = [[index] for index in sorted(self._blocked)]
+        suppressed += [[*first.prefix, index] for index in first.not_after_prefix]
+        sampling = {
+            "sampling_topk": min(options.top_k, self.run.config.target_vocab),
             "sampling_topp": options.top_p,
             "sampling_temperature": options.temperature,
         }
+        prefixes = [[self._target[i] for i in item.prefix] for item in inputs]
         answers: list[Any] = self._translator.translate_batch(
-            self._named(tasks),
-            [[self._target[i] for i in task.prefix] for task in tasks] if any(task.prefix for task in tasks) else None,
+            self._source_names(inputs),
+            prefixes if any(prefixes) else None,
             asynchronous=True,
             beam_size=options.beam,
             patience=PATIENCE,
@@ -144,71 +149,57 @@ class Engine(Decoder):
             length_penalty=options.length_penalty,
             repetition_penalty=options.repetition_penalty,
             no_repeat_ngram_size=options.no_repeat_ngram,
-            suppress_sequences=[[self._target[i] for i in sequence] for sequence in never] if strict else None,
+            suppress_sequences=[[self._target[i] for i in sequence] for sequence in suppressed] if strict else None,
             min_decoding_length=first.minimum,
-            max_decoding_length=first.limit + 1,  # its end is a token too
+            max_decoding_length=first.limit + 1,  # the end token counts
             max_input_length=0,
             return_end_token=True,
             return_scores=self.scores == "totals",
-            **(drawn if options.sample else {}),
+            **(sampling if options.sample else {}),
         )
         return answers
 
-    def _outputs(self, task: SearchInput, answer: Any, strict: bool) -> list[Output]:
-        """The outputs of an answer, each with its end. What had none by the limit is given one there."""
-        eos, options, outputs = self.scorer.eos, self.options, []
-        plain = not strict and not task.minimum and not task.prefix and self.scores == "totals"
-        plain = plain and all(getattr(options, name) == Options.model_fields[name].default for name in CHANGED)
+    def _outputs(self, item: SearchInput, answer: Any, strict: bool) -> list[Output]:
+        """The outputs of an answer, each with its end token, which those that reached the limit lack."""
+        eos, options, outputs = self.run.config.ids.eos, self.options, []
+        exact = not strict and not item.minimum and not item.prefix and self.scores == "totals"
+        exact = exact and all(getattr(options, name) == Options.model_fields[name].default for name in SCORE_CHANGING)
         for rank, tokens in enumerate(answer.hypotheses):
-            ids = tuple(self._number[token] for token in tokens)
+            ids = tuple(self._id[token] for token in tokens)
             ended = ids[-1:] == (eos,)
-            total = answer.scores[rank] * len(ids) ** options.length_penalty if plain and ended else None
-            output = Output(ids if ended else (*ids[: task.limit], eos), total)
-            if len(output.ids) > task.minimum:  # else nothing was allowed but the end
+            total = answer.scores[rank] * len(ids) ** options.length_penalty if exact and ended else None
+            output = Output(ids if ended else (*ids[: item.limit], eos), total)
+            if len(output.ids) > item.minimum:  # else nothing was allowed but the end
                 outputs.append(output)
         return outputs if options.sample else list({output.ids: output for output in outputs}.values())
 
-    def _scored(
-        self, tasks: dict[int, SearchInput], outputs: dict[int, list[Output]]
-    ) -> dict[tuple[int, Output], tuple[float, ...]]:
-        """The model's log-probability of every token of the outputs for which that is to be found out."""
-        asked = []
-        for batch in self._batches(tasks) if self.scores != "none" else ():
-            places = [(i, output) for i in batch for output in outputs[i] if output.total is None]
+    def _score(self, inputs: Inputs, outputs: dict[int, list[Output]]) -> dict[tuple[int, Output], tuple[float, ...]]:
+        """The log-probability of every token of the outputs that need a forced pass."""
+        pending = []
+        for batch in self.preparer.batches(inputs) if self.scores != "none" else ():
+            entries = [(i, output) for i in batch for output in outputs[i] if output.total is None]
             answers = self._translator.score_batch(
-                self._named([tasks[i] for i, _ in places]),
-                [[self._target[index] for index in output.ids[:-1]] for _, output in places],
+                self._source_names([inputs[i] for i, _ in entries]),
+                [[self._target[index] for index in output.ids[:-1]] for _, output in entries],
                 max_input_length=0,
                 asynchronous=True,
             )
-            asked.append((places, answers))
+            pending.append((entries, answers))
         return {
-            place: tuple(answer.result().log_probs)
-            for places, answers in asked
-            for place, answer in zip(places, answers, strict=True)
+            entry: tuple(answer.result().log_probs)
+            for entries, answers in pending
+            for entry, answer in zip(entries, answers, strict=True)
         }
 
-    def _told(self, task: SearchInput, output: Output, token_scores: tuple[float, ...]) -> DecodedIds:
-        total = math.nan if output.total is None else output.total
-        return DecodedIds(
-            output.ids,
-            token_scores,
-            sum(token_scores) if token_scores else total,
-            limited=len(output.ids) - 1 == task.limit,
-        )
+    def _decoded(self, item: SearchInput, output: Output, token_scores: tuple[float, ...]) -> DecodedIds:
+        value = math.nan if output.total is None else output.total
+        return DecodedIds(output.ids, token_scores, value, limited=len(output.ids) - 1 == item.limit)
 
-    def _hypothesis(self, task: SearchInput, found: DecodedIds) -> Hypothesis:
-        hypothesis = super()._hypothesis(task, found)
-        if found.token_scores:
-            return hypothesis
-        normalized = normalize(found.value, len(found.ids), self.options.length_penalty)
-        return replace(hypothesis, score=found.value, normalized=normalized)
-
-    def _named(self, tasks: Sequence[SearchInput]) -> list[list[str]]:
-        return [[self._source[i] for i in task.sources[0]] for task in tasks]
+    def _source_names(self, inputs: Sequence[SearchInput]) -> list[list[str]]:
+        return [[self._source[i] for i in item.sources[0]] for item in inputs]
 
 
 def _computed_positions(config: Config) -> int:
-    """Most tokens, the end not counted, for which the positions that we compute were written down."""
+    """Most tokens, the end not counted, for which the table written for computed positions has rows."""
     computed = any(stack.position in ("none", "sinusoid", "sinusoid_halves") for stack in config.stacks.values())
-    return POSITIONS - 1 if computed else 10**9
+    return POSITIONS - 1 if computed else UNBOUNDED

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.batch import Batch
 from regard.data.objectives import text_ids
-from regard.decode.alignment import Links, alignment_merits
+from regard.decode.alignment import Links, alignment_merits, best_heads
 from regard.errors import UserError
 from regard.inspect.importance import HeadKey, ablation_importance, gradient_importance
 from regard.inspect.inputs import TaskData, encode_pairs, task_batches
@@ -28,8 +28,6 @@ from regard.run import Run
 MAX_OFFSET = 8  # between query and key; larger ones are not told apart
 MAIN_SHARE = 0.5  # of a head's weight: enough to say what it does
 EVEN_SHARE = 0.9  # of the largest possible entropy: enough to say that it attends to everything evenly
-NEARLY_BEST = 0.9  # of the best head's alignment: enough to align along with it
-MAX_ALIGNMENT_HEADS = 4
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
 
 
@@ -75,13 +73,28 @@ def measure_heads(
     induced = induction_scores(model, text) if task.name == "lm" else {}
     heads = []
     for name, attention in model.attentions().items():
+        kind, layer = kind_and_layer(name)
+        attention_sums = sums[name]
         for index, number in enumerate(attention.head_numbers):
-            key = name, index
-            location = name, *kind_and_layer(name), number, index
-            importance, means = (gradient[key], ablated.get(key)), sums[name].means(index)
-            what, share = sums[name].describe(index)
-            extra = aligned.get(key), induced.get(key)
-            heads.append(HeadStatistics(*location, *importance, *means, what, share, *extra))
+            what, share = attention_sums.describe(index)
+            heads.append(
+                HeadStatistics(
+                    name,
+                    kind,
+                    layer,
+                    number,
+                    index,
+                    gradient[name, index],
+                    ablated.get((name, index)),
+                    float(attention_sums.confidence_H[index] / attention_sums.queries),
+                    float(attention_sums.entropy_H[index] / attention_sums.queries),
+                    float(attention_sums.distance_H[index] / attention_sums.queries),
+                    what,
+                    share,
+                    aligned.get((name, index)),
+                    induced.get((name, index)),
+                )
+            )
     aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
     heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
     return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
@@ -101,12 +114,7 @@ def induction_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
 
 def best_alignment_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
     """The head that aligns best and those that nearly do, in the order of the model."""
-    ranked = sorted((h for h in heads if h.alignment is not None), key=lambda h: -(h.alignment or 0.0))
-    if not ranked:
-        return []
-    enough = NEARLY_BEST * (ranked[0].alignment or 0.0)
-    chosen = [h for h in ranked[:MAX_ALIGNMENT_HEADS] if (h.alignment or 0.0) >= enough]
-    return sorted(chosen, key=lambda h: (h.layer, h.index))
+    return best_heads({h: h.alignment for h in heads if h.alignment is not None})
 
 
 def grids(heads: Sequence[HeadStatistics], value: Callable[[HeadStatistics], float | None]) -> dict[str, np.ndarray]:
@@ -141,12 +149,6 @@ class AttentionSums:
     def add_target(self, what: str, weight_H: Tensor, queries: int) -> None:
         total_H, count = self.targets.get(what, (torch.zeros_like(weight_H), 0))
         self.targets[what] = (total_H + weight_H, count + queries)
-
-    def means(self, head: int) -> tuple[float, float, float]:
-        """Confidence, entropy and distance of a head, per query."""
-        sums = self.confidence_H[head], self.entropy_H[head], self.distance_H[head]
-        confidence, entropy, distance = (float(total / self.queries) for total in sums)
-        return confidence, entropy, distance
 
     def describe(self, head: int) -> tuple[str, float]:
         """What a head mainly attends to, and the share of its weight that goes there."""

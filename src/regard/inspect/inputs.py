@@ -21,7 +21,6 @@ from regard.data.images import Pictures, read_images
 from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
 from regard.data.plain import read_pieces
 from regard.data.reader import LineCounter, Source
-from regard.decode.classify import labels_of
 from regard.errors import UserError, one_of
 from regard.inspect.logit_lens import OutputNames
 from regard.recipe import Column
@@ -173,12 +172,12 @@ def _displayed_pixels(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray
 
 
 def _class_names(run: Run) -> OutputNames:
-    names = labels_of(run) if run.config.output == "classes" else ()
+    names = run.label_names if run.config.output == "classes" else ()
     return lambda ids: [names[i] for i in ids]
 
 
 def _class_ids(run: Run, labels: Iterable[str]) -> list[int]:
-    ids = {name: i for i, name in enumerate(labels_of(run))}
+    ids = {name: i for i, name in enumerate(run.label_names)}
     unknown = next((label for label in labels if label not in ids), None)
     if unknown is not None:
         raise one_of("label", unknown, ids)

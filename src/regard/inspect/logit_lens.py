@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard.inspect.page import short
 from regard.model import Model
 from regard.nn.hooks import record
 from regard.nn.recurrent import RecurrentDecoder
@@ -28,9 +28,11 @@ class Prediction(NamedTuple):
     probability: float
     logit: float
 
+    def page_data(self) -> list[Any]:
+        return [self.token, short(self.probability), short(self.logit)]
 
-@dataclass(frozen=True)
-class OutputStep:
+
+class OutputStep(NamedTuple):
     """One output token: its probability, and the most probable candidates."""
 
     token: str
@@ -39,13 +41,24 @@ class OutputStep:
     normaliser: float  # log of the sum of exp(logit): probability = exp(logit - normaliser)
     candidates: tuple[Prediction, ...]
 
+    def page_data(self) -> dict[str, Any]:
+        return {
+            "token": self.token,
+            "p": short(self.probability),
+            "entropy": short(self.entropy),
+            "normaliser": short(self.normaliser),
+            "candidates": [candidate.page_data() for candidate in self.candidates],
+        }
 
-@dataclass(frozen=True)
-class LensLayer:
+
+class LensLayer(NamedTuple):
     """The candidates at every output step when the LM head reads the vectors of one layer."""
 
     label: str
     steps: tuple[tuple[Prediction, ...], ...]
+
+    def page_data(self) -> dict[str, Any]:
+        return {"label": self.label, "steps": [[c.page_data()[:2] for c in step] for step in self.steps]}
 
 
 def top_predictions(logits_V: Tensor, count: int, names: OutputNames) -> tuple[Prediction, ...]:

@@ -7,7 +7,7 @@ with names, between token rows with names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from regard.config import Stack
-from regard.decode.alignment import alignment_quality
+from regard.decode.alignment import alignment_quality, best_heads
 from regard.errors import UserError
 from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
 from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text_input
 from regard.inspect.logit_lens import LensLayer, OutputStep, lens_hooks, logit_lens, mask_each_token, output_steps
-from regard.inspect.page import Packer, render_frame, render_page
+from regard.inspect.page import Packer, render_frame, render_page, short
 from regard.inspect.walk import make_walks
 from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
@@ -48,6 +48,17 @@ class AttentionMap:
     rows: str
     columns: str
     heads: tuple[int, ...]  # their numbers; those of a pruned model have gaps
+
+    def page_data(self, packer: Packer, two_bytes: bool) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "layer": self.layer,
+            "rows": self.rows,
+            "columns": self.columns,
+            "heads": list(self.heads),
+            "weights": packer.weights(self.weights_HTS, two_bytes),
+        }
 
 
 @dataclass(frozen=True)
@@ -86,16 +97,27 @@ class Trace:
         return render_frame(self.to_html())
 
     def page_data(self) -> dict[str, Any]:
-        """What the page's script reads: the fields of the trace."""
-        packer = Packer(two_bytes=sum(m.weights_HTS.size for m in self.maps) <= TWO_BYTE_WEIGHTS)
-        plain = {
+        """What the page's script reads."""
+        packer = Packer()
+        two_bytes = sum(m.weights_HTS.size for m in self.maps) <= TWO_BYTE_WEIGHTS
+        return {
+            "title": self.title,
+            "facts": self.facts,
             "texts": {name: text[:MAX_TEXT] for name, text in self.texts.items()},
-            "alignment": [{"name": name, "weights": weights} for name, weights in self.alignment.items()],
+            "tokens": {name: list(tokens) for name, tokens in self.tokens.items()},
+            "maps": [m.page_data(packer, two_bytes) for m in self.maps],
+            "alignment": [{"name": k, "weights": packer.weights(w, two_bytes)} for k, w in self.alignment.items()],
+            "steps": [step.page_data() for step in self.steps],
+            "lens": [layer.page_data() for layer in self.lens],
+            "positions": [heatmap.page_data(packer) for heatmap in self.positions],
+            "walks": [walk.page_data(packer) for walk in self.walks],
+            "notes": list(self.notes),
+            "score": short(self.score),
+            "unit": self.unit,
             "image": None if self.image is None else self.image.page_data(),
-            "distances": {name: distance_H.tolist() for name, distance_H in self.distances.items()},
+            "distances": {name: [short(x) for x in row] for name, row in self.distances.items()},
+            "numbers": packer.pack(),
         }
-        data: dict[str, Any] = packer.json({f.name: plain.get(f.name, getattr(self, f.name)) for f in fields(self)})
-        return data | {"numbers": packer.pack()}
 
 
 def trace(
@@ -185,7 +207,7 @@ def _trace_input(run: Run, given: InspectionInput, heads: Sequence[tuple[int, in
         texts=given.texts | ({"prediction": given.names(best)[0]} if classes else {}),
         tokens=tokens,
         maps=maps,
-        alignment=_alignments(maps, heads, len(tokens["source"])) if "source" in tokens else {},
+        alignment=_alignments(maps, heads) if "source" in tokens else {},
         steps=output_steps(logits_TV, labels, given.names),
         lens=lens,
         positions=tuple(heatmap for heatmap in heatmaps if heatmap is not None),
@@ -236,21 +258,20 @@ def _attention_maps(model: Model, recorded: Mapping[str, Tensor]) -> tuple[Atten
     return tuple(maps)
 
 
-def _alignments(
-    maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]], source_length: int
-) -> dict[str, np.ndarray]:
+def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Maps from the output to the source: the chosen or best heads first, then the mean of each layer."""
     cross = {m.layer: m for m in maps if m.kind == "cross"}
     out: dict[str, np.ndarray] = {}
     several = len(cross) > 1 or any(len(m.heads) > 1 for m in cross.values())
     chosen = [(layer, index) for layer, index in heads if layer in cross and index < len(cross[layer].heads)]
-    if several and chosen:
+    if several:
+        title = "alignment heads" if chosen else "sharpest heads"
+        quality = {layer: alignment_quality(m.weights_HTS) for layer, m in cross.items()}
+        chosen = chosen or best_heads(
+            {(layer, i): float(q) for layer, q_H in quality.items() for i, q in enumerate(q_H)}
+        )
         names = ", ".join(f"{layer + 1}.{cross[layer].heads[index] + 1}" for layer, index in chosen)
-        out[f"alignment heads {names}"] = np.mean([cross[layer].weights_HTS[i] for layer, i in chosen], axis=0)
-    elif several:
-        weights = {(layer, i): weights_TS for layer, m in cross.items() for i, weights_TS in enumerate(m.weights_HTS)}
-        layer, index = max(weights, key=lambda head: alignment_quality(weights[head], source_length))
-        out[f"sharpest head: {layer + 1}.{cross[layer].heads[index] + 1}"] = weights[layer, index]
+        out[f"{title} {names}"] = np.mean([cross[layer].weights_HTS[i] for layer, i in chosen], axis=0)
     for layer, m in cross.items():
         out[f"layer {layer + 1}, mean of heads" if several else "attention"] = m.weights_HTS.mean(0)
     if len(cross) > 1:

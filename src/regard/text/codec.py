@@ -143,9 +143,11 @@ class Codec:
         beyond = index - tokenizer.size
         return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # models may have rows to spare
 
-    def note_unknown(self, examples: Sequence[Example], unknown: UnknownTokens) -> None:
-        """Count what is unknown in the sources, text and features."""
-        for example, row in zip(examples, self.encode_source(examples), strict=True):
+    def note_unknown(
+        self, examples: Sequence[Example], unknown: UnknownTokens, rows: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Count what is unknown in the sources, text and features; `rows` are their ids if they are known already."""
+        for example, row in zip(examples, self.encode_source(examples) if rows is None else rows, strict=True):
             if self.source.unknown(row):
                 names = split_features(example.features or "", self.feature_separator)
                 features = [name for name in names if name not in self._feature_ids]

@@ -19,7 +19,7 @@ from regard.batch import Batch, collate
 from regard.data.images import Pictures
 from regard.data.order import batches as cut_batches
 from regard.decode.alignment import load_heads, save_heads
-from regard.decode.generate import Decoder
+from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import default_metrics, evaluate
@@ -327,7 +327,7 @@ def measure(run: Run, material: TaskData, batches: Sequence[Batch]) -> Snapshot:
     if run.config.encoder is not None and run.config.decoder is not None:
         assert not isinstance(material, str | Pictures)
         names = [name for name in default_metrics(run, [e.target or "" for e in material]) if name != "perplexity"]
-        decode, some = Decoder(run, Options()), list(material[:64])
+        decode, some = TorchEngine(run, Options()), list(material[:64])
         decode(some[:4])  # the first call is always slow
         rate = len(some) / min(_seconds(lambda: decode(some)) for _ in range(3))
         found = evaluate(run, material, Options(), names, samples=0)

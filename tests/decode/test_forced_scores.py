@@ -9,7 +9,7 @@ import torch
 from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_company import STRATEGIES
+from test_batch_independence import STRATEGIES
 
 from regard.decode.generate import generate
 from regard.decode.options import Options
@@ -64,7 +64,7 @@ def test_probabilities_of_all_short_outputs_sum_to_at_most_one(name: str) -> Non
     assert 0 < total <= 1
 
 
-def test_forced_scores_do_not_depend_on_company() -> None:
+def test_forced_scores_do_not_depend_on_the_batch() -> None:
     run = run_of("transformer-tiny", 3)
     pairs = list(zip(sources(1, 9), sources(2, 9), strict=True))
     together = list(score(run, pairs))

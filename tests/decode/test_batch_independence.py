@@ -9,8 +9,9 @@ from decode_kit import NAMES, names, run_of, same, seeds, sources, trained, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import Request, generate
+from regard.decode.generate import generate
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.run import Run
 
 STRATEGIES: dict[str, dict[str, object]] = {
@@ -64,11 +65,11 @@ def test_same_in_batches_of_1_7_and_64(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_wishes_of_one_line_do_not_reach_another(name: str) -> None:
+def test_constraints_of_one_line_do_not_reach_another(name: str) -> None:
     run, texts = run_of(name, 2), sources(4, 6)
     options = Options(beam=3, nbest=3, max_length=16)
-    wishes = [{}, {"prefix": "fa"}, {"require": ("bad",)}, {"forbid": ("a",)}, {"require": ("c", "ee")}, {}]
-    requests = [Request(text, **wish) for text, wish in zip(texts, wishes, strict=True)]
+    constraints = [{}, {"prefix": "fa"}, {"require": ("bad",)}, {"forbid": ("a",)}, {"require": ("c", "ee")}, {}]
+    requests = [Request(text, **constraint) for text, constraint in zip(texts, constraints, strict=True)]
     together = list(generate(run, requests, options))
     for request, row in zip(requests, together, strict=True):
         assert same(next(generate(run, [request], options)), row)

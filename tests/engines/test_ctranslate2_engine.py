@@ -15,18 +15,19 @@ import torch
 
 from ct2kit import ids_of, random_run, tokenizer, words
 from familykit import build, shrunk
-from regard.decode.generate import Decoder, Request
+from regard.decode.generate import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example
 from toykit import call
 
 pytest.importorskip("ctranslate2")
-from regard.engines.ctranslate2 import HEARD, Engine
+from regard.engines.ctranslate2 import SUPPORTED_OPTIONS, CTranslate2Engine
 
-TOWERS: dict[str, dict[str, Any]] = {
+STACKS: dict[str, dict[str, Any]] = {
     "rotary": {"position": "rotary", "norm_at": "pre"},
     "sinusoid": {"position": "sinusoid"},
     "few-keys": {"position": "learned", "norm_at": "pre", "kv_heads": 2},
@@ -37,7 +38,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return random_run(TOWERS["rotary"], end=3.0)
+    return random_run(STACKS["rotary"], end=3.0)
 
 
 def same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
@@ -53,16 +54,16 @@ def same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) -> None:
 def both(run: Run, inputs: list[Any], **options: Any) -> list[list[Hypothesis]]:
     """What both give, which must be the same."""
     asked = Options.of(**options)
-    ours, theirs = Decoder(run, asked)(inputs), Engine(run, asked)(inputs)
+    ours, theirs = TorchEngine(run, asked)(inputs), CTranslate2Engine(run, asked)(inputs)
     same(ours, theirs)
     return theirs
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", STACKS)
 def test_greedy_outputs_are_ours(name):
     found = []
     for seed in range(4):
-        found += both(random_run(TOWERS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
+        found += both(random_run(STACKS[name], end=2.0, seed=seed), ["", *words(20), " ", "zz", "ab" * 30])
     assert [i for i, row in enumerate(found) if "empty" in row[0].flags] == [
         x + 24 * n for n in range(4) for x in (0, 21)
     ]
@@ -75,9 +76,9 @@ def test_greedy_outputs_are_ours(name):
 @pytest.mark.parametrize(("name", "seed"), [("rotary", 2), ("sinusoid", 0)])
 def test_beams_are_ours_for_the_most_part(name, seed, beam, penalty):
     """The two stop at different moments, which random weights show more than trained ones."""
-    run, texts = random_run(TOWERS[name], end=4.0, seed=seed), words(40)
+    run, texts = random_run(STACKS[name], end=4.0, seed=seed), words(40)
     options = Options(beam=beam, nbest=beam, length_penalty=penalty)
-    pairs = list(zip(Decoder(run, options)(texts), Engine(run, options)(texts), strict=True))
+    pairs = list(zip(TorchEngine(run, options)(texts), CTranslate2Engine(run, options)(texts), strict=True))
     ended = [(a, b) for a, b in pairs if not any("max_length" in h.flags for h in (*a, *b))]
     alike = [(a[:1], b[:1]) for a, b in ended if a[0].ids == b[0].ids]
     assert len(ended) > 30 and len(alike) > 0.7 * len(ended)
@@ -120,17 +121,17 @@ def test_every_line_may_have_its_own_prefix(run):
 
 def test_what_follows_a_prefix_does_not_change_its_last_character():
     codec = Codec(tokenizer(), tokenizer("nfd", "aäeéo\u0308"))
-    run = random_run(TOWERS["rotary"], codec=codec, end=0.0)
+    run = random_run(STACKS["rotary"], codec=codec, end=0.0)
     joining = [i for i in range(4, codec.target.size) if codec.target.pieces([i])[0] in "\u0301\u0308"]
     with torch.no_grad():
         run.model.output.bias[joining] += 2.0
-    assert {row[0].text[0] for row in Engine(run, Options(max_length=3))(words(20))} & {"\u0301", "\u0308"}
+    assert {row[0].text[0] for row in CTranslate2Engine(run, Options(max_length=3))(words(20))} & {"\u0301", "\u0308"}
     found = both(run, words(20), prefix="aea", max_length=7)
     assert all(row[0].text.startswith("aea") for row in found)
 
 
-def test_symbols_that_are_no_text_are_never_produced():
-    run = random_run(TOWERS["rotary"], spare=2, end=3.0, marks=4.0)
+def test_special_tokens_are_never_produced():
+    run = random_run(STACKS["rotary"], spare=2, end=3.0, special=4.0)
     with torch.no_grad():
         run.model.output.bias[-2:] = 4.0
     found = both(run, words(30))
@@ -139,25 +140,25 @@ def test_symbols_that_are_no_text_are_never_produced():
     assert any(1 in row[0].ids for row in known)
 
 
-def test_text_that_looks_like_a_mark_is_text():
+def test_text_that_looks_like_a_special_token_is_text():
     codec = Codec(tokenizer("space", ["< eos >", "< pad >", "a", "<", "eos", "pad", ">"]), tokenizer())
-    run = random_run(TOWERS["rotary"], codec=codec, end=3.0)
+    run = random_run(STACKS["rotary"], codec=codec, end=3.0)
     found = both(run, ["a < eos > a", "a a", "< pad >", "<eos>", "< feature N >"])
     assert found[0][0].ids != found[1][0].ids
 
 
 def test_features_are_read():
     codec = Codec(tokenizer(), tokenizer(), features=("N", "PL", "a"), columns=("source", "features", "target"))
-    run = random_run(TOWERS["rotary"], codec=codec, end=-1.0)
+    run = random_run(STACKS["rotary"], codec=codec, end=-1.0)
     found = both(run, [Example("abc", None, names) for names in ("N", "PL", "N;PL", "a", "unheard", None)])
     assert len({row[0].ids for row in found}) > 2
 
 
-def test_the_same_answer_in_any_company(run):
+def test_the_same_answer_in_any_batch(run):
     texts = words(60)
-    alone = {text: Engine(run, Options(beam=3))([text])[0] for text in texts[:10]}
+    alone = {text: CTranslate2Engine(run, Options(beam=3))([text])[0] for text in texts[:10]}
     mixed = random.Random(1).sample(texts, len(texts))
-    engine = Engine(run, Options(beam=3, batch_tokens=200), workers=2)
+    engine = CTranslate2Engine(run, Options(beam=3, batch_tokens=200), workers=2)
     for text, row in zip(mixed, engine(mixed), strict=True):
         if text in alone:
             same([alone[text]], [row])
@@ -171,10 +172,10 @@ def test_learned_positions_end():
 
 
 def test_computed_positions_end_late(monkeypatch):
-    run = random_run(TOWERS["sinusoid"], end=-5.0)
+    run = random_run(STACKS["sinusoid"], end=-5.0)
     monkeypatch.setattr("regard.convert.to_ctranslate2.POSITIONS", 20)
     monkeypatch.setattr("regard.engines.ctranslate2.POSITIONS", 20)
-    found = Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
+    found = CTranslate2Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
     assert len(found[0][0].ids) == 20 and "too_long" in found[1][0].flags
 
 
@@ -182,10 +183,12 @@ def test_scores_are_worked_out_only_where_they_are_wanted(run):
     texts = ["", *words(20)]
     for settings in ({"beam": 3, "nbest": 3}, {"prefix": "ab"}, {"min_length": 4}, {"no_repeat_ngram": 1}, {}):
         options = Options.of(**settings)
-        symbols, totals, none = (Engine(run, options, scores=kind)(texts) for kind in ("symbols", "totals", "none"))
-        assert ids_of(symbols) == ids_of(totals) == ids_of(none)
+        tokens, totals, none = (
+            CTranslate2Engine(run, options, scores=kind)(texts) for kind in ("tokens", "totals", "none")
+        )
+        assert ids_of(tokens) == ids_of(totals) == ids_of(none)
         assert all(math.isnan(row[0].score) and not row[0].token_scores for row in none[1:])
-        for a, b in zip((h for row in symbols for h in row), (h for row in totals for h in row), strict=True):
+        for a, b in zip((h for row in tokens for h in row), (h for row in totals for h in row), strict=True):
             assert (b.score, b.normalized) == pytest.approx((a.score, a.normalized), abs=1e-4)
             assert not b.token_scores or b.token_scores == a.token_scores
     assert not any(row[0].token_scores for row in totals if "max_length" not in row[0].flags)
@@ -193,7 +196,7 @@ def test_scores_are_worked_out_only_where_they_are_wanted(run):
 
 def test_eight_bits_are_near(run):
     texts = words(40)
-    ours, theirs = Decoder(run)(texts), Engine(run, precision="int8")(texts)
+    ours, theirs = TorchEngine(run)(texts), CTranslate2Engine(run, precision="int8")(texts)
     alike = [(a[0], b[0]) for a, b in zip(ours, theirs, strict=True) if a[0].ids == b[0].ids]
     assert len(alike) > 10
     assert all(b.score == pytest.approx(a.score, abs=0.1 * len(a.ids)) for a, b in alike)
@@ -204,24 +207,26 @@ def test_draws_follow_the_seed_and_the_distribution(run):
     texts = words(8)
 
     def draw(**options: Any) -> list[list[tuple[int, ...]]]:
-        return ids_of(Engine(run, Options.of(sample=True, max_length=6, **options))(texts))
+        return ids_of(CTranslate2Engine(run, Options.of(sample=True, max_length=6, **options))(texts))
 
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
-    assert [row[:1] for row in draw(temperature=0.001)] == ids_of(Decoder(run, Options(max_length=6))(texts))
-    assert draw(top_k=1) == draw(top_p=1e-6) == ids_of(Decoder(run, Options(max_length=6))(texts))
+    assert [row[:1] for row in draw(temperature=0.001)] == ids_of(TorchEngine(run, Options(max_length=6))(texts))
+    assert draw(top_k=1) == draw(top_p=1e-6) == ids_of(TorchEngine(run, Options(max_length=6))(texts))
     assert draw(top_k=10**6, seed=7) == draw(seed=7)
-    many = Engine(run, Options(sample=True, nbest=300, max_length=1))(["abc"])[0]
+    many = CTranslate2Engine(run, Options(sample=True, nbest=300, max_length=1))(["abc"])[0]
     assert len(many) == 300 and len({h.ids for h in many}) > 3
     assert all(3 in h.ids and not {0, 1, 2} & set(h.ids) for h in many)
     with pytest.raises(UserError, match="workers"):
-        Engine(run, Options(sample=True), workers=2)
+        CTranslate2Engine(run, Options(sample=True), workers=2)
 
 
 def test_a_repetition_penalty_avoids_what_is_there(run):
     def repeats(rows: list[list[Hypothesis]]) -> int:
         return sum(len(row[0].ids) - len(set(row[0].ids)) for row in rows)
 
-    plain, avoiding = (Engine(run, Options(repetition_penalty=p, max_length=10))(words(20)) for p in (1.0, 3.0))
+    plain, avoiding = (
+        CTranslate2Engine(run, Options(repetition_penalty=p, max_length=10))(words(20)) for p in (1.0, 3.0)
+    )
     assert repeats(avoiding) < repeats(plain) / 2
 
 
@@ -247,13 +252,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_it_cannot_do_is_refused(name, run):
     with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine regard"):
-        Engine(run, Options.of(**OTHERS[name]))
+        CTranslate2Engine(run, Options.of(**OTHERS[name]))
 
 
-def test_every_option_is_heard_or_refused(run):
-    assert OTHERS.keys() | HEARD == set(Options.model_fields) and not OTHERS.keys() & HEARD
+def test_every_option_is_supported_or_refused(run):
+    assert OTHERS.keys() | SUPPORTED_OPTIONS == set(Options.model_fields) and not OTHERS.keys() & SUPPORTED_OPTIONS
     with pytest.raises(UserError, match="forbid"):
-        Engine(run)([Request("abc", forbid=("a",))])
+        CTranslate2Engine(run)([Request("abc", forbid=("a",))])
     with pytest.raises(UserError, match="engine ctranslate2"):
         Options.of(precision="int8")
 
@@ -262,19 +267,19 @@ def test_every_option_is_heard_or_refused(run):
 def test_other_models_are_refused(preset):
     config = shrunk(preset)
     with pytest.raises(UserError, match="CTranslate2 has no place for"):
-        Engine(Run(config, Codec(tokenizer(text="abcdefg")), build(config), Path("other")))
+        CTranslate2Engine(Run(config, Codec(tokenizer(text="abcdefg")), build(config), Path("other")))
 
 
 def test_nothing_is_left_behind(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    engine = Engine(run)
+    engine = CTranslate2Engine(run)
     assert not list(tmp_path.iterdir()) and engine(["abc"])[0][0].ids
 
 
 def test_no_room_is_told(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(UserError, match="TMPDIR"):
-        Engine(run)
+        CTranslate2Engine(run)
 
 
 def test_the_command_line(toy):
@@ -308,11 +313,11 @@ def test_the_command_line(toy):
         (["--engine", "ctranslate2", "--sample", "--workers", 2], "workers"),
         (["--precision", "int8"], "engine ctranslate2"),
     ):
-        said = call(*order, *wrong, stdin="a\n")
-        assert said.code == 2 and message in said.err and not said.out, wrong
+        result = call(*order, *wrong, stdin="a\n")
+        assert result.code == 2 and message in result.err and not result.out, wrong
 
 
 def test_without_the_package(toy, monkeypatch):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    said = call("generate", toy / "run", "--engine", "ctranslate2", stdin="a\n")
-    assert said.code == 2 and "pip install 'regard[ctranslate2]'" in said.err
+    result = call("generate", toy / "run", "--engine", "ctranslate2", stdin="a\n")
+    assert result.code == 2 and "pip install 'regard[ctranslate2]'" in result.err

@@ -7,10 +7,11 @@ import torch
 from decode_kit import POSITIONS, language_model, run_of, same, sources, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_company import STRATEGIES
+from test_batch_independence import STRATEGIES
 
-from regard.decode.generate import Request, generate, stream
+from regard.decode.generate import generate, stream
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.decode.score import score
 from regard.errors import UserError
 from regard.model import Model
@@ -31,7 +32,7 @@ def prompt_ids(run: Run, prompt: str) -> list[int]:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(positions, st.integers(0, 3), frames, st.sampled_from([0, 4]), strategies, prompts)
-def test_scores_are_the_models_and_company_does_not_matter(
+def test_scores_are_the_models_and_the_batch_does_not_matter(
     position: str, seed: int, frame: str, memory: int, strategy: str, texts: list[str]
 ) -> None:
     run = language_model(position, seed, frame, memory if position in ("rotary", "alibi", "relative") else 0)
@@ -50,7 +51,7 @@ def test_scores_are_the_models_and_company_does_not_matter(
 
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_it_is_the_best_symbol_again_and_again(position: str, frame: str) -> None:
+def test_it_is_the_best_token_again_and_again(position: str, frame: str) -> None:
     """Against the definition: the whole text through the model for every token."""
     run = language_model(position, 1, frame)
     for prompt in ("", "fad", "cafebabe"):
@@ -78,7 +79,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert state.length == 13 and all(memory[0].shape[2] == 4 for memory in state.layers)
 
 
-def test_wishes_are_kept() -> None:
+def test_constraints_are_kept() -> None:
     run = language_model("rotary", 3)
     requests = [Request("fad", prefix="cc"), Request("", require=("bad",)), Request("ab", forbid=("a", "b"))]
     for chosen in ({}, {"beam": 3}, {"sample": True}):
@@ -116,7 +117,7 @@ def test_a_prompt_that_leaves_little_room_among_many_that_do_not(chosen: dict[st
     assert same(next(generate(run, [long], options)), rows[0])
 
 
-def test_a_hundred_symbols_by_default() -> None:
+def test_a_hundred_tokens_by_default() -> None:
     run = language_model("rotary", 0)
     (found,) = next(generate(run, [""], Options(sample=True, min_length=90)))
     assert 90 <= len(found.ids) <= 101

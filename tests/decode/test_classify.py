@@ -1,0 +1,62 @@
+"""Classification of texts: every length is answered or flagged, in order, with the same probabilities in any batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decode_kit import run_of, sources, tokenizer
+
+from regard.config import Config, parse
+from regard.decode.classify import classify, classify_ids, classify_images
+from regard.errors import UserError
+from regard.model import Model
+from regard.run import Run
+from regard.text.codec import Codec, Example
+
+AXIAL = {"position": "axial", "axial": {"rows": 3, "columns": 4, "row_width": 8}}
+LEARNED = {"position": "learned", "max_length": 12}
+
+
+def classifier(position: dict[str, object]) -> Run:
+    codec = Codec(tokenizer("char"), frame="both")
+    stack = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0, **position}
+    vocabs = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
+    config = parse(Config, {**vocabs, "encoder": stack, "output": "classes", "classes": 3, "frame": "both"}, "test")
+    torch.manual_seed(0)
+    return Run(config, codec, Model(config).eval(), Path("random"), ("x", "y", "z"))
+
+
+@pytest.mark.parametrize("position", [AXIAL, LEARNED], ids=["axial", "learned"])
+def test_a_text_that_fits_is_answered_and_a_longer_one_flagged(position: dict[str, object]) -> None:
+    short, full, long = classify(classifier(position), ["a", "abcdefabcd", "abcdefabcde"])
+    for answer in (short, full):
+        assert answer.label in "xyz" and sum(answer.probabilities.values()) == pytest.approx(1.0) and not answer.flags
+        assert answer.probability == max(answer.probabilities.values())
+    assert "13 tokens" in long.flags["too_long"] and "the 12 positions of the model" in long.flags["too_long"]
+    assert long.label == "" and long.as_dict()["label"] is None
+
+
+def test_answers_do_not_depend_on_the_batch_and_come_in_order() -> None:
+    run, texts = classifier({"position": "rotary"}), sources(1, 20)
+    together = classify(run, texts, batch_tokens=40)
+    for text, answer in zip(texts, together, strict=True):
+        (alone,) = classify(run, [text])
+        assert alone.label == answer.label and alone.probabilities == pytest.approx(answer.probabilities, abs=1e-5)
+    assert classify_ids(run, run.codec.encode_source([Example(text) for text in texts]), 40) == together
+    (flagged,) = classify(run, ["abcdef"], max_source=4)
+    assert "4 (max_source)" in flagged.flags["too_long"]
+
+
+def test_labels_may_be_numbers_only() -> None:
+    run = classifier(LEARNED)
+    run.labels = ()
+    assert classify(run, ["abc"])[0].label in ("0", "1", "2")
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(UserError, match="does not tell labels"):
+        classify(run_of("rnn-luong", 0), ["a"])
+    with pytest.raises(UserError, match="reads text, not images"):
+        classify_images(classifier(LEARNED), torch.zeros(1, 1, 4, 4).numpy())

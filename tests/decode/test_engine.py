@@ -1,0 +1,53 @@
+"""The interface of engines: requests are tokenised once, and decoded in any grouping with the same outputs."""
+
+from __future__ import annotations
+
+import pytest
+from decode_kit import language_model, run_of, same, sources
+
+from regard.decode.generate import Engine, TorchEngine
+from regard.decode.options import Options
+from regard.decode.request import Request
+from regard.run import Run
+from regard.text.tokenizer import Tokenizer
+from toykit import call
+
+
+def test_prepared_inputs_are_decoded_in_any_grouping() -> None:
+    texts = ["", *sources(1, 9), "a" * 3000]
+    with TorchEngine(run_of("transformer-tiny", 2), Options(beam=3, nbest=2, max_length=9)) as engine:
+        inputs = engine.prepare(texts)
+        together = engine.decode(inputs)
+        apart = [*engine.decode(inputs[:4]), *engine.decode(inputs[4:5]), *engine.decode(inputs[5:])]
+        assert all(map(same, together, apart)) and all(map(same, together, engine(texts)))
+        assert engine.decode([]) == []
+    assert list(inputs[0].flags) == ["empty"] and list(inputs[-1].flags) == ["too_long"]
+    assert [row[0].flags.keys() for row in (together[0], together[-1])] == [{"empty"}, {"too_long"}]
+
+
+def test_inputs_that_are_not_decoded_carry_their_ids() -> None:
+    engine: Engine = TorchEngine(run_of("rnn-luong", 1), Options(max_source=3))
+    unmet, long, unknown = engine.prepare([Request("ab", prefix="ß"), "abcdé", "é"])
+    assert unmet.flags and long.flags and not unknown.flags
+    assert [engine.preparer.codec.source.unknown(item.sources[0]) for item in (unmet, long, unknown)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("run", [run_of("transformer-tiny", 2), language_model("rotary", 1)], ids=["pairs", "lm"])
+def test_a_source_is_tokenised_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+    engine, texts = TorchEngine(run, Options(max_length=3, prefix="")), ["fadedfade", "cafecafecafe"]
+    inputs = engine.prepare(texts)
+    assert encoded == texts
+    outputs = [row[0].text for row in engine.decode(inputs)]
+    assert encoded[len(texts) :] == outputs  # whose segmentation is checked
+
+
+def test_the_command_tokenises_a_line_once(toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+    result = call("generate", toy / "run", "-", "--workers", 1, stdin="abcabcab\nßß\n")
+    assert result.code == 0 and "2 unknown tokens in 1 line" in result.err
+    assert encoded.count("abcabcab") == 1 and encoded.count("ßß") == 1
