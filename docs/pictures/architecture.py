@@ -19,10 +19,11 @@ ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "regard"
 OUT = Path(__file__).with_suffix(".svg")
 
-WIDTH, MARGIN, LABEL = 860, 16, 34  # of the drawing, around it, and for the number of a layer on its left
+MARGIN, LABEL = 16, 34  # around the drawing, and for the number of a layer on its left
 CHAR, LINE = 6.05, 14  # of the small monospaced text: pixels per character and per line
 GAP, ROW_GAP, LANE = 14, 30, 10  # between boxes of a row, between rows, and for an arrow that passes a row
 NAMES_WIDTH = 270  # module names in a box are wrapped to this many pixels
+STRAIGHT = 8  # weight of a straight line for long arrows
 
 STYLE = """
 svg { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
@@ -180,35 +181,35 @@ def mean(values: list[float]) -> float | None:
 
 def set_x(rows: list[list[Node]]) -> None:
     """Put every node near the middle of its neighbours, in the order of its row and without overlap."""
-    left, right = MARGIN + LABEL, WIDTH - MARGIN
     for row in rows:
-        spread(row, [left + (right - left) * (i + 0.5) / len(row) for i in range(len(row))], left, right)
+        spread(row, [0.0] * len(row))
     for turn in range(600):
         for row in rows if turn % 2 else rows[::-1]:
-            wanted = [mean([m.x for m in node.above + node.below]) or node.x for node in row]
-            spread(row, wanted, left, right)
+            spread(row, [middle(node) for node in row])
+    left = min(node.x - node.width / 2 for row in rows for node in row)
+    for row in rows:
+        for node in row:
+            node.x += MARGIN + LABEL - left
 
 
-def spread(row: list[Node], wanted: list[float], left: float, right: float) -> None:
-    """The positions nearest to the wanted ones that keep the distances: push right, then left, and take the mean."""
+def middle(node: Node) -> float:
+    """The mean position of the neighbours; those on the same long arrow weigh more, which makes it straight."""
+    neighbours = node.above + node.below
+    weights = [1 if node.name or other.name else STRAIGHT for other in neighbours]
+    total = fsum(weight * other.x for weight, other in zip(weights, neighbours, strict=True))
+    return total / sum(weights) if neighbours else node.x
 
-    def distance(a: Node, b: Node) -> float:
-        return (a.width + b.width) / 2 + GAP
 
-    forward, backward = list(wanted), list(wanted)
-    for i, node in enumerate(row):
-        least = left + node.width / 2 if i == 0 else forward[i - 1] + distance(row[i - 1], node)
-        forward[i] = max(forward[i], least)
-    for i in reversed(range(len(row))):
-        last = i == len(row) - 1
-        most = right - row[i].width / 2 if last else backward[i + 1] - distance(row[i], row[i + 1])
-        backward[i] = min(backward[i], most)
-    middle = [(a + b) / 2 for a, b in zip(forward, backward, strict=True)]
-    for i in reversed(range(len(row))):  # the mean may leave the frame on the right
-        most = right - row[i].width / 2 if i == len(row) - 1 else middle[i + 1] - distance(row[i], row[i + 1])
-        middle[i] = min(middle[i], most)
-    for node, x in zip(row, middle, strict=True):
-        node.x = x
+def spread(row: list[Node], wanted: list[float]) -> None:
+    """Positions near the wanted ones that keep a distance: pushed to the right, pushed to the left, and the mean."""
+    gaps = [(a.width + b.width) / 2 + GAP for a, b in pairwise(row)]
+    right, left = list(wanted), list(wanted)
+    for i, gap in enumerate(gaps):
+        right[i + 1] = max(right[i + 1], right[i] + gap)
+    for i, gap in reversed(list(enumerate(gaps))):
+        left[i] = min(left[i], left[i + 1] - gap)
+    for node, a, b in zip(row, right, left, strict=True):
+        node.x = (a + b) / 2
 
 
 def draw() -> str:
@@ -228,8 +229,9 @@ def draw() -> str:
         bands[layer] = (top, y + height + ROW_GAP / 2)
         y += height + ROW_GAP
     height = y - ROW_GAP + MARGIN
+    width = max(node.x + node.width / 2 for row in rows for node in row) + MARGIN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" role="img" aria-label="Packages of regard by layer, and the imports between them">',
         f"<style>{STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
@@ -238,7 +240,7 @@ def draw() -> str:
     for layer, (top, bottom) in sorted(bands.items(), reverse=True):
         odd = " odd" if layer % 2 else ""
         parts.append(
-            f'<rect class="layer{odd}" x="0" y="{top:.1f}" width="{WIDTH}" height="{bottom - top:.1f}"/>'
+            f'<rect class="layer{odd}" x="0" y="{top:.1f}" width="{width:.0f}" height="{bottom - top:.1f}"/>'
             f'<text class="number" x="{MARGIN}" y="{(top + bottom) / 2 + 5:.1f}">{layer}</text>'
         )
     for name in sorted(boxes):
