@@ -56,7 +56,7 @@ def test_fused_is_eager(name: str) -> None:
 
 @EVERY
 def test_cached_is_full(name: str) -> None:
-    """Token by token and in pieces; hypotheses that are reordered on the way take their past with them."""
+    """Token by token and in pieces; hypotheses that are reordered on the way keep their prefixes."""
     model = decoder(name)
     full, order = model(TEXT, None), torch.tensor([2, 0, 0])
     for sizes in ((1,) * 6, (2, 3, 1)):
@@ -197,7 +197,7 @@ def test_equalities_of_any_combination(table: dict[str, object], biased: bool) -
 
 @EVERY
 def test_every_parameter_is_trained(name: str) -> None:
-    """With a row that has nothing real in it: nothing turns into NaN, and nothing in a model is dead weight."""
+    """With a row of padding only: no NaN, and every parameter has a gradient."""
     model = decoder(name).requires_grad_().train()
     scores = model(TEXT, torch.tensor([[True] * 6, [False] * 6, [False] * 3 + [True] * 3]))
     (scores * torch.randn_like(scores)).sum().backward()
@@ -221,7 +221,7 @@ TOPS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("top", TOPS)
 @pytest.mark.parametrize("name", READING)
 def test_encoder_padded_is_alone(name: str, top: str) -> None:
-    """Scores for every token, for the whole, or vectors; fused = eager on the way."""
+    """Logits of every token, of the classes, or hidden states; fused = eager on the way."""
     model = build(shrunk(name, changes=TOPS[top]))
     together = model(SOURCE, KEEP)
     assert together.shape == {"as it is": (3, 5, VOCAB), "classes": (3, 1, 4), "vectors": (3, 5, 12)}[top]

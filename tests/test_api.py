@@ -74,15 +74,25 @@ def test_models_by_name():
     assert isinstance(model.config, regard.Config)
 
 
-def test_train_is_a_function_even_when_its_package_is_loaded(toy, tmp_path):
-    import regard.training.report  # the package `regard.train` now exists and must not be in the way
-
+def test_train_is_a_function(toy, tmp_path):
     tables = {"data": {"train": str(toy / "pairs.tsv")}, "train": {"steps": 2, "workers": 1}}
     for setting in SMALL:
         assign(tables, setting)
     run = regard.train(tables, tmp_path / "run")
     assert isinstance(run, regard.LoadedRun) and run.generate(["abc"])[0][0].text is not None
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_names_of_version_0_4_still_work(toy, tmp_path, capsys):
+    with pytest.warns(DeprecationWarning, match="make_reporter") as warned:
+        make_talk = regard.make_talk
+    assert make_talk is regard.make_reporter and warned[0].filename == __file__
+    tables = {"data": {"train": str(toy / "pairs.tsv")}, "train": {"steps": 1, "workers": 1}}
+    for setting in SMALL:
+        assign(tables, setting)
+    with pytest.warns(DeprecationWarning, match="reporter=") as warned:
+        regard.train(tables, tmp_path / "run", talk=make_talk())
+    assert warned[0].filename == __file__ and "step 1" in capsys.readouterr().err
 
 
 def test_a_stream_joins_to_the_output(toy):
@@ -130,7 +140,7 @@ def test_labels_of_texts_and_of_images(labelling):
             pictures.classify(wrong)
     with pytest.raises(regard.UserError, match="reads images"):
         pictures.logits([[1, 2]])
-    with pytest.raises(regard.UserError, match="one tower"):
+    with pytest.raises(regard.UserError, match="one stack"):
         run.logits([[1, 2]], [[1, 2]])
 
 

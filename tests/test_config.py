@@ -1,4 +1,4 @@
-"""Configs: values that say no, and say why."""
+"""Configs: values that refuse mistakes and name them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from regard.presets import PRESETS, preset
 
 BOTH: dict[str, Any] = {"source_vocab": 10, "target_vocab": 10, "encoder": {}, "decoder": {}}
 ALONE: dict[str, Any] = {"decoder": None}
-SQUARES = {"height": 8, "width": 8, "size": 4}
-TWICE = {"residual": "reversible", "norm_at": "pre"}
+PATCHES = {"height": 8, "width": 8, "size": 4}
+REVERSIBLE = {"residual": "reversible", "norm_at": "pre"}
 
 
 def message(kind: type, data: dict[str, Any]) -> str:
@@ -65,7 +65,7 @@ def test_wrong_types_are_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "said"),
+    ("stack", "expected"),
     [
         ({"width": 10, "heads": 4}, "width 10 is not divisible by heads 4"),
         ({"heads": 4, "kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
@@ -101,14 +101,14 @@ def test_wrong_types_are_refused(value: object) -> None:
         ({"lsh": {"chunks": 3}}, "decoder.lsh.chunks: no such key; did you mean 'chunk'?"),
     ],
 )
-def test_stacks_that_cannot_be(stack: dict[str, Any], said: str) -> None:
+def test_inconsistent_stacks(stack: dict[str, Any], expected: str) -> None:
     text = message(Config, BOTH | {"decoder": stack})
-    assert said in text
+    assert expected in text
     assert "decoder" in text.splitlines()[1]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"encoder": None, "decoder": None}, "an encoder, a decoder or both"),
         ({"share_embeddings": True, "encoder": None}, "both an encoder and a decoder"),
@@ -120,22 +120,22 @@ def test_stacks_that_cannot_be(stack: dict[str, Any], said: str) -> None:
         ({"ids": {"pad": -1}}, "pad"),
         ({"output": "classes"}, "output classes and the number of classes belong together"),
         (ALONE | {"classes": 3}, "output classes and the number of classes belong together"),
-        ({"patches": SQUARES}, "patches belongs to a Transformer encoder without a decoder"),
+        ({"patches": PATCHES}, "patches belongs to a Transformer encoder without a decoder"),
         ({"token_types": 2}, "token_types belongs to a Transformer encoder without a decoder"),
         ({"pooler": True, "encoder": None}, "pooler belongs to a Transformer encoder without a decoder"),
         (ALONE | {"encoder": {"mixer": "gru"}, "pooler": True}, "pooler belongs to a Transformer encoder"),
         ({"output": "none"}, "output none belongs to a Transformer encoder without a decoder"),
-        (ALONE | {"patches": SQUARES}, "predicts classes (output=classes), or nothing"),
-        (ALONE | {"patches": SQUARES | {"width": 9}}, "8 x 9 is not cut evenly into patches of 4"),
+        (ALONE | {"patches": PATCHES}, "predicts classes (output=classes), or nothing"),
+        (ALONE | {"patches": PATCHES | {"width": 9}}, "8 x 9 is not cut evenly into patches of 4"),
         ({"encoder": {"position": "relative"}}, "relative counts distances to earlier tokens only"),
         ({"decoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder has a segment memory"),
         ({"encoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder has a segment memory"),
-        ({"decoder": TWICE}, "tie_output needs an output as wide as the embeddings"),
-        ({"decoder": TWICE, "tie_output": False}, "reversible layers do not attend to another stack"),
+        ({"decoder": REVERSIBLE}, "tie_output needs an output as wide as the embeddings"),
+        ({"decoder": REVERSIBLE, "tie_output": False}, "reversible layers do not attend to another stack"),
     ],
 )
-def test_configs_that_cannot_be(changes: dict[str, Any], said: str) -> None:
-    assert said in message(Config, BOTH | changes)
+def test_inconsistent_configs(changes: dict[str, Any], expected: str) -> None:
+    assert expected in message(Config, BOTH | changes)
 
 
 @given(st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers())))

@@ -154,13 +154,11 @@ def test_pre_commit_runs_the_checks_of_ci():
     ],
 )
 def test_the_table_of_variations(settings, millions):
-    from regard.cost import configure, count_parameters
+    from regard.cost import count_parameters
     from regard.model import on_meta
-    from regard.recipe import assign
+    from regard.recipe import changed_recipe, load_recipe, model_without_data
 
     assert f"{millions:.1f}" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    tables = {"preset": "transformer-base"}
-    for setting in settings:
-        assign(tables, setting)
-    total = sum(count_parameters(on_meta(configure(tables, 37000, "docs")[0])).values())
+    recipe = load_recipe(changed_recipe(None, {"preset": "transformer-base"}, settings))
+    total = sum(count_parameters(on_meta(model_without_data(recipe, 37000, "docs"))).values())
     assert total / 1e6 == pytest.approx(millions, abs=0.05)

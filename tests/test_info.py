@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.activations import Alive, count_activations
+from regard.activations import MemoryTracker, count_activations
 from regard.config import Config
 from regard.cost import cache_bytes, count_flops, count_parameters, describe, duration, measure_rate, si
 from regard.errors import UserError
@@ -155,12 +155,12 @@ def test_reversible_layers_take_what_is_alive_at_once(mixer, length, within):
     changes = {"mixer": mixer, "layers": 2, "width": 64, "ff": 128, "position": "rotary", "axial": None}
     config = preset("reformer-tiny", 50, changes={"decoder": changes})
     model, ids = Model(config).train(), torch.zeros(1024 // length, length, dtype=torch.int64)
-    with Alive() as alive:
+    with MemoryTracker() as alive:
         x = model.hidden(ids, None, ids)
         x.backward(torch.empty_like(x))
     own = {StorageWeakRef(t.untyped_storage()) for p in model.parameters() for t in (p, p.grad) if t is not None}
     found = count_activations(config, length, 1024)
-    assert found == pytest.approx(alive.most(without=own), rel=within)
+    assert found == pytest.approx(alive.peak(without=own), rel=within)
     deeper = preset("reformer-tiny", 50, changes={"decoder": changes | {"layers": 4}})
     assert found <= count_activations(deeper, length, 1024) < 1.1 * found
 

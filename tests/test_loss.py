@@ -27,7 +27,7 @@ def build(name: str = "transformer-tiny") -> Model:
 
 
 def batch(rows: slice = slice(None), name: str = "transformer-tiny") -> Batch:
-    """What a family is trained on: pairs, texts, texts with some tokens to guess, or images with a class."""
+    """A batch of a family: pairs, texts, texts with masked tokens, or images with a class."""
     config = shrunk(name, VOCAB)
     if name in DECODERS:
         whole = collate([[]] * 3, TARGETS, config)
@@ -117,7 +117,7 @@ def test_scores_that_overflow_an_exponential() -> None:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> None:
-    """Position by position from the full scores; what is padded counts nothing, in value and in gradient."""
+    """Position by position from the full logits; padding counts nothing, in value and in gradient."""
     model, whole = build(name), batch(name=name)
     found = Objective(model, smoothing)(whole)
     found.smoothed.backward()
@@ -186,7 +186,7 @@ def test_half_precision_runs_and_is_near(name: str) -> None:
 
 
 def greedy(model: Model, example: Batch, length: int) -> Tensor:
-    """What the model says when it hears only itself, (B, length)."""
+    """Greedy outputs of the model, (B, length)."""
     state, tokens, said = model.encode(example.source_BS, example.source_keep_BS), example.input_BT[:, 0], []
     for _ in range(length):
         scores, state = model.step(tokens, state)
@@ -227,7 +227,7 @@ def test_sampling_half_the_time_lies_in_between_and_trains_everything() -> None:
 
 
 def test_a_language_model_reads_on() -> None:
-    """Segment by segment, what is carried makes the sum that of the whole text; without it, that of separate texts."""
+    """With the segment memory the sum of segments is that of the whole text; without it, that of separate texts."""
     model = build("transformer-xl").eval()
     text = torch.randint(4, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
     nothing = torch.zeros(2, 0, dtype=torch.int64)

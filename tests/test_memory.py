@@ -15,7 +15,7 @@ BLOCK, LETTERS, LANES = 12, 8, 16
 
 
 def stream(blocks: int, seed: int) -> Tensor:
-    """Random blocks, each said twice: a segment is one block, so what it repeats was said in the segment before."""
+    """Random blocks, each twice: a segment is one block, so what it repeats is in the segment before."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, 4 + LETTERS, (LANES, blocks, 1, BLOCK), generator=draws)
     return ids.expand(-1, -1, 2, -1).flatten(1)
@@ -47,7 +47,7 @@ def trained(remembers: bool) -> Model:
 
 @torch.no_grad()
 def copied(model: Model, remembers: bool) -> float:
-    """The share of repeated tokens that are foretold; the last of a segment begins a new block and does not count."""
+    """The share of repeated tokens that are predicted; the last of a segment begins a new block and does not count."""
     carried, right = None, []
     for number, segment_BT in enumerate(segments(stream(8, 10**6))):
         x_BTD, carried = model.read_segment(segment_BT[:, :-1], carried if remembers else None)
@@ -61,7 +61,7 @@ def remembering() -> Model:
     return trained(remembers=True)
 
 
-def test_what_was_said_in_the_segment_before_is_copied(remembering):
+def test_the_segment_before_is_copied(remembering):
     assert copied(remembering, remembers=True) > 0.95
     assert copied(remembering, remembers=False) < 0.3
 

@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def config(name: str) -> Config:
-    """A preset made small, or a variant of both towers."""
+    """A preset made small, or a variant of both stacks."""
     if name in PRESETS:
         return shrunk(name)
     if name == "attention to gru":
@@ -164,7 +164,7 @@ def test_beams_share_their_source(name: str) -> None:
 
 
 @EVERY
-def test_beams_read_several_symbols_at_once(name: str) -> None:
+def test_beams_read_several_tokens_at_once(name: str) -> None:
     """A common prefix is read in one piece by hypotheses that share a source."""
     model = build(config(name))
     beam, tokens = torch.arange(3).repeat_interleave(2), torch.arange(24).view(6, 4) % VOCAB
@@ -238,7 +238,7 @@ def test_every_parameter_is_trained_and_stays_finite(name: str) -> None:
         assert parameter.grad.isfinite().all(), parameter_name
 
 
-def test_embeddings_are_shared_tied_and_scaled_as_told() -> None:
+def test_embeddings_are_shared_tied_and_scaled_as_configured() -> None:
     model = build(config("transformer-base"))
     assert model.source_embedding is model.target_embedding
     assert model.output.weight is model.target_embedding.weight

@@ -28,7 +28,7 @@ def attention(stack: Stack, context: int, *, own: bool) -> int:
     return total
 
 
-def tower(stack: Stack, source: int | None) -> int:
+def stack_parameters(stack: Stack, source: int | None) -> int:
     """The layers, positions and norms of a Transformer, written out."""
     bias, norm = int(stack.bias != "none"), (2 if stack.norm == "layer" else 1) * stack.width
     layer = attention(stack, stack.width, own=True) + norm
@@ -43,17 +43,17 @@ def tower(stack: Stack, source: int | None) -> int:
 
 
 def transformer(config: Config) -> int:
-    """Embeddings, towers and what stands on top of them, written out."""
+    """Parameters of embeddings, stacks and output layers, written out."""
     encoder, decoder = config.encoder, config.decoder
     total = 0
     if encoder is not None:
-        total += tower(encoder, None) + config.token_types * encoder.width
+        total += stack_parameters(encoder, None) + config.token_types * encoder.width
         if config.patches is not None:
             total += (config.patches.channels * config.patches.size**2 + 1) * encoder.width + encoder.width
         else:
             total += config.source_vocab * encoder.width
     if decoder is not None:
-        total += tower(decoder, None if encoder is None else encoder.width)
+        total += stack_parameters(decoder, None if encoder is None else encoder.width)
         total += 0 if config.share_embeddings else config.target_vocab * decoder.width
     top = decoder or encoder
     assert top is not None
@@ -139,7 +139,7 @@ def test_released_counts(name: str, changes: dict[str, Any], released: int) -> N
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_tables_of_positions_are_as_long_as_they_can_be_used(name: str) -> None:
-    """A place per square and one before them; as many rows and columns as there are places."""
+    """A position per patch and one before them."""
     config = preset(name)
     for stack in (config.encoder, config.decoder):
         if stack is not None and config.patches is not None:
@@ -201,7 +201,7 @@ def test_table_3_d() -> None:
 
 
 def test_table_3_e() -> None:
-    """Learned positions: one table per tower."""
+    """Learned positions: one table per stack."""
     assert count(varied("position=learned", "model.max_length=512")) - count(BASE) == 2 * 512 * 512
 
 
@@ -248,7 +248,7 @@ def test_changes_never_reach_the_presets() -> None:
     assert changes == {"encoder": {"layers": 1}, "decoder": {"layers": 3}, "tie_output": False}
 
 
-def test_a_tower_can_be_taken_away() -> None:
+def test_a_stack_can_be_removed() -> None:
     config = preset("transformer-tiny", 50, changes={"encoder": None})
     assert config.encoder is None
     assert config.decoder is not None

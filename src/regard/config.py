@@ -174,6 +174,16 @@ class Stack(Value):
         return self.value_width or self.head
 
     @property
+    def step_window(self) -> int | None:
+        """The cross_window around the output step (local-m)."""
+        return self.cross_window if self.cross_center == "step" else None
+
+    @property
+    def predicted_window(self) -> int | None:
+        """The cross_window around a predicted position (local-p)."""
+        return self.cross_window if self.cross_center == "predicted" else None
+
+    @property
     def max_positions(self) -> int | None:
         """The longest input that the position table has rows for; None: any length."""
         if self.axial is not None:

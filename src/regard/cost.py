@@ -1,4 +1,4 @@
-"""What a model has and does, counted without building it: parameters by part, FLOPs, and keys and values."""
+"""What a model costs, counted without building it: parameters by part, FLOPs, memory and time."""
 
 from __future__ import annotations
 
@@ -16,180 +16,12 @@ from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.lsh import LSHAttention
 
-
-def count_parameters(model: Model) -> dict[str, int]:
-    """Parameters by part, each tensor once. `prediction` is 0 when it is the target table transposed."""
-    parts = {} if model.output is None else {"prediction": 0}
-
-    def add(part: str, count: int) -> None:
-        parts[part] = parts.get(part, 0) + count
-
-    for name, tensor in model.named_parameters(remove_duplicate=True):
-        part = part_of(name)
-        if part.endswith(".key_value"):  # one matrix: keys above, values below
-            attention = model.get_submodule(name.partition(".key_value")[0])
-            assert isinstance(attention, Attention)
-            keys = tensor[: attention.kv_heads * attention.head_width].numel()
-            add(part.replace("key_value", "key"), keys)
-            add(part.replace("key_value", "value"), tensor.numel() - keys)
-        elif part in ("source_embedding", "target_embedding"):
-            add(_table(model.config, part), tensor.numel())
-        else:
-            add(part, tensor.numel())
-    return {part: parts[part] for part in sorted(parts, key=_place)}
-
-
-def _table(config: Config, part: str) -> str:
-    """What a table of embeddings is called: which side it serves matters where there are two."""
-    if config.share_embeddings:
-        return "shared_embedding"
-    return part if config.encoder is not None and config.decoder is not None else "embedding"
-
-
-_ORDER: tuple[str, ...] = (
-    "embedding",
-    "shared_embedding",
-    "source_embedding",
-    "target_embedding",
-    "token_type_embedding",
-    "image",
-    "encoder",
-    "decoder",
-    "pooler",
-    "transform",
-    "prediction",
-    "positions",
-)
-_ORDER += ("self_attention", "cross_attention", "query", "query_key", "key", "value", "out", "score")
-_ORDER += ("feed_forward", "recurrent", "bridge", "combine", "norms")
-
-
-def _place(part: str) -> list[int]:
-    return [_ORDER.index(step) for step in part.split(".")]
-
-
-_PROJECTIONS = ("query", "query_key", "key_value", "value", "out")
-_LEAVES = {
-    "feed_forward": "feed_forward",
-    "position": "positions",
-    "cell": "recurrent",
-    "bridges": "bridge",
-    "combine": "combine",
-}
-
-
-def part_of(name: str) -> str:
-    """The part that a parameter belongs to, from its name."""
-    tower, *path = name.split(".")
-    if tower not in ("encoder", "decoder"):
-        return {"output": "prediction"}.get(tower, tower)
-    if "norm" in path or "embed_norm" in path:
-        return f"{tower}.norms"
-    for step, kind in (("attention", "self_attention"), ("cross", "cross_attention")):
-        if step in path:
-            owner = path[path.index(step) + 1]
-            return f"{tower}.{kind}.{owner if owner in _PROJECTIONS else 'score'}"
-    return next((f"{tower}.{part}" for step, part in _LEAVES.items() if step in path), f"{tower}.recurrent")
-
-
-def count_flops(model: Model, length: int) -> tuple[int, int]:
-    """FLOPs of a forward pass per source token and per target token, when both sides have `length` tokens."""
-    config = model.config
-    keys = length + (config.decoder.memory if config.has_memory and config.decoder is not None else 0)
-    per_source = per_target = 0.0
-    for name, tensor in model.named_parameters(remove_duplicate=True):
-        if _multiplies(name, tensor):
-            flops, share = 2 * tensor.numel(), _source_share(config, name)
-            if name.startswith("pooler"):
-                flops //= length
-            elif name.startswith("image"):
-                flops = flops * (length - 1) // length  # the first vector is no square
-            elif ".attention.key_value." in name or ".attention.relative." in name:
-                flops = flops * keys // length  # what is remembered is looked at with the weights of now
-            per_source += flops * share
-            per_target += flops * (1 - share)
-    for tower, attention in _attentions(model):
-        flops = 2 * _compared(attention, keys) * _per_key(attention)
-        per_source += flops if tower == "encoder" else 0
-        per_target += flops if tower == "decoder" else 0
-    prediction = 2 * prediction_size(model) // (length if config.output == "classes" else 1)
-    per_source += prediction if config.decoder is None else 0
-    per_target += 0 if config.decoder is None else prediction
-    return int(per_source), int(per_target)
-
-
-def _compared(attention: Attention | LSHAttention, keys: int) -> int:
-    """How many keys a query is compared with."""
-    if isinstance(attention, Attention):
-        return keys
-    lsh = attention.lsh
-    return min(keys, lsh.hashes * lsh.chunk * (1 + lsh.before + lsh.after))
-
-
-def _per_key(attention: Attention | LSHAttention) -> int:
-    """Multiplications of a query with a key, with a distance if it counts apart, and of a weight with a value."""
-    score = _key_width(attention) * (2 if isinstance(attention, Attention) and attention.relative is not None else 1)
-    return attention.heads * (score + _value_width(attention))
-
-
-_ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")
-
-
-def _multiplies(name: str, tensor: Tensor) -> bool:
-    """Whether a parameter is a matrix that every token is multiplied by. Vectors that are part of a score are not."""
-    if tensor.dim() < 2 or name.endswith(_ADDED):
-        return False
-    return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
-
-
-def _source_share(config: Config, name: str) -> float:
-    """How much of a matrix is used per source token: all of the encoder, and the decoder's keys and values."""
-    if config.decoder is None:
-        return 1.0
-    if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
-        return 1.0
-    concat = config.decoder is not None and config.decoder.score == "concat"
-    return 0.5 if concat and name.endswith(".cross.score.weight") else 0.0
-
-
-def _attentions(model: Model) -> Iterator[tuple[str, Attention | LSHAttention]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | LSHAttention):
-            yield name.partition(".")[0], module
-
-
-def _key_width(attention: Attention | LSHAttention) -> int:
-    if isinstance(attention, LSHAttention):
-        return attention.query_key.out_features // attention.heads
-    return attention.head_width
-
-
-def _value_width(attention: Attention | LSHAttention) -> int:
-    out = attention.out
-    return out.in_features // attention.heads if isinstance(out, nn.Linear) else _key_width(attention)
-
-
-def cache_bytes(model: Model) -> tuple[int, int]:
-    """Bytes that decoding keeps per source token of a sentence, and per target token of a hypothesis.
-
-    A recurrent decoder's own state does not grow with the output.
-    """
-    per_source = per_target = 0
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | LSHAttention) and name.startswith("decoder"):
-            heads = module.kv_heads if isinstance(module, Attention) else module.heads
-            size = BYTES * heads * (_key_width(module) + _value_width(module))
-            per_source += size if name.endswith("cross") else 0
-            per_target += 0 if name.endswith("cross") else size
-    return per_source, per_target
-
-
 ADAM_BYTES = 16  # a weight, its gradient and two moments
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work a budget is drawn up for."""
+    """What memory and FLOPs are counted for."""
 
     length: int = 32  # tokens of a source and of a target; images have as many as they have patches
     batch_tokens: int = 4096  # tokens per training batch, on either side
@@ -214,7 +46,7 @@ class Info:
 
     @property
     def flops_per_token(self) -> int:
-        """One source token and one target token, of what there is, forward."""
+        """Of a forward pass over one source token and one target token, of the stacks that there are."""
         return self.source_flops + self.target_flops
 
     @property
@@ -225,9 +57,9 @@ class Info:
     def decoding(self) -> int:
         return self.weights + self.cache
 
-    def training_seconds(self, symbols: float, rate: float) -> float:
+    def training_seconds(self, tokens: float, rate: float) -> float:
         """How long training on so many target tokens takes if all work goes at `rate` FLOPs per second."""
-        return 3 * self.flops_per_token * symbols / rate
+        return 3 * self.flops_per_token * tokens / rate
 
     def subtotals(self) -> dict[str, int]:
         """Sums over parts with a common prefix; q, k and v of an attention are summed as `.query_key_value`."""
@@ -287,6 +119,165 @@ def describe(config: Config, workload: Workload | None = None) -> Info:
         cache_per_token=per_target,
         workload=workload,
     )
+
+
+# Parameters
+
+_ORDER = {
+    part: place
+    for place, part in enumerate(
+        (
+            "embedding", "shared_embedding", "source_embedding", "target_embedding", "token_type_embedding", "image",
+            "encoder", "decoder", "pooler", "transform", "prediction", "positions",
+            "self_attention", "cross_attention", "query", "query_key", "key", "value", "out", "score",
+            "feed_forward", "recurrent", "bridge", "combine", "norms",
+        )
+    )
+}  # fmt: skip
+_PROJECTIONS = ("query", "query_key", "key_value", "value", "out")
+_LEAVES = {
+    "feed_forward": "feed_forward",
+    "position": "positions",
+    "cell": "recurrent",
+    "bridges": "bridge",
+    "combine": "combine",
+}
+
+
+def count_parameters(model: Model) -> dict[str, int]:
+    """Parameters by part, each tensor once. `prediction` is 0 when it is tied to the embedding."""
+    parts = {} if model.output is None else {"prediction": 0}
+
+    def add(part: str, count: int) -> None:
+        parts[part] = parts.get(part, 0) + count
+
+    for name, tensor in model.named_parameters(remove_duplicate=True):
+        part = part_of(name)
+        if part.endswith(".key_value"):  # one matrix: keys above, values below
+            attention = model.get_submodule(name.partition(".key_value")[0])
+            assert isinstance(attention, Attention)
+            keys = tensor[: attention.kv_heads * attention.head_width].numel()
+            add(part.replace("key_value", "key"), keys)
+            add(part.replace("key_value", "value"), tensor.numel() - keys)
+        elif part in ("source_embedding", "target_embedding"):
+            add(_table(model.config, part), tensor.numel())
+        else:
+            add(part, tensor.numel())
+    return {part: parts[part] for part in sorted(parts, key=lambda part: [_ORDER[step] for step in part.split(".")])}
+
+
+def _table(config: Config, part: str) -> str:
+    """The name of an embedding table; its side is named where there are two."""
+    if config.share_embeddings:
+        return "shared_embedding"
+    return part if len(config.stacks) == 2 else "embedding"
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter belongs to, from its name."""
+    stack, *path = name.split(".")
+    if stack not in ("encoder", "decoder"):
+        return {"output": "prediction"}.get(stack, stack)
+    if "norm" in path or "embed_norm" in path:
+        return f"{stack}.norms"
+    for step, kind in (("attention", "self_attention"), ("cross", "cross_attention")):
+        if step in path:
+            owner = path[path.index(step) + 1]
+            return f"{stack}.{kind}.{owner if owner in _PROJECTIONS else 'score'}"
+    return next((f"{stack}.{part}" for step, part in _LEAVES.items() if step in path), f"{stack}.recurrent")
+
+
+# FLOPs
+
+_ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")  # to scores; not multiplied
+
+
+def count_flops(model: Model, length: int) -> tuple[int, int]:
+    """FLOPs of a forward pass per source token and per target token, when both sides have `length` tokens."""
+    config = model.config
+    keys = length + (config.top.memory if config.has_memory else 0)
+    flops_of = {"encoder": 0.0, "decoder": 0.0}  # per source token, and per target token
+    for name, tensor in model.named_parameters(remove_duplicate=True):
+        if _multiplies(name, tensor):
+            flops, share = 2 * tensor.numel(), _source_share(config, name)
+            if name.startswith("pooler"):
+                flops //= length
+            elif name.startswith("image"):
+                flops = flops * (length - 1) // length  # the class token is no patch
+            elif ".attention.key_value." in name or ".attention.relative." in name:
+                flops = flops * keys // length  # the memory passes through the same weights again
+            flops_of["encoder"] += flops * share
+            flops_of["decoder"] += flops * (1 - share)
+    for stack, attention in _attentions(model):
+        flops_of[stack] += 2 * _compared_keys(attention, keys) * _per_key(attention)
+    prediction = 2 * prediction_size(model) // (length if config.output == "classes" else 1)
+    flops_of["decoder" if "decoder" in config.stacks else "encoder"] += prediction
+    return int(flops_of["encoder"]), int(flops_of["decoder"])
+
+
+def _multiplies(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter is a matrix that every token is multiplied by."""
+    if tensor.dim() < 2 or name.endswith(_ADDED):
+        return False
+    return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
+
+
+def _source_share(config: Config, name: str) -> float:
+    """How much of a matrix is used per source token: all of the encoder, and the decoder's keys and values."""
+    if config.decoder is None:
+        return 1.0
+    if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
+        return 1.0
+    return 0.5 if config.decoder.score == "concat" and name.endswith(".cross.score.weight") else 0.0
+
+
+def _attentions(model: Model) -> Iterator[tuple[str, Attention | LSHAttention]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | LSHAttention):
+            yield name.partition(".")[0], module
+
+
+def _compared_keys(attention: Attention | LSHAttention, keys: int) -> int:
+    """How many keys a query is compared with."""
+    if isinstance(attention, Attention):
+        return keys
+    lsh = attention.lsh
+    return min(keys, lsh.hashes * lsh.chunk * (1 + lsh.before + lsh.after))
+
+
+def _per_key(attention: Attention | LSHAttention) -> int:
+    """Multiplications of a query with a key, with a distance if it is scored apart, and of a weight with a value."""
+    relative = isinstance(attention, Attention) and attention.relative is not None
+    return attention.heads * (_key_width(attention) * (2 if relative else 1) + _value_width(attention))
+
+
+def _key_width(attention: Attention | LSHAttention) -> int:
+    if isinstance(attention, LSHAttention):
+        return attention.query_key.out_features // attention.heads
+    return attention.head_width
+
+
+def _value_width(attention: Attention | LSHAttention) -> int:
+    out = attention.out
+    return out.in_features // attention.heads if isinstance(out, nn.Linear) else _key_width(attention)
+
+
+# Memory of decoding, and time
+
+
+def cache_bytes(model: Model) -> tuple[int, int]:
+    """Bytes that decoding keeps per source token of a sentence, and per target token of a hypothesis.
+
+    A recurrent decoder's own state does not grow with the output.
+    """
+    per_source = per_target = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | LSHAttention) and name.startswith("decoder"):
+            heads = module.kv_heads if isinstance(module, Attention) else module.heads
+            size = BYTES * heads * (_key_width(module) + _value_width(module))
+            per_source += size if name.endswith("cross") else 0
+            per_target += 0 if name.endswith("cross") else size
+    return per_source, per_target
 
 
 def measure_rate(width: int, seconds: float = 0.2) -> float:

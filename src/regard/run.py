@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,8 @@ from regard.text.codec import Codec, TextConfig
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
-HEADS = "alignment.json"  # which heads tell alignments
+HEADS = "alignment.json"  # the heads that alignments are read from
+RECIPE = "recipe.toml"
 
 
 class RunConfig(Value):
@@ -35,13 +37,13 @@ class RunConfig(Value):
     model: Config
     text: TextConfig
     task: TaskName | None = None  # runs of version 0.4 and older do not name it
-    labels: tuple[str, ...] = ()  # of a model of classes, by number
+    labels: tuple[str, ...] = ()  # of a classifier, by number
     pixels: Pixels | None = None  # of a model that reads images
 
 
 @dataclass
 class Run:
-    """A trained model with its text."""
+    """A trained model with its tokenizers."""
 
     config: Config
     codec: Codec
@@ -49,10 +51,12 @@ class Run:
     path: Path
     labels: tuple[str, ...] = ()
     pixels: Pixels | None = None
-    task: Task = field(default=None)  # type: ignore[assignment]  # None: as the model suggests
+    task_name: TaskName | None = None  # None: as the model suggests
 
-    def __post_init__(self) -> None:
-        self.task = self.task or TASKS[infer_task(self.config)]
+    @property
+    def task(self) -> Task:
+        """What the run reads, learns and answers."""
+        return TASKS[self.task_name or infer_task(self.config)]
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -60,7 +64,7 @@ class Run:
         return self.labels or tuple(map(str, range(self.config.classes or 0)))
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Run:
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
         """Open a run directory, reading only its own files."""
         path = Path(path)
         config = read_config(path)
@@ -68,11 +72,10 @@ class Run:
         load_weights(model, path / WEIGHTS, device)
         codec = Codec.load(path, config.text)
         for side in ("source", "target"):
-            symbols, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
-            if symbols > rows:
-                raise UserError(f"{path}: its {side} tokenizer has {symbols} tokens, its model {rows} ({side}_vocab)")
-        assert config.task is not None
-        return cls(config.model, codec, model.eval(), path, config.labels, config.pixels, TASKS[config.task])
+            tokens, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
+            if tokens > rows:
+                raise UserError(f"{path}: its {side} tokenizer has {tokens} tokens, its model {rows} ({side}_vocab)")
+        return cls(config.model, codec, model.eval(), path, config.labels, config.pixels, config.task)
 
     def save(self, path: str | Path) -> None:
         """Write what is needed to use the run."""
@@ -99,8 +102,8 @@ def read_config(path: Path) -> RunConfig:
         )
     data = read_json(path / "config.json")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else None
-        raise UserError(f"{path / 'config.json'}: format {found!r} is not {FORMAT}, the one this version reads")
+        number = data.get("format") if isinstance(data, dict) else None
+        raise UserError(f"{path / 'config.json'}: format {number!r} is not {FORMAT}, the one this version reads")
     config = parse(RunConfig, data, str(path / "config.json"))
     if config.task is not None:
         return config
@@ -109,6 +112,11 @@ def read_config(path: Path) -> RunConfig:
         with suppress(UserError):
             task = saved_recipe(path).task
     return config.model_copy(update={"task": task})
+
+
+def saved_recipe(run: Path) -> Recipe:
+    """The complete recipe that a run was trained with."""
+    return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -126,7 +134,7 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
     """Fill a model from a file; all missing, extra and misshapen names come in one message.
 
-    A model without memory is given it on `device`, but only once it is known to fit: a config.json may say anything.
+    A model on the meta device is allocated on `device`, but only once the file fits it: a config.json may say anything.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; the run has no weights yet")
@@ -152,26 +160,39 @@ def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
 
 
+def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of several sets of weights, summed in double precision."""
+    total: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    count = 0
+    for weights in sets:
+        count += 1
+        for name, x in weights.items():
+            dtypes[name] = x.dtype
+            total[name] = total[name] + x.double() if name in total else x.double()
+    return {name: (x / count).to(dtypes[name]) for name, x in total.items()}
+
+
 def average(paths: Sequence[str | Path], out: str | Path) -> Run:
     """Save the mean of several runs' weights; they must be the same model over the same text.
 
-    The new directory appears whole or not at all. Alignments are asked of the heads that the first run asks.
+    The new directory appears complete or not at all. Alignments are read from the heads of the first run.
     """
     if not paths:
         raise UserError("average needs at least one run")
     if Path(out).exists():
         raise UserError(f"{out}: exists already; name a new directory for the averaged run")
     first = Run.load(paths[0])
-    total = {name: x.double() for name, x in weights_of(first.model).items()}
-    for path in paths[1:]:
-        other = Run.load(path)
-        if other.config != first.config or other.codec != first.codec:
+
+    def weights(path: str | Path) -> dict[str, Tensor]:
+        run = Run.load(path)
+        if run.config != first.config or run.codec != first.codec:
             raise UserError(f"{path}: not the same model and vocabulary as {paths[0]}; averaging them has no meaning")
-        for name, x in weights_of(other.model).items():
-            total[name] += x
-    with torch.no_grad():
-        for name, parameter in first.model.named_parameters(remove_duplicate=True):
-            parameter.copy_(total[name] / len(paths))
+        return weights_of(run.model)
+
+    mean = mean_weights(chain([weights_of(first.model)], map(weights, paths[1:])))
+    for name, parameter in weights_of(first.model).items():
+        parameter.copy_(mean[name])
 
     def write(temporary: Path) -> None:
         first.save(temporary)
@@ -180,11 +201,3 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
 
     replace_directory(Path(out), write)
     return replace(first, path=Path(out))
-
-
-RECIPE = "recipe.toml"
-
-
-def saved_recipe(run: Path) -> Recipe:
-    """The complete recipe that a run was trained with."""
-    return load_recipe(read_recipe(run / RECIPE), str(run / RECIPE))

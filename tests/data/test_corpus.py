@@ -62,7 +62,7 @@ def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
     assert corpus.target(5).dtype == np.uint16
 
 
-def test_too_many_symbols_are_skipped_counted_and_named(tmp_path: Path) -> None:
+def test_too_many_tokens_are_skipped_counted_and_named(tmp_path: Path) -> None:
     account = LineCounter()
     writer = write(tmp_path / "c", limit=12, account=account)
     fits = [n for n, e in enumerate(EXAMPLES) if len(e.source) + 2 <= 12]  # two features

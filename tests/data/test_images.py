@@ -67,7 +67,7 @@ def test_validation_images_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "message"),
     [
         ({"labels": LABELS}, "no array 'images'"),
         ({"image": GREY, "labels": LABELS}, "did you mean 'image'"),
@@ -83,17 +83,17 @@ def test_validation_images_of_their_own(tmp_path: Path) -> None:
         ({"images": GREY, "labels": np.asarray([{}] * 60, object)}, "Python objects"),
     ],
 )
-def test_bad_files(arrays: dict[str, Any], told: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=told):
+def test_bad_files(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
         made(tmp_path, train=saved(tmp_path / "a.npz", **arrays))
 
 
 @pytest.mark.parametrize(
-    ("data", "told"), [(b"", "an"), (b"images\tlabels\n", "an"), (b"PK\x03\x04broken", "a readable")]
+    ("data", "message"), [(b"", "an"), (b"images\tlabels\n", "an"), (b"PK\x03\x04broken", "a readable")]
 )
-def test_what_is_no_npz(data: bytes, told: str, tmp_path: Path) -> None:
+def test_what_is_no_npz(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(UserError, match=rf"a\.npz: not {told} \.npz file"):
+    with pytest.raises(UserError, match=rf"a\.npz: not {message} \.npz file"):
         read_images(str(tmp_path / "a.npz"))
     np.save(tmp_path / "b.npy", GREY)
     with pytest.raises(UserError, match="one array"):

@@ -1,4 +1,4 @@
-"""What is hidden, where and how: proportions over many tokens, and nothing is lost."""
+"""What is masked, where and how: proportions over many tokens, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from regard.data.objectives import (
     SENTINELS,
     corrupt_spans,
     lm_batch,
+    mask_every,
     mask_tokens,
     masked_batch,
     sample_spans,
@@ -33,11 +34,11 @@ def test_eighty_ten_ten() -> None:
     assert chosen[:, 1:-1].sum(1).tolist() == [round(298 * 0.15)] * 200  # of every row
     assert not chosen[:, [0, -1]].any()
     assert (read[~chosen] == rows[~chosen]).all()
-    told, was = read[chosen], rows[chosen]
-    assert np.mean(told == IDS.mask) == pytest.approx(0.8, abs=0.02)
-    assert np.mean(told == was) == pytest.approx(0.1 + 0.1 / len(TEXT), abs=0.01)
-    drawn = told[(told != IDS.mask) & (told != was)]
-    assert np.mean((told != IDS.mask) & (told != was)) == pytest.approx(0.1, abs=0.01)
+    tokens, labels = read[chosen], rows[chosen]
+    assert np.mean(tokens == IDS.mask) == pytest.approx(0.8, abs=0.02)
+    assert np.mean(tokens == labels) == pytest.approx(0.1 + 0.1 / len(TEXT), abs=0.01)
+    drawn = tokens[(tokens != IDS.mask) & (tokens != labels)]
+    assert np.mean((tokens != IDS.mask) & (tokens != labels)) == pytest.approx(0.1, abs=0.01)
     assert set(drawn) <= set(TEXT) and len(set(drawn)) > 0.9 * len(TEXT)
     where = chosen[:, 1:-1].mean(0)  # no place is preferred
     assert where.min() > 0.05 and where.max() < 0.26
@@ -55,7 +56,7 @@ def test_what_is_not_text_is_neither_chosen_nor_drawn(row: list[int], rate: floa
     assert np.array_equal(read, again[0]) and np.array_equal(chosen, again[1])
 
 
-def test_other_keys_hide_other_symbols() -> None:
+def test_other_keys_mask_other_tokens() -> None:
     rows = np.tile(TEXT, (4, 1))
     found = [
         mask_tokens(rows, 0.2, IDS, TEXT, generator(*key))[1] for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0))
@@ -63,7 +64,16 @@ def test_other_keys_hide_other_symbols() -> None:
     assert all(not np.array_equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
-def test_a_batch_of_hidden_symbols() -> None:
+def test_every_nth_token_is_masked_one_further_in_each_row() -> None:
+    rows = np.tile(np.concatenate(([2], TEXT[:12], [3])), (4, 1))
+    read, chosen = mask_every(rows, 3, IDS, TEXT)
+    assert chosen[0].tolist() == [index % 3 == 1 and index < 13 for index in range(14)]
+    assert (chosen[1][1:-1] == np.roll(chosen[0], -1)[1:-1]).all()
+    assert not chosen[:, [0, -1]].any()  # special tokens
+    assert (read == np.where(chosen, IDS.mask, rows)).all()
+
+
+def test_a_batch_of_masked_tokens() -> None:
     rows = np.tile(TEXT, (3, 1))
     read, chosen = mask_tokens(rows, 0.2, IDS, TEXT, generator(1))
     batch = masked_batch(read, rows, chosen, 99)
@@ -72,34 +82,34 @@ def test_a_batch_of_hidden_symbols() -> None:
 
 
 @given(st.integers(2, 300), st.floats(0.01, 0.9), st.floats(1, 20), st.integers(0, 9))
-def test_stretches_lie_apart_and_make_up_their_share(length: int, rate: float, mean: float, seed: int) -> None:
-    places = sample_spans(length, rate, mean, SENTINELS - 1, generator(seed))
+def test_spans_lie_apart_and_make_up_their_share(length: int, rate: float, mean: float, seed: int) -> None:
+    spans = sample_spans(length, rate, mean, SENTINELS - 1, generator(seed))
     hidden = min(max(1, round(length * rate)), length - 1)
-    assert sum(end - start for start, end in places) == hidden
-    assert places[0][0] > 0 and places[-1][1] == length
-    assert all(b[0] > a[1] for a, b in pairwise(places))
-    assert all(end > start for start, end in places)
-    assert len(places) == min(max(1, round(hidden / mean)), hidden, length - hidden, SENTINELS - 1)
+    assert sum(end - start for start, end in spans) == hidden
+    assert spans[0][0] > 0 and spans[-1][1] == length
+    assert all(b[0] > a[1] for a, b in pairwise(spans))
+    assert all(end > start for start, end in spans)
+    assert len(spans) == min(max(1, round(hidden / mean)), hidden, length - hidden, SENTINELS - 1)
 
 
 @given(st.lists(st.integers(5, 59), min_size=2, max_size=200), st.floats(0.05, 0.7), st.integers(0, 9))
 def test_source_and_target_together_are_the_text(row: list[int], rate: float, seed: int) -> None:
     first = 59 + SENTINELS
-    places = sample_spans(len(row), rate, 3.0, SENTINELS - 1, generator(seed))
-    read, said = corrupt_spans(np.asarray(row), places, first)
+    spans = sample_spans(len(row), rate, 3.0, SENTINELS - 1, generator(seed))
+    read, target = corrupt_spans(np.asarray(row), spans, first)
     found: dict[int, list[int]] = {}
-    for symbol in said:
-        if symbol > 59:
-            found[symbol] = []
-            last = symbol
+    for token in target:
+        if token > 59:
+            found[token] = []
+            last = token
         else:
-            found[last].append(symbol)
-    assert found.pop(first - len(places)) == []  # closes the answer
-    assert list(found) == [first - k for k in range(len(places))]
-    assert [x for symbol in read for x in (found[symbol] if symbol > 59 else [symbol])] == row
+            found[last].append(token)
+    assert found.pop(first - len(spans)) == []  # closes the answer
+    assert list(found) == [first - k for k in range(len(spans))]
+    assert [x for token in read for x in (found[token] if token > 59 else [token])] == row
 
 
-def test_a_batch_of_stretches_is_one_of_pairs() -> None:
+def test_a_batch_of_spans_is_one_of_pairs() -> None:
     stack = Stack(layers=1, width=8, heads=2)
     config = Config(source_vocab=160, target_vocab=160, encoder=stack, decoder=stack, start="pad")
     batch = span_batch([([5, 159], [159, 6, 7, 158]), ([5, 6, 7, 159, 8], [159, 9, 158])], config)

@@ -105,13 +105,13 @@ def test_the_last_tenth_is_for_validation_and_not_learned_from(tmp_path: Path) -
     train, valid = (part.windows(np.asarray([0]), len(part))[0].tolist() for part in (prepared.train, prepared.valid))
     assert prepared.codec.source.decode(train) == text[:900]
     assert len(valid) == 103 and valid.count(prepared.codec.ids.unk) > 90
-    told = "\n".join(prepared.notes)
-    assert "the last 10.1 % of the text" in told and "are unknown" in told
+    message = "\n".join(prepared.notes)
+    assert "the last 10.1 % of the text" in message and "are unknown" in message
     assert prepared.codec.frame == "none" and prepared.codec.shared
     assert len(open_prepared(tmp_path / "data").train) == len(train)
 
 
-def test_a_mask_is_a_symbol_of_masked_models_only(tmp_path: Path) -> None:
+def test_a_mask_is_a_token_of_masked_models_only(tmp_path: Path) -> None:
     assert made(tmp_path, TEXT).codec.ids.mask is None
     prepared = made(tmp_path, TEXT, task="masked")
     assert prepared.codec.ids.mask == 4 and prepared.codec.frame == "both"
@@ -134,7 +134,7 @@ def test_nothing_to_learn_from(text: str, tmp_path: Path) -> None:
         prepare(load_recipe({"task": "lm", "data": {"train": str(tmp_path / "text.txt")}}), tmp_path / "data")
 
 
-def test_symbols_between_spaces_become_words(tmp_path: Path) -> None:
+def test_tokens_between_spaces_become_words(tmp_path: Path) -> None:
     phones = "\n".join("AH B K D AH B" for _ in range(300))
     prepared = made(tmp_path, phones, text={})
     assert prepared.codec.source.scheme == "word"  # which keeps line ends

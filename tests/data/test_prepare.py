@@ -53,14 +53,14 @@ def test_a_table_becomes_two_corpora(tmp_path: Path) -> None:
     for index, example in enumerate(prepared.valid_examples):
         assert prepared.valid.source(index).tolist() == prepared.codec.encode_source([example])[0]
         assert prepared.valid.target(index).tolist() == prepared.codec.encode_target([example.target or ""])[0]
-    told = "\n".join(prepared.notes)
+    message = "\n".join(prepared.notes)
     for part in (
         "source tokens: char: ",
         "target tokens: space: ",
         f"{len(PAIRS):,} of {len(PAIRS):,} lines",
         "50 examples",
     ):
-        assert part in told
+        assert part in message
 
 
 def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
@@ -82,13 +82,13 @@ def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
 def test_changed_data_is_made_anew_or_stops_a_resume(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS)}
     made(tmp_path / "data", data)
-    for changed, text, seed, told in (
+    for changed, text, seed, message in (
         (PAIRS[:-1], {}, 1, "training file 1"),
         (PAIRS, {"min_count": 2}, 1, "text.min_count"),
         (PAIRS, {}, 2, "train.seed"),
     ):
         table(tmp_path / "t.tsv", changed)
-        with pytest.raises(UserError, match=f"cannot resume: {told}"):
+        with pytest.raises(UserError, match=f"cannot resume: {message}"):
             made(tmp_path / "data", data, text, seed, resume=True)
     table(tmp_path / "t.tsv", PAIRS[:-1])
     anew = made(tmp_path / "data", data)
@@ -108,10 +108,10 @@ def test_features_and_a_validation_file(tmp_path: Path) -> None:
     prepared = made(tmp_path / "data", {"train": train, "valid": valid, "columns": columns, "max_length": 15})
     assert prepared.codec.features == ("N", "PL", "SG")
     assert prepared.valid_examples == [Example("abc", "abcß", "N;DU")]
-    told = "\n".join(prepared.notes)
-    assert "1 of 2 lines; skipped 1 too long" in told
-    assert "validation, source: 1 unknown token in 1 line: 'DU' 1x" in told
-    assert "validation, target: 1 unknown token in 1 line: 'ß'" in told
+    message = "\n".join(prepared.notes)
+    assert "1 of 2 lines; skipped 1 too long" in message
+    assert "validation, source: 1 unknown token in 1 line: 'DU' 1x" in message
+    assert "validation, target: 1 unknown token in 1 line: 'ß'" in message
 
 
 @pytest.mark.parametrize("scheme", ["bpe:300", "unigram:300", "word", "byte"])
@@ -181,13 +181,13 @@ def test_one_source_alone_is_validated_on_itself(tmp_path: Path) -> None:
     path = table(tmp_path / "t", [("a", "b"), ("a", "long" * 9)])
     prepared = made(tmp_path / "data", {"train": path, "max_length": 9})
     assert (len(prepared.train), len(prepared.valid)) == (1, 1)
-    told = "\n".join(prepared.notes)
-    assert "nothing can be split off" in told
-    assert "1 of 2 lines; skipped 1 too long" in told  # once, not once per side
+    message = "\n".join(prepared.notes)
+    assert "nothing can be split off" in message
+    assert "1 of 2 lines; skipped 1 too long" in message  # once, not once per side
 
 
 @pytest.mark.parametrize(
-    ("data", "text", "told"),
+    ("data", "text", "message"),
     [
         ({}, {}, "no training data"),
         ({"train": "missing.tsv"}, {}, "missing.tsv: no such file"),
@@ -202,11 +202,11 @@ def test_one_source_alone_is_validated_on_itself(tmp_path: Path) -> None:
         ({"source": "good.tsv", "target": "good.tsv", "columns": ["source", "features", "target"]}, {}, "features are"),
     ],
 )
-def test_mistakes_are_explained(data: dict, text: dict, told: str, tmp_path: Path, monkeypatch) -> None:
+def test_mistakes_are_explained(data: dict, text: dict, message: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     table(tmp_path / "good.tsv", PAIRS)
     table(tmp_path / "three.tsv", [("a", "N", "b")] * 5)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         made(tmp_path / "data", data, text)
     assert not (tmp_path / "data").exists() and not (tmp_path / "data.tmp").exists()
 

@@ -98,10 +98,10 @@ def test_what_cannot_be_read_is_explained(tmp_path: Path) -> None:
         "a.zip": (b"PK\x03\x04rest", "zip archive"),
         "a.xz": (b"\xfd7zXZ\0", "xz data"),
     }
-    for name, (data, told) in cases.items():
+    for name, (data, message) in cases.items():
         if data is not None:
             (tmp_path / name).write_bytes(data)
-        with pytest.raises(UserError, match=told) as error:
+        with pytest.raises(UserError, match=message) as error:
             list(read_lines(str(tmp_path / name)))
         assert name in str(error.value)
     with pytest.raises(UserError, match="is a directory"):
@@ -217,11 +217,11 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
 def test_parallel_files_of_unequal_length_are_named_with_their_counts(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 1005)):
         (tmp_path / name).write_text("x\n" * count)
-    for first, second, told in (
+    for first, second, message in (
         ("a", "b", "a has 3 lines but .*b has 1,005"),
         ("b", "a", "b has 1,005 lines but .*a has 3"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             list(Source((str(tmp_path / first), str(tmp_path / second))).read(LineCounter()))
 
 
@@ -246,7 +246,7 @@ def test_strict_stops_at_the_first_bad_line(line: bytes, reason: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("columns", "text", "told"),
+    ("columns", "text", "message"),
     [
         (("source", "target"), "", "the file is empty"),
         (("source", "target"), "a b\nc d\n", "is the separator a tab"),
@@ -256,12 +256,12 @@ def test_strict_stops_at_the_first_bad_line(line: bytes, reason: str, tmp_path: 
         (("source", "target"), "\n\n", "2 blank line"),
     ],
 )
-def test_a_file_without_examples_is_explained(columns, text: str, told: str, tmp_path: Path) -> None:
+def test_a_file_without_examples_is_explained(columns, text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "f.tsv"
     path.write_text(text)
     source = Source((str(path),), columns)
     account = LineCounter()
     assert not list(source.read(account))
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         source.require(account)
     assert str(path) in str(error.value)

@@ -81,7 +81,7 @@ def picture(seed: int = 0) -> np.ndarray:
 def scores_of(found: Trace) -> Iterator[Any]:
     """Every scores card of the walks of a trace."""
     for walk in found.walks:
-        for _, cards in walk.layers:
+        for cards in walk.layers:
             for card in cards:
                 if card.show == "scores":
                     yield card.scores

@@ -199,7 +199,7 @@ def test_output_leads_to_the_walk_and_its_numbers_are_the_models(
     browser.click("#panel .quiet")
     assert browser.run("document.querySelector('#tab-walk').getAttribute('aria-selected')") == "true"
     titles = browser.run("Array.from(document.querySelectorAll('.walk > li > h2'), n => n.textContent)")
-    _, cards = next(walk for walk in found.walks if walk.name == "decoder").layers[-1]
+    cards = next(walk for walk in found.walks if walk.name == "decoder").layers[-1]
     assert titles == [card.title for card in cards]
     shown = browser.run(
         "Array.from(document.querySelectorAll('.walk > li:last-child .numbers tr:first-child .n'), n => n.textContent)"
@@ -207,7 +207,7 @@ def test_output_leads_to_the_walk_and_its_numbers_are_the_models(
     numbers = cards[-1].vectors[0].first[2]
     assert [float(text.replace("−", "-")) for text in shown] == pytest.approx(numbers.tolist(), abs=0.02)
     browser.click(".controls .choice:first-of-type button", 0)  # the encoder
-    assert browser.run("document.querySelectorAll('.walk > li').length") == len(found.walks[0].layers[-1][1])
+    assert browser.run("document.querySelectorAll('.walk > li').length") == len(found.walks[0].layers[-1])
     assert complaints(browser) == []
 
 
@@ -243,11 +243,11 @@ def nasty(found: Trace, payloads: list[str]) -> Trace:
     supply = itertools.cycle(payloads)
     take = lambda: next(supply)  # noqa: E731
     steps = tuple(
-        step._replace(token=take(), candidates=tuple(c._replace(token=take()) for c in step.candidates))
+        dataclasses.replace(step, token=take(), candidates=tuple(c._replace(token=take()) for c in step.candidates))
         for step in found.steps
     )
     lens = tuple(
-        row._replace(steps=tuple(tuple(c._replace(token=take()) for c in step) for step in row.steps))
+        dataclasses.replace(row, steps=tuple(tuple(c._replace(token=take()) for c in step) for step in row.steps))
         for row in found.lens
     )
     return dataclasses.replace(

@@ -69,7 +69,7 @@ def found() -> Trace:
 def with_tokens(found: Trace, token: str) -> Trace:
     """The same trace with one text everywhere that text from outside can stand."""
     candidate = found.steps[0].candidates[0]._replace(token=token)
-    step = found.steps[0]._replace(token=token, candidates=(candidate,))
+    step = replace(found.steps[0], token=token, candidates=(candidate,))
     return replace(
         found,
         title=token,
@@ -126,8 +126,8 @@ def unpacked(entry: dict[str, Any], numbers: bytes) -> np.ndarray:
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=9))
 def test_packed_numbers_are_near(numbers: list[float]) -> None:
-    packer = Packer()
-    packer.weights(np.array([0.5], dtype=np.float32), two_bytes=False)  # an odd number of bytes before it
+    packer = Packer(two_bytes=False)
+    packer.weights(np.array([0.5], dtype=np.float32))  # an odd number of bytes before it
     x = np.array([*numbers, np.inf], dtype=np.float32)
     entry = packer.signed(x)
     back = unpacked(entry, zlib.decompress(base64.b64decode(packer.pack())))

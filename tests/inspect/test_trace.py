@@ -98,7 +98,7 @@ def test_each_card_follows_from_the_one_before(norm_at: str, make_letters: Calla
     decoder = next(walk for walk in found.walks if walk.name == "decoder")
     assert run.config.decoder is not None
     previous = None
-    for _, cards in decoder.layers:
+    for cards in decoder.layers:
         first = {v.label: v.first for card in cards[:1] for v in card.vectors}
         if previous is not None:
             assert np.allclose(first["x"], previous, atol=1e-5)
@@ -113,14 +113,14 @@ def test_each_card_follows_from_the_one_before(norm_at: str, make_letters: Calla
                 weights = next(m.weights_HTS for m in found.maps if card.scores and m.name == card.scores.map)
                 assert card.scores is not None
                 assert np.allclose(weights @ card.scores.values.first, card.vectors[0].first, atol=1e-5)
-    assert decoder.layers[-1][1][-1].show == "prediction"
+    assert decoder.layers[-1][-1].show == "prediction"
 
 
 def test_a_recurrent_step_adds_up(make_letters: Callable[..., Run]) -> None:
     for name in ("rnn-bahdanau", "rnn-luong"):
         run = make_letters(name)
         found = traced(run)
-        ((_, cards),) = found.walks[0].layers
+        (cards,) = found.walks[0].layers
         context = next(card for card in cards if card.show == "sum")
         assert context.scores is not None
         weights = found.maps[0].weights_HTS

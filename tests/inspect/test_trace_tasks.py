@@ -50,7 +50,7 @@ def test_maps_are_what_a_recording_sees(kind: str) -> None:
 def test_the_scores_of_the_walk_give_the_weights(kind: str) -> None:
     found = traced(family(kind))
     check_scores(found)
-    last = found.walks[0].layers[-1][1][-1]
+    last = found.walks[0].layers[-1][-1]
     assert (last.show == "prediction") == (kind.startswith("lm") or kind in ("classes", "image"))
 
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from regard.config import Stack
 from regard.nn.attention import Attention, AttentionMask, masked_softmax
 from regard.nn.cache import KV
-from regard.nn.position import Position
-
-NO_POSITION = Position()
+from regard.nn.position import NO_POSITION
 
 
 def small(**changes: object) -> Stack:
@@ -27,7 +25,7 @@ def places(length: int, start: int = 0) -> Tensor:
 def run(
     attention: Attention, x: Tensor, context: Tensor, keep: Tensor | None = None, **mask: object
 ) -> tuple[Tensor, Tensor]:
-    """Fused output, eager output; the weights seen on the eager path must say the same."""
+    """Fused and eager output, checked to be equal."""
     pos, key_pos = places(x.shape[1]), places(context.shape[1])
 
     def once() -> Tensor:
@@ -106,7 +104,7 @@ def test_mask_is_what_positions_say(causal: bool, window: int | None) -> None:
                 assert mask.expand(2, 1, 2, 5)[b, 0, t, s] == visible
 
 
-def test_nothing_to_hide_means_no_mask() -> None:
+def test_without_restrictions_there_is_no_mask() -> None:
     assert AttentionMask(places(4), places(4), None).mask_B1TS is None
     assert AttentionMask(places(1, start=3), places(4), None, causal=True).mask_B1TS is None
     assert AttentionMask(places(4), places(4), None).additive(torch.float32) is None
@@ -124,7 +122,7 @@ def test_additive_mask_joins_mask_and_bias() -> None:
     assert torch.equal(AttentionMask(places(2), places(2), bias_BHTS=bias).additive(torch.float64), bias.double())
 
 
-def test_softmax_of_seen_is_softmax_or_zero() -> None:
+def test_masked_softmax_is_softmax_or_zero() -> None:
     scores = torch.randn(2, 1, 3, 4)
     scores[0, 0, 1] = -math.inf
     scores[1, 0, 2, 1:] = -math.inf
@@ -142,12 +140,13 @@ def test_softmax_of_seen_is_softmax_or_zero() -> None:
 @pytest.mark.parametrize("score", ["scaled_dot", "cosine", "additive", "location"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("center", [None, 2])
-def test_a_blind_row_brings_nothing_and_finite_gradients(
-    score: str, dropout: float, watched: bool, center: int | None
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_query_without_keys_gets_zeros_and_finite_gradients(
+    score: str, dropout: float, watched: bool, window: int | None
 ) -> None:
     torch.manual_seed(2)
-    attention = Attention(small(score=score, attention_dropout=dropout, kv_heads=1), 12, center_predicted=center)
+    local = {"cross_window": window, "cross_center": "predicted" if window else "step"}
+    attention = Attention(small(score=score, attention_dropout=dropout, kv_heads=1, **local), 12, cross=True)
     attention.train()
     if watched:
         attention.weights.register_forward_hook(lambda *_: None)
@@ -170,8 +169,8 @@ def test_a_blind_row_brings_nothing_and_finite_gradients(
     assert not context.grad[0, 2:].any()
 
 
-def test_blind_in_self_attention_by_a_mask_of_one_query() -> None:
-    """Only some queries of a row are blind: those after the reach of a window over a short source."""
+def test_queries_without_keys_in_self_attention() -> None:
+    """Only some queries of a row have no key: those beyond a window over a short source."""
     attention = Attention(small(), 12)
     x, context = torch.randn(1, 6, 12, requires_grad=True), torch.randn(1, 2, 12, requires_grad=True)
     out, weights = run(attention, x, context, window=1)
@@ -188,8 +187,9 @@ def test_blind_in_self_attention_by_a_mask_of_one_query() -> None:
 def test_predicted_centre_by_hand(project: bool, padded: bool) -> None:
     """p = S sigmoid(v . tanh(W q)); softmax over [p - D, p + D], times exp(-(s - p)^2 / (2 (D/2)^2))."""
     torch.manual_seed(3)
-    stack, window, lengths = small(score="dot"), 2, [7, 4] if padded else [7, 7]
-    attention = Attention(stack, 12, project=project, center_predicted=window).requires_grad_(False)
+    window, lengths = 2, [7, 4] if padded else [7, 7]
+    stack = small(score="dot", cross_window=window, cross_center="predicted")
+    attention = Attention(stack, 12, project=project, cross=True).requires_grad_(False)
     x, context = torch.randn(2, 3, 12), torch.randn(2, 7, 12)
     keep = torch.arange(7) < torch.tensor(lengths)[:, None] if padded else None
     _, weights = run(attention, x, context, keep)
@@ -256,7 +256,7 @@ def pick(x: Tensor, heads: tuple[int, ...], of: int, dim: int = 0) -> Tensor:
     [(4, 4, (0, 2)), (4, 2, (0, 3)), (4, 2, (0, 1, 2)), (4, 2, (2, 3)), (6, 2, (1, 2, 3))],
 )
 @pytest.mark.parametrize("score", ["scaled_dot", "general", "cosine", "additive", "location", "concat"])
-def test_a_pruned_attention_is_the_whole_one_with_silent_heads(
+def test_a_pruned_attention_is_the_full_one_with_ablated_heads(
     score: str, heads: int, kv_heads: int, kept: tuple[int, ...]
 ) -> None:
     torch.manual_seed(5)
@@ -285,7 +285,7 @@ def test_a_pruned_attention_is_the_whole_one_with_silent_heads(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_hooks_read_and_replace() -> None:
+def test_hooks_record_and_patch() -> None:
     attention = Attention(small(), 12)
     x = torch.randn(1, 4, 12)
     kv, mask = attention.project_kv(x, places(4), NO_POSITION), AttentionMask(places(4), places(4), None)

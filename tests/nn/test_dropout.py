@@ -30,7 +30,7 @@ def test_a_step_drops_what_its_seed_and_number_say() -> None:
 
 
 def test_a_large_tensor_does_not_change_later_steps() -> None:
-    """A resumed run has not seen the long batches before it, and must drop the same all the same."""
+    """A resumed run skips the long batches before it, and still drops the same."""
     uninterrupted, resumed, x = MaskPool(1, size=100), MaskPool(1, size=100), torch.ones(10)
     uninterrupted.begin(0)
     uninterrupted.mask(torch.ones(500), 0.5)
@@ -79,7 +79,7 @@ def test_layers_steps_seeds_and_rates_drop_independently() -> None:
         assert abs(agreement(first, other) - 0.5) < 0.03
 
 
-def test_two_rates_at_one_place_drop_independently() -> None:
+def test_two_rates_at_one_offset_drop_independently() -> None:
     """Were both masks one draw at two thresholds, everything dropped at the lower rate would be at the higher."""
     pool, shares = MaskPool(6, size=1000), []
     for step in range(300):

@@ -11,7 +11,7 @@ from regard.nn.embedding import ImageEmbedding, LmHeadTransform
 
 
 @pytest.mark.parametrize(("height", "width", "channels", "size"), [(6, 4, 3, 2), (4, 4, 1, 4), (3, 9, 2, 3)])
-def test_squares_are_a_convolution_with_strides(height: int, width: int, channels: int, size: int) -> None:
+def test_patches_are_a_convolution_with_strides(height: int, width: int, channels: int, size: int) -> None:
     """The matrix is the kernel, flattened; the trained vector comes first."""
     torch.manual_seed(0)
     patches = PatchConfig(height=height, width=width, channels=channels, size=size)
@@ -25,7 +25,7 @@ def test_squares_are_a_convolution_with_strides(height: int, width: int, channel
     torch.testing.assert_close(found[:, 1:], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_square_is_its_own_pixels_only() -> None:
+def test_a_patch_is_its_own_pixels_only() -> None:
     embedding = ImageEmbedding(PatchConfig(height=4, width=6, channels=2, size=2), 3)
     images = torch.randn(1, 2, 4, 6)
     before = embedding(images)

@@ -19,7 +19,7 @@ def made() -> Model:
 
 
 @torch.no_grad()
-def test_open_gates_change_nothing_and_shut_ones_silence() -> None:
+def test_open_gates_change_nothing_and_closed_ones_ablate() -> None:
     model = made()
     plain = model(SOURCE, None, INPUT)
     add_gates(model)
@@ -35,7 +35,7 @@ def test_open_gates_change_nothing_and_shut_ones_silence() -> None:
     assert torch.allclose(model(SOURCE, None, INPUT), shut, atol=1e-6) and not head_gates(model)
 
 
-def test_drawn_gates_are_often_exactly_open_or_shut_and_have_gradients() -> None:
+def test_sampled_gates_are_often_exactly_open_or_closed_and_have_gradients() -> None:
     torch.manual_seed(0)
     part = HeadGate(20_000, torch.device("cpu")).train()
     with torch.no_grad():

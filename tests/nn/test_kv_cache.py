@@ -1,4 +1,4 @@
-"""A cache that grows in place is a value: nothing that was handed out ever changes."""
+"""A KV cache that grows in place is a value: no earlier cache ever changes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def draw(rows: int, length: int) -> KV:
 
 
 @given(st.data(), st.booleans())
-def test_any_tree_of_caches_is_what_copies_would_be(data: st.DataObject, inference: bool) -> None:
-    """Children of any earlier cache, grown, reordered and cut, against plain tensors."""
+def test_caches_that_share_a_buffer_equal_copies(data: st.DataObject, inference: bool) -> None:
+    """Any earlier cache extended, reordered and shortened, against plain tensors."""
     with torch.inference_mode(inference), torch.no_grad():
         made = [draw(3, 2)]
         copies = [tuple(x.clone() for x in made[0])]
@@ -38,7 +38,7 @@ def test_any_tree_of_caches_is_what_copies_would_be(data: st.DataObject, inferen
         assert all(torch.equal(x, y) for x, y in zip(kv, copy, strict=True))
 
 
-def test_growing_costs_the_new_symbols_only() -> None:
+def test_extending_writes_the_new_tokens_only() -> None:
     with torch.no_grad():
         cache = draw(2, 1).extend(draw(2, 1))
         assert isinstance(cache, KVCache)
@@ -49,7 +49,7 @@ def test_growing_costs_the_new_symbols_only() -> None:
         assert cache.select(torch.tensor([1, 0])).k_BGSE.data_ptr() != place
 
 
-def test_a_memory_that_is_cut_grows_in_place_too() -> None:
+def test_a_shortened_cache_grows_in_place_too() -> None:
     """With the last 40 tokens kept, 100 steps copy a few times only."""
     with torch.no_grad():
         cache, starts = draw(2, 40).extend(draw(2, 1)), set()
@@ -61,22 +61,22 @@ def test_a_memory_that_is_cut_grows_in_place_too() -> None:
 
 
 @given(st.data())
-def test_taking_is_indexing(data: st.DataObject) -> None:
+def test_gathering_is_indexing(data: st.DataObject) -> None:
     with torch.no_grad():
         kv = draw(3, 4)
         for made in (kv, kv.extend(draw(3, 2)), kv.extend(draw(3, 3)).last(5)):
             rows = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)))
             places = torch.tensor([[data.draw(st.integers(0, made.length - 1)) for _ in range(2)] for _ in rows])
-            taken = made.gather(rows, places, 7)
-            assert taken.free == 7 and all(
+            gathered = made.gather(rows, places, 7)
+            assert gathered.free == 7 and all(
                 torch.equal(x[i, :, s], y[row, :, place])
-                for x, y in zip(taken, made, strict=True)
+                for x, y in zip(gathered, made, strict=True)
                 for i, (row, pair) in enumerate(zip(rows, places, strict=True))
                 for s, place in enumerate(pair)
             )
 
 
-def test_a_gradient_passes_through_what_was_seen() -> None:
+def test_a_gradient_passes_through_extended_keys() -> None:
     first, second = (KV(torch.randn(1, 1, 2, 3, requires_grad=True), torch.randn(1, 1, 2, 3)) for _ in range(2))
     with torch.no_grad():
         before = draw(1, 1)._replace(k_BGSE=torch.randn(1, 1, 1, 3), v_BGSE=torch.randn(1, 1, 1, 3))
@@ -85,7 +85,7 @@ def test_a_gradient_passes_through_what_was_seen() -> None:
     assert torch.equal(first.k_BGSE.grad, torch.ones(1, 1, 2, 3))
 
 
-def test_what_inference_made_can_be_read_on_outside_of_it() -> None:
+def test_a_cache_of_inference_mode_can_be_extended_outside_of_it() -> None:
     with torch.inference_mode():
         cache = draw(2, 1).extend(draw(2, 1))
     with torch.no_grad():

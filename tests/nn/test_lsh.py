@@ -13,9 +13,7 @@ from regard.model import Model
 from regard.nn.attention import AttentionMask
 from regard.nn.cache import State
 from regard.nn.lsh import LSHAttention, SortOrder
-from regard.nn.position import Position
-
-NO_POSITION = Position()
+from regard.nn.position import NO_POSITION
 
 
 def make(**lsh: object) -> LSHAttention:
@@ -179,8 +177,8 @@ def test_padding_has_no_gradient_and_no_influence() -> None:
     torch.testing.assert_close(run(attention, other, keep)[keep], out[keep])
 
 
-def test_the_future_is_not_looked_at() -> None:
-    """Later tokens can change which keys meet, but nothing they say reaches an earlier one."""
+def test_later_tokens_are_not_attended_to() -> None:
+    """Later tokens can change which keys are compared, but their values reach no earlier one."""
     attention = make(hashes=2, chunk=4)
     x = torch.randn(1, 40, 12, dtype=torch.double)
     seen: list[Tensor] = []
@@ -231,7 +229,7 @@ def language_model(lsh: LshConfig, layers: int = 2, **changes: object) -> Model:
 
 
 @pytest.mark.parametrize("residual", ["add", "reversible"])
-def test_symbol_by_symbol_is_all_at_once(residual: str) -> None:
+def test_token_by_token_is_all_at_once(residual: str) -> None:
     model = language_model(LshConfig(chunk=8), residual=residual).double().eval()
     tokens = torch.randint(4, 40, (2, 30))
     keep = padded(30, 30, 22, left=True)

@@ -185,7 +185,7 @@ def test_learned_positions_end_somewhere() -> None:
 
 
 @pytest.mark.parametrize("kind", [*WHERE, "none", "relative"])
-def test_each_kind_acts_in_exactly_one_place(kind: str) -> None:
+def test_each_kind_acts_by_exactly_one_method(kind: str) -> None:
     """`relative` acts within the attention, whose queries it needs."""
     axial = {"rows": 3, "columns": 3, "row_width": 3} if kind == "axial" else None
     position = make_position(Stack(width=8, heads=2, position=kind, max_length=9, axial=axial), causal=False)

@@ -1,4 +1,4 @@
-"""Hypotheses that share what they remember go on as those that each have their own, and nothing of it moves."""
+"""Hypotheses that share a cache in a prefix tree decode like those with caches of their own, and no keys are moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def together(model: Model, state: State, draws: torch.Generator, steps: int = 6, width: int = 3) -> None:
-    """Search at random from one hypothesis of each of three sentences, in a tree and without one; a sentence leaves."""
+    """Random beams from one hypothesis of each of three sentences, with and without a tree; one sentence finishes."""
     count, rows = 3, 3
     tree = state.with_prefix_tree(count, CPU)
     tokens_N = torch.randint(4, VOCAB, (rows,), generator=draws)
@@ -37,7 +37,7 @@ def together(model: Model, state: State, draws: torch.Generator, steps: int = 6,
 
 
 def memories(name: str) -> list[dict[str, int]]:
-    """Everything is remembered, and where positions count distances that may be the last few tokens only."""
+    """Unlimited memory, and for positions that count distances also one of three tokens."""
     stack = decoder(name).config.decoder
     assert stack is not None
     short = stack.position in ("relative", "rotary", "alibi", "bucket") and stack.residual == "add"
@@ -47,7 +47,7 @@ def memories(name: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("name", "memory"), [(name, m) for name in (*DECODERS, *VARIANTS) for m in memories(name)])
 @torch.no_grad()
-def test_a_decoder_alone_in_a_tree(name: str, memory: dict[str, int], padded: bool) -> None:
+def test_a_decoder_alone_with_a_prefix_tree(name: str, memory: dict[str, int], padded: bool) -> None:
     model = decoder(name, **memory)
     for seed in range(3):
         draws = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def test_a_decoder_alone_in_a_tree(name: str, memory: dict[str, int], padded: bo
 
 @pytest.mark.parametrize("name", BOTH)
 @torch.no_grad()
-def test_a_decoder_with_a_source_in_a_tree(name: str) -> None:
+def test_a_decoder_with_a_source_and_a_prefix_tree(name: str) -> None:
     model = build(shrunk(name))
     for seed in range(3):
         together(model, model.encode(SOURCES, SOURCES > 0), torch.Generator().manual_seed(seed))
@@ -66,7 +66,7 @@ def test_a_decoder_with_a_source_in_a_tree(name: str) -> None:
 
 @pytest.mark.parametrize("center", ["step", "predicted"])
 @torch.no_grad()
-def test_a_decoder_that_looks_at_part_of_the_source(center: str) -> None:
+def test_a_decoder_with_local_cross_attention(center: str) -> None:
     changes = {"decoder": {"cross_window": 1, "cross_center": center, "window": 2}}
     model = build(shrunk("transformer-base", changes=changes))
     together(model, model.encode(SOURCES, SOURCES > 0), torch.Generator().manual_seed(1))
@@ -77,8 +77,8 @@ def places(state: State) -> list[int]:
 
 
 @torch.inference_mode()
-def test_no_key_moves_while_there_is_room() -> None:
-    """In 60 steps what is remembered is put together anew a few times, ever more seldom, and only what is alive."""
+def test_no_key_moves_while_slots_are_free() -> None:
+    """In 60 steps the cache is compacted a few times, ever more seldom, and to live tokens only."""
     model = build(shrunk("transformer-base"))
     state = model.encode(SOURCES, SOURCES > 0).with_prefix_tree(3, CPU)
     draws = torch.Generator().manual_seed(0)
@@ -86,28 +86,28 @@ def test_no_key_moves_while_there_is_room() -> None:
     for t in range(60):
         _, after = model.step(tokens_N, state)
         if t:
-            assert places(after) == places(state), "growing copied what was there"
+            assert places(after) == places(state), "extending copied the cache"
         each = len(tokens_N) // 3
         rows_N = (torch.arange(3).unsqueeze(1) * each + torch.randint(each, (3, 4), generator=draws)).flatten()
         state = after.select(rows_N)
         if places(state) != places(after):
             moves.append(t)
             assert isinstance(state.layers[0], KV) and state.layers[0].free >= 16
-            assert state.tree is not None and state.tree.prefix_AWP.flatten(0, 1).any(0).all(), "the dead came along"
+            assert state.tree is not None and state.tree.prefix_AWP.flatten(0, 1).any(0).all(), "dead tokens were kept"
         tokens_N = torch.randint(4, VOCAB, (12,), generator=draws)
     assert len(moves) <= 15 and moves[-1] - moves[-2] > 4
     assert state.tree is not None and state.tree.prefix_AWP.sum(2).eq(60).all()
 
 
-def test_a_recurrent_memory_needs_no_tree() -> None:
+def test_recurrent_states_need_no_tree() -> None:
     state = build(shrunk("rnn-luong")).encode(SOURCES, SOURCES > 0)
     assert state.with_prefix_tree(3, CPU) is state
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
-def test_a_tree_knows_the_past_of_each(data: st.DataObject, sentences: int, width: int) -> None:
-    """Against lists: every token has a number, and paths are lists of them; the dead may be dropped at any time."""
+def test_a_tree_knows_the_prefix_of_each_hypothesis(data: st.DataObject, sentences: int, width: int) -> None:
+    """Against lists of token numbers; the cache may be compacted at any time."""
     none = torch.ones(sentences, 1, 0, dtype=torch.bool)
     tree = PrefixTree(none, torch.zeros(sentences, 0, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
     names_AP: Tensor = torch.zeros(sentences, 0, dtype=torch.long)
@@ -121,9 +121,9 @@ def test_a_tree_knows_the_past_of_each(data: st.DataObject, sentences: int, widt
         rows = [i // width * each + parent for i, parent in enumerate(parents)]
         tree, paths = tree.select(torch.tensor(rows), None), [paths[row] for row in rows]
         if data.draw(st.booleans()):
-            place_AL = tree.live_slots()
-            tree, names_AP = tree.gather(place_AL), names_AP.gather(1, place_AL)
+            slot_AL = tree.live_slots()
+            tree, names_AP = tree.gather(slot_AL), names_AP.gather(1, slot_AL)
         for i, path in enumerate(paths):
-            seen_P = tree.prefix_AWP[i // width, i % width]
-            assert names_AP[i // width, seen_P].tolist() == path
-            assert tree.pos_AP[i // width, seen_P].tolist() == list(range(len(path)))
+            prefix_P = tree.prefix_AWP[i // width, i % width]
+            assert names_AP[i // width, prefix_P].tolist() == path
+            assert tree.pos_AP[i // width, prefix_P].tolist() == list(range(len(path)))

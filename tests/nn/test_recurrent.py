@@ -134,7 +134,7 @@ def test_what_joins_the_input(option: str) -> None:
 
 @pytest.mark.parametrize("center", ["step", "predicted"])
 def test_local_attention_of_a_decoder(center: str) -> None:
-    """A window of 1 around the step: its three neighbours; around a predicted place: no more than three."""
+    """A window of 1 around the step: its three neighbours; around a predicted position: no more than three."""
     decoder = RecurrentDecoder(small(cross_window=1, cross_center=center, layers=1))
     weights: list[Tensor] = []
     decoder.cross.weights.register_forward_hook(lambda _m, _i, out: weights.append(out[0, 0]))

@@ -97,7 +97,7 @@ def test_in_segments_is_at_once_when_memory_is_long_enough(lengths: tuple[int, .
 
 @pytest.mark.parametrize("memory", [1, 3, 4, 6])
 def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
-    """In one layer, a token sees its own segment up to itself, and `memory` tokens before that segment."""
+    """In one layer, a token attends to its own segment up to itself, and to `memory` tokens before that segment."""
     model, tokens = build(memory), text(12)
     layer = model.decoder.blocks[0]
     carried, found = None, []
@@ -124,7 +124,7 @@ def test_memory_cut_short_is_another_text_cut_short() -> None:
     assert torch.equal(before[:, 12:], after[:, 12:])  # two layers reach 2 * 3 tokens before a segment
 
 
-def test_no_gradient_flows_into_what_is_carried() -> None:
+def test_no_gradient_flows_into_the_segment_memory() -> None:
     model, tokens = build(), text(8)
     _, carried = model.read_segment(tokens[:, :4])
     assert not any(x.requires_grad for x in carried)

@@ -11,11 +11,9 @@ from regard.nn import reversible
 from regard.nn.attention import AttentionMask
 from regard.nn.cache import State
 from regard.nn.dropout import MaskPool, use_pool
-from regard.nn.position import Position
+from regard.nn.position import NO_POSITION, Position
 from regard.nn.reversible import ReversibleBlock, run_reversible
 from regard.nn.transformer import Transformer
-
-NO_POSITION = Position()
 
 
 def small(**changes: object) -> Stack:
@@ -91,7 +89,7 @@ def test_gradients_equal_those_of_stored_activations(
         assert not torch.allclose(gradients(model, x, keep)[0], out)
 
 
-def test_nothing_is_stored_between_layers() -> None:
+def test_no_activations_are_stored_between_layers() -> None:
     """What autograd keeps does not grow with the number of layers; nor is the mask of all pairs ever made."""
     sizes: list[int] = []
     for layers in (1, 4):
@@ -108,7 +106,7 @@ def test_nothing_is_stored_between_layers() -> None:
 
 
 def test_a_hash_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs computed back are not quite those that were hashed, so the order is taken over."""
+    """Recomputed inputs are not quite those that were hashed, so the sort order is reused."""
     model, made = tower(mixer="lsh").train(), []
     for block in model.blocks:
         real = block.attention._hash

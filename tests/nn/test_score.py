@@ -32,7 +32,7 @@ def plus(a: Vector, b: Vector) -> Vector:
 
 
 def by_hand(name: str, score: Score, head: int, group: int, q: Vector, k: Vector, s: int) -> float:
-    """The score of one query and one key at place `s`."""
+    """The score of one query and one key at position `s`."""
 
     def weight(part: str, index: int = head) -> list[Vector]:
         return getattr(score, part)[index].tolist()
@@ -140,7 +140,7 @@ def test_every_parameter_is_trained(name: str) -> None:
     assert all(p.grad is not None and p.grad.any() for p in score.parameters())
 
 
-def test_cosine_looks_at_the_angle_alone() -> None:
+def test_cosine_depends_on_the_angle_alone() -> None:
     score = make_score("cosine", 1, 1, 3, 3, 8)
     q, k, pos = torch.randn(1, 1, 2, 3), torch.randn(1, 1, 4, 3), torch.arange(4).unsqueeze(0)
     once = score.compare(score.query(q), score.key(k), pos)

@@ -1,4 +1,4 @@
-"""The bookkeeping of what decoding remembers."""
+"""The decoding state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_selecting_twice_is_selecting_once(data: st.DataObject, rows: int, padde
     assert twice.length == 4
 
 
-def test_a_source_is_selected_by_sentence_and_only_when_told() -> None:
+def test_a_source_is_selected_by_sentence_and_only_when_some_finished() -> None:
     kv = KV(torch.randn(3, 1, 4, 2), torch.randn(3, 1, 4, 2))
     keep = torch.arange(4) < torch.tensor([[4], [1], [2]])
     start = State((), source=CrossCache((kv,), keep, torch.arange(4).unsqueeze(0)))
@@ -44,7 +44,7 @@ def test_a_source_is_selected_by_sentence_and_only_when_told() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4))
-def test_what_is_kept_grows_with_what_is_read(pieces: list[tuple[int, bool]]) -> None:
+def test_the_keep_mask_grows_with_the_tokens(pieces: list[tuple[int, bool]]) -> None:
     """Pieces with a mask and pieces without, in any order: unmasked tokens are real."""
     now, expected = State(()), torch.ones(2, 0, dtype=torch.bool)
     for count, masked in pieces:

@@ -125,7 +125,7 @@ def test_dropout_where_the_paper_puts_it() -> None:
 
 @pytest.mark.parametrize("position", ["none", "sinusoid", "learned", "rotary", "alibi", "bucket"])
 @pytest.mark.parametrize("blind", ["row", "batch"])
-def test_training_on_a_blind_row_stays_finite(position: str, blind: str) -> None:
+def test_training_on_a_row_without_keys_stays_finite(position: str, blind: str) -> None:
     """A row without a single real token: finite outputs and gradients, and no effect on the other row."""
     torch.manual_seed(3)
     encoder = Transformer(Stack(**SIZE, position=position, kv_heads=1), causal=False).train()

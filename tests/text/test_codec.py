@@ -130,8 +130,8 @@ def test_counts_of_unknown_tokens_add_up(monkeypatch) -> None:
 def test_the_summary_of_unknown_tokens_is_short_and_tells_look_alikes_apart() -> None:
     report = UnknownTokens()
     report.count(["\u0430", "\u0430", *"bcdefghij", "w" * 100])
-    told = report.summary()
-    assert told.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
-    assert told.endswith(" and 3 more")
-    assert len(told) < 200
+    message = report.summary()
+    assert message.startswith("12 unknown tokens in 1 line: 'а' (U+0430) 2x, 'b' 1x, ")
+    assert message.endswith(" and 3 more")
+    assert len(message) < 200
     assert report.summary(1, what="label").startswith("12 unknown labels in 1 line: ")

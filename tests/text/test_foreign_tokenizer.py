@@ -93,18 +93,18 @@ def test_ordinary_text_is_as_the_library_has_it(text: str, kind: str) -> None:
         assert tokenizer.decode([1, *ids, 0]) == library.decode(ids, skip_special_tokens=True)
 
 
-def test_a_special_symbol_that_pairs_would_join_stays_in_pieces() -> None:
+def test_a_special_token_that_pairs_would_join_stays_in_pieces() -> None:
     tokenizer = MADE["pairs", True]
     assert tokenizer.pieces(tokenizer.encode(["</s>ab"])[0]) == ["</", "s>", "ab"]
 
 
-def test_added_symbols_are_found_and_keep_their_numbers() -> None:
+def test_added_tokens_are_found_and_keep_their_numbers() -> None:
     tokenizer = MADE["words", True]
     assert (tokenizer.scheme, tokenizer.size) == ("foreign", 7)
     assert tokenizer.encode(["a zz b"]) == [[4, 6, 5]]
 
 
-def test_unknown_symbols_are_shown_and_named() -> None:
+def test_unknown_tokens_are_shown_and_named() -> None:
     tokenizer = MADE["words", True]
     ids = tokenizer.encode(["a <mask> b"])[0]
     assert ids == [4, 2, 5]
@@ -121,7 +121,7 @@ def test_an_end_that_stands_in_for_unknown_is_an_end() -> None:
     assert tokenizer.decode([4, 0]) == "a"
 
 
-def test_symbols_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
+def test_tokens_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
     assert foreign("words", size=5).encode(["a b zz"]) == [[4, 2, 2]]
     standing_in = ForeignTokenizer(words().to_str(), SpecialIds(pad=0, unk=0, sos=0, eos=0), 5)
     assert standing_in.encode(["a b"]) == [[4]]
@@ -129,7 +129,7 @@ def test_symbols_that_the_model_has_no_row_for_are_unknown_or_lost() -> None:
         foreign("words", size=2)
 
 
-def test_symbols_of_another_text_are_only_found_where_all_else_fails() -> None:
+def test_tokens_of_another_text_are_only_found_where_all_else_fails() -> None:
     pieces = [("<unk>", 0.0), ("▁", -1.0), ("a", -1.0), (HIDDEN + "xy", 0.0), (HIDDEN + "aa", 0.0)]
     library = Library(models.Unigram(pieces, 0, False))
     library.decoder = decoders.Metaspace()
@@ -140,7 +140,7 @@ def test_symbols_of_another_text_are_only_found_where_all_else_fails() -> None:
     assert tokenizer.decode([2, 3]) == "axy"
 
 
-def test_spellings_are_what_a_symbol_adds_to_a_text() -> None:
+def test_spellings_are_what_a_token_adds_to_a_text() -> None:
     assert MADE["pieces", True].spellings() == [b"", b"", b"", b"", b" ", b" a", b"b", b"zz"]
     assert MADE["starts", True].spellings()[4:7] == [b" ab", b"a", b" a"]
     letters = Library(models.BPE({**{letter: i for i, letter in enumerate(byte_letters())}, "Ġa": 256}, []))

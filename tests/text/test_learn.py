@@ -47,7 +47,7 @@ def test_the_scheme_fits(kind: str, sample: list[str]) -> None:
     assert scheme.split(":")[0] == kind, reason
 
 
-def test_more_lines_afford_more_symbols() -> None:
+def test_more_lines_afford_more_tokens() -> None:
     sample = lines(200, NATURAL, 5, 25)
     assert choose(sample, 29_000).scheme == "bpe:8000"
     sizes = [int(choose(sample, count).scheme[4:]) for count in (1, 10**3, 10**4, 10**5, 10**6, 10**7)]

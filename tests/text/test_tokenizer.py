@@ -64,13 +64,13 @@ def test_other_schemes_restore_what_they_have_seen(text: str, scheme: str) -> No
 
 @given(texts, st.sampled_from(SCHEMES))
 @settings(deadline=None)
-def test_text_never_becomes_a_special_symbol(text: str, scheme: str) -> None:
+def test_text_never_becomes_a_special_token(text: str, scheme: str) -> None:
     tokenizer = TRAINED[scheme]
     ids = tokenizer.encode([text])[0]
     assert not {0, 2, 3} & set(ids)
-    symbols = tokenizer.unknown_tokens(text)
-    assert tokenizer.unknown(ids) == len(symbols)
-    assert not set(symbols) & set(SPECIALS)
+    tokens = tokenizer.unknown_tokens(text)
+    assert tokenizer.unknown(ids) == len(tokens)
+    assert not set(tokens) & set(SPECIALS)
     assert len(tokenizer.pieces(ids)) == len(ids)
 
 
@@ -99,7 +99,7 @@ def test_training_twice_gives_the_same(scheme: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("size", [260, 261, 280, 5000])
-def test_the_number_counts_every_symbol(kind: str, size: int) -> None:
+def test_the_number_counts_every_token(kind: str, size: int) -> None:
     tokenizer = Tokenizer.train(f"{kind}:{size}", CORPUS)
     assert tokenizer.size <= size
     assert tokenizer.scheme == f"{kind}:{tokenizer.size}"
@@ -108,7 +108,7 @@ def test_the_number_counts_every_symbol(kind: str, size: int) -> None:
     assert back(tokenizer, "any ☃ text") == "any ☃ text"
 
 
-def test_rare_symbols_are_unknown_and_named() -> None:
+def test_rare_tokens_are_unknown_and_named() -> None:
     tokenizer = Tokenizer.train("char", ["aab", "abc"], min_count=2)
     assert tokenizer.size == 4 + 2
     ids = tokenizer.encode(["cab"])[0]
@@ -196,7 +196,7 @@ def test_forking_after_threads_neither_hangs_nor_warns() -> None:
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "nfd"])
-def test_a_mask_is_one_more_symbol_that_is_no_text(scheme: str, tmp_path) -> None:
+def test_a_mask_is_one_more_token_that_is_no_text(scheme: str, tmp_path) -> None:
     tokenizer, plain = Tokenizer.train(scheme, CORPUS, mask=True), Tokenizer.train(scheme, CORPUS)
     assert (plain.ids.mask, tokenizer.ids.mask, tokenizer.special) == (None, 4, frozenset(range(5)))
     assert tokenizer.pieces(range(5)) == ["<pad>", "⁇", "<sos>", "<eos>", "<mask>"]

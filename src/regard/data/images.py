@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.config import Value
-from regard.data.pairs import valid_count
+from regard.data.pairs import few, valid_count
 from regard.data.reader import Source, open_raw
 from regard.errors import UserError, closest
 from regard.recipe import Recipe
@@ -56,8 +56,8 @@ def read_images(path: str, labelled: bool = True) -> Pictures:
             images = arrays["images"]
             labels = arrays["labels"] if "labels" in names else None
         except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-            told = "it holds Python objects" if "pickle" in str(error) else str(error)
-            raise UserError(f"{path}: not a readable .npz file: {told}") from None
+            reason = "it holds Python objects" if "pickle" in str(error) else str(error)
+            raise UserError(f"{path}: not a readable .npz file: {reason}") from None
     images_NCHW = _channels_first(images, path)
     if labels is None:
         return Pictures(images_NCHW, None)
@@ -89,7 +89,7 @@ def _channels_first(images: NDArray[Any], path: str) -> NDArray[Any]:
 
 
 class Images:
-    """Prepared images on disk: pixels as they were given, and the numbers of their labels."""
+    """Prepared images on disk: pixels as in their file, and the numbers of their labels."""
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
@@ -136,9 +136,8 @@ def make_images(
                 f"{valid.name}: its images have (channels, height, width) {other.images_NCHW.shape[1:]}, those of "
                 f"{train.name} {pictures.images_NCHW.shape[1:]}"
             )
-        strange = sorted(set(other.labels) - set(labels))
-        if strange:
-            raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(strange[:10])}")
+        if unknown := sorted(set(other.labels) - set(labels)):
+            raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(unknown[:10])}")
         rows, held_out = np.arange(count), np.arange(len(other.labels))
         note = f"validation: {len(held_out):,} images from {valid.name}"
     else:
@@ -158,7 +157,7 @@ def make_images(
         scale=(spread,) * channels,
     )
     notes = [
-        f"labels: {len(labels):,}: {', '.join(labels[:10])}{', ...' if len(labels) > 10 else ''}",
+        f"labels: {few(labels, 10)}",
         f"training: {len(rows):,} images of {height} x {width}, {channels} channel{'s' * (channels > 1)}, "
         f"from {train.name}",
         note,
@@ -169,8 +168,8 @@ def make_images(
 
 def label_names(labels: list[str]) -> list[str]:
     """The different labels in order: numbers by size, text by letters."""
-    found = set(labels)
-    return sorted(found, key=int) if all(x.lstrip("-").isdigit() for x in found) else sorted(found)
+    distinct = set(labels)
+    return sorted(distinct, key=int) if all(x.lstrip("-").isdigit() for x in distinct) else sorted(distinct)
 
 
 def _write(path: Path, images: NDArray[Any], names: list[str], rows: NDArray[np.int64], labels: list[str]) -> None:

@@ -36,7 +36,7 @@ def batches(
     """
     random = generator(seed, epoch)
     shuffled = random.permutation(len(source_lengths))
-    found: list[Indices] = []
+    cut: list[Indices] = []
     for start in range(0, len(shuffled), WINDOW):
         window = shuffled[start : start + WINDOW]
         source, target = source_lengths[window].astype(np.int64), target_lengths[window].astype(np.int64)
@@ -46,8 +46,8 @@ def batches(
         # or large batches would be nearly the same ones each time.
         up = (longer + random.integers(2)) % 2 == 0
         order = np.argsort((longer << 32) + np.where(up, source - target, target - source), kind="stable")
-        found.extend(_cut(window[order], longer[order], batch_tokens, batch_examples, random.uniform(0.5, 1.0)))
-    return [found[index] for index in random.permutation(len(found))]
+        cut.extend(_cut(window[order], longer[order], batch_tokens, batch_examples, random.uniform(0.5, 1.0)))
+    return [cut[index] for index in random.permutation(len(cut))]
 
 
 def _cut(indices: Indices, cost: Indices, batch_tokens: int, batch_examples: int | None, first: float) -> list[Indices]:

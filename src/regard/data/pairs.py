@@ -45,7 +45,7 @@ def make_pairs(
     labels: tuple[str, ...] = ()
     if labelled:
         labels = _choose_labels(scan.labels, train, base)
-        notes.append(f"labels: {_few(labels)}")
+        notes.append(f"labels: {few(labels)}")
         encoder = labels_encoder(codec, labels)
         known = set(labels)
         for located in valid_rows:
@@ -120,8 +120,9 @@ def _choose_labels(labels: set[str], train: Source, base: BaseText | None) -> tu
     return tuple(sorted(labels))
 
 
-def _few(names: Sequence[str]) -> str:
-    return f"{len(names):,}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+def few(names: Sequence[str], most: int = 5) -> str:
+    """How many names there are, and the first of them."""
+    return f"{len(names):,}: " + ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _make_codec(
@@ -152,7 +153,7 @@ def _make_codec(
         )
         notes.append(f"{side} {note}")
     if scan.features:
-        notes.append(f"features, separated by {text.feature_separator!r}: {_few(scan.features)}")
+        notes.append(f"features, separated by {text.feature_separator!r}: {few(scan.features)}")
     source = tokenizers.get("shared") or tokenizers["source"]
     target = tokenizers.get("target")
     return Codec(source, target, scan.features, train.columns, text.feature_separator, task.frame), notes

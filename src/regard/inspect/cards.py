@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.page import Packer
 from regard.model import Model
 from regard.nn.hooks import ForwardCalls
 from regard.nn.position import Alibi, Bucket, Learned, Position, Rotary
@@ -41,10 +39,6 @@ class Vector:
         x = x[..., :tokens, :].float().cpu()
         return cls(label, x[..., :SHOWN_NUMBERS].numpy(), x.norm(dim=-1).numpy(), x.shape[-1])
 
-    def page_data(self, packer: Packer) -> dict[str, Any]:
-        first, norm = packer.signed(self.first), packer.signed(self.norm)
-        return {"label": self.label, "first": first, "norm": norm, "width": self.width}
-
 
 @dataclass(frozen=True)
 class AttentionScores:
@@ -57,18 +51,6 @@ class AttentionScores:
     mask_TS: np.ndarray | None  # False: masked; None: nothing is masked
     keys: Vector
     values: Vector
-
-    def page_data(self, packer: Packer) -> dict[str, Any]:
-        mask_TS = self.mask_TS
-        return {
-            "map": self.map,
-            "raw": packer.signed(self.raw_HTS),
-            "scale": self.scale,
-            "bias": None if self.bias_HTS is None else packer.signed(self.bias_HTS),
-            "seen": None if mask_TS is None else packer.weights(mask_TS.astype(np.float32), two_bytes=False),
-            "key": self.keys.page_data(packer),
-            "value": self.values.page_data(packer),
-        }
 
 
 @dataclass(frozen=True)
@@ -83,17 +65,6 @@ class Card:
     scores: AttentionScores | None = None
     show: str = "vectors"  # vectors, qkv, scores, sum, heads or prediction
 
-    def page_data(self, packer: Packer) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            "title": self.title,
-            "formula": self.formula,
-            "text": self.text,
-            "shape": self.shape,
-            "show": self.show,
-            "vectors": [vector.page_data(packer) for vector in self.vectors],
-        }
-        return data if self.scores is None else {**data, "scores": self.scores.page_data(packer)}
-
 
 @dataclass(frozen=True)
 class Walk:
@@ -101,11 +72,7 @@ class Walk:
 
     name: str
     rows: str  # the token row of the trace that goes through the stack
-    layers: tuple[tuple[str, tuple[Card, ...]], ...]
-
-    def page_data(self, packer: Packer) -> dict[str, Any]:
-        layers = [{"label": label, "cards": [card.page_data(packer) for card in cards]} for label, cards in self.layers]
-        return {"name": self.name, "rows": self.rows, "layers": layers}
+    layers: tuple[tuple[Card, ...], ...]
 
 
 def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
@@ -193,16 +160,6 @@ class PositionHeatmap:
     columns: str
     values_RC: np.ndarray
     first_column: int = 0
-
-    def page_data(self, packer: Packer) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "caption": self.caption,
-            "rows": self.rows,
-            "columns": self.columns,
-            "first": self.first_column,
-            "values": packer.signed(self.values_RC),
-        }
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from regard.errors import UserError
 from regard.inspect.inputs import task_batches
 from regard.inspect.trace import Trace
+from regard.inspect.walk import has_plain_blocks
 from regard.model import Model
 from regard.nn.attention import Attention
 from regard.nn.block import Block, Residual
@@ -258,12 +259,9 @@ def _token_id(run: Run, token: str) -> int:
 def _plain_decoder(model: Model) -> Transformer:
     """The decoder of a language model whose parts add up."""
     decoder = model.decoder
-    plain = isinstance(decoder, Transformer) and all(
-        type(block) is Block and isinstance(block.attention, Attention) for block in decoder.blocks
-    )
-    if model.encoder is not None or not plain or model.output is None:
+    lm = model.encoder is None and model.output is not None
+    if not lm or not isinstance(decoder, Transformer) or not has_plain_blocks(decoder):
         raise UserError("circuits are read off language models: a decoder alone, with plain attention and layers")
-    assert isinstance(decoder, Transformer)
     return decoder
 
 

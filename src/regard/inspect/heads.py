@@ -73,28 +73,13 @@ def measure_heads(
     induced = induction_scores(model, text) if task.name == "lm" else {}
     heads = []
     for name, attention in model.attentions().items():
-        kind, layer = kind_and_layer(name)
-        attention_sums = sums[name]
         for index, number in enumerate(attention.head_numbers):
-            what, share = attention_sums.describe(index)
-            heads.append(
-                HeadStatistics(
-                    name,
-                    kind,
-                    layer,
-                    number,
-                    index,
-                    gradient[name, index],
-                    ablated.get((name, index)),
-                    float(attention_sums.confidence_H[index] / attention_sums.queries),
-                    float(attention_sums.entropy_H[index] / attention_sums.queries),
-                    float(attention_sums.distance_H[index] / attention_sums.queries),
-                    what,
-                    share,
-                    aligned.get((name, index)),
-                    induced.get((name, index)),
-                )
-            )
+            key = name, index
+            location = name, *kind_and_layer(name), number, index
+            importance, means = (gradient[key], ablated.get(key)), sums[name].means(index)
+            what, share = sums[name].describe(index)
+            extra = aligned.get(key), induced.get(key)
+            heads.append(HeadStatistics(*location, *importance, *means, what, share, *extra))
     aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
     heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
     return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
@@ -149,6 +134,12 @@ class AttentionSums:
     def add_target(self, what: str, weight_H: Tensor, queries: int) -> None:
         total_H, count = self.targets.get(what, (torch.zeros_like(weight_H), 0))
         self.targets[what] = (total_H + weight_H, count + queries)
+
+    def means(self, head: int) -> tuple[float, float, float]:
+        """Confidence, entropy and distance of a head, per query."""
+        sums = self.confidence_H[head], self.entropy_H[head], self.distance_H[head]
+        confidence, entropy, distance = (float(total / self.queries) for total in sums)
+        return confidence, entropy, distance
 
     def describe(self, head: int) -> tuple[str, float]:
         """What a head mainly attends to, and the share of its weight that goes there."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.page import short
 from regard.model import Model
 from regard.nn.hooks import record
 from regard.nn.recurrent import RecurrentDecoder
@@ -28,11 +28,9 @@ class Prediction(NamedTuple):
     probability: float
     logit: float
 
-    def page_data(self) -> list[Any]:
-        return [self.token, short(self.probability), short(self.logit)]
 
-
-class OutputStep(NamedTuple):
+@dataclass(frozen=True)
+class OutputStep:
     """One output token: its probability, and the most probable candidates."""
 
     token: str
@@ -41,24 +39,13 @@ class OutputStep(NamedTuple):
     normaliser: float  # log of the sum of exp(logit): probability = exp(logit - normaliser)
     candidates: tuple[Prediction, ...]
 
-    def page_data(self) -> dict[str, Any]:
-        return {
-            "token": self.token,
-            "p": short(self.probability),
-            "entropy": short(self.entropy),
-            "normaliser": short(self.normaliser),
-            "candidates": [candidate.page_data() for candidate in self.candidates],
-        }
 
-
-class LensLayer(NamedTuple):
+@dataclass(frozen=True)
+class LensLayer:
     """The candidates at every output step when the LM head reads the vectors of one layer."""
 
     label: str
     steps: tuple[tuple[Prediction, ...], ...]
-
-    def page_data(self) -> dict[str, Any]:
-        return {"label": self.label, "steps": [[c.page_data()[:2] for c in step] for step in self.steps]}
 
 
 def top_predictions(logits_V: Tensor, count: int, names: OutputNames) -> tuple[Prediction, ...]:

@@ -13,6 +13,7 @@ import html
 import json
 import re
 import zlib
+from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -23,17 +24,33 @@ NONE = -32768  # in signed arrays: no number
 
 
 class Packer:
-    """Collects all arrays of a page as compressed bytes, each rounded to one or two bytes per number times a scale."""
+    """Turns values into JSON, and collects their arrays as bytes: one or two per number, times a scale."""
 
-    def __init__(self) -> None:
+    def __init__(self, two_bytes: bool) -> None:
+        """`two_bytes` are spent on each attention weight, else one."""
+        self._two_bytes = two_bytes
         self._parts: list[bytes] = []
         self._offset = 0
         self._packed: dict[int, tuple[np.ndarray, dict[str, Any]]] = {}
 
-    def weights(self, x: np.ndarray, two_bytes: bool) -> dict[str, Any]:
+    def json(self, value: Any) -> Any:
+        """A value as JSON; dataclasses become objects, with the names of their fields less shape suffixes."""
+        if isinstance(value, np.ndarray):
+            return self.signed(value)
+        if isinstance(value, float):
+            return float(f"{value:.5g}") if np.isfinite(value) else None  # five digits are more than anyone reads
+        if isinstance(value, tuple | list):
+            return [self.json(item) for item in value]
+        if is_dataclass(value):
+            value = {re.sub("_[A-Z]+$", "", f.name): getattr(value, f.name) for f in fields(value)}
+        if isinstance(value, dict):
+            return {key: self.weights(x) if key == "weights" else self.json(x) for key, x in value.items()}
+        return value
+
+    def weights(self, x: np.ndarray) -> dict[str, Any]:
         """Add numbers that are not negative."""
-        dtype = "u2" if two_bytes else "u1"
-        scale = float(x.max(initial=0.0)) / (65535 if two_bytes else 255) or 1.0
+        dtype = "u2" if self._two_bytes else "u1"
+        scale = float(x.max(initial=0.0)) / (65535 if self._two_bytes else 255) or 1.0
         return self._add(np.rint(np.maximum(x, 0.0) / scale).astype(f"<{dtype}"), scale, dtype)
 
     def signed(self, x: np.ndarray) -> dict[str, Any]:
@@ -59,11 +76,6 @@ class Packer:
     def pack(self) -> str:
         """All bytes, compressed, in base 64."""
         return base64.b64encode(zlib.compress(b"".join(self._parts), 6)).decode("ascii")
-
-
-def short(number: float) -> float | None:
-    """A number for JSON with five digits, more than anyone reads; None if it is not finite."""
-    return float(f"{number:.5g}") if np.isfinite(number) else None
 
 
 def render_page(data: dict[str, Any]) -> str:

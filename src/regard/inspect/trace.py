@@ -7,7 +7,7 @@ with names, between token rows with names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
 from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text_input
 from regard.inspect.logit_lens import LensLayer, OutputStep, lens_hooks, logit_lens, mask_each_token, output_steps
-from regard.inspect.page import Packer, render_frame, render_page, short
+from regard.inspect.page import Packer, render_frame, render_page
 from regard.inspect.walk import make_walks
 from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
@@ -48,17 +48,6 @@ class AttentionMap:
     rows: str
     columns: str
     heads: tuple[int, ...]  # their numbers; those of a pruned model have gaps
-
-    def page_data(self, packer: Packer, two_bytes: bool) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "layer": self.layer,
-            "rows": self.rows,
-            "columns": self.columns,
-            "heads": list(self.heads),
-            "weights": packer.weights(self.weights_HTS, two_bytes),
-        }
 
 
 @dataclass(frozen=True)
@@ -97,27 +86,16 @@ class Trace:
         return render_frame(self.to_html())
 
     def page_data(self) -> dict[str, Any]:
-        """What the page's script reads."""
-        packer = Packer()
-        two_bytes = sum(m.weights_HTS.size for m in self.maps) <= TWO_BYTE_WEIGHTS
-        return {
-            "title": self.title,
-            "facts": self.facts,
+        """What the page's script reads: the fields of the trace."""
+        packer = Packer(two_bytes=sum(m.weights_HTS.size for m in self.maps) <= TWO_BYTE_WEIGHTS)
+        plain = {
             "texts": {name: text[:MAX_TEXT] for name, text in self.texts.items()},
-            "tokens": {name: list(tokens) for name, tokens in self.tokens.items()},
-            "maps": [m.page_data(packer, two_bytes) for m in self.maps],
-            "alignment": [{"name": k, "weights": packer.weights(w, two_bytes)} for k, w in self.alignment.items()],
-            "steps": [step.page_data() for step in self.steps],
-            "lens": [layer.page_data() for layer in self.lens],
-            "positions": [heatmap.page_data(packer) for heatmap in self.positions],
-            "walks": [walk.page_data(packer) for walk in self.walks],
-            "notes": list(self.notes),
-            "score": short(self.score),
-            "unit": self.unit,
+            "alignment": [{"name": name, "weights": weights} for name, weights in self.alignment.items()],
             "image": None if self.image is None else self.image.page_data(),
-            "distances": {name: [short(x) for x in row] for name, row in self.distances.items()},
-            "numbers": packer.pack(),
+            "distances": {name: distance_H.tolist() for name, distance_H in self.distances.items()},
         }
+        data: dict[str, Any] = packer.json({f.name: plain.get(f.name, getattr(self, f.name)) for f in fields(self)})
+        return data | {"numbers": packer.pack()}
 
 
 def trace(

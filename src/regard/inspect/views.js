@@ -140,7 +140,7 @@ view("output", "Output", () => data.steps.length > 0, (panel) => {
         if (next) { event.preventDefault(); next.focus(); }
       } },
       h("td", {}, String(t + 1)), h("td", {}, word(step.token)),
-      h("td", {}, h("span", { class: "bar", style: { width: 70 * step.p + "px" } }), percent(step.p)),
+      h("td", {}, h("span", { class: "bar", style: { width: 70 * step.probability + "px" } }), percent(step.probability)),
       h("td", {}, h("span", { class: "bar other", style: { width: (46 * step.entropy) / most + "px" } }), step.entropy.toFixed(2)),
       h("td", {}, step.candidates.slice(0, 4).map(([token, p]) => h("span", { class: "chip" + (token === step.token ? " chosen" : "") }, word(token), h("small", {}, percent(p))))));
     body.append(line);
@@ -154,7 +154,7 @@ view("output", "Output", () => data.steps.length > 0, (panel) => {
 });
 
 // The walk that ends in a prediction.
-const speaking = () => data.walks.findIndex((w) => w.layers[w.layers.length - 1].cards.some((c) => c.show === "prediction"));
+const speaking = () => data.walks.findIndex((w) => w.layers[w.layers.length - 1].some((c) => c.show === "prediction"));
 
 function candidates(step) {
   const top = Math.max(...step.candidates.map((c) => c[1]), 1e-9);
@@ -184,8 +184,8 @@ view("position", "Position", () => data.positions.length > 0, (panel, room) => {
   for (const v of all) max = Math.max(max, Math.abs(v) * found.values.scale);
   const numbersFrom = (count, first) => Array.from({ length: count }, (_, i) => String(i + first));
   const grid = matrix({
-    rows: numbersFrom(T, found.rows === "head" ? 1 : 0), columns: numbersFrom(S, found.first), at, max, signed: true, stretch: true, tall: found.rows === "head" ? 300 : 520, first: found.first, firstRow: found.rows === "head" ? 1 : 0, numbered: true,
-    room: room - 44, label: found.caption, tell: (t, s) => [`${found.rows} ${found.rows === "head" ? t + 1 : t}`, s === null ? "" : `, ${found.columns} ${s + found.first}: `, h("b", {}, s === null ? "" : show(at(t, s)))],
+    rows: numbersFrom(T, found.rows === "head" ? 1 : 0), columns: numbersFrom(S, found.first_column), at, max, signed: true, stretch: true, tall: found.rows === "head" ? 300 : 520, first: found.first_column, firstRow: found.rows === "head" ? 1 : 0, numbered: true,
+    room: room - 44, label: found.caption, tell: (t, s) => [`${found.rows} ${found.rows === "head" ? t + 1 : t}`, s === null ? "" : `, ${found.columns} ${s + found.first_column}: `, h("b", {}, s === null ? "" : show(at(t, s)))],
   });
   const cards = [h("section", { class: "card" }, h("p", {}, found.caption), h("p", { class: "dim" }, `${found.rows}s down, ${found.columns}s across`), grid.node)];
   if (found.columns === "dimension") {

@@ -48,11 +48,11 @@ function card(c, t, head, walk) {
     lines.push([italic(`q_t`), list, `${q.width} numbers, length ${show(norm)}`, true]);
     parts.push(rowsOfNumbers(lines, q.width));
     parts.push(h("p", { class: "dim", style: { margin: "10px 0 4px" } }, all.length > 6 ? "the six keys with the largest weights" : "the keys with a weight"));
-    parts.push(rowsOfNumbers(order.map((s) => { const [l, n] = headRow(scores.key, k, s); return [tokenHead(keys[s]), l, `length ${show(n)}`]; }), scores.key.width));
+    parts.push(rowsOfNumbers(order.map((s) => { const [l, n] = headRow(scores.keys, k, s); return [tokenHead(keys[s]), l, `length ${show(n)}`]; }), scores.keys.width));
   } else if (c.show === "scores") {
     parts.push(scoreTable(scores, keys, weights, k, t));
   } else if (c.show === "sum") {
-    const lines = order.map((s) => { const [l] = headRow(scores.value, k, s); return [tokenHead(keys[s]), l, `× ${weights[s].toFixed(3)}`]; });
+    const lines = order.map((s) => { const [l] = headRow(scores.values, k, s); return [tokenHead(keys[s]), l, `× ${weights[s].toFixed(3)}`]; });
     const [z, norm] = headRow(c.vectors[0], k, t);
     if (all.length > 6) lines.push([h("th"), null, `and ${all.length - 6} more, with ${Math.max(0, rest).toFixed(3)} in all`]);
     lines.push([italic(c.vectors[0].label + "_t"), z, `the sum; length ${show(norm)}`, true]);
@@ -74,13 +74,13 @@ function card(c, t, head, walk) {
 }
 
 function scoreTable(scores, keys, weights, k, t) {
-  const raw = row(scores.raw, k, t), bias = scores.bias ? row(scores.bias, k, t) : null, seen = scores.seen ? row(scores.seen, t) : null;
+  const raw = row(scores.raw, k, t), bias = scores.bias ? row(scores.bias, k, t) : null, mask = scores.mask ? row(scores.mask, t) : null;
   const scaled = raw.map((v) => (v === null ? null : v * scores.scale));
-  const masked = scaled.map((v, s) => (seen && !seen[s] ? null : bias ? v + bias[s] : v));
+  const masked = scaled.map((v, s) => (mask && !mask[s] ? null : bias ? v + bias[s] : v));
   const lines = [["score", raw]];
   if (scores.scale !== 1) lines.push(["scaled", scaled]);
   if (bias) lines.push(["bias", bias]);
-  if (seen || bias) lines.push([seen ? "masked" : "sum", masked]);
+  if (mask || bias) lines.push([mask ? "masked" : "sum", masked]);
   const max = largest(lines.map((line) => line[1]));
   return h("div", { class: "scroll" }, h("table", { class: "numbers" },
     h("thead", {}, h("tr", {}, h("th"), keys.map((token) => h("th", { scope: "col" }, word(shorter(token, 12)))))),
@@ -103,7 +103,7 @@ view("walk", "Walk", () => data.walks.length > 0, (panel) => {
   const walk = data.walks[state.walk];
   state.walkLayer = Math.min(state.walkLayer, walk.layers.length - 1);
   const layer = walk.layers[state.walkLayer];
-  const tokens = tokensOf(walk.rows), first = layer.cards.flatMap((c) => c.vectors)[0];
+  const tokens = tokensOf(walk.rows), first = layer.flatMap((c) => c.vectors)[0];
   const many = first ? first.first.shape[first.first.shape.length - 2] : tokens.length;
   state.walkRow = Math.min(state.walkRow, many - 1);
   const map = data.maps.find((m) => m.kind === walk.name && m.layer === state.walkLayer);
@@ -111,12 +111,12 @@ view("walk", "Walk", () => data.walks.length > 0, (panel) => {
   state.walkHead = Math.min(state.walkHead, heads - 1);
   const names = tokens.slice(0, many).map((token, i) => `${i + 1}  ${visible(token)}`);
   put(panel,
-    h("p", { class: "dim" }, walk.layers.length > 1 || walk.layers[0].cards.length > 8 ? "One token through one layer, with this model's own numbers. Of each vector the first eight are shown." : "One step of the decoder, with this model's own numbers. Of each vector the first eight are shown."),
+    h("p", { class: "dim" }, walk.layers.length > 1 || walk.layers[0].length > 8 ? "One token through one layer, with this model's own numbers. Of each vector the first eight are shown." : "One step of the decoder, with this model's own numbers. Of each vector the first eight are shown."),
     h("div", { class: "controls" },
       data.walks.length > 1 ? choice("stack", data.walks.map((w) => w.name), state.walk, (i) => { state.walk = i; state.walkRow = 0; refresh(); }) : null,
       walk.layers.length > 1 ? pick("layer", walk.layers.map((_, i) => String(i + 1)), state.walkLayer, (i) => { state.walkLayer = i; refresh(); }) : null,
       select("token", names, state.walkRow, (i) => { state.walkRow = i; refresh(); }),
       heads > 1 ? pick("head", map.heads.map((n) => String(n + 1)), state.walkHead, (i) => { state.walkHead = i; refresh(); }) : null),
     many < tokens.length ? h("p", { class: "note" }, `The walk is kept for the first ${many} of ${tokens.length} tokens.`) : null,
-    h("ol", { class: "walk" }, layer.cards.map((c) => card(c, state.walkRow, state.walkHead, walk))));
+    h("ol", { class: "walk" }, layer.map((c) => card(c, state.walkRow, state.walkHead, walk))));
 });

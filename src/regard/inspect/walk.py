@@ -39,15 +39,15 @@ def make_walks(model: Model, calls: ForwardCalls, ids: dict[str, Sequence[int]])
     walks = []
     for name in model.config.stacks:
         stack = getattr(model, name)
-        if isinstance(stack, Transformer) and _has_plain_blocks(stack):
+        if isinstance(stack, Transformer) and has_plain_blocks(stack):
             walks.append(_walk_transformer(model, name, calls, ids.get(name)))
         elif isinstance(stack, RecurrentDecoder):
             walks.append(_walk_recurrent(model, calls, ids[name]))
     return tuple(walks)
 
 
-def _has_plain_blocks(stack: Transformer) -> bool:
-    """Whether the cards describe the layers of a stack; hashed attention and reversible layers have none."""
+def has_plain_blocks(stack: Transformer) -> bool:
+    """Whether all layers are plain: no hashed attention and no reversible layers, whose inside is not shown."""
     return all(type(block) is Block and isinstance(block.attention, Attention) for block in stack.blocks)
 
 
@@ -69,7 +69,7 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
         # A masked language model predicts with each token masked in turn, which this forward pass did not do.
         if index == stack.layers - 1 and (name == "decoder" or model.config.output == "classes"):
             cards.append(prediction_card(model, calls, transformer.norm))
-        layers.append((f"layer {index + 1}", tuple(cards)))
+        layers.append(tuple(cards))
     return Walk(name, "source" if name == "encoder" else "input", tuple(layers))
 
 
@@ -289,4 +289,4 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     attend = [query, _score_card("", stack, cross, call, scores, "cross"), context]
     order = [*attend, state] if stack.attend_first else [state, *attend]
     cards = (embedding, *order, combine, prediction_card(model, calls, nn.Identity()))
-    return Walk("decoder", "input", (("one step", cards),))
+    return Walk("decoder", "input", (cards,))

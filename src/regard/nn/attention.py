@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Stack
-from regard.nn.cache import KV
+from regard.nn.cache import KV, CrossCache
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
 from regard.nn.matmul import Linear
@@ -87,6 +87,11 @@ class AttentionMask:
         return self._additive
 
 
+def source_mask(source: CrossCache, pos_BT: Tensor, rows: int, window: int | None) -> AttentionMask:
+    """The mask of the cross-attention for `rows` hypotheses at these positions."""
+    return AttentionMask(source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=window)
+
+
 def masked_softmax(scores_BHTS: Tensor) -> Tensor:
     """Softmax that gives a query without any key zero weights and zero gradients, instead of NaN."""
     top = scores_BHTS.detach().amax(-1, keepdim=True)
@@ -98,7 +103,7 @@ def masked_softmax(scores_BHTS: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention over keys and values that the caller owns.
 
-    With `project=False` one head attends with the states themselves, as recurrent decoders do.
+    With `project=False` one head attends with the states themselves, as recurrent decoders do. `cross`: to a source.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class Attention(nn.Module):
         context_width: int,
         *,
         project: bool = True,
-        center_predicted: int | None = None,
+        cross: bool = False,
         relative: bool = False,
         kept: tuple[int, ...] | None = None,
     ) -> None:
@@ -129,7 +134,8 @@ class Attention(nn.Module):
             self.key_value = Linear(context_width, self.kv_heads * (self.head_width + stack.value), bias=bias)
             self.out = Linear(self.heads * stack.value, stack.width, bias=bias)
         self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
-        self.center = Center(self.heads, self.head_width, center_predicted) if center_predicted else None
+        window = stack.predicted_window if cross else None
+        self.center = Center(self.heads, self.head_width, window) if window else None
         self.relative = Relative(self.heads, self.head_width, stack.width, stack.reach) if relative else None
         self.dropout = Dropout(stack.attention_dropout)
         self.weights = Tap()  # (B, H, T, S) after the softmax

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,9 +39,12 @@ class FeedForward(nn.Module):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
         bias = stack.bias != "none"
-        self.up = Linear(stack.width, stack.ff, bias=bias, feeds_matmul=True)
-        self.gate = Linear(stack.width, stack.ff, bias=bias, feeds_matmul=True) if stack.gated else None
+        self.up = Linear(stack.width, stack.ff, bias=bias)
+        self.gate = Linear(stack.width, stack.ff, bias=bias) if stack.gated else None
         self.down = Linear(stack.ff, stack.width, bias=bias)
+        for linear in (self.up, self.gate):
+            if linear is not None:
+                linear.bf16_result = torch.bfloat16  # only elementwise functions lie before the next product
         self.act = ACTIVATIONS[stack.activation]
         self.dropout = Dropout(stack.ff_dropout)
         self.neurons = Tap()
@@ -83,9 +87,8 @@ class Block(nn.Module):
         self.attention_residual = Residual(stack)
         self.cross: Attention | None = None
         if source_width is not None:
-            predicted = stack.cross_window if stack.cross_center == "predicted" else None
             kept = None if stack.kept_cross_heads is None else stack.kept_cross_heads[index]
-            self.cross = Attention(stack, source_width, center_predicted=predicted, kept=kept)
+            self.cross = Attention(stack, source_width, cross=True, kept=kept)
             self.cross_residual = Residual(stack)
         self.feed_forward = FeedForward(stack)
         self.feed_forward_residual = Residual(stack)

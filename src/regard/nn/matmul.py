@@ -20,29 +20,10 @@ Matmul = Callable[[Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """A linear layer whose product can be computed in another way, see `use_matmuls`.
-
-    `feeds_matmul`: its output goes, but for elementwise functions, into another product, so it may stay in bfloat16.
-    """
+    """A linear layer whose product can be computed in another way, see `use_matmuls`."""
 
     matmul: Matmul | None = None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: str | None = None,
-        feeds_matmul: bool = False,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device)
-        self.feeds_matmul = feeds_matmul
-
-    @property
-    def bf16_result(self) -> torch.dtype:
-        """The type of its result when it multiplies in bfloat16."""
-        return torch.bfloat16 if self.feeds_matmul else torch.float32
+    bf16_result = torch.float32  # type of the result of a product in bfloat16
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.matmul is None else self.matmul(x)

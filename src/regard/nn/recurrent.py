@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from regard.config import Stack
-from regard.nn.attention import Attention, AttentionMask
+from regard.nn.attention import Attention, source_mask
 from regard.nn.cache import CrossCache, EncoderOutput, LayerState, State
 from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
@@ -74,8 +74,7 @@ class RecurrentDecoder(nn.Module):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
         self.stack = stack
-        predicted = stack.cross_window if stack.cross_center == "predicted" else None
-        cross = Attention(stack, stack.width, project=False, center_predicted=predicted)
+        cross = Attention(stack, stack.width, project=False, cross=True)
         extra = stack.width * (int(stack.input_feeding) + int(stack.attend_first))
         self.bridges = nn.ModuleList(Linear(stack.width, stack.width) for _ in range(stack.layers))
         self.blocks = nn.ModuleList(
@@ -145,8 +144,6 @@ class RecurrentDecoder(nn.Module):
         source, (rows, length, _) = state.source, query_NTD.shape
         assert source is not None
         pos_NT = state.positions(length, state.keep_mask(length, keep_N1), query_NTD.device)[:, state.length :]
-        window = self.stack.cross_window if self.stack.cross_center == "step" else None
-        q_pos_BT = source.query_positions(pos_NT, rows)
-        mask = AttentionMask(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
+        mask = source_mask(source, pos_NT, rows, self.stack.step_window)
         out: Tensor = self.cross(query_NTD, source.layers[0], mask, NO_POSITION)
         return out

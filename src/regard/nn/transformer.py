@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.nn.attention import AttentionMask
+from regard.nn.attention import AttentionMask, source_mask
 from regard.nn.block import Block, make_norm
 from regard.nn.cache import KV, CrossCache, EncoderOutput, PrefixTree, State
 from regard.nn.dropout import Dropout
@@ -25,7 +25,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.causal = causal
         self.window = stack.window
-        self.cross_window = stack.cross_window if stack.cross_center == "step" else None
+        self.step_window = stack.step_window
         self.memory = stack.memory
         self.position = make_position(stack, causal)
         self.embed_norm = make_norm(stack) if stack.embed_norm else nn.Identity()
@@ -42,10 +42,8 @@ class Transformer(nn.Module):
 
     def start(self, encoded: EncoderOutput) -> State:
         """The state before the first token; the keys of the source are computed here, once."""
-        crosses = [block.cross for block in self.blocks if isinstance(block, Block)]
-        layers = tuple(
-            cross.project_kv(encoded.states_BSD, encoded.pos_BS, NO_POSITION) for cross in crosses if cross is not None
-        )
+        crosses = [block.cross for block in self.blocks if isinstance(block, Block) and block.cross is not None]
+        layers = tuple(cross.project_kv(encoded.states_BSD, encoded.pos_BS, NO_POSITION) for cross in crosses)
         return State((), source=CrossCache(layers, encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
@@ -90,12 +88,12 @@ class Transformer(nn.Module):
 
     def _run(self, x_BTD: Tensor, pos_BT: Tensor, mask: AttentionMask, state: State) -> tuple[Tensor, list[KV]]:
         """Run all layers -> their output, and the KV of each one."""
-        source_mask = None if state.source is None else self._source_mask(pos_BT, len(x_BTD), state.source)
+        cross_mask = state.source and source_mask(state.source, pos_BT, len(x_BTD), self.step_window)
         position = self.position.at(pos_BT)
         layers: list[KV] = []
         for i, block in enumerate(self.blocks):
             past = state.layers[i] if state.layers else None
-            source = None if source_mask is None or state.source is None else (state.source.layers[i], source_mask)
+            source = (state.source.layers[i], cross_mask) if state.source and cross_mask else None
             x_BTD, kv = block(x_BTD, pos_BT, mask, position, past, source)
             layers.append(kv)
         return self.norm(x_BTD), layers
@@ -125,8 +123,3 @@ class Transformer(nn.Module):
         x_BTD = x_BTD if embedded is None else x_BTD + embedded.to(x_BTD.dtype)
         out: Tensor = self.dropout(self.embed_norm(x_BTD))
         return out
-
-    def _source_mask(self, pos_BT: Tensor, rows: int, source: CrossCache) -> AttentionMask:
-        return AttentionMask(
-            source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=self.cross_window
-        )

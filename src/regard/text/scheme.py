@@ -61,9 +61,6 @@ class Scheme(NamedTuple):
     kind: str
     size: int | None = None
 
-    def __str__(self) -> str:
-        return self.kind if self.size is None else f"{self.kind}:{self.size}"
-
 
 def parse_scheme(request: str, where: str = "tokens") -> Scheme:
     """Read `char`, `bpe:8000` and the like; `auto` is kept as it is."""
