@@ -12,7 +12,6 @@ import torch
 from regard.config import Config, Stack
 from regard.data import corpus as module
 from regard.data.corpus import Corpus, CorpusWriter, load
-from regard.data.pairs import pairs_encoder
 from regard.data.reader import LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Codec, Example
@@ -26,7 +25,7 @@ CODEC = Codec(
 
 def write(path: Path, codec: Codec = CODEC, limit: int = 512, account: LineCounter | None = None) -> CorpusWriter:
     account = account or LineCounter()
-    with CorpusWriter(path, pairs_encoder(codec), Source(("pairs.tsv",)), account, limit, keep=True) as writer:
+    with CorpusWriter(path, codec, Source(("pairs.tsv",)), account, limit, keep=True) as writer:
         for number, example in enumerate(EXAMPLES, 1):
             account.read += 1
             writer.add(Located(number, example))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,11 @@ from regard.batch import Batch, collate
 from regard.config import Config
 from regard.data.reader import LONG, LineCounter, Located, Source
 from regard.errors import UserError
-from regard.text.codec import Example
+from regard.text.codec import Codec, Example
 from regard.text.scheme import threads
 
 FORMAT = 1
 SIDES = ("source", "target")
-Rows = Sequence[Sequence[int]]
 CHUNK = 8192  # examples tokenised at a time
 CHUNK_TEXT = 1_000_000  # characters tokenised at a time
 SMALL = 64 << 20  # bytes of a file that is mapped into memory
@@ -105,24 +104,20 @@ class _Side:
         return self._flat.cut(int(self._offsets[index]), int(self._offsets[index + 1]))
 
 
-class ExampleEncoder(NamedTuple):
-    """How examples become ids: a function to the rows of both sides, the vocabulary sizes, and the unknown tokens."""
-
-    encode: Callable[[Sequence[Example]], tuple[Rows, Rows]]
-    vocabs: tuple[int, int]
-    unknown: tuple[int | None, int | None]
-
-
 class CorpusWriter:
-    """Tokenise examples and write them as a corpus, chunk by chunk; at the end of the `with` block it is complete."""
+    """Tokenise examples and write them as a corpus, chunk by chunk; at the end of the `with` block it is complete.
+
+    With `labels`, the target of an example is one of them, and its row their number.
+    """
 
     def __init__(
         self,
         directory: str | Path,
-        encoder: ExampleEncoder,
+        codec: Codec,
         source: Source,
         counter: LineCounter,
         max_length: int,
+        labels: Sequence[str] = (),
         keep: bool = False,
     ) -> None:
         self.path = Path(directory)
@@ -131,8 +126,9 @@ class CorpusWriter:
         self.count = 0
         self.unknown = dict.fromkeys(SIDES, 0)
         self.tokens = dict.fromkeys(SIDES, 0)
-        self._encoder, self._source, self._counter, self._max_length = encoder, source, counter, max_length
-        self._dtype = {side: dtype_for(vocab) for side, vocab in zip(SIDES, encoder.vocabs, strict=True)}
+        self._codec, self._source, self._counter, self._max_length = codec, source, counter, max_length
+        self._label_ids = {label: number for number, label in enumerate(labels)}
+        self._dtype = {"source": dtype_for(codec.source_vocab), "target": dtype_for(len(labels) or codec.target_vocab)}
         self._files = {name: (self.path / name).open("wb") for s in SIDES for name in (f"{s}.bin", f"{s}.offsets")}
         for side in SIDES:
             self._files[f"{side}.offsets"].write(np.zeros(1, np.int64).tobytes())
@@ -147,8 +143,13 @@ class CorpusWriter:
 
     def _flush(self) -> None:
         waiting, self._waiting, self._text = self._waiting, [], 0
+        examples = [located.example for located in waiting]
+        texts = [example.target or "" for example in examples]
         with threads():
-            sources, targets = self._encoder.encode([located.example for located in waiting])
+            sources = self._codec.encode_source(examples)
+            targets = (
+                [[self._label_ids[text]] for text in texts] if self._label_ids else self._codec.encode_target(texts)
+            )
         kept = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             longest = max(len(source), len(target)) - 1  # the end token is not the user's
@@ -161,7 +162,7 @@ class CorpusWriter:
         self._write("target", [targets[index] for index in kept])
         self.count += len(kept)
         if self.examples is not None:
-            self.examples.extend(waiting[index].example for index in kept)
+            self.examples.extend(examples[index] for index in kept)
 
     def _write(self, side: str, rows: Sequence[Sequence[int]]) -> None:
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
@@ -170,8 +171,8 @@ class CorpusWriter:
         self._files[f"{side}.bin"].write(flat.tobytes())
         self._files[f"{side}.offsets"].write((ends + self.tokens[side]).tobytes())
         self.tokens[side] += total
-        unknown = self._encoder.unknown[SIDES.index(side)]
-        self.unknown[side] += 0 if unknown is None else int(np.count_nonzero(flat == unknown))
+        if side == "source" or not self._label_ids:
+            self.unknown[side] += int(np.count_nonzero(flat == self._codec.ids.unk))
 
     def __enter__(self) -> CorpusWriter:
         return self

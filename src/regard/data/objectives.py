@@ -234,17 +234,13 @@ class TokenMasking(TextObjective):
         if length < 1:
             raise UserError(f"train.context: {context_of(train)} tokens leave no room for text beside special tokens")
         self.windows = Windows(stream, length, length)
-        self.text = text_ids(codec.source.size, codec.source.special)
-
-    def rows(self, starts: Indices) -> Ids:
-        """The windows with special tokens around them, unmasked."""
-        text = self._stream.windows(starts, self.windows.length)
-        before, after = (np.tile(np.asarray(ids, np.int64), (len(text), 1)) for ids in (self._before, self._after))
-        return np.concatenate((before, text, after), axis=1)
+        self._text = text_ids(codec.source.size, codec.source.special)
 
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
-        label = self.rows(starts)
-        read, chosen = mask_tokens(label, self._rate, self._ids, self.text, generator(*key))
+        text = self._stream.windows(starts, self.windows.length)
+        before, after = (np.tile(np.asarray(ids, np.int64), (len(text), 1)) for ids in (self._before, self._after))
+        label = np.concatenate((before, text, after), axis=1)
+        read, chosen = mask_tokens(label, self._rate, self._ids, self._text, generator(*key))
         return GlobalBatch(
             len(starts),
             max(1, int(chosen.sum())),

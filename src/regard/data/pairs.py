@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from regard.data.corpus import SIDES, CorpusWriter, ExampleEncoder, Rows
+from regard.data.corpus import SIDES, CorpusWriter
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
 from regard.recipe import Recipe
@@ -41,12 +41,10 @@ def make_pairs(
     scan = Scan(train, recipe.text.feature_separator, strict, splitter, labelled)
     codec, notes = _make_codec(recipe, train, scan, splitter, base)
     codec.save(path)
-    encoder = pairs_encoder(codec)
     labels: tuple[str, ...] = ()
     if labelled:
         labels = _choose_labels(scan.labels, train, base)
         notes.append(f"labels: {few(labels)}")
-        encoder = labels_encoder(codec, labels)
         known = set(labels)
         for located in valid_rows:
             if located.example.target not in known and valid:
@@ -57,8 +55,8 @@ def make_pairs(
     unsplit = splitter is not None and not scan.held_out  # all have one source: validate on training examples
     held_counter = valid_counter if valid else LineCounter() if unsplit else counter
     limit = recipe.data.max_length
-    train_writer = CorpusWriter(path / "train", encoder, train, counter, limit)
-    valid_writer = CorpusWriter(path / "valid", encoder, valid or train, held_counter, limit, keep=True)
+    train_writer = CorpusWriter(path / "train", codec, train, counter, limit, labels)
+    valid_writer = CorpusWriter(path / "valid", codec, valid or train, held_counter, limit, labels, keep=True)
     with train_writer, valid_writer:
         for located in valid_rows:
             valid_writer.add(located)
@@ -91,25 +89,6 @@ def make_pairs(
 def read_examples(path: Path) -> list[Example]:
     """The validation examples that `make_pairs` wrote into `path`."""
     return [Example(*json.loads(row)) for row in (path / VALID_EXAMPLES).read_bytes().split(b"\n")[:-1]]
-
-
-def pairs_encoder(codec: Codec) -> ExampleEncoder:
-    """Sources and targets, each with an end token."""
-
-    def encode(examples: Sequence[Example]) -> tuple[Rows, Rows]:
-        return codec.encode_source(examples), codec.encode_target([example.target or "" for example in examples])
-
-    return ExampleEncoder(encode, (codec.source_vocab, codec.target_vocab), (codec.ids.unk, codec.ids.unk))
-
-
-def labels_encoder(codec: Codec, labels: Sequence[str]) -> ExampleEncoder:
-    """Texts with their special tokens, and the number of the label."""
-    numbers = {label: number for number, label in enumerate(labels)}
-
-    def encode(examples: Sequence[Example]) -> tuple[Rows, Rows]:
-        return codec.encode_source(examples), [[numbers[example.target or ""]] for example in examples]
-
-    return ExampleEncoder(encode, (codec.source_vocab, len(labels)), (codec.ids.unk, None))
 
 
 def _choose_labels(labels: set[str], train: Source, base: BaseText | None) -> tuple[str, ...]:
