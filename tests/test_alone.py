@@ -1,4 +1,4 @@
-"""Models of one tower: the equalities for a decoder alone, which reads on, and for an encoder alone, which does not."""
+"""Models of one stack: the equalities of a decoder alone, with its decoding state, and of an encoder alone."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_in_segments_is_at_once(name: str, sizes: tuple[int, ...]) -> None:
     """With a memory that holds everything, whatever kind of position counts the distances; and as a cache would."""
     stack = Stack(**(TINY | REMEMBERING[name] | {"memory": 9}))
     model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, decoder=stack))
-    carried, pieces = None, []
+    segment_memory, pieces = None, []
     for piece in TEXT.split(sizes, dim=1):
-        x, carried = model.read_segment(piece, carried)
+        x, segment_memory = model.read_segment(piece, segment_memory)
         pieces.append(model.predict(x))
     close(torch.cat(pieces, 1), model(TEXT, None))
 
@@ -190,8 +190,8 @@ def test_equalities_of_any_combination(table: dict[str, object], biased: bool) -
     for i, row in enumerate(ROWS):
         close(padded[i, -len(row) :], model(torch.tensor([row]), None)[0])
     if stack.memory:
-        first, carried = model.read_segment(TEXT[:, :4])
-        second, _ = model.read_segment(TEXT[:, 4:], carried)
+        first, segment_memory = model.read_segment(TEXT[:, :4])
+        second, _ = model.read_segment(TEXT[:, 4:], segment_memory)
         close(model.predict(torch.cat((first, second), 1)), full)
 
 

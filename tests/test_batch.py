@@ -1,4 +1,4 @@
-"""Batches: everything that goes in comes out, in its place, and nothing else does."""
+"""Batches: every id comes out at its position, and nothing else does."""
 
 from __future__ import annotations
 

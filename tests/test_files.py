@@ -1,4 +1,4 @@
-"""Writing that either happens or does not."""
+"""Atomic writes: the old content or the new one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from familykit import BOTH, DECODERS, ENCODERS, pixels, shrunk
 from regard import loss
 from regard.batch import Batch, collate
-from regard.loss import Loss, Objective, predict_and_compare
+from regard.loss import Loss, Objective, output_loss
 from regard.model import Model
 
 VOCAB = 13
@@ -83,7 +83,7 @@ def test_value_and_gradients_are_those_of_cross_entropy(
     found_inputs, expected_inputs = ([a.clone().requires_grad_() for a in inputs] for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "CHUNK_ELEMENTS", chunk)
-        found = predict_and_compare(*found_inputs[:2], label, smoothing, *found_inputs[2:])
+        found = output_loss(*found_inputs[:2], label, smoothing, *found_inputs[2:])
     expected = expected_loss(*expected_inputs[:2], label, smoothing, *expected_inputs[2:])
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-5)
@@ -98,7 +98,7 @@ def test_value_and_gradients_are_those_of_cross_entropy(
 def test_doubles() -> None:
     x, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (20, 7))
     label = torch.arange(20) % 7
-    found = torch.autograd.grad(predict_and_compare(x, weight, label, 0.1).smoothed, (x, weight))
+    found = torch.autograd.grad(output_loss(x, weight, label, 0.1).smoothed, (x, weight))
     expected = torch.autograd.grad(expected_loss(x, weight, label, 0.1).smoothed, (x, weight))
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float64
@@ -107,7 +107,7 @@ def test_doubles() -> None:
 
 def test_scores_that_overflow_an_exponential() -> None:
     x, weight = torch.tensor([[200.0], [-200.0]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
-    found = predict_and_compare(x, weight, torch.tensor([0, 0]), 0.1)
+    found = output_loss(x, weight, torch.tensor([0, 0]), 0.1)
     found.smoothed.backward()
     assert found.smoothed.isfinite()
     assert x.grad is not None
@@ -187,12 +187,12 @@ def test_half_precision_runs_and_is_near(name: str) -> None:
 
 def greedy(model: Model, example: Batch, length: int) -> Tensor:
     """Greedy outputs of the model, (B, length)."""
-    state, tokens, said = model.encode(example.source_BS, example.source_keep_BS), example.input_BT[:, 0], []
+    state, tokens, outputs = model.encode(example.source_BS, example.source_keep_BS), example.input_BT[:, 0], []
     for _ in range(length):
         scores, state = model.step(tokens, state)
         tokens = scores.argmax(-1)
-        said.append(tokens)
-    return torch.stack(said, 1)
+        outputs.append(tokens)
+    return torch.stack(outputs, 1)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -200,11 +200,11 @@ def test_sampling_always_is_hearing_only_itself(name: str) -> None:
     """Teacher forcing on the model's own words; and plain teacher forcing when those are the target."""
     model, whole = build(name), batch()
     own = greedy(model, whole, whole.input_BT.shape[1])
-    heard = torch.cat((whole.input_BT[:, :1], own[:, :-1]), 1)
+    inputs = torch.cat((whole.input_BT[:, :1], own[:, :-1]), 1)
     for labels in (whole.label_BT, own):
         given = whole._replace(label_BT=labels, input_BT=torch.cat((whole.input_BT[:, :1], labels[:, :-1]), 1))
         found = Objective(model, 0.1, scheduled_sampling=1.0).train()(given)
-        forced = Objective(model, 0.1).train()(given._replace(input_BT=heard))
+        forced = Objective(model, 0.1).train()(given._replace(input_BT=inputs))
         torch.testing.assert_close(found.smoothed, forced.smoothed, atol=1e-4, rtol=1e-5)
     assert found.correct == whole.tokens
 

@@ -1,4 +1,4 @@
-"""What a model carries from segment to segment: a copying task that cannot be solved without it."""
+"""The segment memory: a copying task that cannot be solved without it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def segments(ids_BT: Tensor) -> list[Tensor]:
     return [ids_BT[:, start : start + BLOCK + 1] for start in range(0, ids_BT.shape[1] - BLOCK, BLOCK)]
 
 
-def trained(remembers: bool) -> Model:
+def trained(with_memory: bool) -> Model:
     torch.manual_seed(0)
     stack = {"layers": 1, "width": 32, "heads": 2, "ff": 64, "dropout": 0.0, "bias": "ff"}
     decoder = stack | {"position": "relative", "memory": 2 * BLOCK}
@@ -36,7 +36,7 @@ def trained(remembers: bool) -> Model:
     for epoch in range(18):
         objective.segment_memory = None
         for segment_BT in segments(stream(13, epoch)):
-            if not remembers:
+            if not with_memory:
                 objective.segment_memory = None
             batch = Batch(segment_BT[:, :0], None, segment_BT[:, :-1], segment_BT[:, 1:], None, 1, 1)
             optimizer.zero_grad()
@@ -46,34 +46,34 @@ def trained(remembers: bool) -> Model:
 
 
 @torch.no_grad()
-def copied(model: Model, remembers: bool) -> float:
+def copied(model: Model, with_memory: bool) -> float:
     """The share of repeated tokens that are predicted; the last of a segment begins a new block and does not count."""
-    carried, right = None, []
+    segment_memory, right = None, []
     for number, segment_BT in enumerate(segments(stream(8, 10**6))):
-        x_BTD, carried = model.read_segment(segment_BT[:, :-1], carried if remembers else None)
+        x_BTD, segment_memory = model.read_segment(segment_BT[:, :-1], segment_memory if with_memory else None)
         if number % 2:
             right.append((model.predict(x_BTD).argmax(-1) == segment_BT[:, 1:])[:, :-1].float().mean())
     return float(torch.stack(right).mean())
 
 
 @pytest.fixture(scope="module")
-def remembering() -> Model:
-    return trained(remembers=True)
+def model_with_memory() -> Model:
+    return trained(with_memory=True)
 
 
-def test_the_segment_before_is_copied(remembering):
-    assert copied(remembering, remembers=True) > 0.95
-    assert copied(remembering, remembers=False) < 0.3
+def test_the_segment_before_is_copied(model_with_memory):
+    assert copied(model_with_memory, with_memory=True) > 0.95
+    assert copied(model_with_memory, with_memory=False) < 0.3
 
 
-def test_a_memory_longer_than_in_training_does_not_hurt(remembering):
-    tower = remembering.decoder
-    tower.memory, short = 4 * BLOCK, tower.memory
+def test_a_memory_longer_than_in_training_does_not_hurt(model_with_memory):
+    decoder = model_with_memory.decoder
+    decoder.memory, short = 4 * BLOCK, decoder.memory
     try:
-        assert copied(remembering, remembers=True) > 0.9
+        assert copied(model_with_memory, with_memory=True) > 0.9
     finally:
-        tower.memory = short
+        decoder.memory = short
 
 
 def test_without_memory_it_cannot_be_learned():
-    assert copied(trained(remembers=False), remembers=False) < 0.3
+    assert copied(trained(with_memory=False), with_memory=False) < 0.3

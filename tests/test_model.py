@@ -1,6 +1,6 @@
 """The equalities that every model must keep: fused = eager, cached = full, padded = alone, batch = single.
 
-Here those of two towers; test_alone.py has the models that are an encoder or a decoder alone.
+Here those of two stacks; test_alone.py has the models that are an encoder or a decoder alone.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def config(name: str) -> Config:
     if name in PRESETS:
         return shrunk(name)
     if name == "attention to gru":
-        towers = {"encoder": Stack(**TINY), "decoder": Stack(**(TINY | GRU | {"input_feeding": True}))}
+        stacks = {"encoder": Stack(**TINY), "decoder": Stack(**(TINY | GRU | {"input_feeding": True}))}
     elif name == "lstm to wider attention":
-        towers = {"encoder": Stack(**(TINY | LSTM)), "decoder": Stack(**(TINY | {"width": 16, "layers": 1}))}
+        stacks = {"encoder": Stack(**(TINY | LSTM)), "decoder": Stack(**(TINY | {"width": 16, "layers": 1}))}
     else:
-        towers = {tower: Stack(**(TINY | VARIANTS[name])) for tower in ("encoder", "decoder")}
-    return Config(source_vocab=VOCAB, target_vocab=VOCAB + 2, **towers)
+        stacks = {stack: Stack(**(TINY | VARIANTS[name])) for stack in ("encoder", "decoder")}
+    return Config(source_vocab=VOCAB, target_vocab=VOCAB + 2, **stacks)
 
 
 EVERY = pytest.mark.parametrize("name", [*BOTH, *VARIANTS, "attention to gru", "lstm to wider attention"])
@@ -217,8 +217,8 @@ def stack_tables(draw: st.DrawFn) -> dict[str, object]:
 @given(stack_tables(), stack_tables(), st.booleans())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_equalities_of_any_combination(encoder: dict[str, object], decoder: dict[str, object], tied: bool) -> None:
-    towers = {"encoder": Stack(**encoder), "decoder": Stack(**decoder)}
-    model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, tie_output=tied, **towers))
+    stacks = {"encoder": Stack(**encoder), "decoder": Stack(**decoder)}
+    model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, tie_output=tied, **stacks))
     full = model(SOURCE, KEEP, INPUT)
     assert full.isfinite().all()
     close(watched(model, SOURCE, KEEP, INPUT)[0], full)

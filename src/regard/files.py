@@ -1,4 +1,4 @@
-"""Atomic writes: a crash at any moment leaves the old file or the new one, never half of one. Reading of JSON."""
+"""Files: atomic writes (a crash leaves the old file or the new one, never half of one), JSON, and TOML as text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from regard.errors import UserError
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` by a file that `write` fills under a temporary name and that is synced before the rename."""
     temporary = _temporary(path)
-    with _report_write_errors(path):
-        try:
-            write(temporary)
-            sync(temporary)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with _writing(path, temporary):
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
     _sync_rename(path.parent)
 
 
@@ -36,26 +32,22 @@ def replace_directory(path: Path, write: Callable[[Path], object], temporary: Pa
     """
     temporary = temporary or _temporary(path)
     old = temporary.with_name(temporary.name + ".old")
-    with _report_write_errors(path):
+    with _writing(path, temporary):
+        for remains in (temporary, old):
+            shutil.rmtree(remains, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        for file in temporary.rglob("*"):
+            sync(file)
+        sync(temporary)
+        moved = path.exists()
+        if moved:
+            os.rename(path, old)
         try:
-            for remains in (temporary, old):
-                shutil.rmtree(remains, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            write(temporary)
-            for file in temporary.rglob("*"):
-                sync(file)
-            sync(temporary)
-            moved = path.exists()
-            if moved:
-                os.rename(path, old)
-            try:
-                os.rename(temporary, path)
-            except BaseException:
-                if moved:
-                    os.rename(old, path)
-                raise
+            os.rename(temporary, path)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if moved:
+                os.rename(old, path)
             raise
     shutil.rmtree(old, ignore_errors=True)
     _sync_rename(path.parent)
@@ -67,10 +59,17 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
-def _report_write_errors(path: Path) -> Iterator[None]:
+def _writing(path: Path, temporary: Path) -> Iterator[None]:
+    """Remove `temporary` after any failure, and turn a failed write into a UserError."""
     try:
         yield
-    except OSError as error:
+    except BaseException as error:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         message = f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
         raise UserError(message) from error
 
@@ -156,7 +155,7 @@ def _string(text: str) -> str:
 
 
 def _escape(character: str) -> str:
-    """What the eye cannot see is written as its number; half a surrogate pair has no number in TOML."""
+    """The escape of an unprintable character; TOML has none for half a surrogate pair."""
     code = ord(character)
     if 0xD800 <= code <= 0xDFFF:
         code = 0xFFFD

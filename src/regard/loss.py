@@ -77,7 +77,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return *scaled, None, None
 
 
-def predict_and_compare(
+def output_loss(
     x_ND: Tensor, weight_VD: Tensor, label_N: Tensor, smoothing: float, bias_V: Tensor | None = None
 ) -> Loss:
     """The loss of the LM head on hidden states; label smoothing spreads `smoothing` evenly over the vocabulary."""
@@ -127,7 +127,7 @@ class Objective(nn.Module):
             raise ValueError("a model without an output layer cannot be trained")
         if self.model.transform is not None:
             x_ND = self.model.transform(x_ND)
-        loss = predict_and_compare(x_ND, output.weight, label_N, self.label_smoothing, output.bias)
+        loss = output_loss(x_ND, output.weight, label_N, self.label_smoothing, output.bias)
         if not self.l0:
             return loss
         return loss._replace(smoothed=loss.smoothed + self.l0 * batch.tokens * expected_open(self.model))

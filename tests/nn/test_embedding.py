@@ -1,4 +1,4 @@
-"""How an image is read, against a convolution and by hand; and what is said about a token, by its formula."""
+"""Patch embeddings against a convolution and by hand, and the transform before the LM head by its formula."""
 
 from __future__ import annotations
 

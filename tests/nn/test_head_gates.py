@@ -14,7 +14,7 @@ STACK = {"layers": 2, "width": 16, "heads": 4, "ff": 32, "dropout": 0.0}
 
 def made() -> Model:
     torch.manual_seed(0)
-    changes = {tower: STACK for tower in ("encoder", "decoder")}
+    changes = {stack: STACK for stack in ("encoder", "decoder")}
     return Model(preset("transformer-tiny", 12, changes=changes)).eval()
 
 
@@ -29,10 +29,10 @@ def test_open_gates_change_nothing_and_closed_ones_ablate() -> None:
         part.odds.fill_(9.0)
     assert torch.allclose(model(SOURCE, None, INPUT), plain, atol=1e-6)
     gates["decoder.blocks.1.cross"].odds[2] = -9.0
-    shut = model(SOURCE, None, INPUT)
+    closed = model(SOURCE, None, INPUT)
     remove_gates(model)
     model.get_parameter("decoder.blocks.1.cross.out.weight")[:, 8:12] = 0.0
-    assert torch.allclose(model(SOURCE, None, INPUT), shut, atol=1e-6) and not head_gates(model)
+    assert torch.allclose(model(SOURCE, None, INPUT), closed, atol=1e-6) and not head_gates(model)
 
 
 def test_sampled_gates_are_often_exactly_open_or_closed_and_have_gradients() -> None:
@@ -42,8 +42,8 @@ def test_sampled_gates_are_often_exactly_open_or_closed_and_have_gradients() -> 
         part.odds.zero_()
     drawn_H = part(torch.ones(1, 20_000, 1, 1)).flatten()
     assert drawn_H.min() >= 0 and drawn_H.max() <= 1
-    shut, open_ = float((drawn_H == 0).float().mean()), float((drawn_H == 1).float().mean())
-    assert 0.2 < shut < 0.4 and abs(shut - open_) < 0.03
+    closed, open_ = float((drawn_H == 0).float().mean()), float((drawn_H == 1).float().mean())
+    assert 0.2 < closed < 0.4 and abs(closed - open_) < 0.03
     drawn_H.sum().backward()
     assert part.odds.grad is not None and (part.odds.grad > 0).any()
 

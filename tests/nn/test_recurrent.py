@@ -1,4 +1,4 @@
-"""Recurrent towers against torch's cells driven by hand."""
+"""Recurrent stacks against torch's cells, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores by distance against the formula of the paper in plain loops, and how they go on beyond a reach.
+"""Relative positions against the formula of the paper in plain loops, and distances beyond the reach.
 
 The reference implementation is met in tests/convert/test_transfo_xl.py.
 """
@@ -40,9 +40,9 @@ def close(a: Tensor, b: Tensor) -> None:
 
 def read(model: Model, tokens: Tensor, *lengths: int) -> Tensor:
     """All vectors, read in segments of these lengths."""
-    carried, outs = None, []
+    segment_memory, outs = None, []
     for piece in tokens.split(lengths, dim=1):
-        x, carried = model.read_segment(piece, carried)
+        x, segment_memory = model.read_segment(piece, segment_memory)
         outs.append(x)
     return torch.cat(outs, dim=1)
 
@@ -100,11 +100,11 @@ def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
     """In one layer, a token attends to its own segment up to itself, and to `memory` tokens before that segment."""
     model, tokens = build(memory), text(12)
     layer = model.decoder.blocks[0]
-    carried, found = None, []
+    segment_memory, found = None, []
     hook = layer.attention_residual.register_forward_hook(lambda _m, _i, out: found.append(out))
     for i, piece in enumerate(tokens.split(4, dim=1)):
-        _, carried = model.read_segment(piece, carried)
-        assert {x.shape[1] for x in carried} == {min(memory, 4 * (i + 1))}
+        _, segment_memory = model.read_segment(piece, segment_memory)
+        assert {x.shape[1] for x in segment_memory} == {min(memory, 4 * (i + 1))}
     hook.remove()
     x = model.target_embedding(tokens) * math.sqrt(12)
     query, places = torch.arange(12).unsqueeze(1), torch.arange(12).unsqueeze(0)
@@ -126,9 +126,9 @@ def test_memory_cut_short_is_another_text_cut_short() -> None:
 
 def test_no_gradient_flows_into_the_segment_memory() -> None:
     model, tokens = build(), text(8)
-    _, carried = model.read_segment(tokens[:, :4])
-    assert not any(x.requires_grad for x in carried)
-    x, _ = model.read_segment(tokens[:, 4:], carried)
+    _, segment_memory = model.read_segment(tokens[:, :4])
+    assert not any(x.requires_grad for x in segment_memory)
+    x, _ = model.read_segment(tokens[:, 4:], segment_memory)
     x.sum().backward()
     gradient = model.target_embedding.weight.grad
     assert gradient is not None

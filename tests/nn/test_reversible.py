@@ -21,7 +21,7 @@ def small(**changes: object) -> Stack:
     return Stack(**(shape | {"lsh": LshConfig(hashes=2, chunk=4)} | changes))
 
 
-def tower(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
+def reversible_stack(dtype: torch.dtype = torch.double, **changes: object) -> Transformer:
     torch.manual_seed(0)
     made = Transformer(small(**changes), causal=True).to(dtype)
     for weight in made.parameters():
@@ -64,7 +64,7 @@ def test_block_is_its_formula() -> None:
 def test_gradients_equal_those_of_stored_activations(
     monkeypatch: pytest.MonkeyPatch, mixer: str, dropout: float, pooled: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    model = tower(dtype, mixer=mixer, dropout=dropout, attention_dropout=dropout, ff_dropout=dropout).train()
+    model = reversible_stack(dtype, mixer=mixer, dropout=dropout, attention_dropout=dropout, ff_dropout=dropout).train()
     pool = MaskPool(7, size=1 << 14)
     use_pool(model, pool if pooled else None)
     x, keep = torch.randn(2, 21, 8, dtype=dtype), torch.arange(21) < torch.tensor([[21], [13]])
@@ -93,7 +93,7 @@ def test_no_activations_are_stored_between_layers() -> None:
     """What autograd keeps does not grow with the number of layers; nor is the mask of all pairs ever made."""
     sizes: list[int] = []
     for layers in (1, 4):
-        model = tower(layers=layers, mixer="lsh").train()
+        model = reversible_stack(layers=layers, mixer="lsh").train()
         sizes.append(0)
 
         def keep(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def test_no_activations_are_stored_between_layers() -> None:
 
 def test_a_hash_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed inputs are not quite those that were hashed, so the sort order is reused."""
-    model, made = tower(mixer="lsh").train(), []
+    model, made = reversible_stack(mixer="lsh").train(), []
     for block in model.blocks:
         real = block.attention._hash
         monkeypatch.setattr(block.attention, "_hash", lambda *given, real=real: made.append(1) or real(*given))
@@ -117,7 +117,7 @@ def test_a_hash_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("where", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_plain_loop_where_nothing_is_trained(where: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = tower(mixer="lsh"), torch.randn(2, 40, 8, dtype=torch.double)
+    model, x = reversible_stack(mixer="lsh"), torch.randn(2, 40, 8, dtype=torch.double)
     trained = model.train()(x, State(()))[0].detach()
     monkeypatch.setattr(reversible, "_Run", None)
     with where():
@@ -129,7 +129,7 @@ def test_a_plain_loop_where_nothing_is_trained(where: type, monkeypatch: pytest.
 
 
 def test_frozen_weights_stay_without_gradient() -> None:
-    model, x = tower().train(), torch.randn(2, 6, 8, dtype=torch.double)
+    model, x = reversible_stack().train(), torch.randn(2, 6, 8, dtype=torch.double)
     _, expected = gradients(model, x)
     model.blocks[1].attention.requires_grad_(False)
     _, found = gradients(model, x)
@@ -141,7 +141,7 @@ def test_frozen_weights_stay_without_gradient() -> None:
 
 
 def test_gradients_under_autocast_are_near_those_without() -> None:
-    model, x = tower(torch.float, mixer="lsh").train(), torch.randn(2, 21, 8)
+    model, x = reversible_stack(torch.float, mixer="lsh").train(), torch.randn(2, 21, 8)
     _, expected = gradients(model, x)
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = model(x, State(()))
@@ -154,7 +154,7 @@ def test_gradients_under_autocast_are_near_those_without() -> None:
 
 
 def test_decoding_does_not_continue_from_training() -> None:
-    model, x = tower().train(), torch.randn(1, 6, 8, dtype=torch.double)
+    model, x = reversible_stack().train(), torch.randn(1, 6, 8, dtype=torch.double)
     _, state = model(x, State(()))
     with pytest.raises(ValueError, match="store no keys"):
         model(x, state)

@@ -124,8 +124,8 @@ def test_dropout_where_the_paper_puts_it() -> None:
 
 
 @pytest.mark.parametrize("position", ["none", "sinusoid", "learned", "rotary", "alibi", "bucket"])
-@pytest.mark.parametrize("blind", ["row", "batch"])
-def test_training_on_a_row_without_keys_stays_finite(position: str, blind: str) -> None:
+@pytest.mark.parametrize("without", ["row", "batch"])
+def test_training_on_a_row_without_keys_stays_finite(position: str, without: str) -> None:
     """A row without a single real token: finite outputs and gradients, and no effect on the other row."""
     torch.manual_seed(3)
     encoder = Transformer(Stack(**SIZE, position=position, kv_heads=1), causal=False).train()
@@ -143,9 +143,9 @@ def test_training_on_a_row_without_keys_stays_finite(position: str, blind: str) 
         return found
 
     x, y = torch.randn(2, 4, 12), torch.randn(2, 3, 12)
-    keep = torch.tensor([[blind == "row"] * 3 + [False], [False] * 4])
+    keep = torch.tensor([[without == "row"] * 3 + [False], [False] * 4])
     gradients(keep, x, y, slice(None))
-    if blind == "row":
+    if without == "row":
         together, alone = gradients(keep, x, y, slice(1)), gradients(keep[:1], x[:1], y[:1], slice(1))
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
