@@ -59,7 +59,7 @@ def ours(arguments: argparse.Namespace) -> float:
     from regard.training.report import SilentReporter
 
     with tempfile.TemporaryDirectory() as out:
-        fit(recipe(arguments, arguments.steps), Path(out) / "run", talk=SilentReporter())
+        fit(recipe(arguments, arguments.steps), Path(out) / "run", reporter=SilentReporter())
         log = [json.loads(line) for line in (Path(out) / "run" / "log.jsonl").read_text().splitlines()]
     rates = [event["tokens_per_second"] for event in log if event["event"] == "train"]
     return statistics.median(rates[1:])

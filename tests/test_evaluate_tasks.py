@@ -22,7 +22,7 @@ from regard.model import Model
 from regard.run import Run, saved_recipe
 from regard.text.codec import Example
 from regard.training.distributed import ProcessGroup
-from regard.training.validation import judge
+from regard.training.validation import mean_scores
 from toykit import call
 
 TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6
@@ -136,7 +136,7 @@ def test_hidden_stretches_are_scored_as_in_training(place: Path) -> None:
     spans = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
     whole = spans.batch(np.arange(0, 16 * 7, 16), (0, 0, 0))
     batch = whole.part(slice(None), whole.tokens)
-    scores = judge(run.model, [batch], ProcessGroup())
+    scores = mean_scores(run.model, [batch], ProcessGroup())
     assert judged.asked.sum() == batch.tokens
     assert judged.nll.sum() / judged.asked.sum() == pytest.approx(scores["loss"], rel=1e-4)
     assert 100 * judged.right.sum() / judged.asked.sum() == pytest.approx(scores["accuracy"], rel=1e-4)

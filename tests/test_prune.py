@@ -238,7 +238,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     save_heads(run.path, [(0, 0), (0, 1), (0, 2), (0, 3)])
     messages: list[str] = []
     smaller, report = prune(
-        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tune_steps=3, talk=messages.append
+        run, EXAMPLES, EXAMPLES[:4], PruneAmount(fraction=0.4), greedy=True, tune_steps=3, notify=messages.append
     )
     assert report.before.heads == 24 and report.after.heads == report.pruned.heads == 14
     assert report.after.parameters < report.before.parameters

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from regard.config import Config, Value, parse
@@ -124,11 +124,20 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=True)}
 
 
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors; a failure is an OSError, and the permissions are those of any other file."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file({name: x.detach().contiguous().cpu() for name, x in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(str(error).removeprefix("Error while serializing: ").removeprefix("I/O error: ")) from None
+    path.chmod(mode)  # the library makes a file that only its owner can read
+
+
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Write tensors, atomically."""
-    tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
-    # The library's own file writing makes a file that only its owner can read, and a full disk is no OSError there.
-    replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
+    replace_file(path, lambda temporary: write_tensors(weights, temporary))
 
 
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:

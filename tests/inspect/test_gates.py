@@ -11,13 +11,14 @@ PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7
 
 
 def test_pressure_closes_the_gates_of_heads_that_are_not_needed(transformer: Model) -> None:
-    """A head that says nothing has nothing to hold its gate open; without pressure, nothing shuts."""
+    """A head without output has nothing to keep its gate open; without a cost, no gate closes."""
     name = "encoder.blocks.0.attention"
     batches = pair_batches(PAIRS, transformer.config)
     with torch.no_grad():
         transformer.get_parameter(f"{name}.out.weight")[:, :4] = 0.0
-    odds = learn_gates(transformer, batches, 40, press=3.0, lr=0.0)
+    transformer.requires_grad_(False)  # only the gates learn
+    odds = learn_gates(transformer, batches, 40, cost=3.0, lr=1e-3)
     assert odds[name, 0] < 0.0 and len(odds) == 24
     assert not transformer.training and not head_gates(transformer)
-    idle = learn_gates(transformer, batches, 5, press=0.0, lr=0.0)
+    idle = learn_gates(transformer, batches, 5, cost=0.0, lr=1e-3)
     assert idle[name, 0] == 2.0

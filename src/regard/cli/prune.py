@@ -90,7 +90,7 @@ def command(
         tune_steps=tune,
         judge_on=examples,
         lr=lr,
-        talk=message,
+        notify=message,
     )
     save(smaller, report, new, opened.path)
     if json:

@@ -1,4 +1,4 @@
-"""The processes that train together, and the little they tell each other besides gradients."""
+"""Data-parallel training: the process group, the workers that this machine starts, and the all-reduce of gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,11 +24,13 @@ from regard.device import choose_device
 from regard.errors import UserError
 
 TIMEOUT = datetime.timedelta(minutes=30)
-STORE = "REGARD_STORE"  # the file through which processes that we started ourselves find each other
+STORE = "REGARD_STORE"  # names the rendezvous file of the workers that `Workers` starts
+EXIT_SECONDS = 5.0  # that a worker has to exit before it is killed
+CHUNK = 1 << 22  # numbers per all-reduce: while one chunk is summed, the next is on its way
 
 
 class ProcessGroup:
-    """This process's place among `size` that train together. Alone, every exchange is the identity."""
+    """This process's rank among `size` that train together. With one process, every collective is the identity."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
         self.rank = rank
@@ -39,7 +39,7 @@ class ProcessGroup:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and talks."""
+        """Whether this is the process that writes files and reports."""
         return self.rank == 0
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -47,19 +47,19 @@ class ProcessGroup:
         return self.gather_later(values)()
 
     def gather_later(self, values: list[float]) -> Callable[[], list[list[float]]]:
-        """The same, but they are only waited for when the result is called: there is work to do meanwhile."""
+        """The same, started now and waited for when the result is called: there is work to do meanwhile."""
         if self.size == 1:
             return lambda: [values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        sent = dist.all_gather(everyone, mine, async_op=True)
+        pending = dist.all_gather(everyone, mine, async_op=True)
 
-        def received() -> list[list[float]]:
-            sent.wait()
+        def wait() -> list[list[float]]:
+            pending.wait()
             rows: list[list[float]] = torch.stack(everyone).tolist()
             return rows
 
-        return received
+        return wait
 
     def gather_json(self, value: Any) -> list[Any]:
         """The values of every process, by rank; JSON rather than pickle."""
@@ -73,12 +73,12 @@ class ProcessGroup:
         dist.all_gather(everyone, padded)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
 
-    def share(self, value: Any) -> Any:
-        """What the first process has, for everyone."""
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, for all."""
         return self.gather_json(value if self.first else None)[0]
 
-    def wait(self) -> None:
-        """Go on when everyone has come this far."""
+    def barrier(self) -> None:
+        """Wait until every process has come this far."""
         self.gather([0.0])
 
     def __enter__(self) -> ProcessGroup:
@@ -89,13 +89,13 @@ class ProcessGroup:
             dist.destroy_process_group()
 
 
-def started_by_others() -> bool:
+def has_launcher() -> bool:
     """Whether something like torchrun has already started one process per rank."""
     return _number("WORLD_SIZE", 1) > 1
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """A number from the environment, where what starts the processes leaves it."""
+    """A number from the environment, as a launcher sets it."""
     value = os.environ.get(name)
     if value is None and default is not None:
         return default
@@ -106,8 +106,8 @@ def _number(name: str, default: int | None = None) -> int:
     return int(value)
 
 
-def join(device: str) -> ProcessGroup:
-    """Meet the other processes; the environment says who we are and where to meet."""
+def join_group(device: str) -> ProcessGroup:
+    """Join the process group that the environment describes (rank, size, address)."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if rank >= size:
         raise UserError(f"RANK: of {size} processes (WORLD_SIZE) the last is {size - 1}, not {rank}")
@@ -117,15 +117,15 @@ def join(device: str) -> ProcessGroup:
         raise UserError(f"{missing[0]}: is not set, so the {size} processes of WORLD_SIZE cannot meet; use torchrun")
     if store_file is not None:
         ready_file(store_file, rank).touch()
-    return meet(rank, size, choose_device(device, _number("LOCAL_RANK", rank)), store_file)
+    return form_group(rank, size, choose_device(device, _number("LOCAL_RANK", rank)), store_file)
 
 
 def ready_file(store_file: str, rank: int) -> Path:
-    """The file by which a process says that it is about to join."""
+    """The file that a worker creates when it is about to join."""
     return Path(f"{store_file}.{rank}")
 
 
-def meet(rank: int, size: int, device: torch.device, store_file: str | None = None) -> ProcessGroup:
+def form_group(rank: int, size: int, device: torch.device, store_file: str | None = None) -> ProcessGroup:
     """Form the process group: through a file, or at the address in the environment."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if store_file is None:
@@ -138,11 +138,8 @@ def meet(rank: int, size: int, device: torch.device, store_file: str | None = No
     return ProcessGroup(rank, size, device)
 
 
-PATIENCE = 5.0  # seconds a worker has to leave before it is made to
-
-
 class WorkerDied(UserError):
-    """A process that trained with us is gone; the message says what it left behind."""
+    """A worker has ended; the message has its status and the last lines of its stderr."""
 
 
 class Workers:
@@ -171,7 +168,7 @@ class Workers:
         return self
 
     def wait(self) -> None:
-        """Wait until all are ready to meet; one that fails before would be waited for in vain."""
+        """Wait until all are about to join the group; raise WorkerDied if one fails before."""
         ranks = range(1, self.size)
         while not all(ready_file(self.store_file, rank).exists() for rank in ranks):
             if any(process.poll() is not None for process in self._processes):
@@ -187,19 +184,19 @@ class Workers:
             process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(PATIENCE)
+                process.wait(EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, a connection that breaks because a worker is gone says which and why."""
+    def name_failures(self) -> Iterator[None]:
+        """Turn a connection that breaks because a worker died into a WorkerDied that says which and why."""
         try:
             yield
         except RuntimeError:
-            deadline = time.monotonic() + 1  # the connection may be seen to break before the end is known
+            deadline = time.monotonic() + 1  # a connection may break a moment before the exit status is there
             while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
                 time.sleep(0.02)
             report = self._report()
@@ -208,119 +205,65 @@ class Workers:
             raise WorkerDied(report) from None
 
     def _report(self) -> str | None:
-        """What the first worker that has ended left behind."""
+        """The status and stderr of the first worker that has ended."""
         for rank, process in enumerate(self._processes, start=1):
             code = process.poll()
             if code is None:
                 continue
-            said = self._stderr(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            stderr = self._stderr(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
             hint = " (out of memory?)" if code == -9 else ""
-            last = "".join(f"\n  {line}" for line in said[-15:])
-            what = f"training process {rank} of {self.size} {how}{hint}"
-            return f"{what}; the last checkpoint is safe, go on with --resume{last}"
+            last = "".join(f"\n  {line}" for line in stderr[-15:])
+            name = f"training process {rank} of {self.size}"
+            return f"{name} {how}{hint}; the last checkpoint is safe, go on with --resume{last}"
         return None
 
 
-def leave_with_parent() -> None:
-    """In a worker: end as soon as the process that started it has ended."""
+def exit_with_parent() -> None:
+    """In a worker: exit as soon as the process that started it has ended."""
 
     def watch() -> None:
         while os.read(0, 1024):
             pass
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="leave-with-parent").start()
-
-
-MESSAGE = 1 << 22  # numbers sent at once: while one message is added up, the next is on its way
+    threading.Thread(target=watch, daemon=True, name="exit-with-parent").start()
 
 
 class GradientAllReduce:
-    """The sum of everyone's gradients. With `narrow` they are sent in bfloat16."""
+    """Sums the gradients of all processes. With `bf16` they are sent in bfloat16."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], narrow: bool) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], bf16: bool) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self.total = torch.zeros(sum(p.numel() for p in self._parameters))
-        self._sent = self.total.bfloat16() if narrow else self.total
-        self._sent_parts, self._total_parts = self._parts(self._sent), self._parts(self.total)
+        self._sent = self.total.bfloat16() if bf16 else self.total
+        self._sent_views, self._total_views = self._views(self._sent), self._views(self.total)
 
     def __call__(self) -> None:
-        """Replace the gradients of this process by those of all."""
-        for part, parameter in zip(self._sent_parts, self._parameters, strict=True):
-            if parameter.grad is None:  # it had no part in this process's share
-                part.zero_()
+        """Replace the gradients of this process by the sum over all."""
+        for view, parameter in zip(self._sent_views, self._parameters, strict=True):
+            if parameter.grad is None:  # not used by this process's share of the batch
+                view.zero_()
             else:
-                part.copy_(parameter.grad)
-        for message in [dist.all_reduce(numbers, async_op=True) for numbers in self._sent.split(MESSAGE)]:
-            message.wait()
+                view.copy_(parameter.grad)
+        for pending in [dist.all_reduce(chunk, async_op=True) for chunk in self._sent.split(CHUNK)]:
+            pending.wait()
         if self._sent is not self.total:
             self.total.copy_(self._sent)
-        for part, parameter in zip(self._total_parts, self._parameters, strict=True):
-            parameter.grad = part
+        for view, parameter in zip(self._total_views, self._parameters, strict=True):
+            parameter.grad = view
 
-    def _parts(self, numbers: Tensor) -> list[Tensor]:
-        """The place of each parameter in a buffer."""
-        pieces = numbers.split([p.numel() for p in self._parameters])
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        """The slice of a buffer that belongs to each parameter, in its shape."""
+        pieces = buffer.split([p.numel() for p in self._parameters])
         return [piece.view_as(p) for piece, p in zip(pieces, self._parameters, strict=True)]
 
 
 @torch.no_grad()
-def same_start(parameters: Iterable[nn.Parameter]) -> None:
-    """Give everyone the weights of the first process."""
+def broadcast_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Give all processes the weights of rank 0."""
     parameters = list(parameters)
     weights = torch.cat([p.detach().flatten() for p in parameters])
     dist.broadcast(weights, 0)
     for parameter, weight in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
         parameter.copy_(weight.view_as(parameter))
-
-
-CAUGHT = (signal.SIGTERM, signal.SIGINT)
-
-
-class Stopped(SystemExit):
-    """Training was told to stop and has saved its state; uncaught, the process ends with 128 + signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
-
-
-class Aborted(SystemExit):
-    """Training was told to stop a second time, and did not wait to save."""
-
-
-class Signals:
-    """Takes note of signals; the loop asks between steps. A second signal does not wait."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._raise = False
-        self._old: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._old = {number: signal.signal(number, self._handle) for number in CAUGHT}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            raise Aborted(128 + number)
-        self.received = number
-        if self._raise:
-            raise Stopped(number)
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises Stopped where it arrives: for work that can be long and changes nothing."""
-        if self.received:
-            raise Stopped(self.received)
-        self._raise = True
-        try:
-            yield
-        finally:
-            self._raise = False

@@ -1,141 +1,160 @@
-"""Training examples in order, cut into steps: a process's share is a function of (seed, epoch, batch, rank) alone."""
+"""The data loader: training examples as steps, of which each process gets a share.
+
+What a step holds is a function of (seed, epoch, batch, rank) alone; nothing is remembered between steps.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from regard.batch import Batch, GlobalBatch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
-from regard.data.images import Images, Pixels
-from regard.data.objectives import TextObjective, image_batch, rows_of
+from regard.data.images import Images
+from regard.data.objectives import TEXT_OBJECTIVES, TextObjective, image_batch, rows_of
 from regard.data.order import Indices, batches, generator
-from regard.recipe import Train
+from regard.data.plain import Stream
+from regard.data.prepare import Prepared
+from regard.recipe import Recipe, Train
+from regard.tasks import TASKS, Reads
 from regard.training.distributed import ProcessGroup
+
+IMAGES = 64  # in a batch, if the recipe does not say
 
 
 class StepBatches(NamedTuple):
-    """One step's examples: this process's share of each accumulated batch, and the numbers of the whole step."""
+    """The batches of one step: this process's share of each, and the numbers of the whole step."""
 
     shares: list[tuple[Batch, float]]  # weight 0: nothing was left for this process, but it must take part
     batches: int
     examples: int
     tokens: int  # target tokens
-    symbols: int  # of both sides
-    fresh: bool = False  # nothing is remembered from the step before, in models that read on
+    all_tokens: int  # of both sides
+    begins_epoch: bool  # segment memory starts empty
 
 
-class DataLoader(ABC):
-    """Training data as a sequence of steps; what it is made of is for each kind to say."""
+class DataLoader:
+    """Training data as a sequence of steps.
 
-    def __init__(self, train: Train, world: ProcessGroup) -> None:
+    `cut` makes the batches of an epoch as indices of examples, a pure function of (seed, epoch); `make` turns batch
+    number k of an epoch into a GlobalBatch: make(epoch, k, indices).
+    """
+
+    def __init__(
+        self,
+        train: Train,
+        group: ProcessGroup,
+        cut: Callable[[int], list[Indices]],
+        make: Callable[[int, int, Indices], GlobalBatch],
+    ) -> None:
         self._train = train
-        self._world = world
+        self._group = group
+        self._cut = cut
+        self._make = make
         self._epoch = -1
         self._batches: list[Indices] = []
 
-    @abstractmethod
-    def _cut(self, epoch: int) -> list[Indices]:
-        """Make the batches of an epoch; a pure function of (seed, epoch)."""
-
-    @abstractmethod
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
-        """One of them."""
-
-    def batches_in(self, epoch: int) -> int:
-        """How many batches an epoch has."""
-        return len(self.order(epoch))
-
-    def steps_in(self, epoch: int) -> int:
-        return -(-self.batches_in(epoch) // self._train.accumulate)
-
-    def order(self, epoch: int) -> list[Indices]:
-        """The batches of an epoch, as numbers of what is in them."""
+    def batches(self, epoch: int) -> list[Indices]:
+        """The batches of an epoch, as indices of their examples."""
         if epoch != self._epoch:
             self._batches = self._cut(epoch)
             self._epoch = epoch
         return self._batches
 
-    def portion(self, epoch: int, batch: int) -> StepBatches:
+    def batches_in(self, epoch: int) -> int:
+        return len(self.batches(epoch))
+
+    def steps_in(self, epoch: int) -> int:
+        return -(-self.batches_in(epoch) // self._train.accumulate)
+
+    def step(self, epoch: int, batch: int) -> StepBatches:
         """The step that begins with this batch of this epoch."""
-        group = self.order(epoch)[batch : batch + self._train.accumulate]
-        wholes = [self._whole(epoch, batch + index, rows) for index, rows in enumerate(group)]
-        tokens = sum(whole.tokens for whole in wholes)
-        rank, size = self._world.rank, self._world.size
+        indices = self.batches(epoch)[batch : batch + self._train.accumulate]
+        global_batches = [self._make(epoch, batch + offset, rows) for offset, rows in enumerate(indices)]
+        tokens = sum(each.tokens for each in global_batches)
+        rank, size = self._group.rank, self._group.size
         shares = []
-        for whole in wholes:
+        for each in global_batches:
             # Rows of a batch come sorted by length: every n-th of them is as much work as every other n-th.
-            mine = whole.examples > rank
-            part = slice(rank, None, size) if mine else slice(0, 1)
-            shares.append((whole.part(part, tokens), float(mine)))
-        examples, symbols = (sum(getattr(whole, name) for whole in wholes) for name in ("examples", "all_tokens"))
-        return StepBatches(shares, len(group), examples, tokens, symbols, fresh=batch == 0)
+            has_rows = each.examples > rank
+            part = slice(rank, None, size) if has_rows else slice(0, 1)
+            shares.append((each.part(part, tokens), float(has_rows)))
+        examples, all_tokens = (
+            sum(getattr(each, name) for each in global_batches) for name in ("examples", "all_tokens")
+        )
+        return StepBatches(shares, len(indices), examples, tokens, all_tokens, begins_epoch=batch == 0)
 
 
-class CorpusLoader(DataLoader):
+def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> DataLoader:
     """Pairs, or texts with labels, in batches of similar length."""
+    train, corpus = recipe.train, prepared.train
+    lengths = corpus.source_lengths, corpus.target_lengths
 
-    def __init__(self, corpus: Corpus, config: Config, train: Train, world: ProcessGroup) -> None:
-        super().__init__(train, world)
-        self._corpus = corpus
-        self._config = config
+    def make(epoch: int, batch: int, rows: Indices) -> GlobalBatch:
+        tokens = int(corpus.target_lengths[rows].sum())
+        all_tokens = tokens + int(corpus.source_lengths[rows].sum())
+        return GlobalBatch(len(rows), tokens, all_tokens, lambda part, total: load(corpus, rows[part], config, total))
 
-    def _cut(self, epoch: int) -> list[Indices]:
-        train, corpus = self._train, self._corpus
-        lengths = corpus.source_lengths, corpus.target_lengths
-        return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
-
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
-        tokens = int(self._corpus.target_lengths[rows].sum())
-        symbols = tokens + int(self._corpus.source_lengths[rows].sum())
-        return GlobalBatch(
-            len(rows), tokens, symbols, lambda part, total: load(self._corpus, rows[part], self._config, total)
-        )
+    return DataLoader(
+        train,
+        group,
+        lambda epoch: batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples),
+        make,
+    )
 
 
-class ImageLoader(DataLoader):
+def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config, group: ProcessGroup) -> DataLoader:
     """Images in random order, `batch_examples` at a time."""
+    train, images, pixels = recipe.train, prepared.train, prepared.pixels
+    assert pixels is not None
 
-    def __init__(self, images: Images, pixels: Pixels, train: Train, world: ProcessGroup) -> None:
-        super().__init__(train, world)
-        self._images = images
-        self._pixels = pixels
-
-    def _cut(self, epoch: int) -> list[Indices]:
-        rows = self._train.batch_examples or 64
-        order = generator(self._train.seed, epoch).permutation(len(self._images))
-        return [order[start : start + rows] for start in range(0, len(order), rows)]
-
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
+    def make(epoch: int, batch: int, rows: Indices) -> GlobalBatch:
+        count = len(rows)
         return GlobalBatch(
-            len(rows),
-            len(rows),
-            len(rows),
-            lambda part, total: image_batch(*self._images.read(rows[part], self._pixels), total),
+            count, count, count, lambda part, total: image_batch(*images.read(rows[part], pixels), total)
         )
 
+    def cut(epoch: int) -> list[Indices]:
+        return chunks(generator(train.seed, epoch).permutation(len(images)), train.batch_examples or IMAGES)
 
-class WindowLoader(DataLoader):
-    """Windows in random order. Where the first one begins differs by epoch, so that every token gets every context."""
-
-    def __init__(self, objective: TextObjective, train: Train, world: ProcessGroup) -> None:
-        super().__init__(train, world)
-        self._objective = objective
-
-    def _cut(self, epoch: int) -> list[Indices]:
-        random, rows, windows = generator(self._train.seed, epoch), rows_of(self._train), self._objective.windows
-        starts = random.permutation(windows.starts(int(random.integers(windows.stride))))
-        return [starts[at : at + rows] for at in range(0, len(starts), rows)]
-
-    def _whole(self, epoch: int, batch: int, rows: Indices) -> GlobalBatch:
-        return self._objective.batch(rows, (self._train.seed, epoch, batch))
+    return DataLoader(train, group, cut, make)
 
 
-class SegmentLoader(WindowLoader):
-    """The stream in lanes side by side: a row of a batch goes on where the same row of the batch before ended."""
+def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config, group: ProcessGroup) -> DataLoader:
+    """Windows of plain text; for a model with segment memory, lanes that are read from left to right."""
+    objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, recipe.train)
+    return window_loader(objective, recipe.train, group, lanes=config.has_memory)
 
-    def _cut(self, epoch: int) -> list[Indices]:
-        windows = self._objective.windows
-        offset = int(generator(self._train.seed, epoch).integers(windows.stride))
-        return windows.lanes(rows_of(self._train), offset)
+
+def window_loader(objective: TextObjective, train: Train, group: ProcessGroup, lanes: bool) -> DataLoader:
+    """Windows in random order, whose offset differs by epoch, so that every token gets every context.
+
+    With `lanes`, each row of a batch continues the same row of the batch before.
+    """
+    windows, rows = objective.windows, rows_of(train)
+
+    def cut(epoch: int) -> list[Indices]:
+        random = generator(train.seed, epoch)
+        offset = int(random.integers(windows.stride))
+        return windows.lanes(rows, offset) if lanes else chunks(random.permutation(windows.starts(offset)), rows)
+
+    return DataLoader(
+        train, group, cut, lambda epoch, batch, starts: objective.batch(starts, (train.seed, epoch, batch))
+    )
+
+
+def chunks(indices: Indices, size: int) -> list[Indices]:
+    """Indices cut into pieces of `size`; the last may be shorter."""
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+LOADERS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config, ProcessGroup], DataLoader]] = MappingProxyType(
+    {"pairs": corpus_loader, "labelled": corpus_loader, "text": text_loader, "images": image_loader}
+)
+
+
+def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config, group: ProcessGroup) -> DataLoader:
+    """The training data as steps."""
+    return LOADERS[TASKS[recipe.task].reads](recipe, prepared, config, group)

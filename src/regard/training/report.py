@@ -1,4 +1,7 @@
-"""What a run tells people while it goes: a live display on a terminal, plain lines elsewhere, or nothing."""
+"""What a run reports: messages and progress while it trains, its log, the learning curve and the model card.
+
+Progress is a live display on a terminal, plain lines elsewhere, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,51 @@ import errno
 import json
 import math
 import os
+import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from regard.errors import UserError
 from regard.files import replace_file
+from regard.metrics import LOWER_IS_BETTER
+from regard.recipe import Recipe
+from regard.tasks import TASKS
+from regard.training.checkpoint import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-
-REFRESH = 0.25  # seconds between two looks of the live display
+LOG = "log.jsonl"
+CURVE = "curve.svg"
+MODEL_CARD = "README.md"
+CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
+REFRESH = 0.25  # seconds between two updates of the live display
 _NOT_SCORES = frozenset({"event", "step", "epoch", "best", "seconds", "checkpoints"})
 _PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
+Event = dict[str, Any]
 
 
 class Reporter(Protocol):
-    """Whoever wants to know. Only the first process of a run calls it."""
+    """Receives the progress of a training run. Only the first process calls it."""
 
     def say(self, text: str) -> None:
-        """A choice that was made, or a warning."""
+        """Report a choice or a warning."""
 
     def event(self, event: Event) -> None:
-        """What was just written to the log."""
+        """Report what was just written to the log."""
 
     def tick(self, step: int, done: float, seconds: float) -> None:
-        """A step is over, `done` of the budget (0 to 1) and so many seconds are used up. Called often: be quick."""
+        """Report a step, after which `done` of the budget (0 to 1) is used up. Called often: be quick."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the display."""
 
 
 class SilentReporter:
-    """Says nothing."""
+    """Reports nothing."""
 
     def say(self, text: str) -> None: ...
 
@@ -52,12 +65,11 @@ class SilentReporter:
 
 
 class Lines(SilentReporter):
-    """Plain lines, as for a file."""
+    """Reports plain lines, as for a file."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._done = 0.0
-        self._seconds = 0.0
+        self._done = self._seconds = 0.0
 
     def say(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -72,7 +84,7 @@ class Lines(SilentReporter):
 
 
 class Live(SilentReporter):
-    """A bar with the latest numbers; validations scroll by above it."""
+    """Reports by a progress bar with the latest numbers; validations scroll by above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from rich.console import Console
@@ -81,11 +93,11 @@ class Live(SilentReporter):
         self._console = Console(file=stream or sys.stderr)
         self._text = Text
         self._bar: Bar | None = None
-        self._looked = 0.0
+        self._updated = 0.0
         self._latest: dict[str, Any] = {"loss": "", "score": "", "speed": ""}
 
     def say(self, text: str) -> None:
-        # As it is: nothing in a message is markup, and file names stay in one piece.
+        # Text: nothing in a message is markup, and file names stay in one piece.
         self._console.print(self._text(text), soft_wrap=True, highlight=False)
 
     def event(self, event: Event) -> None:
@@ -99,30 +111,23 @@ class Live(SilentReporter):
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         now = time.monotonic()
-        if now - self._looked < REFRESH:
+        if now - self._updated < REFRESH:
             return
-        self._looked = now
+        self._updated = now
         if self._bar is None:
             self._bar = self._make_bar()
         task = self._bar.task_ids[0]
         left = _left(done, seconds)
-        self._bar.update(
-            task, completed=done, description=f"step {step:,}", left=f"{left} left" if left else "", **self._latest
-        )
+        fields = {**self._latest, "left": f"{left} left" if left else ""}
+        self._bar.update(task, completed=done, description=f"step {step:,}", **fields)
         self._bar.refresh()
 
     def _make_bar(self) -> Bar:
         from rich.progress import BarColumn, Progress, TextColumn
 
         fields = [TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "score", "speed", "left")]
-        bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            *fields,
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(20), *fields)
+        bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         bar.add_task("", total=1.0, left="", **self._latest)
         bar.start()
         return bar
@@ -177,7 +182,7 @@ def _left(done: float, seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people write it."""
+    """A duration for people."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)
@@ -185,13 +190,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
 
-LOG = "log.jsonl"
-CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
-Event = dict[str, Any]
+# The log
 
 
 class Log:
-    """The log of a run, open for writing at a position."""
+    """The log of a run: one JSON object per line, written from a position on."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path = path
@@ -214,7 +217,7 @@ class Log:
         self.position += len(data)
 
     def sync(self) -> None:
-        """Wait until the disk has it."""
+        """Wait until it is on disk."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -241,11 +244,11 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-CURVE = "curve.svg"
+# The learning curve
 
 
 def draw_curve(run: Path, metric: str) -> Path | None:
-    """Draw the log of a run -> the picture's path, or None if there is nothing to draw or nothing to draw with."""
+    """Draw the log of a run -> the path of the picture, or None without matplotlib or without events."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -263,21 +266,15 @@ def draw_curve(run: Path, metric: str) -> Path | None:
     if train:
         axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, label="training loss")
     if valid:
-        axes.plot(
-            [e["step"] for e in valid],
-            [e["loss"] for e in valid],
-            "o-",
-            ms=3,
-            color="tab:orange",
-            label="validation loss",
-        )
+        steps, losses = zip(*((e["step"], e["loss"]) for e in valid), strict=True)
+        axes.plot(steps, losses, "o-", ms=3, color="tab:orange", label="validation loss")
         best = max((e for e in valid if e["best"]), key=lambda e: e["step"], default=None)
         if best is not None:
             axes.axvline(best["step"], color="gray", linestyle=":", label=f"best (step {best['step']:,})")
     if metric != "loss" and valid:
         right = axes.twinx()
         right.set_ylabel(f"{metric} (%)")
-        right.plot([e["step"] for e in valid], [e[metric] for e in valid], "s--", ms=3, color="tab:green", label=metric)
+        right.plot(steps, [e[metric] for e in valid], "s--", ms=3, color="tab:green", label=metric)
         lines = axes.get_lines() + right.get_lines()
         axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
     else:
@@ -285,3 +282,107 @@ def draw_curve(run: Path, metric: str) -> Path | None:
     path = run / CURVE
     replace_file(path, lambda temporary: figure.savefig(temporary, format="svg", metadata={"Date": None}))
     return path
+
+
+# The model card
+
+MEANING = {
+    "loss": "negative log-probability of a token of the target, in nats",
+    "perplexity": "exp(loss)",
+    "bits_per_char": "the same in bits, per character of the text",
+    "accuracy": "sequences that are right in full, in percent",
+    "wer": "sequences that are wrong, in percent",
+    "per": "edits per token of the reference, in percent",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+}
+_LABELS = {
+    "loss": "negative log-probability of a label, in nats",
+    "accuracy": "labels that are right, in percent",
+}
+TASK_MEANING = {
+    "masked": {"accuracy": "masked tokens that are predicted right, in percent"},
+    "classify": _LABELS,
+    "image": _LABELS,
+}
+USES = {
+    "pairs": ("generate {run} input.txt", "evaluate {run} pairs.tsv", "inspect {run} TEXT -o page.html"),
+    "lm": ("generate {run} prompts.txt", "evaluate {run} text.txt"),
+    "masked": (
+        "evaluate {run} text.txt",
+        "train --task classify --data labelled.tsv --from {run} --out runs/classifier",
+    ),
+    "span": ("evaluate {run} text.txt", "train --data pairs.tsv --from {run} --out runs/tuned"),
+    "classify": ("generate {run} input.txt", "evaluate {run} labelled.tsv"),
+    "image": ("generate {run} images.npz", "evaluate {run} images.npz"),
+}
+
+
+def write_model_card(
+    run: Path,
+    recipe: Recipe,
+    progress: Progress,
+    *,
+    parameters: int,
+    examples: tuple[int, int],
+    notes: list[str],
+    signatures: Mapping[str, str],
+) -> None:
+    """Write the model card; `examples` are the numbers for training and validation, `notes` the choices made."""
+    data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
+    files = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
+    unit = {"text": "characters", "images": "images"}.get(task.reads, "examples")
+    origin = f"starting from `{train.start_from}`" if train.start_from else f"preset `{recipe.preset}`"
+    lines = [
+        f"# {run.resolve().name}",
+        "",
+        f"{task.model[0].upper()}{task.model[1:]}, trained with regard: {origin}, {parameters:,} parameters.",
+        "",
+        "## Scores",
+        "",
+        *_score_table(progress, recipe, signatures),
+        "",
+        *([f"![learning curve]({CURVE})", ""] if (run / CURVE).exists() else []),
+        "## Data",
+        "",
+        f"- files: {', '.join(f'`{name}`' for name in files if name)}",
+        f"- {examples[0]:,} {unit} to train on, {examples[1]:,} to validate",
+        *(f"- {note}" for note in notes),
+        "",
+        "## Training",
+        "",
+        f"- {progress.step:,} steps ({progress.epoch + 1} epochs begun, {progress.examples:,} examples), "
+        f"{duration(progress.seconds)}, {train.workers} process{'es' * (train.workers != 1)}, seed {train.seed}",
+        f"- ended by: {progress.finished}; skipped steps: {progress.skipped}",
+        "- every setting: `recipe.toml`; every number: `log.jsonl`",
+        "",
+        "## Use",
+        "",
+        "```sh",
+        *(f"regard {use.format(run=shlex.quote(str(run)))}" for use in USES[recipe.task]),
+        "```",
+    ]
+    if task.name in ("pairs", "lm"):
+        lines += ["", "```python", "import regard", f"regard.load({str(run)!r}).generate([...])", "```"]
+    text = "\n".join(lines) + "\n"
+    replace_file(run / MODEL_CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, str]) -> list[str]:
+    best, metric, beam = progress.best, recipe.train.metric, recipe.train.validate_beam
+    meanings = MEANING | TASK_MEANING.get(recipe.task, {})
+    if best is None:
+        return ["None: no validation gave a number."]
+    scores = dict(best.scores)
+    if not TASKS[recipe.task].labels:
+        scores["perplexity"] = math.exp(min(best.scores["loss"], 700))
+    rows = ["| on the validation examples | | |", "|---|---|---|"]
+    for name, value in scores.items():
+        meaning = meanings.get(name, "") + (f", `{signatures[name]}`" if name in signatures else "")
+        rows.append(f"| {name} | {value:.4g} | {meaning} |")
+    which = f"the mean of {best.averaged} checkpoints" if best.averaged else f"step {best.step:,}"
+    order = "lowest" if metric in LOWER_IS_BETTER else "highest"
+    search = ""
+    if TASKS[recipe.task].reads == "pairs" and metric != "loss":
+        search = f"; outputs by {'greedy search' if beam == 1 else f'beam search ({beam})'}"
+    return [*rows, "", f"The weights are those of {which}, chosen by the {order} {metric}{search}."]

@@ -1,7 +1,9 @@
-"""Starting from the weights of a run, and training only a part of them."""
+"""The beginning of training: a new run directory, a run that is resumed, weights of a base run, what is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,21 +11,164 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from regard.config import Config
+from regard.data.prepare import Prepared
+from regard.device import choose_device, usable_precision
 from regard.errors import UserError, closest
 from regard.files import read_json, replace_file, to_toml, write_json
+from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.model import Model, on_meta
 from regard.nn.lora import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
-from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, weights_of
+from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
+from regard.tasks import TASKS
 from regard.text.codec import Codec
+from regard.training.checkpoint import TRAINING, Checkpoints, Progress
+from regard.training.plan import Budget
 from regard.training.report import Reporter
 
-FRESH = "fresh.json"  # in the training directory: names of weights that a run to start from had nothing for
+DATA = "data"  # in the training directory
+UNCUT = "uncut"  # there too: config and weights from before closed heads were cut
+FRESH = "fresh.json"  # in the training directory: names of weights that the base run does not have
 GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
+BUDGET = ("minutes", "steps", "epochs")
+# What a run is made of. `training` is not among them: prepared data alone is no run.
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "adapters.safetensors",
+    RECIPE,
+    "log.jsonl",
+    "README.md",
+    "source.tokenizer.json",
+    "target.tokenizer.json",
+    "tokenizer.json",
+)
+
+
+# The run directory
+
+
+@contextmanager
+def removed_if_empty(path: Path) -> Iterator[None]:
+    """If an error occurs, remove the directories that were made for the run and are still empty."""
+    missing = [directory for directory in (path / TRAINING, path, *path.parents) if not directory.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty
+            for directory in missing:
+                directory.rmdir()
+        raise
+
+
+def write_run(path: Path, recipe: Recipe, config: Config, prepared: Prepared[Any], fresh: list[str]) -> None:
+    """Write everything of a new run that is known before training; config.json last, for it makes a run of it."""
+    if fresh:  # remembered here, for the base run may be gone when this one resumes
+        write_json(path / TRAINING / FRESH, fresh)
+    codec = prepared.codec
+    try:
+        codec.save(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
+    save_recipe(recipe, path)
+    run = RunConfig(model=config, text=codec.config, task=recipe.task, labels=prepared.labels, pixels=prepared.pixels)
+    write_json(path / "config.json", run.model_dump(mode="json"))
+
+
+def finished_progress(recipe: Recipe, path: Path) -> Progress | None:
+    """The progress of a run that is finished, unless the budget of the recipe lets it go on."""
+    progress = Checkpoints(path).progress()
+    if progress is None or progress.finished is None:
+        return None
+    done, _ = Budget.of(recipe.train).done(progress.step, progress.epoch, progress.seconds)
+    return progress if done >= 1 or progress.finished == "patience" else None
+
+
+def resume_run(recipe: Recipe, path: Path, reporter: Reporter) -> Recipe:
+    """Make a run ready to go on -> its recipe, with the budget that is given now."""
+    saved, precision = saved_recipe(path), recipe.train.precision
+    recipe = resumed_recipe(recipe, saved, path)
+    if finished_progress(recipe, path) is None:
+        restore_unpruned(path, path / TRAINING / UNCUT)
+        if precision != recipe.train.precision == "fp32":
+            reporter.say("precision: fp32, which the run settled on")
+        # The run may have come from another machine. Being slow is no reason to go on differently than it began.
+        device = choose_device(recipe.train.device)
+        usable = usable_precision(recipe.train.precision, device, reporter.say, slow=False)
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": usable})})
+    if recipe != saved:
+        save_recipe(recipe, path)
+    return recipe
+
+
+def is_run(run: Path) -> bool:
+    """Whether a directory holds a run that was set up completely; config.json is written last."""
+    return (run / "config.json").is_file() and (run / RECIPE).is_file()
+
+
+def require_free(run: Path) -> None:
+    """Refuse to write over a run, or over somebody's files."""
+    if run.exists() and not run.is_dir():
+        raise UserError(f"{run}: is a file; --out takes a directory")
+    if is_run(run):
+        raise UserError(f"{run}: there is a run already; continue it with --resume, or choose another --out")
+    taken = [name for name in FILES if (run / name).exists()]
+    if taken:
+        raise UserError(f"{run}: has {', '.join(taken)}, which training would overwrite; choose another --out")
+
+
+def save_recipe(recipe: Recipe, run: Path) -> None:
+    """Write the complete recipe; what is not set has no key, for TOML knows no null."""
+    text = to_toml(recipe.model_dump(mode="json"))
+    replace_file(run / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def resumed_recipe(given: Recipe, saved: Recipe, run: Path) -> Recipe:
+    """The recipe to continue with: the saved one, with the given budget, if any.
+
+    All other settings that are given must equal the saved ones, unless they leave the choice open.
+    """
+    now, then = _flat(given.model_dump(mode="json", exclude_unset=True)), _flat(saved.model_dump(mode="json"))
+    budget = {f"train.{key}" for key in BUDGET}
+    changed = [
+        f"{key}: now {value!r}, then {_saved_value(key, then)}"
+        for key, value in now.items()
+        if key not in budget and value != then.get(key) and not _leaves_open(key, value)
+    ]
+    if changed:
+        raise UserError(
+            f"{run}: cannot resume with a changed recipe (only minutes, steps and epochs may change)\n  "
+            + "\n  ".join(changed)
+            + "\n  leave these out, or start a new run with another --out"
+        )
+    new = {key: getattr(given.train, key) for key in BUDGET}
+    if any(value is not None for value in new.values()):
+        return saved.model_copy(update={"train": saved.train.model_copy(update=new)})
+    return saved
+
+
+def _saved_value(key: str, then: dict[str, Any]) -> str:
+    return "as the preset has it" if key.startswith("model.") and key not in then else repr(then.get(key))
+
+
+def _leaves_open(key: str, value: Any) -> bool:
+    if key == "train.precision" and value == "bf16":  # means: if the machine is good at it, which was found out then
+        return True
+    return value == "auto" or value is None or (key == "train.workers" and value == 0)
+
+
+def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return flat
+
+
+# The base run and its weights
 
 
 class BaseRun(NamedTuple):
-    """The run to start from, without its weights."""
+    """The run to start from (train.start_from), without its weights."""
 
     config: RunConfig
     codec: Codec
@@ -48,41 +193,45 @@ def open_base(recipe: Recipe) -> BaseRun | None:
 
 
 def _same_text(recipe: Recipe, base: RunConfig) -> None:
-    """Refuse settings of text that would not be followed: text becomes tokens as it does in the run."""
+    """Refuse settings of text that would be ignored: the tokenizers are those of the base run."""
     asked = {key: getattr(recipe.text, key) for key in sorted(recipe.text.model_fields_set)}
     there = {key: getattr(base.text, key, Text.model_fields[key].default) for key in asked}
-    other = [
+    different = [
         f"text.{key}: {value} here, {there[key]} there"
         for key, value in asked.items()
         if value not in ("auto", there[key])
     ]
-    if other and recipe.task != "image":
+    if different and TASKS[recipe.task].reads != "images":
         raise UserError(
-            f"{recipe.train.start_from} brings its own tokens; leave out what differs\n  " + "\n  ".join(other)
+            f"{recipe.train.start_from} brings its own tokens; leave out what differs\n  " + "\n  ".join(different)
         )
 
 
-class Started(NamedTuple):
-    """How the weights of a run fit a new model."""
+class WeightMatch(NamedTuple):
+    """How the weights of a run fit a new model, by name."""
 
-    fresh: list[str]  # names that the run has nothing for
-    grown: list[str]  # names of which it has the first rows
-    left: list[str]  # names that the new model has no use for
+    fresh: list[str]  # not in the run
+    grown: list[str]  # of which the run has the first rows
+    unused: list[str]  # not in the new model
 
     def notes(self) -> list[str]:
-        told = (("fresh", self.fresh), ("longer than there, the new rows fresh", self.grown), ("not used", self.left))
-        return [f"{what}: {', '.join(_parts(names))}" for what, names in told if names]
+        lists = (
+            ("fresh", self.fresh),
+            ("longer than there, the new rows fresh", self.grown),
+            ("not used", self.unused),
+        )
+        return [f"{what}: {', '.join(_short_names(names))}" for what, names in lists if names]
 
 
-def _parts(names: list[str]) -> list[str]:
-    """Names without what is told by their beginning."""
+def _short_names(names: list[str]) -> list[str]:
+    """Names of weights, those inside a block shortened to the name of the block."""
     return sorted({".".join(name.split(".")[:3]) if ".blocks." in name else name for name in names})
 
 
-def compare(config: Config, labels: tuple[str, ...], run: str | Path) -> Started:
-    """See whether a run's weights fit; what has another shape is listed in one error.
+def match_weights(config: Config, labels: tuple[str, ...], run: str | Path) -> WeightMatch:
+    """See whether a run's weights fit; all weights of another shape are listed in one error.
 
-    The prediction of labels is fresh if the run has other `labels`, or does not say which it has.
+    The classifier is fresh if the run has other `labels`, or does not say which it has.
     """
     new_labels = config.output == "classes" and read_config(Path(run)).labels != labels
     with _weights(run) as file:
@@ -103,35 +252,46 @@ def compare(config: Config, labels: tuple[str, ...], run: str | Path) -> Started
     if wrong:
         more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
         raise UserError(f"{run}: its weights do not fit the model\n  " + "\n  ".join([*wrong[:20], *more]))
-    return Started(fresh, grown, [name for name in theirs if name not in ours])
+    return WeightMatch(fresh, grown, [name for name in theirs if name not in ours])
 
 
-def plan_start(recipe: Recipe, config: Config, labels: tuple[str, ...], training: Path, talk: Reporter) -> None:
-    """See what the weights to start from leave fresh, and remember it: that run may be gone when this one resumes."""
+def plan_weights(recipe: Recipe, config: Config, labels: tuple[str, ...], reporter: Reporter) -> list[str]:
+    """Check the weights to start from and the parts to train -> names of weights that the base run does not have."""
     fresh: list[str] = []
     if recipe.train.start_from is not None:
-        started = compare(config, labels, recipe.train.start_from)
-        fresh = started.fresh
-        for note in (f"weights: those of {recipe.train.start_from}", *started.notes()):
-            talk.say(note)
+        match = match_weights(config, labels, recipe.train.start_from)
+        fresh = match.fresh
+        for note in (f"weights: those of {recipe.train.start_from}", *match.notes()):
+            reporter.say(note)
     choose_trained(on_meta(config), recipe.train, fresh)  # finds mistakes before anything is written
-    if fresh:
-        write_json(training / FRESH, fresh)
+    return fresh
 
 
-def fresh_weights(training: Path) -> list[str]:
-    """The names that `plan_start` found."""
-    names: list[str] = read_json(training / FRESH) if (training / FRESH).is_file() else []
-    return names
+def make_model(recipe: Recipe, labels: tuple[str, ...], path: Path, device: torch.device) -> Model:
+    """The model of a run with its first weights; a later checkpoint is loaded by the trainer."""
+    torch.manual_seed(recipe.train.seed)  # the same weights in every process
+    model = Model(read_config(path).model).to(device)
+    if recipe.train.start_from is not None and Checkpoints(path).progress() is None:
+        load_weights_of(recipe.train.start_from, model, labels)
+    return model
+
+
+def add_trained_parts(model: Model, train: Train, path: Path) -> str | None:
+    """Freeze what is not trained, add adapters and head gates -> a message, unless everything is trained."""
+    fresh = path / TRAINING / FRESH
+    message = choose_trained(model, train, read_json(fresh) if fresh.is_file() else [])
+    if train.l0:
+        gate_heads(model)
+    return message
 
 
 @torch.no_grad()
-def load_start(model: Model, labels: tuple[str, ...], run: str | Path) -> None:
-    """Give a model the weights of a run, as far as `compare` found them to fit."""
-    started = compare(model.config, labels, run)
+def load_weights_of(run: str | Path, model: Model, labels: tuple[str, ...]) -> None:
+    """Give a model the weights of a run, as far as they fit."""
+    match = match_weights(model.config, labels, run)
     with _weights(run) as file:
         for name, weight in weights_of(model).items():
-            if name not in started.fresh:
+            if name not in match.fresh:
                 theirs = file.get_tensor(name)
                 weight[: len(theirs)].copy_(theirs)
 
@@ -145,9 +305,9 @@ def _weights(run: str | Path):  # type: ignore[no-untyped-def]  # the library ha
 
 
 def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
-    """Freeze what is not to be trained, and add adapters if asked to -> what to tell, if anything is special.
+    """Freeze what is not to be trained, and add adapters if asked to -> a message, unless everything is trained.
 
-    What a run to start from had nothing for is trained in any case.
+    Fresh weights, which the base run does not have, are trained in any case.
     """
     total = model.size
     names = list(dict(model.named_parameters()))
@@ -167,7 +327,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
             wanted = name in fresh or name in adapters or any(_within(name, part) for part in train.parts or ())
             parameter.requires_grad_(wanted)
     if model.pooler is not None and model.config.output != "classes":
-        model.pooler.requires_grad_(False)  # nothing that is predicted here comes from it
+        model.pooler.requires_grad_(False)  # only a classifier reads it
     if not train.lora and train.parts is None:
         return None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -185,85 +345,3 @@ def _check_rank(model: Model, train: Train) -> None:
 
 def _within(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
-
-
-BUDGET = ("minutes", "steps", "epochs")
-# What a run is made of. `training` is not among them: data prepared in vain is no run.
-OURS = (
-    "config.json",
-    "model.safetensors",
-    "adapters.safetensors",
-    RECIPE,
-    "log.jsonl",
-    "README.md",
-    "source.tokenizer.json",
-    "target.tokenizer.json",
-    "tokenizer.json",
-)
-
-
-def begun(run: Path) -> bool:
-    """Whether a directory holds a run that was set up completely; config.json is written last."""
-    return (run / "config.json").is_file() and (run / RECIPE).is_file()
-
-
-def require_free(run: Path) -> None:
-    """Refuse to write over a run, or over somebody's files."""
-    if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file; --out takes a directory")
-    if begun(run):
-        raise UserError(f"{run}: there is a run already; continue it with --resume, or choose another --out")
-    taken = [name for name in OURS if (run / name).exists()]
-    if taken:
-        raise UserError(f"{run}: has {', '.join(taken)}, which training would overwrite; choose another --out")
-
-
-def save_recipe(recipe: Recipe, run: Path) -> None:
-    """Write the complete recipe; what is not set has no key, for TOML knows no null."""
-    text = to_toml(recipe.model_dump(mode="json"))
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    replace_file(run / RECIPE, write)
-
-
-def resumed_recipe(given: Recipe, saved: Recipe, run: Path) -> Recipe:
-    """The recipe to continue with: the saved one, with the budget that is given now, if any.
-
-    Whatever else is given must be as it was; what is not given, or left to choose, is as it was.
-    """
-    now, then = _flat(given.model_dump(mode="json", exclude_unset=True)), _flat(saved.model_dump(mode="json"))
-    budget = {f"train.{key}" for key in BUDGET}
-    changed = [
-        f"{key}: now {value!r}, then {_then(key, then)}"
-        for key, value in now.items()
-        if key not in budget and value != then.get(key) and not _open(key, value)
-    ]
-    if changed:
-        raise UserError(
-            f"{run}: cannot resume with a changed recipe (only minutes, steps and epochs may change)\n  "
-            + "\n  ".join(changed)
-            + "\n  leave these out, or start a new run with another --out"
-        )
-    new = {key: getattr(given.train, key) for key in BUDGET}
-    if any(value is not None for value in new.values()):
-        return saved.model_copy(update={"train": saved.train.model_copy(update=new)})
-    return saved
-
-
-def _then(key: str, then: dict[str, Any]) -> str:
-    return "as the preset has it" if key.startswith("model.") and key not in then else repr(then.get(key))
-
-
-def _open(key: str, value: Any) -> bool:
-    if key == "train.precision" and value == "bf16":  # wished for, where the machine is good at it: that was settled
-        return True
-    return value == "auto" or value is None or (key == "train.workers" and value == 0)
-
-
-def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return flat

@@ -1,9 +1,9 @@
-"""One step: forward, backward, and the update if all went well."""
+"""One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,98 +19,114 @@ from regard.nn.gates import LR_FACTOR, head_gates
 from regard.nn.matmul import bf16_matmuls, use_matmuls
 from regard.recipe import Train
 from regard.run import weights_of
-from regard.training.distributed import GradientAllReduce, ProcessGroup, same_start
+from regard.training.distributed import GradientAllReduce, ProcessGroup, broadcast_weights
 
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Stepper:
-    """A model with its objective and optimizer."""
+    """A model with its objective, its optimizer and, if asked for, the moving average of its weights.
 
-    def __init__(self, model: Model, train: Train, world: ProcessGroup) -> None:
+    By default the objective is that of `train`.
+    """
+
+    def __init__(self, model: Model, train: Train, group: ProcessGroup, objective: Objective | None = None) -> None:
         self.model = model
         self.train = train
-        self.world = world
+        self.group = group
         self.optimizer = make_optimizer(model, train)
+        self.objective = objective or Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
         self._parameters = list(model.parameters())
-        self.objective = objective = Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
-        self._module: nn.Module = objective
-        on_processor = world.device.type == "cpu"
-        # There bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
-        self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_processor else {}
-        self._exchange: GradientAllReduce | None = None
+        self._module: nn.Module = self.objective
+        on_cpu = group.device.type == "cpu"
+        # On a CPU bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
+        self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_cpu else {}
+        self._all_reduce: GradientAllReduce | None = None
         self._averaged_over = 1
-        if world.size > 1 and on_processor:
-            same_start(self._parameters)
-            self._exchange = GradientAllReduce(self._parameters, narrow=bool(self._matmuls))
-        elif world.size > 1:
-            self._module = DistributedDataParallel(objective, forward_sync_buffers=False, gradient_as_bucket_view=True)
-            self._averaged_over = world.size
-        self._pool = MaskPool(train.seed * _RANKS + world.rank) if on_processor else None
+        if group.size > 1 and on_cpu:
+            broadcast_weights(self._parameters)
+            self._all_reduce = GradientAllReduce(self._parameters, bf16=bool(self._matmuls))
+        elif group.size > 1:
+            self._module = DistributedDataParallel(
+                self.objective, forward_sync_buffers=False, gradient_as_bucket_view=True
+            )
+            self._averaged_over = group.size
+        self._pool = MaskPool(train.seed * _RANKS + group.rank) if on_cpu else None
         use_pool(model, self._pool)
+        self.ema = Ema(model, train.ema) if train.ema else None
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that are validated and kept: the moving average if there is one."""
+        return weights_of(self.model) if self.ema is None else self.ema.weights
+
+    def rate(self, step: int, done: float) -> float:
+        """The learning rate of a step, with `done` of the budget (0 to 1) used up before it."""
+        return learning_rate(self.train, step, done, self.model.config.top.width)
 
     def backward(self, step: int, shares: Sequence[tuple[Batch, float]]) -> list[float]:
-        """Make the gradients of a step -> [sum of negative log-probabilities, of the objective, norm of the gradient].
+        """Compute the gradients of a step -> [sum of negative log-probabilities, sum of the objective, gradient norm].
 
-        The sums are this process's, the gradients everyone's. Random numbers depend on (seed, step, process) alone.
+        The sums are those of this process, the gradients those of all. Random numbers depend on (seed, step, rank)
+        alone.
         """
         self._module.train()
         self.optimizer.zero_grad(set_to_none=True)
-        torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.world.rank)
+        torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.group.rank)
         if self._pool is not None:
             self._pool.begin(step)
-        nll = torch.zeros((), device=self.world.device)
-        smoothed = torch.zeros((), device=self.world.device)
+        nll = torch.zeros((), device=self.group.device)
+        smoothed = torch.zeros((), device=self.group.device)
         for index, (batch, weight) in enumerate(shares):
             more = index < len(shares) - 1
-            alone = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
-            with alone, use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
-                loss = self._loss(batch.to(self.world.device))
-                # Averaging over processes, if any, is undone. A loss that is not finite makes its gradients NaN,
-                # whatever they were: then everyone sees it in the norm.
+            no_sync = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
+            with no_sync, use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
+                loss = self._loss(batch.to(self.group.device))
+                # DistributedDataParallel averages over processes, which is undone here. A loss that is not finite
+                # makes its gradients NaN, whatever they were: then every process sees it in the norm.
                 scale = weight * self._averaged_over / batch.total + loss.smoothed.detach() * 0
                 (loss.smoothed * scale).backward()
             nll += weight * loss.nll
             smoothed += weight * loss.smoothed.detach()
-        if self._exchange is not None:
-            self._exchange()
+        if self._all_reduce is not None:
+            self._all_reduce()
         norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=True)
-        sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one wait per step
+        sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one host sync per step
         return sums
 
     def _loss(self, batch: Batch) -> Loss:
-        bf16 = self.train.precision == "bf16" and not self._matmuls
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16):
+        autocast = self.train.precision == "bf16" and not self._matmuls
+        with torch.autocast(self.group.device.type, torch.bfloat16, enabled=autocast):
             loss: Loss = self._module(batch)
         return loss
 
     def _gradients(self) -> list[Any]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def update(self, rate: float, norm: float) -> bool:
+    def update(self, step: int, rate: float, norm: float) -> bool:
         """Move the weights, with the gradient clipped; if it is not finite, nothing moves -> whether they moved."""
         if not math.isfinite(norm):
             return False
         excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
         # Fused optimizers divide the gradients by this while they read them, which saves a pass over all of them.
-        self.optimizer.grad_scale = torch.tensor(excess, device=self.world.device)  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = torch.tensor(excess, device=self.group.device)  # type: ignore[attr-defined]
         set_rate(self.optimizer, rate)
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.model, step)
         return True
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """Adam or AdamW, fused, of what is not frozen; weights decay, biases and norms do not."""
-    odds = [part.odds for part in head_gates(model).values()]
-    apart = set(map(id, odds))
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+    """Adam or AdamW, fused, over what is not frozen; matrices decay, biases and norms do not."""
+    odds = [gate.odds for gate in head_gates(model).values()]
+    gate_ids = set(map(id, odds))
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in gate_ids]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-        {"params": odds, "weight_decay": 0.0, "faster": LR_FACTOR},
+        {"params": odds, "weight_decay": 0.0, "lr_factor": LR_FACTOR},
     ]
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
     return kind(
@@ -148,11 +164,11 @@ def learning_rate(train: Train, step: int, done: float, width: int) -> float:
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("faster", 1.0)
+        group["lr"] = rate * group.get("lr_factor", 1.0)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """What the optimizer remembers, as tensors named after the parameters."""
+    """The state of the optimizer, as tensors named after the parameters."""
     return {
         f"{name}:{moment}": optimizer.state[parameter][moment]
         for name, parameter in model.named_parameters()
@@ -162,9 +178,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give the optimizer back what `optimizer_tensors` told of it; a moment that is missing raises KeyError.
+    """Set the state of the optimizer to that of `optimizer_tensors`; a missing moment raises KeyError.
 
-    A parameter that it says nothing of never had a gradient: it is frozen, or nothing was saved before the first step.
+    A parameter without any moments never had a gradient: it is frozen, or was saved before the first step.
     """
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
@@ -176,9 +192,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
 
 
 class Ema:
-    """An exponential moving average of a model's weights. Early on it forgets faster, or the start would stay in it.
+    """An exponential moving average of a model's weights. Early on it decays faster, or the start would stay in it.
 
-    It looks at the weights some thirty times while it forgets them, which is as good as at every step and costs less.
+    It is updated about thirty times per averaging window, which is as good as at every step and costs less.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -193,8 +209,8 @@ class Ema:
 
 
 @contextmanager
-def lent(model: nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
-    """Let a model have other weights for a while; None leaves it as it is."""
+def swapped_weights(model: nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
+    """Inside, the model has other weights; None leaves it as it is."""
     if weights is None:
         yield
         return
@@ -206,16 +222,3 @@ def lent(model: nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
     finally:
         for name, parameter in model.named_parameters():
             parameter.data = own[name]
-
-
-def mean(sets: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of several sets of weights, summed in double precision."""
-    total: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    count = 0
-    for weights in sets:
-        count += 1
-        for name, x in weights.items():
-            dtypes[name] = x.dtype
-            total[name] = total[name] + x.double() if name in total else x.double()
-    return {name: (x / count).to(dtypes[name]) for name, x in total.items()}

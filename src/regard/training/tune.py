@@ -1,18 +1,21 @@
-"""A short training of a model that was changed, by what it said before."""
+"""Pruning a run: remove the heads that matter least, tune the rest by distillation from the whole model, report.
+
+Tuning and the learning of head gates are short trainings in this process, made of the steps that training takes.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from regard.batch import Batch, collate
@@ -35,26 +38,76 @@ from regard.inspect.prune import (
     removable_heads,
     require_prunable,
 )
-from regard.loss import Objective
+from regard.loss import Loss, Objective
 from regard.metrics import LOWER_IS_BETTER
 from regard.model import Model
-from regard.nn.dropout import MaskPool, use_pool
-from regard.nn.gates import add_gates, expected_open, head_gates, remove_gates
+from regard.nn.dropout import use_pool
+from regard.nn.gates import add_gates, head_gates, remove_gates
 from regard.recipe import Train
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.step import Ema, learning_rate, lent, make_optimizer, set_rate
+from regard.training.distributed import ProcessGroup
+from regard.training.step import Stepper, swapped_weights
+from regard.training.validation import mean_scores
 
 LR = 7e-4
-DISTILLED = 0.7  # of what is minimised: how far the model is from its teacher; the rest is the usual loss
+DISTILLED = 0.7  # share of the divergence from the teacher in the objective; the rest is the usual loss
 DECAY = 0.995  # of the moving average
 SMOOTHING = 0.1
-JUDGED = 10  # times, on the way
+JUDGED = 10  # times while tuning
+GATE_COST = 0.1  # of all heads, in loss per token, while gates are learned
+POINTS = 12  # of the curve
+REPORT = "prune.json"
+TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
+
+
+# Short trainings
+
+
+class Distillation(Objective):
+    """The smoothed loss, mixed with the divergence from the predictions of a teacher."""
+
+    def __init__(self, model: Model, label_smoothing: float, teacher: Model) -> None:
+        super().__init__(model, label_smoothing)
+        self._teacher_logits = lambda batch: label_logits(teacher, batch)[0]  # not a submodule: it stays in eval mode
+
+    def forward(self, batch: Batch) -> Loss:
+        logits_NV, label_N = label_logits(self.model, batch)
+        usual = F.cross_entropy(logits_NV, label_N, label_smoothing=self.label_smoothing, reduction="sum")
+        with torch.no_grad():
+            teacher_NV = self._teacher_logits(batch).log_softmax(-1)
+            nll = F.cross_entropy(logits_NV, label_N, reduction="sum")
+            correct = (logits_NV.argmax(-1) == label_N).sum()
+        divergence = F.kl_div(logits_NV.log_softmax(-1), teacher_NV, log_target=True, reduction="sum")
+        return Loss(DISTILLED * divergence + (1 - DISTILLED) * usual, nll, correct)
+
+
+def label_logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits (N, V) and labels (N) of the positions that are predicted."""
+    x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
+    keep_BT = torch.ones_like(batch.label_BT, dtype=torch.bool) if batch.keep_BT is None else batch.keep_BT
+    return model.predict(x_BTD[keep_BT]).float(), batch.label_BT[keep_BT]
+
+
+def run_steps(
+    stepper: Stepper, batches: Iterable[Batch], steps: int, after_step: Callable[[int], None] = lambda step: None
+) -> list[float]:
+    """Take steps of one batch each -> the loss per token of each; the model ends in eval mode."""
+    losses = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for step, batch in zip(range(1, steps + 1), batches, strict=False):
+            stepper.objective.segment_memory = None  # batches come in random order
+            nll, _, norm = stepper.backward(step, [(batch, 1.0)])
+            stepper.update(step, stepper.rate(step, (step - 1) / steps), norm)
+            losses.append(nll / batch.tokens)
+            after_step(step)
+    use_pool(stepper.model.eval(), None)
+    return losses
 
 
 def tune(
     model: Model,
-    batches: Iterator[Batch],
+    batches: Iterable[Batch],
     steps: int,
     *,
     teacher: Model | None = None,
@@ -62,124 +115,94 @@ def tune(
     lr: float = LR,
     seed: int = 1,
 ) -> list[float]:
-    """Train in this process for some steps -> the loss per token of each; it ends in eval mode.
+    """Train for some steps -> the loss per token of each; the model ends in eval mode.
 
-    With a teacher the model also learns to say what that says, which tells it more than one right token does. What is
-    kept is a moving average of the weights; with a `judge` (less is better), the best of several on the way, and else
-    the last.
+    With a teacher the model also learns the distribution that the teacher predicts, which holds more than one right
+    token does. The result is a moving average of the weights: with a `judge` (less is better) the best of several,
+    else the last.
     """
-    device = model.device
-    train = Train(steps=steps, lr=lr, schedule="cosine", warmup=max(1, steps // 10), seed=seed)
-    optimizer, ema = make_optimizer(model, train), Ema(model, DECAY)
-    pool = MaskPool(seed)
-    use_pool(model.train(), pool)
-    losses: list[float] = []
-    kept, best = ema.weights, math.inf
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for step, batch in zip(range(1, steps + 1), batches, strict=False):
-            torch.manual_seed(seed * 1_000_003 + step)
-            pool.begin(step)
-            nll, objective = _distil(model, teacher, batch.to(device))
-            optimizer.zero_grad(set_to_none=True)
-            objective.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
-            set_rate(optimizer, learning_rate(train, step, (step - 1) / steps, 1))
-            optimizer.step()
-            ema.update(model, step)
-            losses.append(nll)
-            if judge is not None and (step == steps or step % max(1, steps // JUDGED) == 0):
-                with lent(model.eval(), ema.weights):
-                    value = judge()
-                model.train()
-                if value < best:
-                    kept, best = {name: x.clone() for name, x in ema.weights.items()}, value
-    use_pool(model.eval(), None)
+    warmup = max(1, steps // 10)
+    train = Train(lr=lr, schedule="cosine", warmup=warmup, label_smoothing=SMOOTHING, ema=DECAY, seed=seed)
+    objective = None if teacher is None else Distillation(model, SMOOTHING, teacher)
+    stepper = Stepper(model, train, ProcessGroup(device=model.device), objective)
+    kept, best = stepper.weights, math.inf
+
+    def judge_weights(step: int) -> None:
+        nonlocal kept, best
+        if judge is None or (step != steps and step % max(1, steps // JUDGED)):
+            return
+        with swapped_weights(model.eval(), stepper.weights):
+            value = judge()
+        if value < best:
+            kept, best = {name: x.clone() for name, x in stepper.weights.items()}, value
+
+    losses = run_steps(stepper, batches, steps, judge_weights)
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=True):
             parameter.copy_(kept[name])
     return losses
 
 
-def _distil(model: Model, teacher: Model | None, batch: Batch) -> tuple[float, Tensor]:
-    """-> loss per token, and what is minimised."""
-    logits_NV, label_N = _logits(model, batch)
-    usual = F.cross_entropy(logits_NV, label_N, label_smoothing=SMOOTHING)
-    nll = float(F.cross_entropy(logits_NV.detach(), label_N))
-    if teacher is None:
-        return nll, usual
-    with torch.no_grad():
-        wanted_NV = _logits(teacher, batch)[0].log_softmax(-1)
-    apart = F.kl_div(logits_NV.log_softmax(-1), wanted_NV, log_target=True, reduction="batchmean")
-    return nll, DISTILLED * apart + (1 - DISTILLED) * usual
-
-
-def _logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
-    keep_BT = torch.ones_like(batch.label_BT, dtype=torch.bool) if batch.keep_BT is None else batch.keep_BT
-    return model.predict(x_BTD[keep_BT]).float(), batch.label_BT[keep_BT]
-
-
 def learn_gates(
-    model: Model,
-    batches: Sequence[Batch],
-    steps: int,
-    *,
-    press: float = 0.1,
-    lr: float = 3e-4,
-    gate_lr: float = 0.1,
-    seed: int = 1,
+    model: Model, batches: Sequence[Batch], steps: int, *, cost: float = GATE_COST, lr: float = LR, seed: int = 1
 ) -> dict[HeadKey, float]:
-    """Train a model with gates for some steps -> the log-odds of every head; then the gates are taken away again.
+    """Train a model with head gates for some steps -> the log-odds of every head; then the gates are removed.
 
-    `press` is what it costs, in loss per token, to keep all heads. The model is changed: it learns to do without the
-    heads that are being shut.
+    `cost` is the price of keeping all heads, in loss per token. The model is changed: it learns to do without the heads
+    whose gates close.
     """
-    device = model.device
-    weights = list(model.parameters())
     add_gates(model)
     gates = head_gates(model)
-    objective = Objective(model.train(), label_smoothing=0.1)
-    odds = [part.odds for part in gates.values()]
-    optimizer = torch.optim.AdamW([{"params": weights, "lr": lr}, {"params": odds, "lr": gate_lr}], weight_decay=0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        order: list[int] = []
-        for _ in range(steps):
-            order = order or torch.randperm(len(batches)).tolist()
-            batch = batches[order.pop()].to(device)
-            optimizer.zero_grad(set_to_none=True)
-            (objective(batch).smoothed / batch.tokens + press * expected_open(model)).backward()
-            nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-    remove_gates(model.eval())
-    return {(name, head): float(x) for name, part in gates.items() for head, x in enumerate(part.odds.detach())}
+    train = Train(lr=lr, schedule="constant", warmup=1, label_smoothing=SMOOTHING, l0=cost, seed=seed)
+    run_steps(Stepper(model, train, ProcessGroup(device=model.device)), shuffled(batches, seed), steps)
+    remove_gates(model)
+    return {(name, head): float(x) for name, gate in gates.items() for head, x in enumerate(gate.odds.detach())}
 
 
-POINTS = 12  # of the curve
-REPORT = "prune.json"
-TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
+def shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
+    """The batches over and over, each time in another order."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield from (batches[index] for index in random.permutation(len(batches)))
+
+
+def shuffled_data(run: Run, data: TaskData, seed: int = 1) -> Iterator[Batch]:
+    """The data over and over, each time in another order; pairs are also put into other batches."""
+    if isinstance(data, str | Pictures) or not run.task.seq2seq:
+        yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2), seed)
+        return
+    pairs = encode_pairs(run, data)
+    lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
+    epoch = 0
+    while True:
+        for rows in cut_batches(lengths[0], lengths[1], seed, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
+            yield collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], run.config)
+        epoch += 1
+
+
+# Pruning
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A model before or after."""
+    """Size, quality and speed of a model."""
 
     heads: int
     parameters: int
     loss: float  # per token, in nats
     metrics: dict[str, float]
-    sentences_per_second: float  # decoded greedily on this machine, or read where nothing is decoded
+    sentences_per_second: float  # decoded greedily on this machine; for models that do not decode, read
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What pruning did."""
+    """The model before and after pruning, and what was removed."""
 
     before: Snapshot
     pruned: Snapshot  # before any tuning
     after: Snapshot  # the same, if nothing was tuned
     removed: dict[str, list[int]]  # numbers of the heads by attention
-    curve: list[tuple[int, float]]  # heads silenced, loss per token
+    curve: list[tuple[int, float]]  # heads ablated, loss per token
     tuned_steps: int
 
     def to_json(self) -> dict[str, Any]:
@@ -188,7 +211,7 @@ class PruneReport:
 
 def prune(
     run: Run,
-    material: TaskData,
+    data: TaskData,
     held_out: TaskData,
     amount: PruneAmount,
     *,
@@ -197,155 +220,73 @@ def prune(
     tune_steps: int = 0,
     judge_on: int = 256,
     lr: float = LR,
-    talk: Callable[[str], None] = lambda message: None,
+    notify: Callable[[str], None] = lambda message: None,
 ) -> tuple[Run, PruneReport]:
     """Remove heads from a run -> the smaller run (not saved yet), and the report.
 
     Heads are judged on `judge_on` of the examples; the tuning learns from all of them; what is reported is measured on
     those held out. With `by="gates"`, a copy of the model is first trained with gates for `tune_steps`.
     """
-    check(run)
-    if greedy and by == "gates":
-        raise UserError("--greedy judges heads again and again, which --by gates cannot; choose one")
-    batches, valid = task_batches(run, sample(material, judge_on)), task_batches(run, held_out)
-    model = run.model
-    if by == "gates":
-        model, order = _gated(run, material, tune_steps, lr, talk)
-    else:
-        order = rank_heads(model, batches, by)
-    count = amount.of(order)
-    going = greedy_order(model, batches, count, by, talk) if greedy else removable_heads(model, list(order))
-    removed = group_heads(going[:count])
-    talk(f"{count} of {count_heads(model)} heads go")
-    curve = quality_curve(model, valid, going)
-    before = measure(run, held_out, valid)
-    small = prune_heads(model, removed)
-    smaller = Run(small.config, run.codec, small, run.path, run.labels, run.pixels)
-    pruned = measure(smaller, held_out, valid)
-    after = pruned
-    if tune_steps:
-        talk(f"tuning for {tune_steps} steps")
-        judge = _judge(smaller, held_out, valid, talk)
-        tune(small, epochs(run, material), tune_steps, teacher=run.model, judge=judge, lr=lr)
-        after = measure(smaller, held_out, valid)
-    numbers = {
-        name: [run.model.attentions()[name].head_numbers[head] for head in heads] for name, heads in removed.items()
-    }
-    return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
-
-
-def _judge(run: Run, material: TaskData, batches: Sequence[Batch], talk: Callable[[str], None]) -> Callable[[], float]:
-    """How good a run is while it is tuned: by the first of its metrics, or by the loss; less is better."""
-    metric = "loss"
-    if not isinstance(material, str | Pictures) and run.config.output != "classes":
-        metric = default_metrics(run, [example.target or "" for example in material])[0]
-    some = sample(material, 1000)
-
-    def judge() -> float:
-        if isinstance(some, str | Pictures) or metric == "loss":
-            value = mean_loss(run.model, batches)
-        else:
-            value = evaluate(run, some, Options(), [metric], samples=0).metrics[metric].score
-        talk(f"  {metric} {value:.4g}")
-        return value if metric in LOWER_IS_BETTER else -value
-
-    return judge
-
-
-def sample(material: TaskData, count: int) -> TaskData:
-    """Some of the pairs or images, evenly spread, or the beginning of a text."""
-    if isinstance(material, str):
-        return material[: count * WINDOW]
-    if isinstance(material, Pictures):
-        rows = range(0, len(material.images_NCHW), max(1, len(material.images_NCHW) // count))[:count]
-        return _pictures(material, rows)
-    return material[:: max(1, len(material) // count)][:count]
-
-
-def _pictures(pictures: Pictures, rows: Sequence[int]) -> Pictures:
-    labels = None if pictures.labels is None else [pictures.labels[row] for row in rows]
-    return Pictures(pictures.images_NCHW[list(rows)], labels)
-
-
-def _gated(
-    run: Run, material: TaskData, steps: int, lr: float, talk: Callable[[str], None]
-) -> tuple[Model, dict[HeadKey, float]]:
-    """A copy of the model that has learned to do without heads, and its heads, those most shut first."""
-    if not steps:
-        raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
-    talk(f"learning gates for {steps} steps")
-    learner = copy.deepcopy(run.model)
-    found = learn_gates(learner, task_batches(run, material, 2048), steps, lr=lr)
-    return learner, sort_heads(found)
-
-
-def save(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
-    """Write the smaller run with its report; alignment heads that are left are counted anew."""
-    path = Path(path)
-    smaller.save(path)
-    write_json(path / REPORT, report.to_json())
-    kept = []
-    for layer, index in load_heads(original):
-        name = f"decoder.blocks.{layer}.cross"
-        old = head_numbers_before(smaller.model, report, name)
-        if index < len(old) and old[index] in smaller.model.attentions()[name].head_numbers:
-            kept.append((layer, smaller.model.attentions()[name].head_numbers.index(old[index])))
-    if kept:
-        save_heads(path, kept)
-
-
-def head_numbers_before(model: Model, report: PruneReport, name: str) -> list[int]:
-    """The heads an attention had before they were removed."""
-    return (
-        sorted({*model.attentions()[name].head_numbers, *report.removed.get(name, [])})
-        if name in model.attentions()
-        else []
-    )
-
-
-def check(run: Run) -> None:
-    """Is there anything to remove?"""
     require_prunable(run.model)
     if all(attention.heads < 2 for attention in run.model.attentions().values()):
         raise UserError(
             f"{run.path}: its attention has one head, which cannot go; only models with several can be pruned"
         )
-
-
-# What it does
+    if greedy and by == "gates":
+        raise UserError("--greedy judges heads again and again, which --by gates cannot; choose one")
+    batches, valid = task_batches(run, sample(data, judge_on)), task_batches(run, held_out)
+    model = run.model
+    if by == "gates":
+        if not tune_steps:
+            raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
+        notify(f"learning gates for {tune_steps} steps")
+        model = copy.deepcopy(run.model)
+        importance = sort_heads(learn_gates(model, task_batches(run, data, TUNE_TOKENS // 2), tune_steps, lr=lr))
+    else:
+        importance = rank_heads(model, batches, by)
+    count = amount.of(importance)
+    order = greedy_order(model, batches, count, by, notify) if greedy else removable_heads(model, list(importance))
+    removed = group_heads(order[:count])
+    notify(f"{count} of {count_heads(model)} heads go")
+    curve = quality_curve(model, valid, order)
+    before = measure(run, held_out, valid)
+    small = prune_heads(model, removed)
+    smaller = replace(run, config=small.config, model=small)
+    pruned = after = measure(smaller, held_out, valid)
+    if tune_steps:
+        notify(f"tuning for {tune_steps} steps")
+        judge = _judge(smaller, held_out, valid, notify)
+        tune(small, shuffled_data(run, data), tune_steps, teacher=run.model, judge=judge, lr=lr)
+        after = measure(smaller, held_out, valid)
+    attentions = run.model.attentions()
+    numbers = {name: [attentions[name].head_numbers[head] for head in heads] for name, heads in removed.items()}
+    return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
 
 
 def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[HeadKey]) -> list[tuple[int, float]]:
-    """The loss per token as more and more heads are silenced."""
+    """The loss per token as more and more heads are ablated."""
     counts = sorted({round(i * len(order) / POINTS) for i in range(POINTS + 1)})
     return [(count, mean_loss(model, batches, group_heads(order[:count]))) for count in counts]
 
 
-def measure(run: Run, material: TaskData, batches: Sequence[Batch]) -> Snapshot:
-    """How good, how large and how fast a run is."""
-    each = mean_loss(run.model, batches)
-    if run.config.encoder is not None and run.config.decoder is not None:
-        assert not isinstance(material, str | Pictures)
-        names = [name for name in default_metrics(run, [e.target or "" for e in material]) if name != "perplexity"]
-        decode, some = TorchEngine(run, Options()), list(material[:64])
+def measure(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapshot:
+    """Measure a run on data, of which `batches` are made."""
+    loss = mean_loss(run.model, batches)
+    if run.task.seq2seq:
+        assert not isinstance(data, str | Pictures)
+        names = [name for name in default_metrics(run, [e.target or "" for e in data]) if name != "perplexity"]
+        decode, some = TorchEngine(run, Options()), list(data[:64])
         decode(some[:4])  # the first call is always slow
         rate = len(some) / min(_seconds(lambda: decode(some)) for _ in range(3))
-        found = evaluate(run, material, Options(), names, samples=0)
-        metrics = {name: value.score for name, value in found.metrics.items()}
+        scores = evaluate(run, data, Options(), names, samples=0).metrics
+        metrics = {name: value.score for name, value in scores.items()}
     else:
         first = batches[0].to(run.model.device)
         rate = len(first.label_BT) / min(_seconds(lambda: Objective(run.model)(first)) for _ in range(3))
-        metrics = {"perplexity": math.exp(min(each, 700.0))}
-        if run.config.output == "classes":
-            metrics = {"accuracy": _accuracy(run.model, batches)}
-    return Snapshot(count_heads(run.model), run.model.size, each, metrics, rate)
-
-
-@torch.no_grad()
-def _accuracy(model: Model, batches: Sequence[Batch]) -> float:
-    device = model.device
-    right = sum(int(Objective(model)(batch.to(device)).correct) for batch in batches)
-    return 100 * right / sum(batch.tokens for batch in batches)
+        metrics = {"perplexity": math.exp(min(loss, 700.0))}
+        if run.task.labels:
+            metrics = {"accuracy": mean_scores(run.model, batches, ProcessGroup(device=run.model.device))["accuracy"]}
+    return Snapshot(count_heads(run.model), run.model.size, loss, metrics, rate)
 
 
 @torch.no_grad()
@@ -355,40 +296,67 @@ def _seconds(work: Callable[[], object]) -> float:
     return max(1e-9, time.perf_counter() - began)
 
 
-def split(material: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
-    """What to learn from and what to measure on: no source is on both sides; of a text, the end is held out."""
-    if isinstance(material, str):
-        at = len(material) - min(most * WINDOW, len(material) // every)
-        return material[:at], material[at:]
-    if isinstance(material, Pictures):
-        rows = range(len(material.images_NCHW))
-        held_out = list(rows[::every][:most])
-        return _pictures(material, [row for row in rows if row % every]), _pictures(material, held_out)
-    order = {source: i for i, source in enumerate(dict.fromkeys(example.source for example in material))}
-    measured = [example for example in material if order[example.source] % every == 0][:most]
-    return [example for example in material if order[example.source] % every], measured
+def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[[str], None]) -> Callable[[], float]:
+    """A function that measures a run while it is tuned: its first metric, or its loss; less is better."""
+    metric, some = "loss", sample(data, 1000)
+    if not isinstance(data, str | Pictures) and run.task.seq2seq:
+        metric = default_metrics(run, [example.target or "" for example in data])[0]
+
+    def judge() -> float:
+        if isinstance(some, str | Pictures) or metric == "loss":
+            value = mean_loss(run.model, batches)
+        else:
+            value = evaluate(run, some, Options(), [metric], samples=0).metrics[metric].score
+        notify(f"  {metric} {value:.4g}")
+        return value if metric in LOWER_IS_BETTER else -value
+
+    return judge
 
 
-# Tuning
+def sample(data: TaskData, count: int) -> TaskData:
+    """Some of the pairs or images, evenly spread, or the beginning of a text."""
+    if isinstance(data, str):
+        return data[: count * WINDOW]
+    rows = range(_size(data))
+    return _take(data, rows[:: max(1, len(rows) // count)][:count])
 
 
-def epochs(run: Run, material: TaskData, seed: int = 1) -> Iterator[Batch]:
-    """The material over and over, each time in another order."""
-    pairs = run.config.encoder is not None and run.config.decoder is not None
-    if pairs and not isinstance(material, str | Pictures):
-        yield from _pair_epochs(run, material, seed)
-        return
-    batches = task_batches(run, material, 2048)
-    draws = np.random.default_rng(seed)
-    while True:
-        yield from (batches[i] for i in draws.permutation(len(batches)))
+def split(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
+    """Data to learn from, and to measure on: no source is in both; of a text, the end is held out."""
+    if isinstance(data, str):
+        end = len(data) - min(most * WINDOW, len(data) // every)
+        return data[:end], data[end:]
+    numbers = list(range(_size(data)))  # of sources, by row
+    if not isinstance(data, Pictures):
+        first = {source: i for i, source in enumerate(dict.fromkeys(example.source for example in data))}
+        numbers = [first[example.source] for example in data]
+    held_out = [row for row, number in enumerate(numbers) if number % every == 0]
+    return _take(data, [row for row, number in enumerate(numbers) if number % every]), _take(data, held_out[:most])
 
 
-def _pair_epochs(run: Run, examples: Sequence[Example], seed: int) -> Iterator[Batch]:
-    pairs = encode_pairs(run, examples)
-    lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
-    epoch = 0
-    while True:
-        for rows in cut_batches(lengths[0], lengths[1], seed, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
-            yield collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], run.config)
-        epoch += 1
+def _size(data: Sequence[Example] | Pictures) -> int:
+    return len(data.images_NCHW if isinstance(data, Pictures) else data)
+
+
+def _take(data: Sequence[Example] | Pictures, rows: Sequence[int]) -> TaskData:
+    if isinstance(data, Pictures):
+        return Pictures(data.images_NCHW[list(rows)], data.labels and [data.labels[row] for row in rows])
+    return [data[row] for row in rows]
+
+
+def save(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
+    """Write the smaller run with its report; the alignment heads that are left get their new indices."""
+    path = Path(path)
+    smaller.save(path)
+    write_json(path / REPORT, report.to_json())
+    kept, attentions = [], smaller.model.attentions()
+    for layer, index in load_heads(original):
+        name = f"decoder.blocks.{layer}.cross"
+        if name not in attentions:
+            continue
+        numbers = attentions[name].head_numbers
+        old = sorted({*numbers, *report.removed.get(name, [])})
+        if index < len(old) and old[index] in numbers:
+            kept.append((layer, numbers.index(old[index])))
+    if kept:
+        save_heads(path, kept)

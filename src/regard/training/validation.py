@@ -1,10 +1,15 @@
-"""Validation: teacher-forced, without dropout or smoothing, per token, each process on its share of batches."""
+"""Validation: loss and accuracy with teacher forcing, without dropout or smoothing, and for pairs a decoding metric.
+
+Each process scores its share of the batches; the scores are those of all.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +17,8 @@ import torch
 from regard.batch import Batch
 from regard.config import Config
 from regard.data.corpus import Corpus, load
-from regard.data.images import Images, Pixels
-from regard.data.objectives import TextObjective, image_batch, rows_of
+from regard.data.images import Images
+from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
 from regard.data.order import Indices, batches
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared
@@ -22,139 +27,146 @@ from regard.decode.options import Options
 from regard.loss import Objective
 from regard.metrics import measure
 from regard.model import Model
-from regard.recipe import Recipe, Train
+from regard.recipe import Recipe
 from regard.run import Run
+from regard.tasks import TASKS, Reads
 from regard.training.checkpoint import Scores
 from regard.training.distributed import ProcessGroup
+from regard.training.loader import IMAGES, chunks
 
 LOSS_EXAMPLES = 10_000  # validated on so many, at most
-LOSS_SYMBOLS = 1 << 18  # of plain text
+LOSS_TOKENS = 1 << 18  # of plain text
+DECODED_EXAMPLES = 1_000  # validated by decoding, at most
 
 
 def spread(count: int, most: int) -> Indices:
-    """Numbers of at most `most` out of `count` examples, evenly spread."""
+    """Indices of at most `most` out of `count` examples, evenly spread."""
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
 @torch.inference_mode()
-def judge(model: Model, made: Iterable[Batch], world: ProcessGroup) -> Scores:
-    """The mean negative log-probability of a label, and how many per hundred scored highest, over all processes."""
+def mean_scores(model: Model, batches: Iterable[Batch], group: ProcessGroup) -> Scores:
+    """Mean negative log-probability of a label, and how many per hundred scored highest, over all processes."""
     objective = Objective(model).eval()
     nll, correct, tokens = 0.0, 0.0, 0.0
-    for batch in made:
-        loss = objective(batch.to(world.device))
+    for batch in batches:
+        loss = objective(batch.to(group.device))
         nll += float(loss.nll)
         correct += float(loss.correct)
         tokens += batch.tokens
-    everyone = world.gather([nll, correct, tokens])
-    total = max(1.0, sum(row[2] for row in everyone))
-    return {
-        "loss": sum(row[0] for row in everyone) / total,
-        "accuracy": 100 * sum(row[1] for row in everyone) / total,
-    }
+    sums = group.gather([nll, correct, tokens])
+    total = max(1.0, sum(row[2] for row in sums))
+    return {"loss": sum(row[0] for row in sums) / total, "accuracy": 100 * sum(row[1] for row in sums) / total}
 
 
-Make = Callable[[Indices], Batch]
+class Validation:
+    """Scores a model on validation data: `cut` are its batches as indices, of which `make` makes one."""
 
-
-class Valid:
-    """Scores a model on batches of validation data."""
-
-    def __init__(self, cut: Sequence[Indices], make: Make, scores: Sequence[str], world: ProcessGroup) -> None:
-        self._cut, self._make, self._scores, self._world = cut, make, scores, world
-
-    def __call__(self, model: Model) -> Scores:
-        mine = self._cut[self._world.rank :: self._world.size]
-        found = judge(model, (self._make(rows) for rows in mine), self._world)
-        return {name: found[name] for name in self._scores}
-
-
-def corpus_valid(
-    corpus: Corpus, config: Config, batch_tokens: int, world: ProcessGroup, scores: Sequence[str] = ("loss",)
-) -> Valid:
-    """On pairs, or on texts with labels."""
-    rows = spread(len(corpus), LOSS_EXAMPLES)
-    cut = batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, batch_tokens)
-    return Valid([rows[batch] for batch in cut], lambda batch: load(corpus, batch, config), scores, world)
-
-
-def image_valid(images: Images, pixels: Pixels, rows: int, world: ProcessGroup) -> Valid:
-    order = spread(len(images), LOSS_EXAMPLES)
-    return Valid(
-        [order[at : at + rows] for at in range(0, len(order), rows)],
-        lambda batch: image_batch(*images.read(batch, pixels)),
-        ("loss", "accuracy"),
-        world,
-    )
-
-
-def text_valid(
-    objective: TextObjective, config: Config, train: Train, world: ProcessGroup, scores: Sequence[str] = ("loss",)
-) -> Valid:
-    """On plain text; the same tokens are masked every time."""
-    windows, rows = objective.windows, rows_of(train)
-    most = max(1, LOSS_SYMBOLS // windows.stride)
-    if config.has_memory:  # lanes that are read from their beginning
-        cut = windows.lanes(rows)[: max(1, most // rows)]
-    else:
-        starts = windows.starts()
-        starts = starts[spread(len(starts), most)]
-        cut = [starts[at : at + rows] for at in range(0, len(starts), rows)]
-
-    def make(batch: Indices) -> Batch:
-        whole = objective.batch(batch, (0, 0, int(batch[0])))
-        return whole.part(slice(None), whole.tokens)
-
-    return Valid(cut, make, scores, world)
-
-
-class LmValid:
-    """The loss on plain text, and what it means: perplexity per token, bits per character."""
+    signatures: Mapping[str, str] = MappingProxyType({})  # of metrics that have one
 
     def __init__(
-        self, stream: Stream, objective: TextObjective, config: Config, train: Train, world: ProcessGroup
+        self, task: str, cut: Sequence[Indices], make: Callable[[Indices], Batch], group: ProcessGroup
     ) -> None:
-        self._valid = text_valid(objective, config, train, world)
+        self._scores = [name for name in ("loss", "accuracy") if name in TASKS[task].metrics]
+        self._cut, self._make, self._group = cut, make, group
+
+    def __call__(self, model: Model) -> Scores:
+        """The loss and the metric of the recipe; called by all processes, with the same result."""
+        mine = self._cut[self._group.rank :: self._group.size]
+        scores = mean_scores(model, (self._make(rows) for rows in mine), self._group)
+        return {name: scores[name] for name in self._scores}
+
+
+class LabelledValidation(Validation):
+    """On texts with labels."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> None:
+        corpus = prepared.valid
+        rows = spread(len(corpus), LOSS_EXAMPLES)
+        cut = batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, recipe.train.batch_tokens)
+        super().__init__(recipe.task, [rows[batch] for batch in cut], lambda batch: load(corpus, batch, config), group)
+
+
+class PairValidation(LabelledValidation):
+    """On pairs: the loss, and the metric of what is decoded."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> None:
+        super().__init__(recipe, prepared, config, group)
+        self._scores = ["loss"]  # accuracy is that of decoded sequences here, not of tokens
+        self._codec = prepared.codec
+        self._metric = recipe.train.metric
+        # An untrained model never ends; what is longer than any reference by a fifth is wrong whatever follows.
+        longest = int(prepared.valid.target_lengths.max()) * 6 // 5 + 5
+        self._options = Options(beam=recipe.train.validate_beam, max_length=longest)
+        rows = spread(len(prepared.valid_examples), DECODED_EXAMPLES)
+        self._examples = [prepared.valid_examples[row] for row in rows]
+
+    def __call__(self, model: Model) -> Scores:
+        scores = super().__call__(model)
+        if self._metric != "loss":
+            references = [example.target or "" for example in self._examples]
+            result = measure(self._metric, self._decode(model), references, samples=0)
+            scores[self._metric] = result.score
+            if result.signature:
+                self.signatures = {self._metric: result.signature}
+        return scores
+
+    def _decode(self, model: Model) -> list[str]:
+        rank, size = self._group.rank, self._group.size
+        run = Run(model.config, self._codec, model, Path())
+        mine = [best.text for best, *_ in generate(run, self._examples[rank::size], self._options)]
+        texts = [""] * len(self._examples)
+        for other, part in enumerate(self._group.gather_json(mine)):
+            texts[other::size] = part
+        return texts
+
+
+class ImageValidation(Validation):
+    """On images with labels."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared[Images], config: Config, group: ProcessGroup) -> None:
+        images, pixels = prepared.valid, prepared.pixels
+        assert pixels is not None
+        cut = chunks(spread(len(images), LOSS_EXAMPLES), recipe.train.batch_examples or IMAGES)
+        super().__init__(recipe.task, cut, lambda batch: image_batch(*images.read(batch, pixels)), group)
+
+
+class TextValidation(Validation):
+    """On plain text; the same tokens are masked every time."""
+
+    def __init__(self, recipe: Recipe, prepared: Prepared[Stream], config: Config, group: ProcessGroup) -> None:
+        stream, train = prepared.valid, recipe.train
+        objective = TEXT_OBJECTIVES[recipe.task](stream, prepared.codec, config, train)
+        windows, rows = objective.windows, rows_of(train)
+        most = max(1, LOSS_TOKENS // windows.stride)
+        if config.has_memory:  # lanes that are read from their beginning
+            cut = windows.lanes(rows)[: max(1, most // rows)]
+        else:
+            starts = windows.starts()
+            cut = chunks(starts[spread(len(starts), most)], rows)
+
+        def make(starts: Indices) -> Batch:
+            batch = objective.batch(starts, (0, 0, int(starts[0])))
+            return batch.part(slice(None), batch.tokens)
+
+        super().__init__(recipe.task, cut, make, group)
+        self._per_character = "bits_per_char" in TASKS[recipe.task].evaluation  # the loss is that of every token
         self._tokens_per_character = (len(stream) - 1) / max(1, stream.characters)
 
     def __call__(self, model: Model) -> Scores:
-        loss = self._valid(model)["loss"]
+        scores = super().__call__(model)
+        if not self._per_character:
+            return scores
+        loss = scores["loss"]
         bits = loss / math.log(2) * self._tokens_per_character
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "bits_per_char": bits}
 
 
-DECODED_EXAMPLES = 1_000  # validated by decoding, at most
+VALIDATIONS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config, ProcessGroup], Validation]] = MappingProxyType(
+    {"pairs": PairValidation, "labelled": LabelledValidation, "text": TextValidation, "images": ImageValidation}
+)
 
 
-class Validation:
-    """Scores a model on the validation examples, each process on its share."""
-
-    def __init__(self, prepared: Prepared[Corpus], recipe: Recipe, model: Model, world: ProcessGroup) -> None:
-        self._codec = prepared.codec
-        self._metric = recipe.train.metric
-        self._world = world
-        # An untrained model never ends; what is longer than any reference by a fifth is wrong whatever follows.
-        longest = int(prepared.valid.target_lengths.max()) * 6 // 5 + 5
-        self._options = Options(beam=recipe.train.validate_beam, max_length=longest)
-        self._loss = corpus_valid(prepared.valid, model.config, recipe.train.batch_tokens, world)
-        rows = spread(len(prepared.valid_examples), DECODED_EXAMPLES)
-        self._examples = [prepared.valid_examples[row] for row in rows]
-        self.signatures: dict[str, str] = {}
-
-    def __call__(self, model: Model) -> Scores:
-        scores = self._loss(model)
-        if self._metric != "loss":
-            result = measure(self._metric, self._decoded(model), [e.target or "" for e in self._examples], samples=0)
-            scores[self._metric] = result.score
-            if result.signature:
-                self.signatures[self._metric] = result.signature
-        return scores
-
-    def _decoded(self, model: Model) -> list[str]:
-        rank, size = self._world.rank, self._world.size
-        run = Run(model.config, self._codec, model, Path())
-        mine = [best.text for best, *_ in generate(run, self._examples[rank::size], self._options)]
-        texts = [""] * len(self._examples)
-        for other, part in enumerate(self._world.gather_json(mine)):
-            texts[other::size] = part
-        return texts
+def make_validation(recipe: Recipe, prepared: Prepared[Any], config: Config, group: ProcessGroup) -> Validation:
+    """The validation data as scores."""
+    return VALIDATIONS[TASKS[recipe.task].reads](recipe, prepared, config, group)

@@ -20,9 +20,10 @@ from backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.run import Run
-from regard.training.distributed import Stopped, WorkerDied, Workers
+from regard.training.distributed import WorkerDied, Workers
 from regard.training.fit import fit
 from regard.training.report import CLOCK_FIELDS, SilentReporter, read_log
+from regard.training.trainer import Stopped
 
 DRIVER = """
 import json, os, signal, sys, threading
@@ -35,7 +36,7 @@ class Killer(SilentReporter):
         if step == int(sys.argv[3]):
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), int(sys.argv[5]))).start()
 
-fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], resume=True, talk=Killer())
+fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], resume=True, reporter=Killer())
 """
 
 
@@ -92,7 +93,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
     order = recipe(steps=40, validate_every=6, workers=workers, **settings)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    fit(order, whole, talk=SilentReporter())
+    fit(order, whole, reporter=SilentReporter())
 
     at, delay = random.randint(1, 20), random.random() / 50
     assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
@@ -105,7 +106,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         assert run_and_kill(order, run, 26, 0.0, signal.SIGTERM) == 143
     else:
         with pytest.raises(Stopped) as stopped:
-            fit(order, run, resume=True, talk=At(26, lambda: send(signal.SIGTERM)))
+            fit(order, run, resume=True, reporter=At(26, lambda: send(signal.SIGTERM)))
         assert stopped.value.code == 143
     saved = [p.name for p in (run / "training").glob("step-*")]
     assert len(saved) == 1 and saved[0] >= "step-00000027"  # the step was finished
@@ -116,9 +117,9 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         enter = Workers.__enter__
         monkeypatch.setattr(Workers, "__enter__", lambda self: started.append(self) or enter(self))
         with pytest.raises(WorkerDied, match="process 1 of 2 was killed by signal 9"):
-            fit(order, run, resume=True, talk=At(32, lambda: started[0]._processes[0].kill()))
+            fit(order, run, resume=True, reporter=At(32, lambda: started[0]._processes[0].kill()))
 
-    fit(order, run, resume=True, talk=SilentReporter())
+    fit(order, run, resume=True, reporter=SilentReporter())
     assert result(run) == result(whole), f"killed {delay} s after step {at}"
 
 
@@ -132,7 +133,7 @@ def test_a_crash_at_any_write_loses_nothing(
 ) -> None:
     """Stop before each single file operation in turn, and go on."""
     order = recipe(steps=2, validate_every=1, average=2, log_every=2, ema=0.5)
-    fit(order, tmp_path / "whole", talk=SilentReporter())
+    fit(order, tmp_path / "whole", reporter=SilentReporter())
     whole = result(tmp_path / "whole")
     run = tmp_path / "run"
     left = 0
@@ -158,7 +159,7 @@ def test_a_crash_at_any_write_loses_nothing(
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         left = stop_at
         try:
-            fit(order, run, talk=SilentReporter())
+            fit(order, run, reporter=SilentReporter())
             break
         except Crash:
             left = 0
@@ -166,14 +167,14 @@ def test_a_crash_at_any_write_loses_nothing(
             Run.load(run)
         except UserError as error:
             assert any(text in str(error) for text in ("no weights yet", "not a run directory", "no such run"))
-        fit(order, run, resume=True, talk=SilentReporter())
+        fit(order, run, resume=True, reporter=SilentReporter())
         assert result(run) == whole, f"crash at write {stop_at}"
     assert stop_at > 15
 
 
 def test_ctrl_c_saves_too(recipe: MakeRecipe, tmp_path: Path) -> None:
     with pytest.raises(Stopped) as stopped:
-        fit(recipe(steps=100_000), tmp_path / "run", talk=At(5, lambda: send(signal.SIGINT)))
+        fit(recipe(steps=100_000), tmp_path / "run", reporter=At(5, lambda: send(signal.SIGINT)))
     assert stopped.value.code == 130
     assert (tmp_path / "run/training/step-00000006").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -185,17 +186,17 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
     import regard.training.fit
 
     order = recipe(steps=8, validate_every=4, ema=0.5)
-    fit(order, tmp_path / "whole", talk=SilentReporter())
-    original = regard.training.fit.Validation.__call__
+    fit(order, tmp_path / "whole", reporter=SilentReporter())
+    original = regard.training.validation.PairValidation.__call__
 
     def endless(self: Any, model: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(regard.training.fit.Validation, "__call__", endless)
+    monkeypatch.setattr(regard.training.validation.PairValidation, "__call__", endless)
     with pytest.raises(Stopped):
-        fit(order, tmp_path / "run", talk=SilentReporter())
-    monkeypatch.setattr(regard.training.fit.Validation, "__call__", original)
-    fit(order, tmp_path / "run", resume=True, talk=SilentReporter())
+        fit(order, tmp_path / "run", reporter=SilentReporter())
+    monkeypatch.setattr(regard.training.validation.PairValidation, "__call__", original)
+    fit(order, tmp_path / "run", resume=True, reporter=SilentReporter())
     assert result(tmp_path / "run") == result(tmp_path / "whole")

@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard.presets import PRESETS
 from regard.recipe import Train
-from regard.training.trainer import Budget, Since, validation_due
+from regard.training.plan import Budget, Since, choose_workers, preset_for, validation_due
 
 
 def test_without_a_budget_ten_minutes() -> None:
@@ -39,3 +40,32 @@ def test_time_budgets_validate_by_the_clock() -> None:
     assert not validation_due(None, 100, budget, Since(99, 15, 0, 15))
     assert validation_due(None, 10**6, budget, Since(50, 60, 0, 60))  # no epoch in sight: every tenth of the time
     assert not validation_due(None, 100, budget, Since(200, 50, 6, 55))  # validation has had its share
+
+
+def test_more_data_never_means_a_smaller_model() -> None:
+    order = ["transformer-tiny", "transformer-small", "transformer-base"]
+    for device in ("cpu", "cuda"):
+        sizes = [order.index(preset_for(n, 20 * n, device)[0]) for n in (1, 500, 10**4, 10**5, 10**7)]
+        assert sizes == sorted(sizes)
+    assert set(order) <= set(PRESETS)
+    assert preset_for(10**6, 10**7, "cuda")[0] == "transformer-base"
+    assert "8,000 training examples" in preset_for(8000, 120_000, "cpu")[1]
+
+
+def test_processes() -> None:
+    def workers(
+        train: Train, device: str = "cpu", cores: int = 4, examples: int = 8000, rows: int = 80, length: int = 10
+    ) -> int:
+        return choose_workers(train, device, cores, examples, rows, rows * length)[0]
+
+    assert workers(Train()) == 4
+    assert workers(Train(workers=3), cores=1) == 3
+    assert workers(Train(), device="cuda") == 1
+    assert workers(Train(), cores=1) == 1
+    assert workers(Train(), examples=500) == 1
+    assert workers(Train(steps=50)) == 1
+    assert workers(Train(minutes=0.1)) == 1
+    assert workers(Train(), rows=16) == 2
+    assert workers(Train(), rows=1) == 1
+    assert workers(Train(), rows=16, length=64) == 4  # few rows, but long ones
+    assert workers(Train(), rows=3, length=1000) == 3

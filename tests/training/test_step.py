@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 from regard.batch import Batch, collate
 from regard.config import Config
@@ -12,8 +15,18 @@ from regard.loss import Loss
 from regard.model import Model
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
+from regard.run import mean_weights, weights_of
 from regard.training.distributed import ProcessGroup
-from regard.training.step import Stepper
+from regard.training.step import (
+    Ema,
+    Stepper,
+    learning_rate,
+    make_optimizer,
+    optimizer_tensors,
+    restore_optimizer,
+    set_rate,
+    swapped_weights,
+)
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
 ROWS = [([5, 6, 3], [7, 3]), ([4, 3], [4, 5, 6, 3]), ([9, 9, 9, 3], [3]), ([8, 3], [10, 3])]
@@ -107,10 +120,10 @@ def test_clipping_bounds_the_norm_and_small_gradients_pass() -> None:
     norm = stepper.backward(1, [batch(ROWS, config(), 9)])[2]
     before = [g.clone() for g in gradients(stepper)]
     stepper.train = stepper.train.model_copy(update={"clip": 2 * norm})
-    assert stepper.update(1e-3, norm)
+    assert stepper.update(1, 1e-3, norm)
     assert all(torch.equal(a, b) for a, b in zip(before, gradients(stepper), strict=True))
     stepper.train = stepper.train.model_copy(update={"clip": norm / 8})
-    stepper.update(1e-3, norm)
+    stepper.update(1, 1e-3, norm)
     clipped = torch.nn.utils.get_total_norm(gradients(stepper))
     assert float(clipped) == pytest.approx(norm / 8, rel=1e-5)
 
@@ -129,7 +142,7 @@ def test_what_is_not_finite_moves_nothing(bad: float, monkeypatch: pytest.Monkey
     monkeypatch.setattr(stepper, "_loss", broken)
     norm = stepper.backward(2, [batch(ROWS[:2], config(), 9), batch(ROWS[2:], config(), 9)])[2]
     assert math.isnan(norm)
-    assert not stepper.update(1e-3, norm)
+    assert not stepper.update(1, 1e-3, norm)
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))
     assert not stepper.optimizer.state
 
@@ -148,3 +161,114 @@ def test_bf16_moves_the_weights_that_fp32_moves() -> None:
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in stepper.model.parameters())
     one, other = (torch.cat([p.grad.flatten() for p in stepper.model.parameters()]) for stepper in steppers)
     assert torch.cosine_similarity(one, other, dim=0) > 0.99
+
+
+def test_noam_is_the_papers_formula() -> None:
+    train = Train(schedule="noam", lr=2.0, warmup=4000)
+    for step in (1, 100, 4000, 4001, 100_000):
+        expected = 2.0 * 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert learning_rate(train, step, 0.5, 512) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["inverse_sqrt", "cosine", "linear", "constant"])
+def test_rises_linearly_to_the_peak(schedule: str) -> None:
+    train = Train(schedule=schedule, lr=0.5, warmup=10)  # type: ignore[arg-type]
+    assert [learning_rate(train, step, 0.0, 512) for step in range(1, 11)] == pytest.approx(
+        [0.05 * step for step in range(1, 11)]
+    )
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1), st.integers(0, 1000))
+def test_shapes_after_the_warm_up(step: int, done: float, warmup: int) -> None:
+    def rate(schedule: str) -> float:
+        train = Train(schedule=schedule, lr=1.0, warmup=warmup)  # type: ignore[arg-type]
+        return learning_rate(train, step + warmup, done, 64)
+
+    assert rate("constant") == 1
+    assert rate("inverse_sqrt") == pytest.approx(math.sqrt(max(1, warmup) / (step + warmup)))
+    assert rate("cosine") == pytest.approx((1 + math.cos(math.pi * done)) / 2)
+    assert rate("linear") == pytest.approx(1 - done)
+
+
+def test_a_spent_budget_ends_at_zero() -> None:
+    assert learning_rate(Train(schedule="cosine"), 10_000, 1.0, 64) == pytest.approx(0, abs=1e-12)
+    assert learning_rate(Train(schedule="linear"), 10_000, 1.7, 64) == 0
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = make_optimizer(model, Train(weight_decay=0.5))
+    decayed = [p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]]
+    assert decayed == [model[0].weight]
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_restored_goes_on_bit_for_bit(kind: str) -> None:
+    train = Train(optimizer=kind, weight_decay=0.1)  # type: ignore[arg-type]
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            optimizer.zero_grad()
+            model(torch.full((2, 3), float(number))).square().sum().backward()
+            set_rate(optimizer, 0.1 / number)
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = make_optimizer(model, train)
+    assert optimizer_tensors(optimizer, model) == {}
+    steps(model, optimizer, range(1, 4))
+    saved = {name: x.clone() for name, x in optimizer_tensors(optimizer, model).items()}
+    other.load_state_dict(model.state_dict())
+    again = make_optimizer(other, train)
+    restore_optimizer(again, other, saved)
+    steps(model, optimizer, range(4, 7))
+    steps(other, again, range(4, 7))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    del saved["bias:exp_avg"]
+    with pytest.raises(KeyError, match="bias:exp_avg"):
+        restore_optimizer(again, other, saved)
+
+
+def test_ema_is_its_recurrence() -> None:
+    model = nn.Linear(2, 2)
+    ema = Ema(model, 0.9)
+    expected = model.weight.detach().clone()
+    for step in range(1, 200):
+        with torch.no_grad():
+            model.weight.add_(step)
+        ema.update(model, step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    torch.testing.assert_close(ema.weights["weight"], expected)
+
+
+def test_a_long_ema_that_looks_now_and_then_is_nearly_the_one_that_looks_at_every_step() -> None:
+    model, steps = nn.Linear(1, 1), 3000
+    ema, expected, looks = Ema(model, 0.998), model.weight.detach().clone(), 0
+    for step in range(1, steps):
+        with torch.no_grad():
+            model.weight.fill_(math.sin(step / 700))
+        before = ema.weights["weight"].clone()
+        ema.update(model, step)
+        looks += not torch.equal(before, ema.weights["weight"])
+        decay = min(0.998, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    torch.testing.assert_close(ema.weights["weight"], expected, rtol=0.01, atol=0.005)
+    assert looks < steps / 2
+
+
+def test_lent_weights_are_given_back_even_after_an_error() -> None:
+    model = nn.Linear(2, 2)
+    own, pointer = model.weight.detach().clone(), model.weight.data_ptr()
+    other = {name: torch.zeros_like(x) for name, x in weights_of(model).items()}
+    with pytest.raises(RuntimeError, match="inside"), swapped_weights(model, other):
+        assert not model.weight.any()
+        raise RuntimeError("inside")
+    assert torch.equal(model.weight, own) and model.weight.data_ptr() == pointer
+
+
+def test_mean_of_equals_is_the_same() -> None:
+    weights = {"a": torch.randn(5), "b": torch.randn(2, 3)}
+    assert all(torch.equal(x, weights[name]) for name, x in mean_weights([weights] * 3).items())
+    assert torch.equal(mean_weights([{"a": torch.tensor([1.0])}, {"a": torch.tensor([2.0])}])["a"], torch.tensor([1.5]))

@@ -3,23 +3,81 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from backwards import MakeRecipe
 from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.config import Config, Stack
 from regard.data.objectives import TEXT_OBJECTIVES, CausalLM, SpanCorruption, TokenMasking, Windows
 from regard.data.plain import Stream
+from regard.data.prepare import prepare
 from regard.errors import UserError
+from regard.presets import preset
 from regard.recipe import Train
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 from regard.training.distributed import ProcessGroup
-from regard.training.loader import DataLoader, SegmentLoader, WindowLoader
+from regard.training.loader import DataLoader, make_loader, window_loader
+
+
+@pytest.fixture
+def loaders(recipe: MakeRecipe, tmp_path: Path):  # type: ignore[no-untyped-def]
+    prepared = prepare(recipe(), tmp_path / "data")
+    config = preset("transformer-tiny", 50)
+
+    def make(size: int, **settings: int) -> list[DataLoader]:
+        return [make_loader(recipe(**settings), prepared, config, ProcessGroup(rank, size)) for rank in range(size)]
+
+    return make
+
+
+def test_an_epoch_has_every_example_once_however_it_is_shared(loaders) -> None:  # type: ignore[no-untyped-def]
+    def rows(size: int, accumulate: int) -> list[tuple[int, ...]]:
+        found = []
+        for loader in loaders(size, accumulate=accumulate, batch_examples=7):
+            batch = 0
+            while batch < loader.batches_in(0):
+                step = loader.step(0, batch)
+                batch += step.batches
+                for share, weight in step.shares:
+                    keep = share.source_keep_BS
+                    for i, row in enumerate(share.source_BS if weight else ()):
+                        found.append(tuple((row if keep is None else row[keep[i]]).tolist()))
+        return sorted(found)
+
+    alone = rows(1, 1)
+    assert len(alone) == 120
+    assert rows(3, 2) == alone
+
+
+def test_the_total_is_known_to_everyone_before_anyone_has_computed(loaders) -> None:  # type: ignore[no-untyped-def]
+    steps = [loader.step(1, 2) for loader in loaders(3, accumulate=4)]
+    real = sum(share.tokens for step in steps for share, weight in step.shares if weight)
+    assert {share.total for step in steps for share, _ in step.shares} == {real}
+    rows = sum(len(share.source_BS) for step in steps for share, weight in step.shares if weight)
+    assert {(p.tokens, p.examples, p.batches) for p in steps} == {(real, rows, 4)}
+    assert len({p.all_tokens for p in steps}) == 1 and steps[0].all_tokens > real
+
+
+def test_who_gets_nothing_still_takes_part(loaders) -> None:  # type: ignore[no-untyped-def]
+    steps = [loader.step(0, 0) for loader in loaders(3, batch_examples=2)]
+    assert [weight for step in steps for _, weight in step.shares] == [1.0, 1.0, 0.0]
+    assert all(share.source_BS.shape[0] == 1 for step in steps for share, _ in step.shares)
+
+
+def test_steps_of_an_epoch(loaders) -> None:  # type: ignore[no-untyped-def]
+    (loader,) = loaders(1, accumulate=5, batch_examples=10)
+    count = loader.batches_in(0)
+    assert 10 < count <= 15
+    assert loader.steps_in(0) == 3
+    assert [loader.step(0, batch).batches for batch in (0, 5, 10)] == [5, 5, count - 10]
+
 
 TOKENIZER = Tokenizer.train("char", ["".join(map(chr, range(97, 123)))], mask=True)
 CODEC = Codec(TOKENIZER)
@@ -31,18 +89,18 @@ BOTH = Config(source_vocab=131, target_vocab=131, encoder=STACK, decoder=STACK)
 
 
 def make(kind: str, rank: int = 0, size: int = 1, **settings: Any) -> DataLoader:
-    train, world = Train(**({"context": 16, "batch_examples": 4} | settings)), ProcessGroup(rank, size)
+    train, group = Train(**({"context": 16, "batch_examples": 4} | settings)), ProcessGroup(rank, size)
     objective = TEXT_OBJECTIVES["lm" if kind == "lanes" else kind]
     config = ENCODER if kind == "masked" else BOTH
-    return (SegmentLoader if kind == "lanes" else WindowLoader)(objective(STREAM, CODEC, config, train), train, world)
+    return window_loader(objective(STREAM, CODEC, config, train), train, group, lanes=kind == "lanes")
 
 
-def epoch(feed: DataLoader, number: int) -> list[Any]:
+def epoch(loader: DataLoader, number: int) -> list[Any]:
     found, batch = [], 0
-    while batch < feed.batches_in(number):
-        portion = feed.portion(number, batch)
-        batch += portion.batches
-        found.append(portion)
+    while batch < loader.batches_in(number):
+        step = loader.step(number, batch)
+        batch += step.batches
+        found.append(step)
     return found
 
 
@@ -52,28 +110,28 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("kind", ["lm", "lanes", "masked", "span"])
 def test_a_step_depends_on_seed_epoch_and_batch_alone(kind: str) -> None:
-    feed = make(kind)
-    before = [feed.portion(number, 1).shares[0][0] for number in (0, 1, 0, 2)]
+    loader = make(kind)
+    before = [loader.step(number, 1).shares[0][0] for number in (0, 1, 0, 2)]
     again = make(kind)
-    assert same(before[0], before[2]) and same(before[3], again.portion(2, 1).shares[0][0])
+    assert same(before[0], before[2]) and same(before[3], again.step(2, 1).shares[0][0])
     assert not same(before[0], before[1])
-    assert not same(before[0], make(kind, seed=5).portion(0, 1).shares[0][0])
-    assert [feed.portion(1, batch).fresh for batch in (0, 1)] == [True, False]
+    assert not same(before[0], make(kind, seed=5).step(0, 1).shares[0][0])
+    assert [loader.step(1, batch).begins_epoch for batch in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["lm", "masked", "span"])
 def test_shares_make_up_the_whole(kind: str) -> None:
     def rows(size: int) -> tuple[Counter[Any], list[Any]]:
-        feeds = [make(kind, rank, size, accumulate=2, batch_examples=5) for rank in range(size)]
-        steps = [epoch(feed, 3) for feed in feeds]
+        loaders = [make(kind, rank, size, accumulate=2, batch_examples=5) for rank in range(size)]
+        steps = [epoch(loader, 3) for loader in loaders]
         found: Counter[Any] = Counter()
-        for portion in (portion for portions in steps for portion in portions):
-            for batch, weight in portion.shares:
-                assert batch.total == portion.tokens
+        for step in (step for steps in steps for step in steps):
+            for batch, weight in step.shares:
+                assert batch.total == step.tokens
                 for row in range(len(batch.label_BT) if weight else 0):
                     kept = batch.keep_BT[row] if batch.keep_BT is not None else slice(None)
                     found[(*batch.source_BS[row].unique().tolist(), *batch.label_BT[row][kept].tolist())] += 1
-        return found, [(p.batches, p.examples, p.tokens, p.symbols) for p in steps[0]]
+        return found, [(p.batches, p.examples, p.tokens, p.all_tokens) for p in steps[0]]
 
     alone, together = rows(1), rows(3)
     assert alone[1] == together[1]
@@ -86,7 +144,7 @@ def test_an_epoch_reads_the_text_once_from_another_place_each_time() -> None:
     offsets = set()
     for number in range(6):
         labels = torch.cat([p.shares[0][0].label_BT for p in epoch(make("lm"), number)])
-        starts = sorted(np.concatenate(make("lm").order(number)).tolist())
+        starts = sorted(np.concatenate(make("lm").batches(number)).tolist())
         assert len(labels) == len(starts) == len(set(starts))
         assert set(np.diff(starts)) == {16}
         assert starts[0] < 16 and starts[-1] + 17 <= 300 < starts[-1] + 17 + 16
@@ -95,12 +153,12 @@ def test_an_epoch_reads_the_text_once_from_another_place_each_time() -> None:
 
 
 def test_lanes_go_on_where_they_stopped() -> None:
-    portions = epoch(make("lanes"), 1)
-    text = torch.cat([portion.shares[0][0].input_BT for portion in portions], dim=1)
+    steps = epoch(make("lanes"), 1)
+    text = torch.cat([step.shares[0][0].input_BT for step in steps], dim=1)
     assert text.shape[0] == 4
     for row in text.numpy():
         assert (np.diff(row) % 26 == 1).all()  # the letters follow each other
-    labels = torch.cat([portion.shares[0][0].label_BT for portion in portions], dim=1)
+    labels = torch.cat([step.shares[0][0].label_BT for step in steps], dim=1)
     assert torch.equal(labels[:, :-1], text[:, 1:])
 
 
@@ -123,7 +181,7 @@ def test_windows_stay_within_the_text(symbols: int, length: int, offset: int) ->
 
 
 def test_batches_by_number_of_symbols() -> None:
-    assert make("lm", batch_examples=None, batch_tokens=100).portion(0, 0).examples == 100 // 16
+    assert make("lm", batch_examples=None, batch_tokens=100).step(0, 0).examples == 100 // 16
 
 
 def test_mistakes() -> None:

@@ -14,11 +14,12 @@ from test_tasks import labelled_file, tables, train
 
 from regard.errors import UserError
 from regard.nn.lora import add_adapters
-from regard.recipe import load_recipe
-from regard.run import Run, weights_of
-from regard.training.distributed import Stopped
+from regard.recipe import Recipe, load_recipe
+from regard.run import Run, saved_recipe, weights_of
 from regard.training.fit import fit
 from regard.training.report import SilentReporter
+from regard.training.start import require_free, resumed_recipe, save_recipe
+from regard.training.trainer import Stopped
 
 
 class Heard(SilentReporter):
@@ -49,7 +50,7 @@ def tuned(task: str, base: Path, folder: Path, **settings: Any) -> dict[str, Any
 
 def heard(order: dict[str, Any], run: Path) -> str:
     talk = Heard()
-    fit(load_recipe(order), run, talk=talk)
+    fit(load_recipe(order), run, reporter=talk)
     return talk.said
 
 
@@ -126,11 +127,11 @@ def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_p
     order = tuned("classify", tmp_path / "base", tmp_path, lora=2, ema=0.9, average=2)
     order["train"] |= {"steps": 8, "validate_every": 3}
     recipe = load_recipe(order)
-    fit(recipe, tmp_path / "whole", talk=SilentReporter())
+    fit(recipe, tmp_path / "whole", reporter=SilentReporter())
     with pytest.raises(Stopped):
-        fit(recipe, tmp_path / "run", talk=At(4, lambda: send(signal.SIGTERM)))
+        fit(recipe, tmp_path / "run", reporter=At(4, lambda: send(signal.SIGTERM)))
     shutil.rmtree(tmp_path / "base")
-    fit(recipe, tmp_path / "run", resume=True, talk=SilentReporter())
+    fit(recipe, tmp_path / "run", resume=True, reporter=SilentReporter())
     assert result(tmp_path / "run") == result(tmp_path / "whole")
 
 
@@ -178,7 +179,7 @@ def test_what_does_not_fit_is_told(
     task: str, base: str, changes: dict[str, Any], told: str, bases: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=told):
-        fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", talk=SilentReporter())
+        fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", reporter=SilentReporter())
     assert not (tmp_path / "run/config.json").exists()
 
 
@@ -192,7 +193,7 @@ def test_what_does_not_fit_is_told(
 )
 def test_parts_that_are_not_there(settings: dict[str, Any], told: str, bases: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):
-        fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", talk=SilentReporter())
+        fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", reporter=SilentReporter())
 
 
 @pytest.mark.parametrize("settings", [{"parts": ["decoder"]}, {"lora": 2}])
@@ -207,7 +208,7 @@ def test_a_rank_that_no_layer_has(bases: Path, tmp_path: Path) -> None:
     """It is told before anything of that size is made."""
     order = tuned("lm", bases / "lm", tmp_path, lora=100_000_000)
     with pytest.raises(UserError, match=r"train\.lora: a rank of at most 32 fits decoder\.blocks\.0\.attention"):
-        fit(load_recipe(order), tmp_path / "run", talk=SilentReporter())
+        fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
 
 
 @pytest.mark.parametrize("text", [{"source_tokens": "byte"}, {"target_tokens": "bpe:50"}, {"min_count": 3}])
@@ -215,7 +216,64 @@ def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path
     order = tuned("lm", bases / "lm", tmp_path) | {"text": text}
     key, value = next(iter(text.items()))
     with pytest.raises(UserError, match=rf"brings its own tokens; leave out what differs\n  text\.{key}: {value} here"):
-        fit(load_recipe(order), tmp_path / "run", talk=SilentReporter())
+        fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
     own = Run.load(bases / "lm").codec.config.source_tokens
     order["text"] = {"source_tokens": own, "target_tokens": "auto", "min_count": 1}
     assert "tokens: those of" in heard(order, tmp_path / "run")
+
+
+SAVED = {
+    "preset": "transformer-tiny",
+    "model": {"encoder": {"layers": 1}, "share_embeddings": False},
+    "text": {"source_tokens": "char", "target_tokens": "space", "feature_separator": '"\\\t\x7f'},
+    "data": {"train": 'a "b" \\ ü.tsv', "columns": ["source", "features", "target"]},
+    "train": {"steps": 10, "workers": 2, "lr": 3e-4, "eps": 1e-9},
+}
+
+
+def resumed(given: dict[str, object]) -> Recipe:
+    return resumed_recipe(load_recipe(given), load_recipe(SAVED), Path("run"))
+
+
+def test_a_saved_recipe_reads_back_the_same(tmp_path: Path) -> None:
+    recipe = load_recipe(SAVED)
+    save_recipe(recipe, tmp_path)
+    assert saved_recipe(tmp_path) == recipe
+
+
+def test_what_is_not_given_or_left_to_choose_is_as_it_was() -> None:
+    assert resumed({}) == load_recipe(SAVED)
+    assert resumed({"preset": "auto", "text": {"source_tokens": "auto"}, "train": {"workers": 0}}) == load_recipe(SAVED)
+    assert resumed(SAVED) == load_recipe(SAVED)
+
+
+def test_a_given_budget_replaces_the_old_one() -> None:
+    train = resumed({"train": {"minutes": 3}}).train
+    assert (train.minutes, train.steps, train.epochs, train.lr) == (3, None, None, 3e-4)
+
+
+def test_all_changed_keys_are_named() -> None:
+    with pytest.raises(UserError) as error:
+        resumed({"train": {"lr": 1e-3}, "model": {"encoder": {"layers": 2}}, "data": {"train": "other.tsv"}})
+    for text in (
+        "train.lr: now 0.001, then 0.0003",
+        "model.encoder.layers: now 2, then 1",
+        "data.train",
+        "another --out",
+    ):
+        assert text in str(error.value)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    require_free(tmp_path / "new")
+    (tmp_path / "training").mkdir()
+    require_free(tmp_path)
+    (tmp_path / "README.md").touch()
+    with pytest.raises(UserError, match=r"has README\.md"):
+        require_free(tmp_path)
+    (tmp_path / "config.json").touch()
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(UserError, match="--resume"):
+        require_free(tmp_path)
+    with pytest.raises(UserError, match="is a file"):
+        require_free(tmp_path / "README.md")

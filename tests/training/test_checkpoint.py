@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import resource
 import stat
 import subprocess
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.errors import UserError
-from regard.training.checkpoint import Best, Checkpoints, Progress, Window, read_tensors, replace_tensors
+from regard.run import save_weights
+from regard.training.checkpoint import Best, Checkpoints, Progress, Window, better, read_tensors
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
 
@@ -39,7 +41,7 @@ def test_the_last_step_is_found_and_older_ones_go(tmp_path: Path) -> None:
     assert checkpoints.progress() == Progress(step=100_000_000)
     loaded = checkpoints.tensors(20, "model")
     assert all(torch.equal(loaded[name], x) for name, x in WEIGHTS.items())
-    checkpoints.prune()
+    checkpoints.remove_old()
     assert checkpoints.steps() == [100_000_000]
 
 
@@ -56,12 +58,12 @@ def test_half_written_things_are_swept_away(tmp_path: Path) -> None:
     (tmp_path / "training" / ".step-00000007.1.tmp").mkdir(parents=True)
     (tmp_path / ".model.safetensors.1.tmp").touch()
     assert checkpoints.progress() is None
-    checkpoints.sweep()
+    checkpoints.remove_temporary()
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["training"]
 
 
 def test_weights_are_as_readable_as_other_files(tmp_path: Path) -> None:
-    replace_tensors(WEIGHTS, tmp_path / "x.safetensors")
+    save_weights(WEIGHTS, tmp_path / "x.safetensors")
     (tmp_path / "other").touch()
     assert stat.filemode((tmp_path / "x.safetensors").stat().st_mode) == stat.filemode(
         (tmp_path / "other").stat().st_mode
@@ -113,13 +115,40 @@ def test_no_space_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("regard.training.checkpoint.save_file", full)
+    monkeypatch.setattr("regard.run.save_file", full)
     for write in (
         lambda: checkpoints.save(Progress(step=2), {"model": WEIGHTS}),
         lambda: checkpoints.keep(2, WEIGHTS),
-        lambda: replace_tensors(WEIGHTS, tmp_path / "model.safetensors"),
+        lambda: save_weights(WEIGHTS, tmp_path / "model.safetensors"),
     ):
         with pytest.raises(UserError, match="No space left on device"):
             write()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["training"]
     assert checkpoints.progress() == Progress(step=1)
+
+
+def best(metric: str, value: float, loss: float = 1.0) -> Best:
+    return Best(step=1, value=value, scores={"loss": loss, metric: value})
+
+
+def test_which_scores_are_better() -> None:
+    assert better("loss", {"loss": 2.0}, None)
+    assert better("loss", {"loss": 0.9}, best("loss", 1.0, 1.0))
+    assert better("wer", {"loss": 9.0, "wer": 9.0}, best("wer", 10.0))
+    assert not better("wer", {"loss": 0.1, "wer": 11.0}, best("wer", 10.0))
+    assert better("bleu", {"loss": 9.0, "bleu": 11.0}, best("bleu", 10.0))
+    assert better("bleu", {"loss": 0.9, "bleu": 10.0}, best("bleu", 10.0))
+    assert not better("bleu", {"loss": 1.0, "bleu": 10.0}, best("bleu", 10.0))
+    assert not better("loss", {"loss": math.nan}, None)
+
+
+def test_means_of_a_window() -> None:
+    window = Window(steps=2, examples=10, tokens=40, symbols=100, nll=20.0, smoothed=30.0, norm=3.0)
+    means = window.means(4.0)
+    assert means == {
+        "loss": 0.5,
+        "objective": 0.75,
+        "norm": 1.5,
+        "tokens_per_second": 25.0,
+        "examples_per_second": 2.5,
+    }

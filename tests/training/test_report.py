@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+from backwards import MakeRecipe
+
+from regard.errors import UserError
+from regard.training.checkpoint import Best, Progress
+from regard.training.report import (
+    Lines,
+    Live,
+    Log,
+    Reporter,
+    draw_curve,
+    duration,
+    make_reporter,
+    read_log,
+    write_model_card,
+)
+
+EVENTS = [
+    {"event": "train", "step": 50, "epoch": 0.5, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 9.0},
+    {"event": "valid", "step": 50, "epoch": 0.5, "loss": 2.25, "wer": 81.234, "best": True, "seconds": 10.0},
+    {"event": "skip", "step": 51, "loss": None, "norm": None},
+    {"event": "average", "checkpoints": 3, "loss": 2.0, "wer": 80.0, "best": False, "seconds": 10.0},
+    {"event": "end", "step": 99, "reason": "patience", "skipped": 1, "wer": 81.234, "seconds": 75.0},
+]
+
+
+def told(talk: Reporter, stream: io.StringIO) -> str:
+    talk.say("choice [not markup] of /a/path")
+    for step in (1, 50):
+        talk.tick(step, step / 100, float(step))
+    for event in EVENTS:
+        talk.event(event)
+    talk.close()
+    return stream.getvalue()
+
+
+def test_lines() -> None:
+    stream = io.StringIO()
+    text = told(Lines(stream), stream)
+    assert "choice [not markup] of /a/path\n" in text
+    assert "step 50 · epoch 0.50 · loss 2.5000 · lr 1.00e-03 · 12,346 tokens/s · 50 s left\n" in text
+    assert "validation: loss 2.2500, wer 81.23 · best so far" in text
+    assert "step 51 · skipped" in text
+    assert "mean of the last 3 checkpoints: loss 2.0000, wer 80.00 · not better, not used" in text
+    assert "finished at step 99 after 1 min 15 s: no better for too long" in text
+
+
+def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    talk = make_reporter(stream)
+    assert isinstance(talk, Live)
+    talk.event(EVENTS[0])
+    text = told(talk, stream)
+    assert "choice [not markup] of /a/path" in text
+    assert "loss 2.500" in text and "12,346 tokens/s" in text and "1 min 39 s left" in text
+    assert "validation: loss 2.2500, wer 81.23" in text
+    assert isinstance(make_reporter(io.StringIO()), Lines)
+    assert isinstance(make_reporter(sys.__stderr__), Lines | Live)
+
+
+def test_durations() -> None:
+    assert [duration(x) for x in (0.4, 59, 60, 3599.6, 7260)] == [
+        "0 s",
+        "59 s",
+        "1 min 00 s",
+        "1 h 00 min",
+        "2 h 01 min",
+    ]
+
+
+def test_a_reopened_log_is_cut_back_to_its_position(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = Log(path)
+    log.write({"event": "train", "step": 1})
+    position = log.position
+    log.write({"event": "train", "step": 2, "loss": float("nan"), "norm": float("inf")})
+    log.sync()
+    log.close()
+    assert read_log(path)[1] == {"event": "train", "step": 2, "loss": None, "norm": None}
+    again = Log(path, position)
+    again.write({"event": "é", "step": 3})
+    again.close()
+    assert [event["step"] for event in read_log(path)] == [1, 3]
+    assert path.stat().st_size == again.position
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"ste')
+    assert read_log(path) == [{"step": 1}]
+
+
+def test_an_unwritable_log_is_a_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot write"):
+        Log(tmp_path / "missing" / "log.jsonl")
+    log = Log(tmp_path / "log.jsonl")
+    log.close()
+    with Path("/dev/full").open("ab", buffering=0) as log._file, pytest.raises(UserError, match="No space left"):
+        log.write({"event": "x"})
+
+
+def test_the_card_tells_what_why_and_how(recipe: MakeRecipe, tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    run.mkdir()
+    best = Best(step=40, value=31.5, scores={"loss": 0.5, "bleu": 31.5}, averaged=3)
+    progress = Progress(step=50, epoch=2, seconds=61, best=best, finished="steps", skipped=1)
+    order = recipe(metric="bleu", validate_beam=4)
+    write_model_card(
+        run,
+        order,
+        progress,
+        parameters=1234567,
+        examples=(120, 20),
+        notes=["source tokens: char: short"],
+        signatures={"bleu": "nrefs:1|v:2"},
+    )
+    card = (run / "README.md").read_text()
+    for text in (
+        "# my run",
+        "1,234,567 parameters",
+        "| bleu | 31.5 | BLEU, `nrefs:1|v:2` |",
+        "| perplexity | 1.649 |",
+        "the mean of 3 checkpoints, chosen by the highest bleu; outputs by beam search (4)",
+        "120 examples to train on, 20 to validate",
+        f"`{order.data.train}`",
+        "source tokens: char: short",
+        f"regard generate '{run}' input.txt",
+        "skipped steps: 1",
+    ):
+        assert text in card
+
+
+def test_a_run_without_a_score_says_so(recipe: MakeRecipe, tmp_path: Path) -> None:
+    write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), notes=[], signatures={})
+    assert "no validation gave a number" in (tmp_path / "README.md").read_text()
+
+
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    events = [{"event": "start"}]
+    for step in range(10, 60, 10):
+        events.append({"event": "train", "step": step, "loss": 5 / step})
+        events.append({"event": "valid", "step": step, "loss": 6 / step, "wer": 900 / step, "best": step < 40})
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    path = draw_curve(tmp_path, "wer")
+    assert path is not None
+    assert xml.parse(path).getroot().tag.endswith("svg")
+    assert path.stat().st_size > 5000
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"event": "start"}\n')
+    assert draw_curve(tmp_path, "loss") is None
