@@ -12,6 +12,7 @@ import torch
 from little import FAMILIES, LANGUAGE, family, picture
 
 from regard.cli import heads
+from regard.config import PatchConfig
 from regard.data.images import Pictures
 from regard.data.reader import LineCounter
 from regard.errors import UserError
@@ -79,7 +80,7 @@ def test_an_ablated_head_has_no_importance(kind: str) -> None:
 
 def test_attention_distance_of_patches_follows_from_the_weights() -> None:
     run = family("image")
-    far_SS = patch_distances(4, 4, 2)
+    far_SS = patch_distances(PatchConfig(height=8, width=8, size=2))
 
     def row(x_BHTS: torch.Tensor) -> torch.Tensor:
         """The first head looks at itself, the second one to the right, the third at the image, the fourth evenly."""

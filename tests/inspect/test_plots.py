@@ -25,19 +25,19 @@ def found(make_letters: Callable[..., Run]) -> Trace:
 def test_pictures_are_files_of_their_kind(found: Trace, tmp_path: Path) -> None:
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         path = tmp_path / f"map{suffix}"
-        picture.save(picture.draw_alignment(found), path)
+        picture.save(picture.draw_matrix(found.matrix()), path)
         first = path.read_bytes()
         assert first.startswith(start) and len(first) > 1000
-        picture.save(picture.draw_alignment(found), path)
+        picture.save(picture.draw_matrix(found.matrix()), path)
         assert path.read_bytes() == first, "the same picture gives the same file"
     with pytest.raises(UserError, match=r"ends in \.png, \.svg or \.pdf"):
-        picture.save(picture.draw_alignment(found), tmp_path / "map.bmp")
+        picture.save(picture.draw_matrix(found.matrix()), tmp_path / "map.bmp")
 
 
 def test_tokens_are_labels_and_never_formulas(found: Trace, tmp_path: Path) -> None:
     source = ("$\\frac{1}$", "a_b^{", "שלום", "\u0301", " ", "日本語のとても長いトークンですよ")
     odd = dataclasses.replace(found, tokens={**found.tokens, "source": source})
-    figure = picture.draw_alignment(odd)
+    figure = picture.draw_matrix(odd.matrix())
     picture.save(figure, tmp_path / "odd.svg")
     labels = [text.get_text() for text in figure.axes[0].get_xticklabels()]
     assert labels[0] == "$\\frac{1}$" and labels[4] == "␣" and len(labels) == 6
@@ -47,13 +47,13 @@ def test_tokens_are_labels_and_never_formulas(found: Trace, tmp_path: Path) -> N
 def test_heads_and_grids(found: Trace, tmp_path: Path) -> None:
     whole = picture.draw_all_heads(found, "cross")
     assert len(whole.axes) == 8
-    one = picture.draw_map(found, found.find("encoder", 1), 2)
+    one = picture.draw_matrix(found.matrix("encoder", 1, 2))
     shown = one.axes[0].images[0].get_array()
     assert np.allclose(shown, found.find("encoder", 1).weights_HTS[2])
-    mean = picture.draw_map(found, found.find("encoder", 1)).axes[0].images[0].get_array()
+    mean = picture.draw_matrix(found.matrix("encoder", 1)).axes[0].images[0].get_array()
     assert np.allclose(mean, found.find("encoder", 1).weights_HTS.mean(0))
     with pytest.raises(UserError, match="no head 9 in layer 2; it has 1, 2, 3, 4"):
-        picture.draw_map(found, found.find("encoder", 1), 8)
+        picture.draw_matrix(found.matrix("encoder", 1, 8))
     with pytest.raises(UserError, match="no image attention"):
         picture.draw_all_heads(found, "image")
     grid = np.array([[0.1, np.nan], [0.3, 0.2]])
@@ -64,7 +64,7 @@ def test_heads_and_grids(found: Trace, tmp_path: Path) -> None:
 def test_long_texts_stay_within_the_paper(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
     long = trace(run, Example("abcab" * 40), run.codec.target.encode(["bcd" * 40])[0])
-    figure = picture.draw_alignment(long)
+    figure = picture.draw_matrix(long.matrix())
     assert max(figure.get_size_inches()) <= picture.LARGEST + 1
     assert len(figure.axes[0].get_xticklabels()) <= 60
 
@@ -72,11 +72,11 @@ def test_long_texts_stay_within_the_paper(make_letters: Callable[..., Run]) -> N
 def test_nothing_global_is_touched(found: Trace, tmp_path: Path) -> None:
     names = ("font.family", "svg.hashsalt", "figure.dpi")
     before = [matplotlib.rcParams[name] for name in names]
-    picture.save(picture.draw_alignment(found), tmp_path / "map.svg")
+    picture.save(picture.draw_matrix(found.matrix()), tmp_path / "map.svg")
     assert [matplotlib.rcParams[name] for name in names] == before
 
 
 def test_a_message_without_matplotlib(found: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'regard\[plot\]'"):
-        picture.draw_alignment(found)
+        picture.draw_matrix(found.matrix())

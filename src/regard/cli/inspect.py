@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from regard.decode.options import Options
 from regard.decode.request import Request
 from regard.errors import UserError, one_of
 from regard.files import replace_file
-from regard.inspect.plots import draw, draw_alignment, draw_all_heads, draw_in_colour, draw_map, save
+from regard.inspect.plots import draw, draw_all_heads, draw_in_colour, draw_matrix, save
 from regard.inspect.trace import Trace, trace, trace_image, trace_text
 from regard.run import Run
 from regard.text.codec import Example
@@ -87,13 +86,14 @@ def command(
         raise UserError("--continue: only a language model goes on with a text")
     else:
         traced = _trace_pair(opened, text, target, features, beam)
+    selected = None if layer is None else layer - 1, None if head is None else head - 1
     for note in traced.notes:
         message(note)
     for path in filter(None, (png, svg)):
-        _draw_picture(traced, path, attention, layer, head)
+        _draw_picture(traced, path, attention, *selected)
         message(f"{path}: written")
     if terminal:
-        _draw_at_terminal(traced, attention, layer, head)
+        _draw_at_terminal(traced, attention, *selected)
     if output is not None or not (png or svg or terminal):
         path = output or "attention.html"
         html = traced.to_html()
@@ -124,42 +124,20 @@ def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
     return traced
 
 
-def _draw_picture(traced: Trace, path: str, attention: str | None, layer: int | None, head: int | None) -> None:
-    kind = attention or _default_kind(traced)
-    if attention is None and layer is None and traced.alignment:
-        figure = draw_alignment(traced)
-    elif layer is None:
-        figure = draw_all_heads(traced, kind)
+def _draw_picture(traced: Trace, path: str, kind: str | None, layer: int | None, head: int | None) -> None:
+    if layer is None and (kind is not None or not traced.alignment):
+        figure = draw_all_heads(traced, kind or traced.main_kind)
     else:
-        figure = draw_map(traced, traced.find(kind, layer - 1), None if head is None else head - 1)
+        figure = draw_matrix(traced.matrix(kind, layer, head))
     save(figure, path)
 
 
-def _default_kind(traced: Trace) -> str:
-    return "cross" if traced.alignment else traced.maps[0].kind
-
-
-def _draw_at_terminal(traced: Trace, attention: str | None, layer: int | None, head: int | None) -> None:
-    weights, rows, columns = _selected(traced, attention, layer, head)
+def _draw_at_terminal(traced: Trace, kind: str | None, layer: int | None, head: int | None) -> None:
+    matrix = traced.matrix(kind, layer, head)
+    rows, columns = matrix.tokens
     console = Console()
     if console.is_terminal:
-        console.print(draw_in_colour(columns, rows, weights.tolist(), console.width))
+        console.print(draw_in_colour(columns, rows, matrix.weights_TS.tolist(), console.width))
     else:
-        for line in draw(columns, rows, weights.tolist()):
+        for line in draw(columns, rows, matrix.weights_TS.tolist()):
             out(line)
-
-
-def _selected(
-    traced: Trace, attention: str | None, layer: int | None, head: int | None
-) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """The attention weights to draw, and the tokens of its rows and columns."""
-    if attention is None and layer is None and traced.alignment:
-        return next(iter(traced.alignment.values())), traced.tokens["output"], traced.tokens["source"]
-    kind = attention or _default_kind(traced)
-    last = max((m.layer for m in traced.maps if m.kind == kind), default=0)
-    selected = traced.find(kind, last if layer is None else layer - 1)
-    if head is not None and head - 1 not in selected.heads:
-        known = ", ".join(str(number + 1) for number in selected.heads)
-        raise UserError(f"--head {head}: layer {selected.layer + 1} has {known}")
-    weights = selected.weights_HTS.mean(0) if head is None else selected.weights_HTS[selected.heads.index(head - 1)]
-    return weights, traced.tokens[selected.rows], traced.tokens[selected.columns]

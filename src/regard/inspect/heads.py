@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.batch import Batch
+from regard.config import PatchConfig
 from regard.data.objectives import text_ids
 from regard.decode.alignment import Links, alignment_merits, best_heads
 from regard.errors import UserError
@@ -225,10 +226,8 @@ def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Att
     """What the patches of images attend to in every attention; distances are in pixels."""
     patches, device = model.config.patches, model.device
     assert patches is not None
-    columns = patches.width // patches.size
-    distance_SS = patch_distances(patches.height // patches.size, columns, patches.size).to(device)
-    patch_S = torch.arange(patches.count, device=device)
-    row_S, column_S = patch_S // columns, patch_S % columns
+    distance_SS = patch_distances(patches).to(device)
+    row_S, column_S = patch_grid(patches).to(device).unbind(1)
     own_SS = torch.eye(patches.count, dtype=torch.bool, device=device)
     targets = {
         "own patch": own_SS,
@@ -251,11 +250,15 @@ def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Att
     return sums
 
 
-def patch_distances(rows: int, columns: int, size: int) -> Tensor:
+def patch_grid(patches: PatchConfig) -> Tensor:
+    """The row and the column of every patch, (patches, 2)."""
+    index_S, columns = torch.arange(patches.count), patches.width // patches.size
+    return torch.stack((index_S // columns, index_S % columns), dim=1)
+
+
+def patch_distances(patches: PatchConfig) -> Tensor:
     """Pixels between the centres of any two patches, (patches, patches)."""
-    row_S = torch.arange(rows).repeat_interleave(columns)
-    column_S = torch.arange(columns).repeat(rows)
-    position_S2 = torch.stack((row_S, column_S), dim=1).float() * size
+    position_S2 = patch_grid(patches).float() * patches.size
     return torch.cdist(position_S2, position_S2)
 
 

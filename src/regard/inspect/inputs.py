@@ -39,14 +39,6 @@ class ImageInput:
     pixels_HWC: np.ndarray  # bytes, one channel or three
     size: int  # pixels of a patch's side
 
-    @property
-    def rows(self) -> int:
-        return int(self.pixels_HWC.shape[0] // self.size)
-
-    @property
-    def columns(self) -> int:
-        return int(self.pixels_HWC.shape[1] // self.size)
-
     def page_data(self) -> dict[str, Any]:
         height, width, channels = self.pixels_HWC.shape
         pixels = base64.b64encode(self.pixels_HWC.tobytes()).decode("ascii")

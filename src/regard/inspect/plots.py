@@ -19,7 +19,7 @@ from rich.text import Text
 
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.inspect.trace import AttentionMap, Trace
+from regard.inspect.trace import AttentionMatrix, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,30 +73,13 @@ def save(figure: Figure, path: str | Path) -> None:
         log.setLevel(level)
 
 
-def draw_alignment(trace: Trace) -> Figure:
-    """The first alignment of a trace."""
-    if not trace.alignment:
-        raise UserError("this model does not attend to a source")
-    weights_TS = next(iter(trace.alignment.values()))
-    return draw_matrix(weights_TS, trace.tokens["output"], trace.tokens["source"], ("output", "source"))
-
-
-def draw_map(trace: Trace, attention: AttentionMap, head: int | None = None) -> Figure:
-    """One attention of a trace: a head by its number, or the mean of all."""
-    if head is not None and head not in attention.heads:
-        known = ", ".join(str(number + 1) for number in attention.heads)
-        raise UserError(f"no head {head + 1} in layer {attention.layer + 1}; it has {known}")
-    weights_HTS, rows, columns = attention.weights_HTS, attention.rows, attention.columns
-    weights_TS = weights_HTS.mean(0) if head is None else weights_HTS[attention.heads.index(head)]
-    return draw_matrix(weights_TS, trace.tokens[rows], trace.tokens[columns], (rows, columns))
-
-
-def draw_matrix(weights_TS: np.ndarray, rows: Sequence[str], columns: Sequence[str], names: tuple[str, str]) -> Figure:
-    """Weights with tokens on both axes: queries down, keys across."""
+def draw_matrix(matrix: AttentionMatrix) -> Figure:
+    """Attention weights with tokens on both axes: queries down, keys across."""
+    rows, columns = matrix.tokens
     width, height = (min(LARGEST, max(SMALLEST, CELL * len(tokens) + 1.2)) for tokens in (columns, rows))
     figure = new_figure(width + 0.5, height)
     axes = figure.add_subplot()
-    image = _heatmap(axes, weights_TS, grid=True)
+    image = _heatmap(axes, matrix.weights_TS, grid=True)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     for tokens, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
@@ -107,8 +90,8 @@ def draw_matrix(weights_TS: np.ndarray, rows: Sequence[str], columns: Sequence[s
     for text in axes.get_xticklabels():
         if len(text.get_text()) > 3:
             text.set(rotation=60, ha="left", rotation_mode="anchor")
-    axes.set_ylabel(names[0], color=SOFT, fontsize=8)
-    axes.set_xlabel(names[1], color=SOFT, fontsize=8)
+    axes.set_ylabel(matrix.names[0], color=SOFT, fontsize=8)
+    axes.set_xlabel(matrix.names[1], color=SOFT, fontsize=8)
     _colorbar(figure, image, axes, shrink=0.6, aspect=18)
     return figure
 

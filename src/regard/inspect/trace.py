@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import Stack
+from regard.config import PatchConfig, Stack
 from regard.decode.alignment import alignment_quality, best_heads
 from regard.errors import UserError
 from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
@@ -50,6 +50,14 @@ class AttentionMap:
     heads: tuple[int, ...]  # their numbers; those of a pruned model have gaps
 
 
+class AttentionMatrix(NamedTuple):
+    """Weights with the tokens and the names of both axes: queries down, keys across."""
+
+    weights_TS: np.ndarray
+    tokens: tuple[tuple[str, ...], tuple[str, ...]]
+    names: tuple[str, str]
+
+
 @dataclass(frozen=True)
 class Trace:
     """One example on its way through a model. It is shown as the attention page in a notebook."""
@@ -77,6 +85,26 @@ class Trace:
             known = ", ".join(f"{name} layer {number + 1}" for name, number in sorted(maps))
             raise UserError(f"no {kind} attention in layer {layer + 1}; this model has {known}")
         return maps[kind, layer]
+
+    @property
+    def main_kind(self) -> str:
+        """The kind of attention that is shown when none is named."""
+        return "cross" if self.alignment else self.maps[0].kind
+
+    def matrix(self, kind: str | None = None, layer: int | None = None, head: int | None = None) -> AttentionMatrix:
+        """A head by its number, or the mean of a layer's heads; by default the alignment, or else the last layer."""
+        if kind is None and layer is None and self.alignment:
+            rows, columns, weights_TS = "output", "source", next(iter(self.alignment.values()))
+        else:
+            kind = kind or self.main_kind
+            last = max((m.layer for m in self.maps if m.kind == kind), default=0)
+            m = self.find(kind, last if layer is None else layer)
+            if head is not None and head not in m.heads:
+                known = ", ".join(str(number + 1) for number in m.heads)
+                raise UserError(f"no head {head + 1} in layer {m.layer + 1}; it has {known}")
+            rows, columns = m.rows, m.columns
+            weights_TS = m.weights_HTS.mean(0) if head is None else m.weights_HTS[m.heads.index(head)]
+        return AttentionMatrix(weights_TS, (self.tokens[rows], self.tokens[columns]), (rows, columns))
 
     def to_html(self) -> str:
         """The attention page: one file that needs nothing else."""
@@ -175,7 +203,7 @@ def _trace_input(run: Run, given: InspectionInput, heads: Sequence[tuple[int, in
     best = logits_TV.argmax(-1).tolist()
     labels = [] if model.output is None else best if given.labels is None else given.labels
     maps = _attention_maps(model, recorded)
-    tokens, image = given.tokens, given.image
+    tokens = given.tokens
     positions = max(MIN_POSITIONS, *(len(row) for row in tokens.values()))
     stacks = {name: getattr(model, name) for name in config.stacks}
     heatmaps = [position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
@@ -193,8 +221,8 @@ def _trace_input(run: Run, given: InspectionInput, heads: Sequence[tuple[int, in
         notes=(*given.notes, *([_masking_note(config.ids.mask)] if masked else [])),
         score=float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0,
         unit="class" if classes else "token",
-        image=image,
-        distances={} if image is None else _head_distances(maps, image),
+        image=given.image,
+        distances={} if config.patches is None else _head_distances(maps, config.patches),
     )
 
 
@@ -244,10 +272,8 @@ def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) 
     chosen = [(layer, index) for layer, index in heads if layer in cross and index < len(cross[layer].heads)]
     if several:
         title = "alignment heads" if chosen else "sharpest heads"
-        quality = {layer: alignment_quality(m.weights_HTS) for layer, m in cross.items()}
-        chosen = chosen or best_heads(
-            {(layer, i): float(q) for layer, q_H in quality.items() for i, q in enumerate(q_H)}
-        )
+        quality = {layer: alignment_quality(m.weights_HTS).tolist() for layer, m in cross.items()}
+        chosen = chosen or best_heads({(layer, i): q for layer, q_H in quality.items() for i, q in enumerate(q_H)})
         names = ", ".join(f"{layer + 1}.{cross[layer].heads[index] + 1}" for layer, index in chosen)
         out[f"{title} {names}"] = np.mean([cross[layer].weights_HTS[i] for layer, i in chosen], axis=0)
     for layer, m in cross.items():
@@ -257,7 +283,7 @@ def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) 
     return out
 
 
-def _head_distances(maps: Sequence[AttentionMap], image: ImageInput) -> dict[str, np.ndarray]:
+def _head_distances(maps: Sequence[AttentionMap], patches: PatchConfig) -> dict[str, np.ndarray]:
     """The mean attention distance of each head in pixels, by map."""
-    distance_SS = patch_distances(image.rows, image.columns, image.size)
+    distance_SS = patch_distances(patches)
     return {m.name: mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)[0].mean(-1).numpy() for m in maps}
