@@ -22,9 +22,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = toy_words(300)
     for name, part in (("pairs", words[:260]), ("test", words[260:])):
         (path / f"{name}.tsv").write_text("".join(f"{word}\t{spell(word)}\n" for word in part))
-    said = call(
+    result = call(
         "train", "--data", path / "pairs.tsv", "--valid", path / "test.tsv", "--out", path / "run",
         "--steps", 200, "--workers", 1, *small("validate_every=200", "batch_examples=64"),
     )  # fmt: skip
-    assert said.code == 0, said.err
+    assert result.code == 0, result.err
     return path

@@ -43,11 +43,11 @@ def test_generate_score_and_logits_agree(toy):
 def test_attention_is_of_the_output(toy):
     run = regard.load(toy / "run")
     best = run.generate(["abc"], beam=5)[0][0]
-    found = run.attention("abc")
-    assert found.texts == {"source": "abc", "output": best.text}
-    assert found.score == pytest.approx(best.score, abs=1e-4)
+    traced = run.attention("abc")
+    assert traced.texts == {"source": "abc", "output": best.text}
+    assert traced.score == pytest.approx(best.score, abs=1e-4)
     assert run.attention("abc", "F F").tokens["output"] == ("F", "F", "<eos>")
-    assert "<iframe" in found._repr_html_()
+    assert "<iframe" in traced._repr_html_()
 
 
 def test_options_are_checked(toy):
@@ -117,21 +117,21 @@ def labelling(tmp_path_factory):
     np.savez(path / "images.npz", images=draw.integers(0, 17, (20, 8, 8), np.uint8), labels=np.arange(20) % 3)
     for task, data in (("classify", "texts.tsv"), ("image", "images.npz")):
         order = ["--task", task, "--data", path / data, "--out", path / task, "--steps", 2, "--workers", 1, *small()]
-        said = call("train", *order)
-        assert said.code == 0, said.err
+        result = call("train", *order)
+        assert result.code == 0, result.err
     return path
 
 
 def test_labels_of_texts_and_of_images(labelling):
     run = regard.load(labelling / "classify")
-    found = run.classify(["a", "bb"])
-    assert found == classify(run, ["a", "bb"]) and {f.label for f in found} <= {"A", "B"}
-    assert sum(found[0].probabilities.values()) == pytest.approx(1, abs=1e-5)
+    answer = run.classify(["a", "bb"])
+    assert answer == classify(run, ["a", "bb"]) and {f.label for f in answer} <= {"A", "B"}
+    assert sum(answer[0].probabilities.values()) == pytest.approx(1, abs=1e-5)
     with np.load(labelling / "images.npz") as file:
         images = file["images"]
     pictures = regard.load(labelling / "image")
-    told = pictures.classify(images)
-    assert len(told) == len(images) and told == pictures.classify(images[:, None])  # with and without channels
+    labels = pictures.classify(images)
+    assert len(labels) == len(images) and labels == pictures.classify(images[:, None])  # with and without channels
     for wrong in ("abc", [1], images, None):
         with pytest.raises(regard.UserError):
             run.classify(wrong)
@@ -145,7 +145,7 @@ def test_labels_of_texts_and_of_images(labelling):
 
 
 @pytest.mark.parametrize(
-    ("said", "wrong"),
+    ("message", "wrong"),
     [
         (r"generate: takes a list of inputs, such as \[\"abc\"\], not str 'abc'", lambda run: run.generate("abc")),
         ("item 1 is NoneType None", lambda run: run.generate(["abc", None])),
@@ -173,8 +173,8 @@ def test_labels_of_texts_and_of_images(labelling):
         ("train: takes a recipe", lambda run: regard.train(3)),
     ],
 )
-def test_what_a_caller_gets_wrong_is_told(toy, said, wrong):
-    with pytest.raises(regard.UserError, match=said):
+def test_what_a_caller_gets_wrong_is_reported(toy, message, wrong):
+    with pytest.raises(regard.UserError, match=message):
         wrong(regard.load(toy / "run"))
 
 

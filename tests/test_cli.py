@@ -46,9 +46,9 @@ def spelled(toy):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(verb):
-    said = call(verb, "--help")
-    assert said.code == 0 and said.err == ""
-    assert f"regard {verb}" in said.out and "Example:" in said.out
+    result = call(verb, "--help")
+    assert result.code == 0 and result.err == ""
+    assert f"regard {verb}" in result.out and "Example:" in result.out
 
 
 def test_bare_call_and_version():
@@ -57,7 +57,7 @@ def test_bare_call_and_version():
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["trian"], "train"),
         (["generate", "run", "--beem", 3], "--beam"),
@@ -76,15 +76,15 @@ def test_bare_call_and_version():
         (["info", "transformer-base", "--set", "heads=7"], "not divisible"),
     ],
 )
-def test_mistakes_are_the_users_and_told_once(args, told, tmp_path, monkeypatch):
+def test_mistakes_are_the_users_and_reported_once(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = call(*args)
-    assert said.code == 2 and said.out == ""
-    assert told in said.err and said.err.startswith("error: ") and "Traceback" not in said.err
+    result = call(*args)
+    assert result.code == 2 and result.out == ""
+    assert message in result.err and result.err.startswith("error: ") and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--beam", 0], "beam"),
         (["--nbest", 3], "beam at least as wide"),
@@ -97,20 +97,20 @@ def test_mistakes_are_the_users_and_told_once(args, told, tmp_path, monkeypatch)
         (["--device", "tpu"], "tpu"),
     ],
 )
-def test_wrong_options_are_named(toy, options, told):
-    said = call("generate", toy / "run", *options, stdin="abc\n")
-    assert said.code == 2 and told in said.err and said.out == ""
+def test_wrong_options_are_named(toy, options, message):
+    result = call("generate", toy / "run", *options, stdin="abc\n")
+    assert result.code == 2 and message in result.err and result.out == ""
 
 
-def test_our_own_faults_are_told_apart(monkeypatch, toy):
+def test_our_own_faults_are_reported_apart(monkeypatch, toy):
     import regard.cli.info
 
     def fail(*_):
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(regard.cli.info, "describe", fail)
-    said = call("info", toy / "run")
-    assert said.code == 1 and "ZeroDivisionError: oh" in said.err and "REGARD_DEBUG=1" in said.err
+    result = call("info", toy / "run")
+    assert result.code == 1 and "ZeroDivisionError: oh" in result.err and "REGARD_DEBUG=1" in result.err
     assert "Traceback" in call("--debug", "info", toy / "run").err
 
 
@@ -125,11 +125,11 @@ def test_several_processes_give_the_same(toy):
 
 def test_a_line_in_is_a_line_out(toy, spelled):
     lines = ["abc", "", "feed", "   ", "xyz", "a\u2028b", "abc"]
-    said = call("generate", toy / "run", stdin="\n".join(lines) + "\n")
-    assert said.code == 0 and len(said.lines) == len(lines)
-    assert said.lines[0] == said.lines[6] == spelled("abc") and said.lines[2] == spelled("feed")
-    assert said.lines[1] == said.lines[3] == ""
-    assert "unknown" in said.err
+    result = call("generate", toy / "run", stdin="\n".join(lines) + "\n")
+    assert result.code == 0 and len(result.lines) == len(lines)
+    assert result.lines[0] == result.lines[6] == spelled("abc") and result.lines[2] == spelled("feed")
+    assert result.lines[1] == result.lines[3] == ""
+    assert "unknown" in result.err
 
 
 def test_order_and_company_do_not_matter(toy):
@@ -143,14 +143,14 @@ def test_order_and_company_do_not_matter(toy):
 def test_files_and_bad_lines(toy, spelled, tmp_path):
     file = tmp_path / "words.txt"
     file.write_bytes(b"abc\r\n\xff\xfe\nfeed\tx\ty\nbad\tB AH D\n")
-    said = call("generate", toy / "run", file)
-    assert said.lines == [spelled("abc"), "", "", spelled("bad")]
-    assert f"{file}:2" in said.err and f"{file}:3" in said.err and "target column" in said.err
+    result = call("generate", toy / "run", file)
+    assert result.lines == [spelled("abc"), "", "", spelled("bad")]
+    assert f"{file}:2" in result.err and f"{file}:3" in result.err and "target column" in result.err
 
 
 def test_json_shape_and_scores_add_up(toy):
-    said = call("generate", toy / "run", "--beam", 4, "--nbest", 3, "--json", stdin="abc\nfed\n")
-    answers = [json.loads(line) for line in said.lines]
+    result = call("generate", toy / "run", "--beam", 4, "--nbest", 3, "--json", stdin="abc\nfed\n")
+    answers = [json.loads(line) for line in result.lines]
     assert [answer["source"] for answer in answers] == ["abc", "fed"]
     for answer in answers:
         assert len(answer["hypotheses"]) == 3
@@ -164,8 +164,8 @@ def test_json_shape_and_scores_add_up(toy):
 
 
 def test_nbest_lines(toy):
-    said = call("generate", toy / "run", "--beam", 4, "--nbest", 2, stdin="abc\nfed\n")
-    rows = [line.split("\t") for line in said.lines]
+    result = call("generate", toy / "run", "--beam", 4, "--nbest", 2, stdin="abc\nfed\n")
+    rows = [line.split("\t") for line in result.lines]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]
     assert len({row[2] for row in rows[:2]}) == 2 and float(rows[0][1]) <= 0
 
@@ -177,18 +177,18 @@ def test_alignment_lines(toy, spelled):
 
 
 def test_prefix_column(toy):
-    said = call("generate", toy / "run", "--prefix-column", "--beam", 2, stdin="abc\tF\nabc\tK EH\n")
-    assert [line.startswith(start) for line, start in zip(said.lines, ("F ", "K EH"), strict=True)] == [True, True]
+    result = call("generate", toy / "run", "--prefix-column", "--beam", 2, stdin="abc\tF\nabc\tK EH\n")
+    assert [line.startswith(start) for line, start in zip(result.lines, ("F ", "K EH"), strict=True)] == [True, True]
 
 
 def test_what_cannot_be_used_is_counted_and_named(toy, spelled):
-    said = call("generate", toy / "run", "--prefix-column", stdin=f"abc\tZZ\nabc\t\n{'a' * 3000}\t\nabc\tK\n")
-    assert said.code == 0 and said.lines[0] == said.lines[2] == "" and said.lines[1] == spelled("abc")
-    assert said.lines[3].startswith("K") and said.err.startswith("2 of 4 lines; skipped ")
-    assert "1 with a constraint that cannot be met (stdin:1: prefix 'ZZ'" in said.err
-    assert "1 too long (stdin:3: the source has 3000 tokens" in said.err
-    said = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # of every line: a mistake
-    assert said.code == 2 and "prefix 'ZZ'" in said.err
+    result = call("generate", toy / "run", "--prefix-column", stdin=f"abc\tZZ\nabc\t\n{'a' * 3000}\t\nabc\tK\n")
+    assert result.code == 0 and result.lines[0] == result.lines[2] == "" and result.lines[1] == spelled("abc")
+    assert result.lines[3].startswith("K") and result.err.startswith("2 of 4 lines; skipped ")
+    assert "1 with a constraint that cannot be met (stdin:1: prefix 'ZZ'" in result.err
+    assert "1 too long (stdin:3: the source has 3000 tokens" in result.err
+    result = call("generate", toy / "run", "--prefix", "ZZ", stdin="abc\n")  # of every line: a mistake
+    assert result.code == 2 and "prefix 'ZZ'" in result.err
 
 
 def test_candidates_of_least_risk(toy):
@@ -238,20 +238,20 @@ def test_interrupt(toy):
 
 
 def test_scores_line_by_line(toy):
-    said = call("score", toy / "run", stdin="abc\tAH B K\nbroken\nabc\tF F F\n\n")
-    values = [float(line) for line in said.lines]
+    result = call("score", toy / "run", stdin="abc\tAH B K\nbroken\nabc\tF F F\n\n")
+    values = [float(line) for line in result.lines]
     assert len(values) == 4 and values[0] > values[2] and math.isnan(values[1]) and math.isnan(values[3])
-    assert "stdin:2" in said.err
+    assert "stdin:2" in result.err
     strict = call("score", toy / "run", "--strict", stdin="broken\n")
     assert strict.code == 2 and "stdin:1" in strict.err
 
 
 def test_scores_of_what_is_unknown_or_too_long(toy):
     lines = f"abc\tAH B K\n{'a' * 100_000}\tAH\nabß\tAH ZZ ZZ\nabc\tAH B K\n"
-    said = call("score", toy / "run", stdin=lines)
-    assert said.code == 0 and said.lines[1] == "nan" and said.lines[0] == said.lines[3]
-    assert "3 of 4 lines; skipped 1 too long (stdin:2: the source has 100000 tokens" in said.err
-    assert "source: 1 unknown token in 1 line: 'ß'" in said.err and "target: 2 unknown tokens" in said.err
+    result = call("score", toy / "run", stdin=lines)
+    assert result.code == 0 and result.lines[1] == "nan" and result.lines[0] == result.lines[3]
+    assert "3 of 4 lines; skipped 1 too long (stdin:2: the source has 100000 tokens" in result.err
+    assert "source: 1 unknown token in 1 line: 'ß'" in result.err and "target: 2 unknown tokens" in result.err
     rows = [json.loads(line) for line in call("score", toy / "run", "--json", "--max-source", 2, stdin=lines).lines]
     assert [row["line"] for row in rows] == [1, 2, 3, 4] and all(row["score"] is None for row in rows)
     strict = call("score", toy / "run", "--strict", stdin=lines)
@@ -276,11 +276,11 @@ def test_weights_of_an_ensemble(toy, tmp_path):
 def test_evaluate_shape(toy, tmp_path):
     dirty = tmp_path / "dirty.tsv"
     dirty.write_text((toy / "test.tsv").read_text() + "one column\n")
-    said = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 50)
-    result = json.loads(said.out)
-    assert result["examples"] == 40 and result["skipped"] == {"wrong column count": 1} and "unknown" not in result
-    assert set(result["metrics"]) == {"wer", "per", "accuracy", "perplexity"}
-    wer = result["metrics"]["wer"]
+    result = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 50)
+    report = json.loads(result.out)
+    assert report["examples"] == 40 and report["skipped"] == {"wrong column count": 1} and "unknown" not in report
+    assert set(report["metrics"]) == {"wer", "per", "accuracy", "perplexity"}
+    wer = report["metrics"]["wer"]
     assert 0 <= wer["low"] <= wer["score"] <= wer["high"] <= 100
     plain = call("evaluate", toy / "run", toy / "test.tsv", "--metric", "bleu", "--bootstrap", 0)
     assert plain.lines[1].startswith("bleu\t") and "tok:13a" in plain.out
@@ -289,19 +289,21 @@ def test_evaluate_shape(toy, tmp_path):
 def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
     dirty = tmp_path / "dirty.tsv"
     dirty.write_text(f"{'a' * 100_000}\tAH\n" + (toy / "test.tsv").read_text() + "ß\tAH ZZ\n")
-    said = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 0)
-    result = json.loads(said.out)
-    assert result["examples"] == 41 and result["skipped"] == {"too long": 1}
-    assert result["unknown"] == {"source": 1, "target": 1}
-    assert "dirty.tsv:1: the source has 100000" in said.err and "target: 1 unknown token in 1 line: 'ZZ'" in said.err
+    result = call("evaluate", toy / "run", dirty, "--json", "--bootstrap", 0)
+    report = json.loads(result.out)
+    assert report["examples"] == 41 and report["skipped"] == {"too long": 1}
+    assert report["unknown"] == {"source": 1, "target": 1}
+    assert (
+        "dirty.tsv:1: the source has 100000" in result.err and "target: 1 unknown token in 1 line: 'ZZ'" in result.err
+    )
     strict = call("evaluate", toy / "run", dirty, "--strict")
     assert strict.code == 2 and "dirty.tsv:1: too long" in strict.err
-    for options, told in (
+    for options, message in (
         (["--length-penalty", 0.5], "give --beam too"),
         (["--memory", 3], "an encoder-decoder for pairs"),
     ):
-        said = call("evaluate", toy / "run", toy / "test.tsv", *options)
-        assert said.code == 2 and told in said.err
+        result = call("evaluate", toy / "run", toy / "test.tsv", *options)
+        assert result.code == 2 and message in result.err
 
 
 def test_evaluate_parallel_files(toy, tmp_path):
@@ -327,11 +329,11 @@ def test_average_of_one_is_the_same(toy, tmp_path):
 def test_recipe_options_and_set_in_that_order(toy, tmp_path):
     recipe = tmp_path / "my.toml"
     recipe.write_text('preset = "transformer-tiny"\n[train]\nepochs = 7\nseed = 3\nlr = 0.5\n')
-    said = call(
+    result = call(
         "train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--steps", 2, "--seed", 4,
         "--workers", 1, *small("train.seed=5"),
     )  # fmt: skip
-    assert said.code == 0 and said.out == ""
+    assert result.code == 0 and result.out == ""
     saved = (tmp_path / "run" / "recipe.toml").read_text()
     assert "seed = 5" in saved and "steps = 2" in saved and "epochs" not in saved and "lr = 0.01" in saved
     again = call("train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run")
@@ -345,14 +347,14 @@ def test_features(tmp_path):
             f"{w}{i}\tN;{n}\t{w}{i}{'s' if n == 'PL' else ''}\n" for i in range(9) for w in "ab" for n in ("SG", "PL")
         )
     )
-    said = call(
+    result = call(
         "train", "--data", table, "--columns", "source,features,target", "--steps", 3, "--workers", 1,
         "--source-tokens", "char", "--target-tokens", "char", "--out", tmp_path / "run", *small(),
     )  # fmt: skip
-    assert said.code == 0, said.err
-    said = call("generate", tmp_path / "run", stdin="a1\tN;PL\na1\nb2\tN;DU\n")
-    assert said.code == 0 and len(said.lines) == 3
-    assert "stdin:2" in said.err and "DU" in said.err
+    assert result.code == 0, result.err
+    result = call("generate", tmp_path / "run", stdin="a1\tN;PL\na1\nb2\tN;DU\n")
+    assert result.code == 0 and len(result.lines) == 3
+    assert "stdin:2" in result.err and "DU" in result.err
 
 
 def test_sigterm_saves_and_resume_goes_on(toy, tmp_path):
@@ -366,26 +368,26 @@ def test_sigterm_saves_and_resume_goes_on(toy, tmp_path):
         process.stderr.read()
         assert process.wait(20) == 143 and time.monotonic() - began < 10
     args[-1] = 1
-    said = call(*args, "--resume", *small())
-    assert said.code == 0, said.err
+    result = call(*args, "--resume", *small())
+    assert result.code == 0, result.err
 
 
 # Info
 
 
 def test_info_shape(toy):
-    result = json.loads(call("info", toy / "run", "--json").out)
-    parts = result["parameters"]
+    report = json.loads(call("info", toy / "run", "--json").out)
+    parts = report["parameters"]
     assert parts.pop("total") == sum(parts.values())
-    assert result["time"]["training_per_million_tokens"] > 0
-    assert result["flops_per_token"] > 0 and result["memory"].keys() >= {"training", "decoding"}
+    assert report["time"]["training_per_million_tokens"] > 0
+    assert report["flops_per_token"] > 0 and report["memory"].keys() >= {"training", "decoding"}
 
 
 def test_info_of_a_wide_attention():
     sets = [part for setting in ("width=8192", "heads=64", "bias=none", "layers=1") for part in ("--set", setting)]
-    said = call("info", "transformer-base", *sets)
-    assert said.code == 0, said.err
-    assert "query + key + value\t201,326,592\t201.3M" in said.out
+    result = call("info", "transformer-base", *sets)
+    assert result.code == 0, result.err
+    assert "query + key + value\t201,326,592\t201.3M" in result.out
 
 
 def test_info_lists_what_there_is():

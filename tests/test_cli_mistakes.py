@@ -1,4 +1,4 @@
-"""Mistakes of a command line: told early, in its own words, and without leaving anything behind."""
+"""Mistakes of a command line: reported early, in its own words, and without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train(toy: Path, out: Path, *words: object):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--preset", "transformer-tinny"), "did you mean 'transformer-tiny'?"),
         (("--set", "dropout=1.5"), "encoder.dropout: input should be less than 1, not 1.5"),
@@ -37,13 +37,13 @@ def train(toy: Path, out: Path, *words: object):
         (("--preset", "rnn-luong", "--set", "heads=3"), "model: encoder.heads, decoder.heads: not used by a recurrent"),
     ],
 )
-def test_a_wrong_model_is_told_before_data_is_read(words, told, toy, tmp_path, monkeypatch):
+def test_a_wrong_model_is_reported_before_data_is_read(words, message, toy, tmp_path, monkeypatch):
     def read(*_: object, **__: object) -> None:
         raise AssertionError("data was read")
 
     monkeypatch.setattr("regard.training.fit.prepare", read)
-    said = train(toy, tmp_path / "new" / "run", *words)
-    assert said.code == 2 and told in said.err, said.err
+    result = train(toy, tmp_path / "new" / "run", *words)
+    assert result.code == 2 and message in result.err, result.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,24 +52,24 @@ def test_a_failed_training_leaves_no_directories(toy, tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
     for out in (tmp_path / "new" / "run", kept):
-        said = call("train", "--data", tmp_path / "bad.tsv", "--out", out)
-        assert said.code == 2, said.err
+        result = call("train", "--data", tmp_path / "bad.tsv", "--out", out)
+        assert result.code == 2, result.err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tsv", "kept"]
 
 
 def test_the_command_line_is_named_beside_the_recipe(toy, tmp_path):
     recipe = tmp_path / "small.toml"
     recipe.write_text('preset = "transformer-tiny"')
-    said = call("train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--steps", 0)
-    assert f"error: {recipe} and the command line: not valid\n  train.steps: " in said.err
+    result = call("train", recipe, "--data", toy / "pairs.tsv", "--out", tmp_path / "run", "--steps", 0)
+    assert f"error: {recipe} and the command line: not valid\n  train.steps: " in result.err
 
 
-def test_what_recurrent_towers_do_not_read():
+def test_what_recurrent_stacks_do_not_use():
     rnn = PRESETS["rnn-luong"]
     read = {"layers": 3, "width": 8, "dropout": 0.1, "position": "none"}
     assert unused_changes(rnn, {"encoder": read, "decoder": read | {"score": "dot", "max_length": 9}}) == []
     assert unused_changes(rnn, {"encoder": {"score": "dot"}}) == [("encoder", "score")]
-    assert unused_changes(rnn, {"encoder": {"score": "dot"}, "decoder": {"score": "dot"}}) == []  # one tower reads it
+    assert unused_changes(rnn, {"encoder": {"score": "dot"}, "decoder": {"score": "dot"}}) == []  # one stack uses it
     assert unused_changes(rnn, {"encoder": {"ff": 8}, "decoder": {"ff": 8}}) == [("encoder", "ff"), ("decoder", "ff")]
     mixed = {"encoder": {"heads": 4}, "decoder": {"heads": 4, "mixer": "gru"}}
     assert unused_changes(PRESETS["transformer-tiny"], mixed) == []
@@ -81,18 +81,18 @@ def test_what_recurrent_towers_do_not_read():
 def test_another_preset_than_the_recipes(toy, tmp_path):
     """What the recipe says for its own preset is not the user's mistake; what --set says is."""
     words = ("train", "g2p", "--data", toy / "pairs.tsv", "--preset", "rnn-luong", "--steps", 2, "--workers", 1)
-    said = call(*words, "--out", tmp_path / "run", "--set", "width=16", "--set", "layers=1")
-    assert said.code == 0, said.err
-    said = call(*words, "--out", tmp_path / "other", "--set", "ff=16")
-    assert said.code == 2 and "encoder.ff, decoder.ff: not used" in said.err
+    result = call(*words, "--out", tmp_path / "run", "--set", "width=16", "--set", "layers=1")
+    assert result.code == 0, result.err
+    result = call(*words, "--out", tmp_path / "other", "--set", "ff=16")
+    assert result.code == 2 and "encoder.ff, decoder.ff: not used" in result.err
     assert call("info", "g2p", "--set", "preset=rnn-luong").code == 0
     assert "decoder.ff: not used" in call("info", "rnn-luong", "--set", "ff=16").err
 
 
-def test_a_key_that_was_not_said_before_resuming(toy, tmp_path):
+def test_a_key_that_was_not_set_before_resuming(toy, tmp_path):
     assert train(toy, tmp_path / "run", *small()).code == 0
-    said = train(toy, tmp_path / "run", "--resume", "--set", "embed_norm=true")
-    assert "model.encoder.embed_norm: now True, then as the preset has it" in said.err
+    result = train(toy, tmp_path / "run", "--resume", "--set", "embed_norm=true")
+    assert "model.encoder.embed_norm: now True, then as the preset has it" in result.err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -108,7 +108,7 @@ def test_output_that_cannot_be_written(verb, toy, tmp_path):
 
 
 def test_closed_streams(toy):
-    for closed, told in (
+    for closed, message in (
         (0, "stdin: is closed; name a file to read"),
         (1, "cannot write the output: stdout is closed"),
     ):
@@ -116,4 +116,4 @@ def test_closed_streams(toy):
         done = subprocess.run(
             words, input=None, stderr=subprocess.PIPE, text=True, check=False, preexec_fn=lambda fd=closed: os.close(fd)
         )
-        assert done.returncode == 2 and told in done.stderr, done.stderr
+        assert done.returncode == 2 and message in done.stderr, done.stderr

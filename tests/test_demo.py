@@ -51,11 +51,11 @@ def test_without_the_dictionary(monkeypatch):
 def test_it_runs_and_keeps_its_promises(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "dictionary", lambda: ENTRIES)
-    said = call("demo", "--minutes", 0.05)
-    assert said.code == 0, said.err
-    assert "PER" in said.out and "WER" in said.out and "not in the dictionary" in said.out
-    assert "\x1b" not in said.out  # no colours where nobody sees them
-    tries = [line.strip() for line in said.lines if " regard " in f" {line} " and "YOUR" not in line]
+    result = call("demo", "--minutes", 0.05)
+    assert result.code == 0, result.err
+    assert "PER" in result.out and "WER" in result.out and "not in the dictionary" in result.out
+    assert "\x1b" not in result.out  # no colours where nobody sees them
+    tries = [line.strip() for line in result.lines if " regard " in f" {line} " and "YOUR" not in line]
     assert len(tries) == 4
     assert "<html" in (tmp_path / "runs" / "demo" / "attention.html").read_text(encoding="utf-8")
     for line in tries:

@@ -19,7 +19,7 @@ import pytest
 
 from regard.config import Config, Stack
 from regard.recipe import Data, Text, Train
-from toykit import SMALL, Said, call, small
+from toykit import SMALL, CliResult, call, small
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -81,7 +81,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def shell(line: str) -> Said:
+def shell(line: str) -> CliResult:
     """Run a pipeline: regard in this process, everything else by the shell."""
     line, _, rescue = line.partition(" || ")
     data, err, code = b"", "", 0
@@ -94,8 +94,8 @@ def shell(line: str) -> Said:
             done = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
             data, err, code = done.stdout, err + done.stderr.decode(), code or done.returncode
     if rescue and code:
-        return Said(0, data.decode() + err + rescue.removeprefix("echo ").replace("$?", str(code)), "")
-    return Said(code, data.decode(), err)
+        return CliResult(0, data.decode() + err + rescue.removeprefix("echo ").replace("$?", str(code)), "")
+    return CliResult(code, data.decode(), err)
 
 
 def hurry(words: list[str]) -> list[str]:

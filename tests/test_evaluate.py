@@ -63,11 +63,11 @@ def test_default_metrics_follow_the_task(run):
 
 def test_pairs_that_are_too_long_are_left_out_and_named(run, examples):
     long = Example("ab" * 2000, "AH B")
-    told = []
+    skipped = []
     mixed = [examples[0], long, *examples[1:], Example("ab", "AH B " * 3000)]
-    result = evaluate(run, mixed, samples=0, against=run, skip=lambda place, reason: told.append((place, reason)))
-    assert [place for place, _ in told] == [1, len(mixed) - 1] and result.examples == len(examples)
-    assert "source has 4000 tokens" in told[0][1] and "target has" in told[1][1]
+    result = evaluate(run, mixed, samples=0, against=run, skip=lambda place, reason: skipped.append((place, reason)))
+    assert [place for place, _ in skipped] == [1, len(mixed) - 1] and result.examples == len(examples)
+    assert "source has 4000 tokens" in skipped[0][1] and "target has" in skipped[1][1]
     assert result.metrics == evaluate(run, examples, samples=0).metrics
     with pytest.raises(UserError, match="not one usable pair"):
         evaluate(run, [long])

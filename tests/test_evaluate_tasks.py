@@ -31,13 +31,13 @@ TINY = ["width=16", "heads=2", "ff=32", "layers=1", "dropout=0", "attention_drop
 
 def trained(out: Path, *args: object, sets: tuple[str, ...] = ()) -> Path:
     settings = [part for setting in (*TINY, *sets) for part in ("--set", setting)]
-    said = call("train", *args, "--out", out, "--steps", 3, "--workers", 1, *settings)
-    assert said.code == 0, said.err
+    result = call("train", *args, "--out", out, "--steps", 3, "--workers", 1, *settings)
+    assert result.code == 0, result.err
     return out
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tasks")
     (path / "text.txt").write_text(TEXT)
     rows = [("ab"[n % 2] * (n % 5 + 1), ("even", "odd")[n % 2]) for n in range(60)]
@@ -59,40 +59,40 @@ def units(run: Run, path: Path) -> TokenizedText:
     return tokenize_text(list(read_pieces(Source((str(path),)), LineCounter())), run.codec.source, "text")
 
 
-def test_every_symbol_is_scored_once_with_enough_before_it(place: Path) -> None:
-    run = Run.load(place / "lm")
-    ids = units(run, place / "text.txt").ids
+def test_every_token_is_scored_once_with_enough_before_it(folder: Path) -> None:
+    run = Run.load(folder / "lm")
+    ids = units(run, folder / "text.txt").ids
     for context in (6, 7, 8, 1000):
         judged = score_lm(run, ids, context)
         assert judged.asked.sum() == len(ids) - 1 == len(TEXT)
         full = min(context, len(ids) - 1)
-        for place_ in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
+        for position in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
             nlls = []
             for before in range(1, full + 1):  # the same, for some number of tokens before it
-                start = place_ + 1 - before
+                start = position + 1 - before
                 if start >= 0:
-                    tokens = torch.from_numpy(ids[start : place_ + 1].astype(np.int64))[None]
+                    tokens = torch.from_numpy(ids[start : position + 1].astype(np.int64))[None]
                     logits = run.model(tokens.new_empty((1, 0)), None, tokens)[0, -1].detach()
-                    nlls.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(int(ids[place_ + 1])))))
+                    nlls.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(int(ids[position + 1])))))
             enough = nlls[max(0, min(len(nlls), math.ceil(full / 2)) - 1) :]
-            assert any(nll == pytest.approx(judged.nll[place_], abs=1e-4) for nll in enough)
+            assert any(nll == pytest.approx(judged.nll[position], abs=1e-4) for nll in enough)
 
 
-def test_perplexity_and_bits(place: Path) -> None:
-    run = Run.load(place / "lm")
-    scores = judge_text(run, units(run, place / "text.txt"))
-    found = evaluate_text(run, [scores], samples=0).metrics
-    nll = score_lm(run, units(run, place / "text.txt").ids, 8).nll.sum()
-    assert found["loss"].score == pytest.approx(nll / len(TEXT))
-    assert found["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
-    assert found["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
-    other = Run.load(place / "bytes")  # another cut of the text: per token not to be compared, per character it is
-    assert judge_text(other, units(other, place / "text.txt")).characters.sum() == len(TEXT)
+def test_perplexity_and_bits(folder: Path) -> None:
+    run = Run.load(folder / "lm")
+    scores = judge_text(run, units(run, folder / "text.txt"))
+    evaluated = evaluate_text(run, [scores], samples=0).metrics
+    nll = score_lm(run, units(run, folder / "text.txt").ids, 8).nll.sum()
+    assert evaluated["loss"].score == pytest.approx(nll / len(TEXT))
+    assert evaluated["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
+    assert evaluated["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
+    other = Run.load(folder / "bytes")  # another cut of the text: per token not to be compared, per character it is
+    assert judge_text(other, units(other, folder / "text.txt")).characters.sum() == len(TEXT)
 
 
-def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(place: Path) -> None:
-    run = Run.load(place / "xl")
-    ids = units(run, place / "text.txt").ids[:200]
+def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(folder: Path) -> None:
+    run = Run.load(folder / "xl")
+    ids = units(run, folder / "text.txt").ids[:200]
     whole = score_lm(run, ids, 1000).nll
     assert np.abs(score_lm(run, ids, 8).nll - whole).max() > 1e-4
     run.model.decoder.memory = 1000
@@ -100,14 +100,14 @@ def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(place: Path) -
 
 
 @pytest.mark.parametrize("memory", [3, 8, 9, 15, 16, 40])
-def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(place: Path, memory: int) -> None:
+def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(folder: Path, memory: int) -> None:
     """The same weights under settings that say so in full."""
-    run = Run.load(place / "xl")  # which was trained with a memory and a context of 8
+    run = Run.load(folder / "xl")  # which was trained with a memory and a context of 8
     table = run.config.model_dump()
     table["decoder"] |= {"memory": memory} | ({"window": 15, "reach": 8} if memory > 8 else {})
     plain = Run(parse(Config, table, "test"), run.codec, Model(parse(Config, table, "test")).eval(), run.path)
     plain.model.load_state_dict(run.model.state_dict())
-    ids = units(run, place / "text.txt").ids[:200]
+    ids = units(run, folder / "text.txt").ids[:200]
     nll = score_lm(run, ids, 8, memory).nll
     assert nll == pytest.approx(score_lm(plain, ids, 8).nll, abs=1e-5)
     if memory > 15:  # what is farther than anything seen in training has no influence
@@ -116,9 +116,9 @@ def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(place: Path, m
     assert (decoder.memory, decoder.window, decoder.blocks[0].attention.relative.reach) == (8, None, None)
 
 
-def test_hidden_symbols_are_the_same_each_time_and_text_only(place: Path) -> None:
-    run = Run.load(place / "masked")
-    ids = units(run, place / "text.txt").ids
+def test_masked_tokens_are_the_same_each_time_and_text_only(folder: Path) -> None:
+    run = Run.load(folder / "masked")
+    ids = units(run, folder / "text.txt").ids
     judged = score_masked(run, ids, 16)
     again = score_masked(run, ids, 16)
     assert all(np.array_equal(a, b) for a, b in zip(judged, again, strict=True))
@@ -126,12 +126,12 @@ def test_hidden_symbols_are_the_same_each_time_and_text_only(place: Path) -> Non
     assert (judged.nll[judged.asked == 0] == 0).all() and (judged.nll[judged.asked == 1] > 0).all()
 
 
-def test_hidden_stretches_are_scored_as_in_training(place: Path) -> None:
+def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
     """Against the batches that training makes, whose every label is asked for once."""
-    run = Run.load(place / "span")
-    ids = units(run, place / "text.txt").ids[: 1 + 16 * 7]
+    run = Run.load(folder / "span")
+    ids = units(run, folder / "text.txt").ids[: 1 + 16 * 7]
     judged = score_spans(run, ids, 16)
-    train = saved_recipe(place / "span").train
+    train = saved_recipe(folder / "span").train
     assert train.span_rate == 0.3
     spans = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
     whole = spans.batch(np.arange(0, 16 * 7, 16), (0, 0, 0))
@@ -142,26 +142,26 @@ def test_hidden_stretches_are_scored_as_in_training(place: Path) -> None:
     assert 100 * judged.right.sum() / judged.asked.sum() == pytest.approx(scores["accuracy"], rel=1e-4)
     text = (batch.label_BT > run.codec.ids.eos) & (batch.label_BT < run.codec.target_vocab)
     hidden = enumerate(spans.spans(7, (0, 0, 0)))
-    places = [place for row, pieces in hidden for a, b in pieces for place in range(16 * row + a, 16 * row + b)]
+    places = [position for row, pieces in hidden for a, b in pieces for position in range(16 * row + a, 16 * row + b)]
     assert np.flatnonzero(judged.asked).tolist() == places
     assert ids[1:][places].tolist() == batch.label_BT[text].tolist()
 
 
-def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
+def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
     def metrics(run: str, file: str, *args: object) -> dict:
-        said = call("evaluate", place / run, place / file, "--json", "--bootstrap", 20, *args)
-        assert said.code == 0, said.err
-        return json.loads(said.out)
+        result = call("evaluate", folder / run, folder / file, "--json", "--bootstrap", 20, *args)
+        assert result.code == 0, result.err
+        return json.loads(result.out)
 
-    told = metrics("lm", "text.txt", "--against", place / "bytes")
-    assert list(told["metrics"]) == ["perplexity", "bits_per_char", "loss"] and told["examples"] == 18
-    assert told["metrics"]["perplexity"]["low"] < told["metrics"]["perplexity"]["score"]
-    assert set(told["against"]) == set(told["metrics"])
+    scores = metrics("lm", "text.txt", "--against", folder / "bytes")
+    assert list(scores["metrics"]) == ["perplexity", "bits_per_char", "loss"] and scores["examples"] == 18
+    assert scores["metrics"]["perplexity"]["low"] < scores["metrics"]["perplexity"]["score"]
+    assert set(scores["against"]) == set(scores["metrics"])
     assert list(metrics("masked", "text.txt")["metrics"]) == ["accuracy", "pseudo_perplexity", "loss"]
-    told = metrics("span", "text.txt")
-    assert list(told["metrics"]) == ["accuracy", "perplexity", "loss"] and told["examples"] == 18
-    assert told == metrics("span", "text.txt")
-    assert told["metrics"]["perplexity"]["score"] == pytest.approx(math.exp(told["metrics"]["loss"]["score"]))
+    scores = metrics("span", "text.txt")
+    assert list(scores["metrics"]) == ["accuracy", "perplexity", "loss"] and scores["examples"] == 18
+    assert scores == metrics("span", "text.txt")
+    assert scores["metrics"]["perplexity"]["score"] == pytest.approx(math.exp(scores["metrics"]["loss"]["score"]))
     shorter, longer = (metrics("xl", "text.txt", "--memory", n)["metrics"]["loss"]["score"] for n in (1, 64))
     assert shorter != longer
     accuracy = metrics("classify", "labels.tsv")["metrics"]["accuracy"]
@@ -170,7 +170,7 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (("lm", "text.txt", "--metric", "bleu"), "metric: 'bleu' is not known"),
         (("lm", "text.txt", "--memory", "9"), "does not remember"),
@@ -189,14 +189,14 @@ def test_the_command_line_evaluates_by_the_kind_of_model(place: Path) -> None:
         (("lm", "text.txt", "--against", "masked"), "is a masked language model"),
     ],
 )
-def test_mistakes(place: Path, args: tuple[str, ...], told: str) -> None:
+def test_mistakes(folder: Path, args: tuple[str, ...], message: str) -> None:
     run, file, *options = args
-    said = call("evaluate", place / run, place / file, *[place / o if o == "masked" else o for o in options])
-    assert said.code == 2 and told in said.err
+    result = call("evaluate", folder / run, folder / file, *[folder / o if o == "masked" else o for o in options])
+    assert result.code == 2 and message in result.err
 
 
-def test_labels_have_probabilities_in_any_company(place: Path) -> None:
-    run = Run.load(place / "classify")
+def test_labels_have_probabilities_in_any_company(folder: Path) -> None:
+    run = Run.load(folder / "classify")
     texts = ["a", "bbbb", "aaaaa", ""]
     together = classify(run, texts)
     for text, labelled in zip(texts, together, strict=True):
@@ -211,71 +211,73 @@ def test_labels_have_probabilities_in_any_company(place: Path) -> None:
     assert "more than 10 (max_source)" in far.flags["too_long"] and math.isnan(far.probability)
     assert far.as_dict() == {"label": None, "probabilities": {}, "flags": far.flags}
     with pytest.raises(UserError, match="reads images"):
-        classify(Run.load(place / "image"), ["a"])
+        classify(Run.load(folder / "image"), ["a"])
 
 
-def test_a_classifier_tells_labels_line_by_line(place: Path) -> None:
-    run = Run.load(place / "classify")
+def test_a_classifier_tells_labels_line_by_line(folder: Path) -> None:
+    run = Run.load(folder / "classify")
     lines = ["aaa", "", "b\todd", "x\ty\tz", "a" * 600, "bß"]
-    said = call("generate", place / "classify", stdin="\n".join(lines))
+    result = call("generate", folder / "classify", stdin="\n".join(lines))
     right = [labelled.label for labelled in classify(run, ["aaa", "b", "bß"])]
-    assert said.code == 0 and said.lines == [right[0], "", right[1], "", "", right[2]]
-    assert "wrong column count (stdin:4)" in said.err and "too long (stdin:5: the text has 602 tokens" in said.err
-    assert "1 unknown token" in said.err and "target column" in said.err
-    rows = [json.loads(line) for line in call("generate", place / "classify", "--json", stdin="\n".join(lines)).lines]
+    assert result.code == 0 and result.lines == [right[0], "", right[1], "", "", right[2]]
+    assert "wrong column count (stdin:4)" in result.err and "too long (stdin:5: the text has 602 tokens" in result.err
+    assert "1 unknown token" in result.err and "target column" in result.err
+    rows = [json.loads(line) for line in call("generate", folder / "classify", "--json", stdin="\n".join(lines)).lines]
     assert [row["label"] for row in rows] == [right[0], None, right[1], None, None, right[2]]
     assert rows[0]["source"] == "aaa" and sum(rows[0]["probabilities"].values()) == pytest.approx(1)
     assert "empty" in rows[1]["flags"] and "too_long" in rows[4]["flags"] and "flags" not in rows[0]
-    said = call("generate", place / "classify", "--beam", 2, "--prefix-column", "--window", 9, stdin="a\n")
+    result = call("generate", folder / "classify", "--beam", 2, "--prefix-column", "--window", 9, stdin="a\n")
     assert (
-        said.code == 2 and "--beam, --prefix-column: " in said.err and "--window" in said.err.split("tells labels")[1]
+        result.code == 2
+        and "--beam, --prefix-column: " in result.err
+        and "--window" in result.err.split("tells labels")[1]
     )
 
 
-def test_a_classifier_of_images_tells_labels(place: Path) -> None:
-    images = np.load(place / "images.npz")["images"]
-    np.savez(place / "unlabelled.npz", images=images[:5])
-    said = call("generate", place / "image", place / "unlabelled.npz", "--json")
-    assert said.code == 0, said.err
-    right = classify_images(Run.load(place / "image"), images[:5, None])
-    assert [json.loads(line) for line in said.lines] == [labelled.as_dict() for labelled in right]
-    assert call("generate", place / "image", place / "images.npz").lines[:5] == [labelled.label for labelled in right]
-    said = call("generate", place / "image", place / "images.npz", "--window", 2)
-    assert said.code == 2 and "--window: " in said.err
+def test_a_classifier_of_images_tells_labels(folder: Path) -> None:
+    images = np.load(folder / "images.npz")["images"]
+    np.savez(folder / "unlabelled.npz", images=images[:5])
+    result = call("generate", folder / "image", folder / "unlabelled.npz", "--json")
+    assert result.code == 0, result.err
+    right = classify_images(Run.load(folder / "image"), images[:5, None])
+    assert [json.loads(line) for line in result.lines] == [labelled.as_dict() for labelled in right]
+    assert call("generate", folder / "image", folder / "images.npz").lines[:5] == [labelled.label for labelled in right]
+    result = call("generate", folder / "image", folder / "images.npz", "--window", 2)
+    assert result.code == 2 and "--window: " in result.err
 
 
-def test_what_a_run_does_not_know_is_said(place: Path) -> None:
-    (place / "strange.tsv").write_text("ab\teven\nßb\todd\naß\tnever\n" + "a" * 600 + "\teven\n")
-    said = call("evaluate", place / "classify", place / "strange.tsv", "--json", "--bootstrap", 0)
-    result = json.loads(said.out)
-    assert result["examples"] == 3 and result["skipped"] == {"too long": 1}
-    assert result["unknown"] == {"source": 2, "target": 1}
-    assert "strange.tsv:4: the text has 602" in said.err and "unknown label in 1 line: 'never'" in said.err
-    strict = call("evaluate", place / "classify", place / "strange.tsv", "--strict")
+def test_what_a_run_does_not_know_is_reported(folder: Path) -> None:
+    (folder / "strange.tsv").write_text("ab\teven\nßb\todd\naß\tnever\n" + "a" * 600 + "\teven\n")
+    result = call("evaluate", folder / "classify", folder / "strange.tsv", "--json", "--bootstrap", 0)
+    report = json.loads(result.out)
+    assert report["examples"] == 3 and report["skipped"] == {"too long": 1}
+    assert report["unknown"] == {"source": 2, "target": 1}
+    assert "strange.tsv:4: the text has 602" in result.err and "unknown label in 1 line: 'never'" in result.err
+    strict = call("evaluate", folder / "classify", folder / "strange.tsv", "--strict")
     assert strict.code == 2 and "strange.tsv:4: too long: the text has 602" in strict.err
-    np.savez(place / "strange.npz", images=np.load(place / "images.npz")["images"][:3], labels=np.array([0, 7, 7]))
-    said = call("evaluate", place / "image", place / "strange.npz", "--json")
-    assert json.loads(said.out)["unknown"] == {"target": 2} and "'7' 2x" in said.err
+    np.savez(folder / "strange.npz", images=np.load(folder / "images.npz")["images"][:3], labels=np.array([0, 7, 7]))
+    result = call("evaluate", folder / "image", folder / "strange.npz", "--json")
+    assert json.loads(result.out)["unknown"] == {"target": 2} and "'7' 2x" in result.err
 
-    (place / "strange.txt").write_text("the cät\nsat\n")
+    (folder / "strange.txt").write_text("the cät\nsat\n")
     metrics = ["perplexity", "loss"]
-    for other, named in (((), ""), (("--against", place / "bytes"), f"{place / 'lm'}: ")):
-        said = call("evaluate", place / "lm", place / "strange.txt", "--json", *other)
-        result = json.loads(said.out)
-        assert list(result["metrics"]) == metrics and result["unknown"] == {"source": 1}
-        assert said.err.startswith(f"{named}8.33 % of the text: 1 unknown token in 1 line: 'ä'")
-        assert "bits per character are left out" in said.err
-    said = call("evaluate", place / "lm", place / "strange.txt", "--metric", "bits_per_char")
-    assert said.lines[1].startswith("bits_per_char") and "are too few" in said.err
-    said = call("evaluate", place / "bytes", place / "strange.txt", "--json")  # for which nothing is unknown
-    assert "bits_per_char" in json.loads(said.out)["metrics"] and said.err == ""
+    for other, named in (((), ""), (("--against", folder / "bytes"), f"{folder / 'lm'}: ")):
+        result = call("evaluate", folder / "lm", folder / "strange.txt", "--json", *other)
+        report = json.loads(result.out)
+        assert list(report["metrics"]) == metrics and report["unknown"] == {"source": 1}
+        assert result.err.startswith(f"{named}8.33 % of the text: 1 unknown token in 1 line: 'ä'")
+        assert "bits per character are left out" in result.err
+    result = call("evaluate", folder / "lm", folder / "strange.txt", "--metric", "bits_per_char")
+    assert result.lines[1].startswith("bits_per_char") and "are too few" in result.err
+    result = call("evaluate", folder / "bytes", folder / "strange.txt", "--json")  # for which nothing is unknown
+    assert "bits_per_char" in json.loads(result.out)["metrics"] and result.err == ""
 
 
-def test_scores_of_lines(place: Path) -> None:
-    run = Run.load(place / "lm")
-    said = call("score", place / "lm", "-", stdin="the cat\nthe\t cat\n\na\tb\tc\n")
-    assert said.code == 0, said.err
-    whole, rest, blank, wrong = map(float, said.lines)
+def test_scores_of_lines(folder: Path) -> None:
+    run = Run.load(folder / "lm")
+    result = call("score", folder / "lm", "-", stdin="the cat\nthe\t cat\n\na\tb\tc\n")
+    assert result.code == 0, result.err
+    whole, rest, blank, wrong = map(float, result.lines)
     ids = tokenize_text(["the cat"], run.codec.source, "text").ids
     ended = np.append(ids, run.codec.ids.eos)
     nll = score_lm(run, ended, 100).nll
@@ -284,15 +286,15 @@ def test_scores_of_lines(place: Path) -> None:
     assert rest == pytest.approx(-nll[2:].sum(), abs=1e-4)
     assert math.isnan(blank) and math.isnan(wrong)
     for name in ("masked", "classify", "image"):
-        said = call("score", place / name, place / "labels.tsv")
-        assert said.code == 2, said.err
+        result = call("score", folder / name, folder / "labels.tsv")
+        assert result.code == 2, result.err
 
 
-def test_how_much_is_read_at_a_time(place: Path) -> None:
-    assert scoring_context(Run.load(place / "masked")) == 16
-    assert scoring_context(Run.load(place / "masked"), 20) == 20
-    (place / "masked/recipe.toml").rename(place / "recipe.toml")
+def test_how_much_is_read_at_a_time(folder: Path) -> None:
+    assert scoring_context(Run.load(folder / "masked")) == 16
+    assert scoring_context(Run.load(folder / "masked"), 20) == 20
+    (folder / "masked/recipe.toml").rename(folder / "recipe.toml")
     try:
-        assert scoring_context(Run.load(place / "masked")) == 512
+        assert scoring_context(Run.load(folder / "masked")) == 512
     finally:
-        (place / "recipe.toml").rename(place / "masked/recipe.toml")
+        (folder / "recipe.toml").rename(folder / "masked/recipe.toml")

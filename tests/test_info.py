@@ -47,9 +47,9 @@ def test_parts_add_up_for_every_preset(name):
     tied = config.tie_output and config.predicts_tokens
     bias = (config.classes or config.target_vocab) if config.output_bias else 0
     assert (parts["prediction"] == bias) == tied
-    towers = [name for name in ("encoder", "decoder") if getattr(config, name)]
-    assert {part.partition(".")[0] for part in parts if "." in part} == set(towers)
-    assert ("embedding" in parts) == (len(towers) == 1 and config.patches is None)
+    stacks = [name for name in ("encoder", "decoder") if getattr(config, name)]
+    assert {part.partition(".")[0] for part in parts if "." in part} == set(stacks)
+    assert ("embedding" in parts) == (len(stacks) == 1 and config.patches is None)
 
 
 @pytest.mark.parametrize("name", ["transformer-base", "rnn-bahdanau", "rnn-luong", "t5-small"])
@@ -108,8 +108,8 @@ def test_flops_are_what_torch_counts(score):
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "llama-tiny", "xl-tiny", "reformer-tiny", "vit-tiny"])
-def test_flops_of_one_tower_are_what_torch_counts(name):
-    """What is said once about the whole is shared by all tokens."""
+def test_flops_of_one_stack_are_what_torch_counts(name):
+    """What is present once about the whole is shared by all tokens."""
     config = preset(name, 60)
     model, length = Model(config).eval(), 17 if config.patches else 8
     for path, module in model.named_modules():
@@ -150,19 +150,19 @@ def test_activations_are_about_what_a_real_pass_keeps(name):
 
 
 @pytest.mark.parametrize(("mixer", "length", "within"), [("lsh", 1024, 0.02), ("attention", 128, 0.1)])
-def test_reversible_layers_take_what_is_alive_at_once(mixer, length, within):
+def test_reversible_layers_take_the_peak(mixer, length, within):
     """As much without numbers as with them, and with more layers hardly more."""
     changes = {"mixer": mixer, "layers": 2, "width": 64, "ff": 128, "position": "rotary", "axial": None}
     config = preset("reformer-tiny", 50, changes={"decoder": changes})
     model, ids = Model(config).train(), torch.zeros(1024 // length, length, dtype=torch.int64)
-    with MemoryTracker() as alive:
+    with MemoryTracker() as tracker:
         x = model.hidden(ids, None, ids)
         x.backward(torch.empty_like(x))
     own = {StorageWeakRef(t.untyped_storage()) for p in model.parameters() for t in (p, p.grad) if t is not None}
-    found = count_activations(config, length, 1024)
-    assert found == pytest.approx(alive.peak(without=own), rel=within)
+    counted = count_activations(config, length, 1024)
+    assert counted == pytest.approx(tracker.peak(without=own), rel=within)
     deeper = preset("reformer-tiny", 50, changes={"decoder": changes | {"layers": 4}})
-    assert found <= count_activations(deeper, length, 1024) < 1.1 * found
+    assert counted <= count_activations(deeper, length, 1024) < 1.1 * counted
 
 
 def test_attention_keeps_no_weights_of_pairs():
@@ -191,22 +191,22 @@ def test_cache_of_a_decoder_alone(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "unsaid"),
+    ("name", "present", "absent"),
     [
         ("bert-tiny", ["a token at length 32", "memory, use", "per million tokens"], ["decoding", "target", "beam"]),
         ("gpt-tiny", ["a token at length 32", "32 texts with beam 5", "\nembedding"], ["source", "target", "a side"]),
         ("xl-tiny", ["after 128 remembered"], ["source", "target"]),
-        ("vit-tiny", ["one of the 17 patches", "per million patches"], ["symbol", "decoding", "source", "target"]),
+        ("vit-tiny", ["one of the 17 patches", "per million patches"], ["tokens", "decoding", "source", "target"]),
         ("reformer-tiny", ["query = key + value"], ["source", "target"]),
         ("t5-tiny", ["a source and a target token", "shared embedding", "tokens a side"], ["squares"]),
     ],
 )
-def test_the_command_line_speaks_of_what_there_is(name, said, unsaid):
+def test_the_command_line_speaks_of_what_there_is(name, present, absent):
     """Only of sides, decoding and tokens that a model has."""
-    told = call("info", name)
-    assert told.code == 0, told.err
-    assert all(words in "\n" + told.out for words in said)
-    assert not any(words in told.out for words in unsaid)
+    result = call("info", name)
+    assert result.code == 0, result.err
+    assert all(words in "\n" + result.out for words in present)
+    assert not any(words in result.out for words in absent)
 
 
 def test_vectors_alone_have_no_prediction():

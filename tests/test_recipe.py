@@ -62,7 +62,7 @@ def test_the_last_word_counts_and_neighbours_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("dropout", "key=value"),
         ("=3", "key=value"),
@@ -75,14 +75,14 @@ def test_the_last_word_counts_and_neighbours_stay() -> None:
         (".lr=1", "no such section"),
     ],
 )
-def test_settings_that_are_none(setting: str, said: str) -> None:
+def test_settings_that_are_none(setting: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(after(setting))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("train.lrr=1", "train.lrr: no such key; did you mean 'lr'?"),
         ("train.lr.x=1", "train.lr"),
@@ -98,10 +98,10 @@ def test_settings_that_are_none(setting: str, said: str) -> None:
         ("train.steps=true", "train.steps: "),
     ],
 )
-def test_settings_that_are_wrong(setting: str, said: str) -> None:
+def test_settings_that_are_wrong(setting: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(after(setting))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("setting", ["encoder.layer=3", "model.encodr.layers=3", "score=aditive"])
@@ -165,7 +165,7 @@ def test_any_setting_is_applied_or_a_user_error(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"train": "a", "source": "b", "target": "c"}, "either train"),
         ({"source": "b"}, "belong together"),
@@ -174,10 +174,10 @@ def test_any_setting_is_applied_or_a_user_error(setting: str) -> None:
         ({"train": "a", "valid_target": "c"}, "valid_source and valid_target belong together"),
     ],
 )
-def test_data_that_contradicts_itself(data: dict[str, str], said: str) -> None:
+def test_data_that_contradicts_itself(data: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe({"data": data})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "data" in str(caught.value)
 
 

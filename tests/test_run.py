@@ -47,7 +47,7 @@ def change(path: Path, **keys: Any) -> None:
     (path / "config.json").write_text(json.dumps(data | keys), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", BOTH)  # those with one tower are in test_alone
+@pytest.mark.parametrize("name", BOTH)  # those with one stack are in test_alone
 def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
     run = saved(tmp_path / "deep" / "run", name=name)
     loaded = Run.load(tmp_path / "deep" / "run")
@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tower", "whole"),
+    ("stack", "whole"),
     [
         ({"width": 1_000_000}, {}),
         ({"ff": 1_000_000, "layers": 40}, {}),
@@ -119,11 +119,11 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_asks_for_more_than_there_is(
-    tmp_path: Path, tower: dict[str, Any], whole: dict[str, Any]
+    tmp_path: Path, stack: dict[str, Any], whole: dict[str, Any]
 ) -> None:
     """Somebody else's run must not get memory for weights that it does not have."""
     model = saved(tmp_path).config.model_dump(mode="json")
-    change(tmp_path, model=model | whole | {side: model[side] | tower for side in ("encoder", "decoder")})
+    change(tmp_path, model=model | whole | {side: model[side] | stack for side in ("encoder", "decoder")})
     with pytest.raises(UserError, match=r"weights do not fit config\.json\n  \S*(: shape|missing:)"):
         Run.load(tmp_path)
 
@@ -169,14 +169,14 @@ def test_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("{", "not readable as JSON"), ("[1]", "format None"), ("{}", "format None")]
+    ("content", "message"), [("{", "not readable as JSON"), ("[1]", "format None"), ("{}", "format None")]
 )
-def test_a_broken_config(tmp_path: Path, content: str, said: str) -> None:
+def test_a_broken_config(tmp_path: Path, content: str, message: str) -> None:
     saved(tmp_path)
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError) as caught:
         read_config(tmp_path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 

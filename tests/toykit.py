@@ -13,7 +13,7 @@ SMALL = ["width=32", "heads=2", "ff=64", "layers=1", "dropout=0", "lr=1e-2", "wa
 
 
 @dataclass(frozen=True)
-class Said:
+class CliResult:
     """What a call of the command line did."""
 
     code: int
@@ -25,7 +25,7 @@ class Said:
         return self.out.split("\n")[:-1]
 
 
-def call(*args: object, stdin: str | bytes = b"") -> Said:
+def call(*args: object, stdin: str | bytes = b"") -> CliResult:
     """Run the command line in this process."""
     from regard.cli.app import run
 
@@ -44,7 +44,7 @@ def call(*args: object, stdin: str | bytes = b"") -> Said:
             os.environ["REGARD_DEBUG"] = debug
     for stream in streams[1:]:
         stream.flush()
-    return Said(code, *(stream.buffer.getvalue().decode() for stream in streams[1:]))
+    return CliResult(code, *(stream.buffer.getvalue().decode() for stream in streams[1:]))
 
 
 def spell(word: str) -> str:

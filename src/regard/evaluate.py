@@ -310,8 +310,10 @@ class EvaluationRequest:
     def read(self) -> tuple[list[Example], Skip]:
         """The pairs, and a function that counts one that is too long and names its line."""
         located = list(self.source.read(self.counter))
-        places = [self.source.place(item.number) for item in located]
-        skip: Skip = lambda index, reason: self.counter.skip(LONG, places[index], reason, tell=True)  # noqa: E731
+
+        def skip(index: int, reason: str) -> None:
+            self.counter.skip(LONG, self.source.place(located[index].number), reason, tell=True)
+
         return [item.example for item in located], skip
 
     def noted(self, evaluation: Evaluation, unknown: dict[str, int], remarks: list[list[str]]) -> Evaluation:

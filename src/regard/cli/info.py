@@ -115,16 +115,8 @@ def _costs(config: Config, info: Info, rate: float, tokens: int | None) -> list[
         each += f" after {config.top.memory} remembered" if config.has_memory else ""
     batch = f"{workload.batch_tokens:,} {'tokens a side' if both else unit} {si(info.activations, 'B')}"
     costs = [
-        (
-            "FLOPs per token",
-            si(info.flops_per_token),
-            f"forward, {each}; training {si(3 * info.flops_per_token)}",
-        ),
-        (
-            "memory, training",
-            si(info.training, "B"),
-            f"weights, gradients and Adam {si(info.optimizer, 'B')}; {batch}",
-        ),
+        ("FLOPs per token", si(info.flops_per_token), f"forward, {each}; training {si(3 * info.flops_per_token)}"),
+        ("memory, training", si(info.training, "B"), f"weights, gradients and Adam {si(info.optimizer, 'B')}; {batch}"),
     ]
     if "decoder" in config.stacks:
         texts = f"{workload.sentences} {'sentences' if both else 'texts'} with beam {workload.beam}"
