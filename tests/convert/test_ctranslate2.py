@@ -13,7 +13,7 @@ import regard.convert.to_ctranslate2 as to_ct2
 from ct2kit import LETTERS, random_run, tokenizer, words
 from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
-from regard.convert.to_ctranslate2 import compare, misfits, names_of, open_translator, to_ctranslate2
+from regard.convert.to_ctranslate2 import largest_difference, misfits, names_of, open_translator, to_ctranslate2
 from regard.decode.generate import TorchEngine
 from regard.errors import UserError
 from regard.run import Run
@@ -55,9 +55,9 @@ def test_forced_scores_are_equal(name, tmp_path):
     run = random_run(**MODELS[name])
     report = to_ctranslate2(run, tmp_path / "out", 6)
     assert report.proof.difference < 5e-6 and report.details["int8"] is None
-    assert compare(run, tmp_path / "out", 6, "fp32") == report.proof.difference
+    assert largest_difference(run, tmp_path / "out", 6, "fp32") == report.proof.difference
     other = random_run(**MODELS[name], seed=1)  # the comparison does see differences
-    assert compare(other, tmp_path / "out", 6, "fp32") > 0.01
+    assert largest_difference(other, tmp_path / "out", 6, "fp32") > 0.01
 
 
 @pytest.mark.parametrize("name", [*BOTH, *DECODERS, *ENCODERS])

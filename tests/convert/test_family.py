@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from familykit import shrunk
 from regard.config import Config, parse
-from regard.convert.family import Family, Fields, label_names, label_settings
+from regard.convert.family import Family, Fields, read_labels, write_labels
 from regard.convert.hf import FAMILIES, find_architecture
 from regard.convert.table import expand
 from regard.errors import UserError
@@ -201,11 +201,11 @@ def test_labels_are_those_of_id2label():
     config = shrunk("vit-base")
     names = [f"name {number}" for number in range(7)]
     hf = Fields({"id2label": {str(n): name for n, name in enumerate(names)}}, "here")
-    assert label_names(hf, config) == tuple(names)
-    assert label_settings(tuple(names), config)["id2label"] == hf.data["id2label"]
-    assert label_names(Fields({}, "here"), config)[3] == "LABEL_3"
+    assert read_labels(hf, config) == tuple(names)
+    assert write_labels(tuple(names), config)["id2label"] == hf.data["id2label"]
+    assert read_labels(Fields({}, "here"), config)[3] == "LABEL_3"
     with pytest.raises(UserError, match="two classes the same name"):
-        label_names(Fields({"id2label": dict.fromkeys(map(str, range(7)), "x")}, "here"), config)
+        read_labels(Fields({"id2label": dict.fromkeys(map(str, range(7)), "x")}, "here"), config)
     with pytest.raises(UserError, match="must be a table"):
-        label_names(Fields({"id2label": [1]}, "here"), config)
-    assert label_settings((), shrunk("gpt2")) == {}
+        read_labels(Fields({"id2label": [1]}, "here"), config)
+    assert write_labels((), shrunk("gpt2")) == {}

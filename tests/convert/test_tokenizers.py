@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from regard.config import SpecialIds, parse
 from regard.convert.tokenizers import Tokenizers, read_tokenizers, write_tokenizers
-from regard.convert.vocabularies import read_pieces
+from regard.convert.vocabularies import read_sentencepiece
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.tokenizer import HIDDEN, Tokenizer
@@ -394,7 +394,7 @@ def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
     for broken in (b"", b"\xff" * 20, data[:-1], data[: len(data) // 2], b"{}", b"\x0a"):
         (tmp_path / "spiece.model").write_bytes(broken)
         with pytest.raises(UserError, match=r"spiece\.model: "):
-            read_pieces(tmp_path / "spiece.model")
+            read_sentencepiece(tmp_path / "spiece.model")
     for name, text in (("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("tokenizer_config.json", "{")):
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=name):

@@ -6,7 +6,7 @@ from regard.config import Config
 from regard.convert.family import Family, Fields, Key
 from regard.convert.table import Table
 
-CONFIG = (
+KEYS = (
     Key.fixed("position_embedding_type", "absolute", write=False),
     Key.fixed("is_decoder", False, write=False),
     Key.fixed("add_cross_attention", False, write=False),
@@ -32,7 +32,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "bert.encoder.layer.{n}.", "encoder.blocks.{n}."
     return {
         "bert.embeddings.word_embeddings": "source_embedding",
@@ -60,9 +60,9 @@ BERT = Family(
         "BertForSequenceClassification": {"output": "classes", "output_bias": True, "pooler": True},
         "BertModel": {"output": "none"},
     },
-    config=CONFIG,
+    config=KEYS,
     constants={"encoder": {"embed_norm": True, "position": "learned"}, "scale_embeddings": False},
-    weights=weights,
+    weights=_weights,
     prefix="bert.",
     unprefixed=("cls.", "classifier."),
     aliases=lambda hf: {

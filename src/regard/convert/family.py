@@ -218,7 +218,7 @@ class Family:
         theirs: Json = {"model_type": self.model_type, "architectures": [next(fitting, next(iter(self.architectures)))]}
         for key in self.config:
             theirs |= key.write(config)
-        return theirs | label_settings((), config)
+        return theirs | write_labels((), config)
 
     def full_name(self, name: str) -> str:
         """The current name of a tensor, with its prefix."""
@@ -236,7 +236,7 @@ def class_count(hf: Fields) -> int:
     return len(labels) if isinstance(labels, dict) and labels else hf.count("num_labels", 2)
 
 
-def label_names(hf: Fields, config: Config) -> tuple[str, ...]:
+def read_labels(hf: Fields, config: Config) -> tuple[str, ...]:
     """The labels of id2label by number; empty where there are no classes."""
     if config.classes is None:
         return ()
@@ -249,7 +249,7 @@ def label_names(hf: Fields, config: Config) -> tuple[str, ...]:
     return labels
 
 
-def label_settings(labels: tuple[str, ...], config: Config) -> Json:
+def write_labels(labels: tuple[str, ...], config: Config) -> Json:
     """id2label and label2id of a config.json."""
     if config.classes is None:
         return {}

@@ -6,7 +6,7 @@ from regard.config import Config
 from regard.convert.family import Family, Fields, Key, tied_alias
 from regard.convert.table import TRANSPOSED, Table, Transformed
 
-CONFIG = (
+KEYS = (
     Key.fixed("scale_attn_weights", True, write=False),
     Key.fixed("scale_attn_by_inverse_layer_idx", False, write=False),
     Key.fixed("add_cross_attention", False, write=False),
@@ -26,7 +26,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "transformer.h.{n}.", "decoder.blocks.{n}."
     return {
         "transformer.wte": "target_embedding",
@@ -45,9 +45,9 @@ def weights(config: Config, hf: Fields) -> Table:
 GPT2 = Family(
     model_type="gpt2",
     architectures={"GPT2LMHeadModel": {}},
-    config=CONFIG,
+    config=KEYS,
     constants={"decoder": {"norm_at": "pre", "position": "learned"}, "scale_embeddings": False},
-    weights=weights,
+    weights=_weights,
     prefix="transformer.",
     unprefixed=("lm_head.",),
     aliases=tied_alias("transformer.wte.weight"),

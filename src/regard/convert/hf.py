@@ -10,7 +10,7 @@ from safetensors.torch import save
 
 from regard.config import Config, Frame, SpecialIds, Stack
 from regard.convert.bert import BERT
-from regard.convert.family import RESOLVED, Family, Fields, Json, label_names, label_settings
+from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, write_labels
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
 from regard.convert.marian import MARIAN
@@ -58,19 +58,17 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
     if ignored:
         rest = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
         note(f"not needed: {', '.join(ignored[:3])}{rest}")
-    labels = label_names(hf, config)
+    labels = read_labels(hf, config)
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
 
     def write(path: Path) -> ConversionReport:
         model = uninitialised(config).eval()
         import_weights(weights_of(model), table, checkpoint)
         Run(config, codec, model, path, labels, pixels).save(path)
-        size = model.size
-        del model  # memory may not hold three models at once
-        proof = (
-            None if family.unproven else prove(Run.load(path).model, source, architecture, samples, IMPORT_TOLERANCE)
-        )
-        report = _report(source, family, architecture, size, proof, notes)
+        del model  # before another is loaded: memory may not hold three
+        model = Run.load(path).model
+        proof = None if family.unproven else prove(model, source, architecture, samples, IMPORT_TOLERANCE)
+        report = _report(source, family, architecture, model.size, proof, notes)
         write_json(path / RECORD, report.to_json())
         _write_model_card(path, out.resolve().name, report)
         return report
@@ -103,7 +101,7 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
         tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
 
     def write(path: Path) -> ConversionReport:
-        write_json(path / CONFIG, settings | label_settings(run.labels, run.config) | {"dtype": "float32"})
+        write_json(path / CONFIG, settings | write_labels(run.labels, run.config) | {"dtype": "float32"})
         data = save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, {"format": "pt"})
         replace_file(path / SAFE, lambda temporary: temporary.write_bytes(data))
         notes: list[str] = []

@@ -55,7 +55,7 @@ def _write_rotary(config: Config) -> Json:
     return {"rope_parameters": rope}
 
 
-CONFIG = (
+KEYS = (
     Key.count("vocab_size", "target_vocab", "source_vocab"),
     Key.count("num_hidden_layers", "decoder.layers"),
     Key.count("hidden_size", "decoder.width"),
@@ -78,7 +78,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "model.layers.{n}.", "decoder.blocks.{n}."
     return {
         "model.embed_tokens": "target_embedding",
@@ -98,12 +98,12 @@ def weights(config: Config, hf: Fields) -> Table:
 LLAMA = Family(
     model_type="llama",
     architectures={"LlamaForCausalLM": {}},
-    config=CONFIG,
+    config=KEYS,
     constants={
         "decoder": {"gated": True, "norm": "rms", "norm_at": "pre", "position": "rotary", "dropout": 0.0},
         "scale_embeddings": False,
     },
-    weights=weights,
+    weights=_weights,
     aliases=tied_alias("model.embed_tokens.weight"),
     ignored=("*.rotary_emb.inv_freq",),
 )

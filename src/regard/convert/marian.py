@@ -26,7 +26,7 @@ def _stack(name: str) -> tuple[Key, ...]:
     )
 
 
-CONFIG = (
+KEYS = (
     Key.fixed("tie_word_embeddings", True),
     Key.fixed("normalize_before", False, write=False),
     Key.fixed("normalize_embedding", False, write=False),
@@ -54,7 +54,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     rows: Table = {"final_logits_bias": Transformed("output.bias", shaped(1, config.target_vocab))}
     if config.share_embeddings:
         rows["model.shared"] = "source_embedding"
@@ -77,7 +77,7 @@ def weights(config: Config, hf: Fields) -> Table:
     return rows
 
 
-def aliases(hf: Fields) -> dict[str, str]:
+def _aliases(hf: Fields) -> dict[str, str]:
     if not _shared(hf):
         return {"lm_head.weight": "model.decoder.embed_tokens.weight"}
     seconds = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
@@ -87,10 +87,10 @@ def aliases(hf: Fields) -> dict[str, str]:
 MARIAN = Family(
     model_type="marian",
     architectures={"MarianMTModel": {}},
-    config=CONFIG,
+    config=KEYS,
     constants={stack: {"position": "sinusoid_halves"} for stack in ("encoder", "decoder")},
-    weights=weights,
-    aliases=aliases,
+    weights=_weights,
+    aliases=_aliases,
     extra=lambda config: {} if config.output_bias else {"final_logits_bias": torch.zeros(1, config.target_vocab)},
     ignored=("model.*.embed_positions.weight",),
 )

@@ -128,16 +128,14 @@ def their_outputs(model: Any, config: Config, samples: Samples) -> list[Tensor]:
         return [model(pixel_values=samples.source).logits]
     inputs = {
         "input_ids": samples.source,
-        "attention_mask": samples.keep_NS.long() if samples.keep_NS is not None else None,
+        "attention_mask": samples.keep_NS,
+        "token_type_ids": samples.types_NS,
+        "decoder_input_ids": samples.input_NT,
     }
-    if samples.types_NS is not None:
-        inputs["token_type_ids"] = samples.types_NS
-    if samples.input_NT is not None:
-        inputs["decoder_input_ids"] = samples.input_NT
-    out = model(**inputs)
+    out = model(**{name: ids_NS.long() for name, ids_NS in inputs.items() if ids_NS is not None})
     if config.output != "none":
         return [_without_padding(out.logits, samples)]
-    return [_without_padding(out.last_hidden_state, samples)] + ([out.pooler_output] if config.pooler else [])
+    return [_without_padding(out.last_hidden_state, samples), *([out.pooler_output] if config.pooler else [])]
 
 
 def _without_padding(x: Tensor, samples: Samples) -> Tensor:

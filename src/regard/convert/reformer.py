@@ -48,7 +48,7 @@ def _write_positions(config: Config) -> Json:
     }
 
 
-CONFIG = (
+KEYS = (
     Key.fixed("is_decoder", True),
     Key.of("attn_layers", "decoder.layers", read=_layers, write=lambda layers: ["lsh"] * layers),
     Key.count("vocab_size", "target_vocab", "source_vocab"),
@@ -72,7 +72,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "reformer.encoder.layers.{n}.", "decoder.blocks.{n}."
     positions = "reformer.embeddings.position_embeddings."
     rows: Table = {
@@ -99,13 +99,13 @@ def weights(config: Config, hf: Fields) -> Table:
 REFORMER = Family(
     model_type="reformer",
     architectures={"ReformerModelWithLMHead": {}},
-    config=CONFIG,
+    config=KEYS,
     constants={
         "decoder": {"mixer": "lsh", "norm_at": "pre", "bias": "ff", "residual": "reversible"},
         "tie_output": False,
         "scale_embeddings": False,
     },
-    weights=weights,
+    weights=_weights,
     extra=lambda config: {"lm_head.bias": torch.zeros(config.target_vocab)},
     # A bias of the LM head is stored, but transformers 5 does not add it.
     ignored=("lm_head.bias", "lm_head.decoder.bias"),

@@ -27,7 +27,7 @@ def _write_feed_forward(config: Config) -> Json:
     return {"feed_forward_proj": name}
 
 
-CONFIG = (
+KEYS = (
     Key.fixed("relative_attention_num_buckets", 32),
     Key.fixed("relative_attention_max_distance", 128),
     Key.written("is_encoder_decoder", lambda config: True),
@@ -47,7 +47,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     # Theirs divides what the decoder gives by sqrt(width), where the LM head is tied or the config says so; ours has
     # this factor in the weights of the last norm.
     scales = hf.flag("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
@@ -87,9 +87,9 @@ STACK = {"score": "dot", "norm": "rms", "norm_at": "pre", "bias": "none", "posit
 T5 = Family(
     model_type="t5",
     architectures={"T5ForConditionalGeneration": {}},
-    config=CONFIG,
+    config=KEYS,
     constants={"encoder": STACK, "decoder": STACK, "share_embeddings": True, "scale_embeddings": False},
-    weights=weights,
+    weights=_weights,
     aliases=lambda hf: dict.fromkeys(
         ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), "shared.weight"
     ),

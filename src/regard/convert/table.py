@@ -50,7 +50,7 @@ Table = dict[str | tuple[str, ...], str | tuple[str, ...] | Transformed]
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """A row of a table, written out for certain tensors."""
 
     theirs: tuple[str, ...]
@@ -69,11 +69,11 @@ class Rule:
         return dict(zip(self.ours, joined.split([shape[0] for shape in wanted]), strict=True))
 
 
-def expand(table: Table, parameters: Iterable[str]) -> list[Rule]:
+def expand(table: Table, parameters: Iterable[str]) -> list[TensorRule]:
     """The rules of a table for a model with these parameters."""
     have = set(parameters)
     layers = sorted({int(number) for name in have for number in re.findall(r"\.blocks\.(\d+)\.", name)})
-    rules: list[Rule] = []
+    rules: list[TensorRule] = []
     for left, row in table.items():
         right, transform = row if isinstance(row, Transformed) else (row, SAME)
         theirs, ours = (left,) if isinstance(left, str) else left, (right,) if isinstance(right, str) else right
@@ -83,7 +83,7 @@ def expand(table: Table, parameters: Iterable[str]) -> list[Rule]:
                     tuple(name.replace("{n}", str(n)) + suffix for name in side) for side in (ours, theirs)
                 )
                 if have.issuperset(names):
-                    rules.append(Rule(their_names, names, transform))
+                    rules.append(TensorRule(their_names, names, transform))
     return rules
 
 
@@ -114,7 +114,7 @@ def check_weights(
     return sorted(ignored)
 
 
-def _their_shapes(rules: list[Rule], parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _their_shapes(rules: list[TensorRule], parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """The shapes that their tensors must have: ours, converted on the meta device."""
     shapes: dict[str, list[int]] = {}
     for rule in rules:

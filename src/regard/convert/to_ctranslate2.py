@@ -211,7 +211,7 @@ def _set_positions(spec: Any, stack: Stack) -> None:
                 attention.queries_scale = 1.0
 
 
-def write(run: Run, directory: Path, precision: Precision = "fp32", add_special_tokens: bool = False) -> None:
+def write_model(run: Run, directory: Path, precision: Precision = "fp32", add_special_tokens: bool = False) -> None:
     """Write a run into an empty directory."""
     spec = specification(run, add_special_tokens)
     spec.validate()
@@ -233,8 +233,8 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
     """Write a run as a directory of CTranslate2."""
 
     def write_proven(path: Path) -> ConversionReport:
-        write(run, path, add_special_tokens=True)  # the model is proven before its weights are quantised
-        proof = Proof(samples, compare(run, path, samples, "fp32"), TOLERANCE, library().__version__)
+        write_model(run, path, add_special_tokens=True)  # the model is proven before its weights are quantised
+        proof = Proof(samples, largest_difference(run, path, samples, "fp32"), TOLERANCE, library().__version__)
         proof.require(str(run.path), "log-probabilities", "CTranslate2")
         summary = (
             f"proven: log-probabilities of {proof.samples} random outputs by this model and by CTranslate2"
@@ -244,8 +244,8 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
         if precision == "int8":
             for file in path.iterdir():
                 file.unlink()
-            write(run, path, "int8", add_special_tokens=True)
-            difference = compare(run, path, samples, "int8")
+            write_model(run, path, "int8", add_special_tokens=True)
+            difference = largest_difference(run, path, samples, "int8")
             summary += f"; in int8, as written, by {difference:.2g}"
         details = {"precision": precision, "int8": difference}
         return ConversionReport(run.path.resolve().name, "TransformerSpec", run.model.size, proof, summary, details)
@@ -253,7 +253,7 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
     return write_reported(require_new(out), write_proven)
 
 
-def compare(run: Run, directory: Path, count: int, precision: Precision) -> float:
+def largest_difference(run: Run, directory: Path, count: int, precision: Precision) -> float:
     """The largest difference of the log-probability of any token, relative where that is above 1."""
     sources, targets = (_draw(run.config, vocab, count) for vocab in (run.config.source_vocab, run.config.target_vocab))
     names = names_of(run)

@@ -47,7 +47,7 @@ def _reach(hf: Fields) -> int | None:
     return None if type(clamp) is int and clamp <= 0 else clamp
 
 
-CONFIG = (
+KEYS = (
     Key(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
     Key.fixed("attn_type", 0),
     Key.fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
@@ -70,7 +70,7 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
+def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "transformer.layers.{n}.", "decoder.blocks.{n}."
     attention = f"{block}attention."
     rows: Table = {
@@ -95,7 +95,7 @@ def weights(config: Config, hf: Fields) -> Table:
     return rows
 
 
-def aliases(hf: Fields) -> dict[str, str]:
+def _aliases(hf: Fields) -> dict[str, str]:
     names = tied_alias("transformer.word_emb.emb_layers.0.weight", "crit.out_layers.0.weight")(hf)
     if not hf.flag("untie_r", True):
         for n in range(hf.count("n_layer", 18)):
@@ -104,7 +104,7 @@ def aliases(hf: Fields) -> dict[str, str]:
     return names
 
 
-def extra(config: Config) -> dict[str, torch.Tensor]:
+def _extra(config: Config) -> dict[str, torch.Tensor]:
     width = config.top.width
     frequencies = {"transformer.pos_emb.inv_freq": 1 / (10000 ** (torch.arange(0.0, width, 2.0) / width))}
     bias = {} if config.output_bias else {"crit.out_layers.0.bias": torch.zeros(config.target_vocab)}
@@ -114,13 +114,13 @@ def extra(config: Config) -> dict[str, torch.Tensor]:
 TRANSFO_XL = Family(
     model_type="transfo-xl",
     architectures={"TransfoXLLMHeadModel": {}},
-    config=CONFIG,
+    config=KEYS,
     constants={"decoder": {"bias": "ff", "position": "relative"}},
-    weights=weights,
+    weights=_weights,
     prefix="transformer.",
     unprefixed=("crit.",),
-    aliases=aliases,
-    extra=extra,
+    aliases=_aliases,
+    extra=_extra,
     ignored=("transformer.pos_emb.inv_freq",),
     unproven="transformers 5 no longer has this model, so the two could not be run side by side. What was checked:"
     " every weight has its place and the shape that config.json says. Releases up to 4.35.2 have it; there, begin a"

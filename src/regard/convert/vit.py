@@ -37,21 +37,14 @@ def _read_patches(hf: Fields) -> Json:
     }
 
 
-def _patches(config: Config) -> PatchConfig:
-    assert config.patches is not None
-    return config.patches
-
-
 def _write_patches(config: Config) -> Json:
-    patches = _patches(config)
-    square = patches.height == patches.width
-    return {
-        "image_size": patches.height if square else [patches.height, patches.width],
-        "patch_size": patches.size,
-    }
+    patches = config.patches
+    assert patches is not None
+    sides = [patches.height, patches.width]
+    return {"image_size": sides[0] if sides[0] == sides[1] else sides, "patch_size": patches.size}
 
 
-CONFIG = (
+KEYS = (
     Key.fixed("qkv_bias", True),
     Key.fixed("problem_type", None, "single_label_classification", write=False),
     Key(_read_patches, _write_patches),
@@ -67,8 +60,9 @@ CONFIG = (
 )
 
 
-def weights(config: Config, hf: Fields) -> Table:
-    encoder, patches = config.top, _patches(config)
+def _weights(config: Config, hf: Fields) -> Table:
+    encoder, patches = config.top, config.patches
+    assert patches is not None
     kernel = shaped(encoder.width, patches.channels, patches.size, patches.size)
     layer, block = "vit.encoder.layer.{n}.", "encoder.blocks.{n}."
     return {
@@ -93,9 +87,9 @@ def weights(config: Config, hf: Fields) -> Table:
 VIT = Family(
     model_type="vit",
     architectures={"ViTForImageClassification": {"output": "classes", "output_bias": True}},
-    config=CONFIG,
+    config=KEYS,
     constants={"encoder": {"norm_at": "pre", "position": "learned"}, "scale_embeddings": False},
-    weights=weights,
+    weights=_weights,
     reads_images=True,
     ignored=("vit.pooler.dense.*",),
 )

@@ -53,7 +53,7 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
         return _opened([_read_json(directory / name) for name in names], framed=True)
     model = next((name for name in MODELS if has(name)), None)
     if model is not None:
-        library = build(read_pieces(directory / model))
+        library = build(read_sentencepiece(directory / model))
         if model_type == "t5":
             count = settings.get("extra_ids", SENTINELS)
             library.add_special_tokens([f"<extra_id_{index}>" for index in reversed(range(count))])
@@ -95,7 +95,7 @@ def _source_and_target(directory: Path) -> OpenedVocabulary:
         if missing:
             raise UserError(f"{path}: has no number for {', '.join(missing)}")
         languages = [name for name in ids if name.startswith(">>") and name.endswith("<<")]
-        library = build(read_pieces(directory / f"{side}.spm"), ids, [*special, *languages])
+        library = build(read_sentencepiece(directory / f"{side}.spm"), ids, [*special, *languages])
         library.add_special_tokens(special)
         library.add_tokens([AddedToken(name, normalized=False) for name in languages])
         libraries.append(library)
@@ -177,7 +177,7 @@ UNIGRAM, BPE = 1, 2
 SPACE = "▁"
 
 
-class Piece(NamedTuple):
+class SentencePiece(NamedTuple):
     """A token of a SentencePiece model."""
 
     text: str
@@ -185,10 +185,10 @@ class Piece(NamedTuple):
     kind: int
 
 
-class Pieces(NamedTuple):
+class SentencePieceModel(NamedTuple):
     """A SentencePiece model."""
 
-    pieces: list[Piece]
+    pieces: list[SentencePiece]
     algorithm: int
     charsmap: bytes  # the normalisation of characters, in a form that the tokenizers library reads
     composed: bool  # it composes letters and combining characters
@@ -200,7 +200,7 @@ class Pieces(NamedTuple):
         return [piece.text for piece in self.pieces if piece.kind in kinds]
 
 
-def read_pieces(path: Path) -> Pieces:
+def read_sentencepiece(path: Path) -> SentencePieceModel:
     """Read a SentencePiece model."""
     try:
         fields = _message(path.read_bytes())
@@ -217,7 +217,7 @@ def read_pieces(path: Path) -> Pieces:
         raise UserError(f"{path}: only unigram and bpe models that write a space as {SPACE} before a word can be read")
     if sum(piece.kind == UNKNOWN for piece in pieces) != 1:
         raise UserError(f"{path}: not a SentencePiece model: it has no unknown token")
-    return Pieces(pieces, algorithm, charsmap, composed, prefix, squeeze)
+    return SentencePieceModel(pieces, algorithm, charsmap, composed, prefix, squeeze)
 
 
 def _message(data: bytes) -> dict[int, list[Any]]:
@@ -252,17 +252,17 @@ def _message(data: bytes) -> dict[int, list[Any]]:
     return fields
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> SentencePiece:
     fields = _message(data)
     score = struct.unpack("<f", fields.get(2, [bytes(4)])[-1])[0]
-    return Piece(fields[1][-1].decode("utf-8"), score, fields.get(3, [NORMAL])[-1])
+    return SentencePiece(fields[1][-1].decode("utf-8"), score, fields.get(3, [NORMAL])[-1])
 
 
-def build(model: Pieces, ids: Mapping[str, int] | None = None, special: Collection[str] = ()) -> Tokenizer:
+def build(model: SentencePieceModel, ids: Mapping[str, int] | None = None, special: Collection[str] = ()) -> Tokenizer:
     """A SentencePiece model as a tokenizer of the library.
 
     `ids` are given where they are not the order of the pieces. They may hold other tokens: `special` ones, which keep
-    their names, and tokens of the other side, which are never found in this one's texts. Pieces without an id come
+    their names, and tokens of the other side, which are never found in texts of this one. Pieces without an id come
     after all that have one.
     """
     names = _names(model, ids, special)
@@ -278,7 +278,7 @@ def build(model: Pieces, ids: Mapping[str, int] | None = None, special: Collecti
     return library
 
 
-def _names(model: Pieces, ids: Mapping[str, int] | None, special: Collection[str]) -> list[str]:
+def _names(model: SentencePieceModel, ids: Mapping[str, int] | None, special: Collection[str]) -> list[str]:
     """The name of each id."""
     if ids is None:
         return [HIDDEN + text if kind == UNUSED else text for text, _, kind in model.pieces]
@@ -289,7 +289,7 @@ def _names(model: Pieces, ids: Mapping[str, int] | None, special: Collection[str
     return names + [text for text in model.named(NORMAL, UNKNOWN, USER_DEFINED, BYTE) if text not in ids]
 
 
-def _normalizers(model: Pieces) -> Iterator[Any]:
+def _normalizers(model: SentencePieceModel) -> Iterator[Any]:
     if model.charsmap:
         if model.composed:  # the library looks at too few characters at a time for two accents or a Hangul syllable
             yield normalizers.NFC()
@@ -302,7 +302,7 @@ def _normalizers(model: Pieces) -> Iterator[Any]:
     yield normalizers.Replace(" ", SPACE)
 
 
-def _decoders(model: Pieces) -> Iterator[Any]:
+def _decoders(model: SentencePieceModel) -> Iterator[Any]:
     yield decoders.Replace(HIDDEN, "")
     yield decoders.Replace(SPACE, " ")
     if model.named(BYTE):
@@ -312,7 +312,7 @@ def _decoders(model: Pieces) -> Iterator[Any]:
         yield decoders.Strip(" ", 1, 0)
 
 
-def _unigram(model: Pieces, names: list[str]) -> Any:
+def _unigram(model: SentencePieceModel, names: list[str]) -> Any:
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
     lowest, highest = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
     # A user-defined piece scores above any way of cutting it, as in SentencePiece. The name of a byte is no text, but
@@ -324,7 +324,7 @@ def _unigram(model: Pieces, names: list[str]) -> Any:
     return models.Unigram(vocab, names.index(unknown), bool(model.named(BYTE)))
 
 
-def _bpe(model: Pieces, names: list[str]) -> Any:
+def _bpe(model: SentencePieceModel, names: list[str]) -> Any:
     """Merges in the order of the scores of what they give, best first."""
     vocab = {name: index for index, name in enumerate(names)}
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from regard.config import Config
-from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write
+from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write_model
 from regard.decode.generate import Engine
 from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis, flag_segmentation, make_hypotheses
 from regard.decode.options import Options
@@ -68,7 +68,7 @@ class CTranslate2Engine(Engine):
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
         try:
             with TemporaryDirectory() as directory:
-                write(run, Path(directory))
+                write_model(run, Path(directory))
                 self._translator = open_translator(Path(directory), precision, workers, threads)
         except OSError as error:
             raise UserError(f"cannot write what CTranslate2 reads: {error.strerror or error}; set TMPDIR") from None
