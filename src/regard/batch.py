@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.config import Config
+from regard.config import Config, Value
 
 TokenIds = Sequence[int] | np.ndarray
 T = TypeVar("T")
@@ -81,3 +82,15 @@ def by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         batch.append(index)
     if batch:
         yield batch
+
+
+class Pixels(Value):
+    """How the numbers of an image are scaled before a model sees them: (x - mean) / scale, by channel."""
+
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+
+    def __call__(self, images_NCHW: NDArray[Any]) -> NDArray[np.float32]:
+        mean, scale = (np.asarray(x, np.float32).reshape(-1, 1, 1) for x in (self.mean, self.scale))
+        scaled: NDArray[np.float32] = (images_NCHW.astype(np.float32) - mean) / scale
+        return scaled

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from regard.batch import Pixels
 from regard.config import Config, Value, parse
-from regard.data.images import Pixels
 from regard.errors import UserError
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.model import Model, allocate, on_meta

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data.images import Images, Pixels, label_names, read_images
+from regard.batch import Pixels
+from regard.data.images import Images, label_names, read_images
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.errors import UserError
 from regard.recipe import load_recipe

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.data.images import Pixels
+from regard.batch import Pixels
 from regard.inspect.trace import Trace
 from regard.model import Model
 from regard.presets import preset

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from regard.batch import Pixels
 from regard.config import Config, PatchConfig, parse
 from regard.convert.family import Family, Fields, Json, Key
 from regard.convert.table import Table, Transformed, shaped
-from regard.data.images import Pixels
 from regard.errors import UserError
 from regard.files import read_json
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.config import Value
+from regard.batch import Pixels
 from regard.data.pairs import few, valid_count
 from regard.data.reader import Source, open_raw
 from regard.errors import UserError, closest
@@ -17,18 +17,6 @@ from regard.recipe import Recipe
 from regard.text.learn import BaseText
 
 CHANNELS = (1, 3, 4)
-
-
-class Pixels(Value):
-    """How the numbers of an image are scaled before a model sees them: (x - mean) / scale, by channel."""
-
-    mean: tuple[float, ...]
-    scale: tuple[float, ...]
-
-    def __call__(self, images_NCHW: NDArray[Any]) -> NDArray[np.float32]:
-        mean, scale = (np.asarray(x, np.float32).reshape(-1, 1, 1) for x in (self.mean, self.scale))
-        scaled: NDArray[np.float32] = (images_NCHW.astype(np.float32) - mean) / scale
-        return scaled
 
 
 class Pictures(NamedTuple):

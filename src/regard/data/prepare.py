@@ -16,9 +16,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from regard.batch import Pixels
 from regard.config import parse
 from regard.data.corpus import Corpus
-from regard.data.images import Images, Pixels, make_images
+from regard.data.images import Images, make_images
 from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples
 from regard.data.plain import Stream, make_text
 from regard.data.reader import STDIN, Source, open_raw
