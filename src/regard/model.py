@@ -88,21 +88,17 @@ class Model(nn.Module):
     def read(self, tokens_NT: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
         """Feed tokens to the decoder -> a hidden state for each, and the decoding state after them."""
         assert self.decoder is not None
-        out: tuple[Tensor, State] = self.decoder(self._embed(self.target_embedding, tokens_NT), state, keep_NT)
+        out: tuple[Tensor, State] = self.decoder(self.embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
     def read_segment(self, tokens_BT: Tensor, memory: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
         """Read the next segment of a long text -> a hidden state per token, and the memory for the segment after."""
         if not isinstance(self.decoder, Transformer):
             raise ValueError("only a Transformer decoder has a segment memory")
-        return self.decoder.read_segment(self._embed(self.target_embedding, tokens_BT), memory)
+        return self.decoder.read_segment(self.embed(self.target_embedding, tokens_BT), memory)
 
     def hidden(
-        self,
-        source_BS: Tensor,
-        keep_BS: Tensor | None,
-        input_BT: Tensor | None = None,
-        types_BS: Tensor | None = None,
+        self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None, types_BS: Tensor | None = None
     ) -> Tensor:
         """The hidden states that the output layer reads (B, T, D), with teacher forcing where there is a decoder.
 
@@ -138,13 +134,14 @@ class Model(nn.Module):
         if self.image is not None:
             x_BSD: Tensor = self.image(source_BS)
             return x_BSD
-        x_BSD = self._embed(self.source_embedding, source_BS)
+        x_BSD = self.embed(self.source_embedding, source_BS)
         if self.token_type_embedding is not None:
             types_BS = torch.zeros_like(source_BS) if types_BS is None else types_BS
             x_BSD = x_BSD + self.token_type_embedding(types_BS)
         return x_BSD
 
-    def _embed(self, table: nn.Embedding | None, ids_BT: Tensor) -> Tensor:
+    def embed(self, table: nn.Embedding | None, ids_BT: Tensor) -> Tensor:
+        """Embed token ids, scaled by sqrt(width) if the config says so."""
         assert table is not None
         x_BTD: Tensor = table(ids_BT)
         return x_BTD * math.sqrt(table.embedding_dim) if self.config.scale_embeddings else x_BTD

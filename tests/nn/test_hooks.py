@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from regard.nn.hooks import Tap, record_taps
+from regard.nn.hooks import Tap, record
 
 
 def test_a_tap_is_watched_while_it_is_hooked() -> None:
@@ -21,7 +22,7 @@ def test_a_tap_is_watched_while_it_is_hooked() -> None:
 
 def test_a_recording_concatenates_passes_and_can_be_cleared() -> None:
     tap = Tap()
-    with record_taps({"weights": tap}) as recording:
+    with record(nn.ModuleDict({"weights": tap})) as recording:
         tap(torch.ones(1, 2, 1, 3))
         tap(torch.ones(1, 2, 1, 4))
         assert recording["weights"].shape == (1, 2, 2, 4) and recording["weights"][0, 0, 0].tolist() == [1, 1, 1, 0]

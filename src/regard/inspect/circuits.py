@@ -234,7 +234,7 @@ def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
         raise UserError(f"no head {head} in layer {layer}, counted from 0")
     block = decoder.blocks[layer]
     assert isinstance(block, Block) and isinstance(attention, Attention) and model.target_embedding is not None
-    x_VD = decoder.embed_norm(model._embed(model.target_embedding, torch.arange(run.config.target_vocab)))
+    x_VD = decoder.embed_norm(model.embed(model.target_embedding, torch.arange(run.config.target_vocab)))
     x_VD = block.attention_residual.norm(x_VD) if block.attention_residual.pre else x_VD
     return attention, attention.head_numbers.index(head), x_VD
 

@@ -80,19 +80,12 @@ def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
     Attention whose weights are recorded takes its eager path meanwhile; its results stay the same.
     """
     matching = {name: tap for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
-    with record_taps(matching) as recording:
-        yield recording
-
-
-@contextmanager
-def record_taps(taps: Mapping[str, Tap]) -> Iterator[Recording]:
-    """Record these taps under these names while the context is open."""
     recording = Recording()
 
     def recorder(name: str) -> Callable[[nn.Module, object, Tensor], None]:
         return lambda module, inputs, x: recording.add(name, x)
 
-    with _hooked({tap: recorder(name) for name, tap in taps.items()}):
+    with _hooked({tap: recorder(name) for name, tap in matching.items()}):
         yield recording
 
 
