@@ -47,7 +47,6 @@ def prepare_all(path: Path) -> None:
 
 
 def read_some(path: Path) -> None:
-    from regard.data.corpus import load
     from regard.data.order import batches
     from regard.data.prepare import open_prepared
     from regard.presets import preset
@@ -57,7 +56,7 @@ def read_some(path: Path) -> None:
     for epoch in range(2):
         cut = batches(corpus.source_lengths, corpus.target_lengths, 1, epoch, 4096)
         for rows in cut[:5000]:
-            load(corpus, rows, config)
+            corpus.batch(rows, config)
 
 
 PARTS = {"prepare": prepare_all, "order and read": read_some}

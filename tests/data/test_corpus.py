@@ -11,7 +11,7 @@ import torch
 
 from regard.config import Config, Stack
 from regard.data import corpus as module
-from regard.data.corpus import Corpus, CorpusWriter, load
+from regard.data.corpus import Corpus, CorpusWriter
 from regard.data.reader import LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Codec, Example
@@ -81,7 +81,7 @@ def test_a_batch_is_its_rows(tmp_path: Path) -> None:
     stack = Stack(layers=1, width=8, heads=1, ff=8)
     config = Config(source_vocab=CODEC.source_vocab, target_vocab=CODEC.target_vocab, encoder=stack, decoder=stack)
     rows = np.array([3, 50, 4])
-    batch = load(corpus, rows, config)
+    batch = corpus.batch(rows, config)
     for at, row in enumerate(rows):
         keep = slice(None) if batch.source_keep_BS is None else batch.source_keep_BS[at]
         assert batch.source_BS[at][keep].tolist() == corpus.source(row).tolist()

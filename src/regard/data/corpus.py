@@ -57,6 +57,11 @@ class Corpus:
         """What is reported as the amount of data: examples."""
         return len(self)
 
+    def batch(self, indices: NDArray[np.integer[Any]], config: Config, total: int | None = None) -> Batch:
+        """The examples with these numbers."""
+        rows = [int(index) for index in indices]
+        return collate([self.source(row) for row in rows], [self.target(row) for row in rows], config, total)
+
 
 class Flat:
     """Ids in one long file, read as needed."""
@@ -188,11 +193,3 @@ class CorpusWriter:
             counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
             meta = {"format": FORMAT, **counts, "dtype": self._dtype}
             (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-
-
-def load(
-    corpus: Corpus, indices: Sequence[int] | NDArray[np.integer[Any]], config: Config, total: int | None = None
-) -> Batch:
-    """Make a batch of the examples with these numbers."""
-    rows = [int(index) for index in indices]
-    return collate([corpus.source(row) for row in rows], [corpus.target(row) for row in rows], config, total)

@@ -112,7 +112,7 @@ def _make_codec(
         return base.codec, [base.note(recipe.train.start_from)]
     text, task = recipe.text, TASKS[recipe.task]
     lines = scan.counter.kept - scan.held_out
-    sample = dict(zip(SIDES, (scan.sample.column(0), scan.sample.column(1)), strict=True))
+    sample = {"source": scan.sample.column(0), "target": scan.sample.column(1)}
     sample["shared"] = sample["source"] + sample["target"]
 
     def texts(side: str, wanted: int) -> Iterator[str]:

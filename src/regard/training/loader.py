@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from regard.batch import Batch, GlobalBatch
 from regard.config import Config
-from regard.data.corpus import Corpus, load
+from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, TextObjective, image_batch, rows_of
 from regard.data.order import Indices, batches, generator
@@ -95,7 +95,7 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config, gr
     def make(epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         tokens = int(corpus.target_lengths[rows].sum())
         all_tokens = tokens + int(corpus.source_lengths[rows].sum())
-        return GlobalBatch(len(rows), tokens, all_tokens, lambda part, total: load(corpus, rows[part], config, total))
+        return GlobalBatch(len(rows), tokens, all_tokens, lambda part, total: corpus.batch(rows[part], config, total))
 
     return DataLoader(
         train,

@@ -16,7 +16,7 @@ import torch
 
 from regard.batch import Batch
 from regard.config import Config
-from regard.data.corpus import Corpus, load
+from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
 from regard.data.order import Indices, batches
@@ -84,7 +84,7 @@ class LabelledValidation(Validation):
         corpus = prepared.valid
         rows = spread(len(corpus), LOSS_EXAMPLES)
         cut = batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, recipe.train.batch_tokens)
-        super().__init__(recipe.task, [rows[batch] for batch in cut], lambda batch: load(corpus, batch, config), group)
+        super().__init__(recipe.task, [rows[batch] for batch in cut], lambda batch: corpus.batch(batch, config), group)
 
 
 class PairValidation(LabelledValidation):
