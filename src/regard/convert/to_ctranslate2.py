@@ -253,19 +253,23 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
     return write_reported(require_new(out), write_proven)
 
 
+@torch.inference_mode()
 def largest_difference(run: Run, directory: Path, count: int, precision: Precision) -> float:
-    """The largest difference of the log-probability of any token, relative where that is above 1."""
-    sources, targets = (_draw(run.config, vocab, count) for vocab in (run.config.source_vocab, run.config.target_vocab))
-    names = names_of(run)
+    """Of the log-probability of any token of random outputs, or of the end after them; relative where it is above 1."""
+    config, names, device = run.config, names_of(run), run.model.device
+    sources, targets = (_draw(config, vocab, count) for vocab in (config.source_vocab, config.target_vocab))
     theirs = open_translator(directory, precision).score_batch(
         [[names.source[i] for i in row] for row in sources],
         [[names.target[i] for i in row] for row in targets],
         max_input_length=0,
     )
-    before, after = run.config.ids.around(run.codec.frame)
+    before, after = config.ids.around(run.codec.frame)
     largest = 0.0
     for source, target, result in zip(sources, targets, theirs, strict=True):
-        ours_T = forced(run, [*before, *source, *after], target)
+        source_1S = torch.tensor([[*before, *source, *after]], device=device)
+        input_1T = torch.tensor([[config.start_id, *target]], device=device)
+        logp_TV = run.model(source_1S, None, input_1T)[0].float().log_softmax(-1).cpu()
+        ours_T = logp_TV.gather(1, torch.tensor([[*target, config.ids.eos]]).T).squeeze(1)
         gap_T = (ours_T - torch.tensor(result.log_probs)).abs() / ours_T.abs().clamp(min=1)
         largest = max(largest, gap_T.nan_to_num(math.inf).max().item())
     return largest
@@ -278,13 +282,3 @@ def _draw(config: Config, vocab: int, count: int) -> list[list[int]]:
     tokens = [index for index in range(vocab) if index not in special] or [config.ids.unk]
     longest = min(LONGEST, *(stack.max_length - 2 for stack in config.stacks.values()))  # special tokens come on top
     return [generator.choice(tokens, generator.integers(1, max(1, longest) + 1)).tolist() for _ in range(count)]
-
-
-@torch.inference_mode()
-def forced(run: Run, source: list[int], target: list[int]) -> Tensor:
-    """Our log-probability of every token of an output, and of the end after them."""
-    config, device = run.config, run.model.device
-    input_1T = torch.tensor([[config.start_id, *target]], device=device)
-    logp_TV = run.model(torch.tensor([source], device=device), None, input_1T)[0].float().log_softmax(-1).cpu()
-    logp_T: Tensor = logp_TV.gather(1, torch.tensor([[*target, config.ids.eos]]).T).squeeze(1)
-    return logp_T
