@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import pytest
 
 import regard
+from regard.cli.app import VERBS
 from toykit import call, small
 
-VERBS = ("demo", "train", "generate", "score", "evaluate", "info", "average")
 CHILD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

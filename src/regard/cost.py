@@ -124,8 +124,8 @@ def describe(config: Config, workload: Workload | None = None) -> Info:
 # Parameters
 
 _ORDER = {
-    part: place
-    for place, part in enumerate(
+    part: number
+    for number, part in enumerate(
         (
             "embedding", "shared_embedding", "source_embedding", "target_embedding", "token_type_embedding", "image",
             "encoder", "decoder", "pooler", "transform", "prediction", "positions",

@@ -147,9 +147,9 @@ class Recipe(Value):
         task = TASKS.get(info.data.get("task", ""))
         if task is None:  # refused already
             return train
-        given = {name: getattr(train, name) for name in train.model_fields_set}
+        values = {name: getattr(train, name) for name in train.model_fields_set}
         defaults = {**dict(train), "metric": task.metrics[0], **task.train}
-        return Train.model_construct(train.model_fields_set, **{**defaults, **given})
+        return Train.model_construct(train.model_fields_set, **{**defaults, **values})
 
     @model_validator(mode="after")
     def _fits_task(self) -> Recipe:

@@ -17,8 +17,8 @@ from regard.cli.parameters import (
     Target,
     Threads,
     Workers,
+    chosen_options,
     field_options,
-    given,
     open_runs,
     option_name,
     pairs_of,
@@ -90,7 +90,9 @@ def command(
     task, *other = [each.task for each in runs]
     if other and other[0] != task:
         raise UserError(f"--against: {against} is {other[0].model}, {run} is {task.model}")
-    others = given(target=target, columns=columns, context=context, memory=memory, strict=strict, workers=workers)
+    others = chosen_options(
+        target=target, columns=columns, context=context, memory=memory, strict=strict, workers=workers
+    )
     if foreign := sorted(name for name in (options | others) if name not in SUPPORTED[task.reads]):
         raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {run}, which is {task.model}")
     if "length_penalty" in options and search.beam == 1:

@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from regard.cli.input import InputLines, one_line, print_labels, with_workers
-from regard.cli.parameters import Device, Json, RunPath, Threads, Workers, field_options, given, open_runs, with_options
+from regard.cli.parameters import (
+    Device,
+    Json,
+    RunPath,
+    Threads,
+    Workers,
+    chosen_options,
+    field_options,
+    open_runs,
+    with_options,
+)
 from regard.cli.tables import flush, message, out, out_json
 from regard.decode.generate import Engine, TorchEngine
 from regard.decode.hypothesis import Hypothesis
@@ -82,7 +92,7 @@ def command(
     chosen = Options.of(**{k: v for k, v in options.items() if not (ctranslate2 and k == "precision")})
     runs = open_runs([run, *(ensemble or [])], device, threads)
     if runs[0].task.labels:
-        others = given(prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine)
+        others = chosen_options(prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine)
         print_labels(runs[0], file, chosen, [*options, *others], json)
         return
     usable = usable_precision(chosen.precision, choose_device(device), message)

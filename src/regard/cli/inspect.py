@@ -35,7 +35,7 @@ def command(
     ],
     target: Annotated[
         str | None,
-        typer.Option(help="The output to look at, a continuation, or a class; by default what the model says."),
+        typer.Option(help="The output to look at, a continuation, or a label; by default the model's own output."),
     ] = None,
     go_on: Annotated[
         int, typer.Option("--continue", metavar="N", min=0, help="Tokens by which a language model goes on.")

@@ -66,8 +66,8 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def given(**values: Any) -> dict[str, Any]:
-    """Those of the values that the user gave: an option left out is None, False or empty."""
+def chosen_options(**values: Any) -> dict[str, Any]:
+    """The options that the user gave a value; one that was left out is None, False or empty."""
     # not `in (None, False)`: 0 equals False, and an option of 0 is to be checked, not ignored
     return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
 
@@ -86,7 +86,7 @@ def field_options(
 ) -> list[FieldOption]:
     """Options for fields of a config value: type, default and help come from the field.
 
-    None stands for an option that was not given, so that the value itself has the only defaults and checks. A list of
+    None stands for an option that was left out, so that the value itself has the only defaults and checks. A list of
     texts, which may hold commas, is a repeatable option; any other list is written with commas.
     """
     options = []
@@ -101,12 +101,12 @@ def field_options(
             metavar=None if metavar is None else str(metavar),
             rich_help_panel=panel,
         )
-        shown: Any = bool if kind is bool else (list[str] if texts else str if split else kind) | None
+        annotation: Any = bool if kind is bool else (list[str] if texts else str if split else kind) | None
         parameter = Parameter(
             name,
             Parameter.KEYWORD_ONLY,
             default=False if kind is bool else None,
-            annotation=Annotated[shown, option],
+            annotation=Annotated[annotation, option],
         )
         options.append(FieldOption(f"{table}.{name}" if table else name, parameter, split))
     return options
@@ -138,12 +138,12 @@ def _help(description: str, default: Any) -> str:
 
 
 def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a parameter of a command by these options; the command gets those that were given, by key, as a dict."""
+    """Replace a parameter of a command by these options; the command gets those that have a value, by key, as a dict."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def call(**values: Any) -> None:
-            chosen = given(**{option.key: values.pop(option.parameter.name) for option in options})
+            chosen = chosen_options(**{option.key: values.pop(option.parameter.name) for option in options})
             for option in options:
                 if option.split and option.key in chosen:
                     chosen[option.key] = chosen[option.key].split(",")
@@ -151,9 +151,9 @@ def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..
 
         plain = signature(command, eval_str=True)
         own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in plain.parameters.values()]
-        place = [each.name for each in own].index(parameter)
-        shown = [*own[:place], *(option.parameter for option in options), *own[place + 1 :]]
-        call.__signature__ = plain.replace(parameters=shown)  # type: ignore[attr-defined]
+        index = [each.name for each in own].index(parameter)
+        own[index : index + 1] = [option.parameter for option in options]
+        call.__signature__ = plain.replace(parameters=own)  # type: ignore[attr-defined]
         return call
 
     return decorate
