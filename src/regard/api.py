@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.batch import by_length, pad
-from regard.decode.alignment import load_heads
 from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import Piece, generate, stream
 from regard.decode.hypothesis import Hypothesis
@@ -22,7 +21,7 @@ from regard.decode.request import Input, Request
 from regard.decode.score import Pair, Scored, score
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError
-from regard.inspect.trace import Trace, trace, trace_image, trace_text
+from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.recipe import Recipe, load_recipe, recipe_tables
 from regard.run import Run
 from regard.text.codec import Example
@@ -85,13 +84,9 @@ class LoadedRun(Run):
         if not isinstance(source, str | Example):
             raise UserError(f"attention: takes one text, regard.Example or image, not {_shown(source)}")
         example = Example(source) if isinstance(source, str) else source
-        if not self.task.seq2seq:
-            return trace_text(self, example.source, target or example.target, more, example.features)
-        if target is not None:
-            ids = self.codec.encode_target([target])[0]
-        else:
-            ids = list(self.generate([example], beam=beam)[0][0].ids)
-        return trace(self, example, ids, heads=load_heads(self.path))
+        if self.task.seq2seq:
+            return trace_pair(self, example, target, beam)
+        return trace_text(self, example.source, target or example.target, more, example.features)
 
     def _options(self, options: Options | None, settings: dict[str, Any]) -> Options:
         if options is not None and not isinstance(options, Options):

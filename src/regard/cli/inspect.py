@@ -12,14 +12,10 @@ from rich.console import Console
 from regard.cli.parameters import Device, RunPath, Threads, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
-from regard.decode.alignment import load_heads
-from regard.decode.generate import TorchEngine
-from regard.decode.options import Options
-from regard.decode.request import Request
 from regard.errors import UserError, one_of
 from regard.files import replace_file
 from regard.inspect.plots import draw, draw_all_heads, draw_in_colour, draw_matrix, save
-from regard.inspect.trace import Trace, trace, trace_image, trace_text
+from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -85,7 +81,9 @@ def command(
     elif go_on:
         raise UserError("--continue: only a language model goes on with a text")
     else:
-        traced = _trace_pair(opened, text, target, features, beam)
+        traced = trace_pair(opened, Example(text, None, features), target, beam)
+        if target is None:
+            message(" → ".join(traced.texts.values()))
     selected = None if layer is None else layer - 1, None if head is None else head - 1
     for note in traced.notes:
         message(note)
@@ -99,18 +97,6 @@ def command(
         html = traced.to_html()
         replace_file(Path(path), lambda temporary: temporary.write_text(html, encoding="utf-8"))
         message(f"{path}: written; open it in a browser")
-
-
-def _trace_pair(run: Run, text: str, target: str | None, features: str | None, beam: int) -> Trace:
-    if target is not None:
-        ids = run.codec.encode_target([target])[0]
-    else:
-        best = TorchEngine(run, Options(beam=beam))([Request(text, features)])[0][0]
-        if not best.ids:
-            raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
-        message(f"{text} → {best.text}")
-        ids = list(best.ids)
-    return trace(run, Example(text, None, features), ids, heads=load_heads(run.path))
 
 
 def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:

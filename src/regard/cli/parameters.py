@@ -138,7 +138,7 @@ def _help(description: str, default: Any) -> str:
 
 
 def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a parameter of a command by these options; the command gets those that have a value, by key, as a dict."""
+    """Replace a parameter of a command by these options; the command gets a dict of those that have a value."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from regard.config import PatchConfig, Stack
-from regard.decode.alignment import alignment_quality, best_heads
+from regard.decode.alignment import alignment_quality, best_heads, load_heads
+from regard.decode.generate import TorchEngine
+from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.errors import UserError
 from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
@@ -160,6 +163,18 @@ def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, fe
     if answer is not None and not run.task.labels:
         raise UserError(f"{run.path}: this model has no output of its own to compare {answer!r} with")
     return trace(run, Example(text, answer, features))
+
+
+def trace_pair(run: Run, example: Example, target: str | None = None, beam: int = 5) -> Trace:
+    """Trace a source with an output: `target`, or the best of a beam search."""
+    if target is not None:
+        ids = run.codec.encode_target([target])[0]
+    else:
+        best = TorchEngine(run, Options(beam=beam))([Request(example.source, example.features)])[0][0]
+        if not best.ids:
+            raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
+        ids = list(best.ids)
+    return trace(run, example, ids, heads=load_heads(run.path))
 
 
 @torch.no_grad()
