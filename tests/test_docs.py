@@ -32,8 +32,8 @@ BLOCKS = [
 
 
 @pytest.fixture(scope="session")
-def place(toy, tmp_path_factory):
-    """The directory that the documentation speaks of."""
+def directory(toy, tmp_path_factory):
+    """A directory with the files and runs that the examples use."""
     path = tmp_path_factory.mktemp("docs")
     pairs = (toy / "pairs.tsv").read_text()
     (path / "pairs.tsv").write_text(pairs)
@@ -53,32 +53,32 @@ def place(toy, tmp_path_factory):
     np.savez(path / "digits.npz", images=draw.integers(0, 17, (60, 8, 8), np.uint8), labels=np.arange(60) % 10)
     for task, data, name in (("lm", "book.txt", "lm"), ("classify", "topics.tsv", "topics")):
         order = ["--task", task, "--data", path / data, "--out", path / "runs" / name, "--source-tokens", "char"]
-        said = call("train", *order, "--steps", 2, "--workers", 1, *small())
-        assert said.code == 0, said.err
+        result = call("train", *order, "--steps", 2, "--workers", 1, *small())
+        assert result.code == 0, result.err
     return path
 
 
 @pytest.mark.parametrize(("kind", "text"), BLOCKS)
-def test_block(kind, text, place, monkeypatch):
-    monkeypatch.chdir(place)
+def test_block(kind, text, directory, monkeypatch):
+    monkeypatch.chdir(directory)
     if kind == "python":
         exec(compile(text, "docs", "exec"), {})
         return
     for command, shown in commands(text):
-        said = shell(command)
-        assert said.code == 0, f"{command}\n{said.err}"
+        result = shell(command)
+        assert result.code == 0, f"{command}\n{result.err}"
         pattern = ".*".join(re.escape(part) for line in shown for part in (*line.split("..."), ""))
-        assert re.search(pattern, said.out + said.err, re.DOTALL), f"{command}\n{said.out}{said.err}"
+        assert re.search(pattern, result.out + result.err, re.DOTALL), f"{command}\n{result.out}{result.err}"
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    found: list[tuple[str, list[str]]] = []
+    pairs: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if line.startswith("$ "):
-            found.append((line[2:], []))
+            pairs.append((line[2:], []))
         else:
-            found[-1][1].append(line)
-    return found
+            pairs[-1][1].append(line)
+    return pairs
 
 
 def shell(line: str) -> CliResult:
@@ -88,8 +88,8 @@ def shell(line: str) -> CliResult:
     for stage in line.split(" | "):
         words = shlex.split(stage)
         if words[0] == "regard":
-            said = call(*words[1:], *(hurry(words) if words[1] == "train" else []), stdin=data)
-            data, err, code = said.out.encode(), err + said.err, code or said.code
+            result = call(*words[1:], *(short_training(words) if words[1] == "train" else []), stdin=data)
+            data, err, code = result.out.encode(), err + result.err, code or result.code
         else:
             done = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
             data, err, code = done.stdout, err + done.stderr.decode(), code or done.returncode
@@ -98,13 +98,13 @@ def shell(line: str) -> CliResult:
     return CliResult(code, data.decode(), err)
 
 
-def hurry(words: list[str]) -> list[str]:
-    """Options that make the training of an example a matter of a second."""
+def short_training(words: list[str]) -> list[str]:
+    """Options that shorten the training of an example to about a second."""
     if "--resume" in words:
         return ["--steps", "3"]
     shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
-    unread = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # recurrent towers refuse them
-    return ["--steps", "2", "--workers", "1", *(f"--set={setting}" for setting in SMALL if setting not in unread)]
+    refused = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # recurrent stacks refuse them
+    return ["--steps", "2", "--workers", "1", *(f"--set={setting}" for setting in SMALL if setting not in refused)]
 
 
 @pytest.mark.parametrize(
