@@ -1,4 +1,4 @@
-"""Small models with sharp opinions, random and trained, and what the tests of decoding share."""
+"""Small models with sharp distributions, random and trained, and helpers of the decoding tests."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def tokenizer(scheme: str, letters: str = LETTERS) -> Tokenizer:
 
 
 def blank(name: str, seed: int, codec: Codec, width: int = WIDTH) -> Model:
-    tower = {"layers": 2 if name == "transformer-tiny" else 1, "width": width, "ff": 2 * width, "heads": 2}
-    changes = {"encoder": tower, "decoder": tower, "tie_output": False}
+    stack = {"layers": 2 if name == "transformer-tiny" else 1, "width": width, "ff": 2 * width, "heads": 2}
+    changes = {"encoder": stack, "decoder": stack, "tie_output": False}
     vocabs = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
     torch.manual_seed(seed)
     return Model(preset(name, **vocabs, changes=changes)).eval()

@@ -101,9 +101,9 @@ def test_any_text_has_an_answer(texts: list[str], chosen: dict[str, object]) -> 
 
 def test_learned_positions_bound_both_sides() -> None:
     codec = Codec(tokenizer("char"), tokenizer("char"))
-    tower = {"layers": 1, "width": 16, "ff": 16, "heads": 2, "position": "learned", "max_length": 9}
+    stack = {"layers": 1, "width": 16, "ff": 16, "heads": 2, "position": "learned", "max_length": 9}
     vocabs = {"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab}
-    config = preset("transformer-tiny", **vocabs, changes={"encoder": tower, "decoder": tower})
+    config = preset("transformer-tiny", **vocabs, changes={"encoder": stack, "decoder": stack})
     torch.manual_seed(0)
     run = Run(config, codec, Model(config).eval(), Path("here"))
     (fits,), (too_long,) = generate(run, ["abcdabcd", "abcdabcda"], Options(min_length=8))

@@ -75,9 +75,9 @@ class InputLines:
 
     def _request(self, line: Line) -> Request:
         self.account.read += 1
-        place = f"{shown(self.path)}:{line.number}"
+        location = f"{shown(self.path)}:{line.number}"
         if line.problem:
-            self.account.skip(line.problem, place)
+            self.account.skip(line.problem, location)
             return Request("", skip=True)
         cells = line.text.split("\t")
         prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
@@ -88,7 +88,7 @@ class InputLines:
             self.targets_ignored += 1
         if len(cells) != len(self._names):
             if line.text.strip():
-                self.account.skip(COLUMNS, place)
+                self.account.skip(COLUMNS, location)
             return Request("")
         row = dict(zip(self._names, cells, strict=True))
         return Request(row["source"], row.get("features"), prefix)

@@ -80,8 +80,8 @@ class TorchEngine(Engine):
         codec = self.runs[0].codec
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         for batch in self.batches(inputs):
-            found = search(self.scorer, [inputs[i] for i in batch], self.options)
-            for i, outputs in zip(batch, found, strict=True):
+            decoded = search(self.scorer, [inputs[i] for i in batch], self.options)
+            for i, outputs in zip(batch, decoded, strict=True):
                 results[i] = make_hypotheses(codec, self.options, inputs[i], outputs)
         if self.options.alignment:
             self._align(inputs, results)

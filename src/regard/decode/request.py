@@ -67,11 +67,12 @@ class Preparer:
     Constraints that no line can meet raise a UserError at once; those of a single line flag its input.
     """
 
-    def __init__(self, runs: Sequence[Run], options: Options) -> None:
+    def __init__(self, runs: Sequence[Run], options: Options, max_tokens: int = UNBOUNDED) -> None:
+        """`max_tokens` is the most that the engine can read or write, the end not counted, beside the runs' limits."""
         self.runs, self.options = runs, options
         self.config = check_ensemble(runs)
         self.codec, self.continues = runs[0].codec, not runs[0].task.seq2seq
-        self.max_source, self.max_target = position_limits(runs)
+        self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
         for name in ("alignment", "coverage_penalty"):
             if getattr(options, name) and self.continues:
                 raise UserError(f"{name}: a language model has no source to look at; leave it out")

@@ -55,15 +55,12 @@ class CTranslate2Engine(Engine):
         scores: Scores = "tokens",
     ) -> None:
         self.run, self.options, self.scores = run, options or Options(), scores
-        self.preparer = Preparer([run], self.options)
+        self.preparer = Preparer([run], self.options, _computed_positions(run.config))
         self._check_supported(workers)
         names = names_of(run)
         self._source, self._target = names.source, names.target
         self._id = {name: index for index, name in enumerate(names.target)}
         self._blocked = frozenset(self.preparer.blocked)
-        longest = _computed_positions(run.config)
-        self.preparer.max_source = min(self.preparer.max_source, longest)
-        self.preparer.max_target = min(self.preparer.max_target, longest)
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
         try:
