@@ -390,5 +390,13 @@ def test_info_of_a_wide_attention():
     assert "query + key + value\t201,326,592\t201.3M" in result.out
 
 
+def test_tables_have_frames_at_a_terminal(monkeypatch):
+    plain = call("info", "transformer-tiny")
+    assert plain.lines[-5].startswith("total\t") and "share" not in plain.out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich take any stream for a terminal
+    framed = call("info", "transformer-tiny")
+    assert "╭" in framed.out and "share" in framed.out and "\t" not in framed.out
+
+
 def test_info_lists_what_there_is():
     assert {"preset\ttransformer-base", "recipe\tg2p"} <= set(call("info").lines)

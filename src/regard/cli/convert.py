@@ -53,5 +53,7 @@ def command(
     else:
         difference = "-" if report.proof is None else f"{report.proof.difference:.2g}"
         parameters = f"{report.parameters:,}"
-        print_table([("model", report.architecture), ("parameters", parameters), ("difference", difference)])
+        print_table(
+            [("model", report.architecture), ("parameters", parameters), ("difference", difference)], left=(0, 1)
+        )
     message(f"{new}: written")

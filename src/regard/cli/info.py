@@ -38,7 +38,8 @@ def command(
     Nothing is built, so models that would not fit this machine can be described too.
     """
     if what is None:
-        print_table([("preset", name) for name in PRESETS] + [("recipe", name) for name in recipe_names()])
+        names = [("preset", name) for name in PRESETS] + [("recipe", name) for name in recipe_names()]
+        print_table(names, left=(0, 1))
         return
     config, train = find_config(what, vocab, settings or [])
     info = describe(config, Workload(length, batch_tokens or train.batch_tokens, sentences, beam))
@@ -75,12 +76,12 @@ def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Conf
 
 def _print_parts(what: str, info: Info) -> None:
     """The parameters as an indented list, each group under its sum; at a terminal with their shares."""
-    rows, styles = [], []
+    rows, styles, framed = [], [], at_terminal()
     for depth, name, count in _parts(info):
-        share = [f"{count / info.total:.1%}"] if at_terminal() else []
+        share = [f"{count / info.total:.1%}"] if framed else []
         rows.append(["  " * depth + name, f"{count:,}", si(count), *share])
         styles.append("bold" if depth == 0 else "dim" if depth > 2 else "")
-    header = ("part", "parameters", "", "share") if at_terminal() else ()
+    header = ("part", "parameters", "", "share") if framed else ()
     print_table(rows, header, title=what, styles=styles, sections=[len(rows) - 1])
 
 
