@@ -7,7 +7,7 @@ The cards of the embedding and of the prediction are here; those of the layers b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,11 @@ class Vector:
         """From (T, D) or (H, T, E)."""
         x = x[..., :tokens, :].float().cpu()
         return cls(label, x[..., :SHOWN_NUMBERS].numpy(), x.norm(dim=-1).numpy(), x.shape[-1])
+
+
+def vectors_of(tensors: Mapping[str, Tensor]) -> tuple[Vector, ...]:
+    """The vectors of a card, by label."""
+    return tuple(Vector.of(label, x) for label, x in tensors.items())
 
 
 @dataclass(frozen=True)
@@ -92,15 +97,14 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
         formula = f"x_t = {'√d · ' if scale != 1.0 else ''}E[token_t]"
         text = "The token's row of the embedding table" + (f", times √{width} = {scale:.2f}" if scale != 1 else "")
         shape = f"E: {len(table.weight)} × {width}"
-    vectors = [Vector.of("embedding", embedded_TD)]
+    vectors = {"embedding": embedded_TD}
     if name == "encoder" and model.token_type_embedding is not None:
-        segment_D: Tensor = model.token_type_embedding.weight[0]
-        vectors.append(Vector.of("segment", segment_D.expand_as(embedded_TD)))
+        vectors["segment"] = model.token_type_embedding.weight[0].expand_as(embedded_TD)
         formula += " + S[0]"
         text += ", plus the vector of the first segment"
     pos_1TD = stack.position.embed(torch.arange(len(embedded_TD), device=model.device).unsqueeze(0))
     if pos_1TD is not None:
-        vectors.append(Vector.of("position", pos_1TD[0]))
+        vectors["position"] = pos_1TD[0]
         formula += " + P[t]"
         text += ", plus the vector of its position"
     else:
@@ -110,8 +114,8 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
         formula = f"x_t = norm({formula.removeprefix('x_t = ')})"
         text += ", normalised"
     if normed or len(vectors) > 1:
-        vectors.append(Vector.of("x", calls.input(stack.blocks[0])))
-    return Card(title, formula, text + ".", shape, tuple(vectors))
+        vectors["x"] = calls.input(stack.blocks[0])
+    return Card(title, formula, text + ".", shape, vectors_of(vectors))
 
 
 def _patch_embedding(model: Model) -> tuple[str, str, str, str]:
@@ -145,7 +149,7 @@ def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
         f"logits = x_t W^T{bias}    p = softmax(logits)",
         text,
         f"1 × {width}  ·  {width} × {vocab}  =  1 × {vocab}",
-        (Vector.of("x", calls.input(model.output)),),
+        vectors_of({"x": calls.input(model.output)}),
         show="prediction",
     )
 

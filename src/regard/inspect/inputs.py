@@ -50,7 +50,7 @@ class InspectionInput:
     """One example as a model reads it, with the names of its tokens."""
 
     arguments: tuple[Tensor | None, ...]  # of the model
-    ids: dict[str, Sequence[int]]  # by stack; none for images
+    ids: dict[str, list[int]]  # by stack; none for images
     tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
     texts: dict[str, str]
     labels: list[int] | None  # outputs whose probability is shown; None: the most probable ones
@@ -69,56 +69,48 @@ def text_input(run: Run, example: Example, target: Sequence[int], limit: int) ->
 def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
     codec, config = run.codec, run.config
     source = codec.encode_source([example])[0]
-    labels = [*target] if target and target[-1] == config.ids.eos else [*target, config.ids.eos]
-    notes = [*_truncation_note("source", source, limit), *_truncation_note("output", labels, limit)]
-    source, labels = source[:limit], labels[:limit]
-    inputs = [config.start_id, *labels[:-1]]
-    return InspectionInput(
-        (_batch_of_one(run, source), None, _batch_of_one(run, inputs)),
-        {"encoder": source, "decoder": inputs},
-        {
-            "source": tuple(codec.source_pieces(source)),
-            "input": tuple(codec.target_pieces(inputs)),
-            "output": tuple(codec.target_pieces(labels)),
-        },
-        {"source": example.source, "output": codec.decode_target(labels)},
-        labels,
-        codec.target_pieces,
-        notes,
-    )
+    output = [*target] if target and target[-1] == config.ids.eos else [*target, config.ids.eos]
+    notes = [*_truncation_note("source", source, limit), *_truncation_note("output", output, limit)]
+    labels = output[:limit]
+    rows = {"source": source[:limit], "input": [config.start_id, *labels[:-1]], "output": labels}
+    texts = {"source": example.source, "output": codec.decode_target(labels)}
+    return _token_input(run, rows, texts, labels, codec.target_pieces, notes)
 
 
 def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: int) -> InspectionInput:
     codec = run.codec
     ids = _not_empty([*codec.target.encode([example.source])[0], *continuation])
     labels = ids[:limit]
-    inputs = [run.config.start_id, *labels[:-1]]
+    rows = {"input": [run.config.start_id, *labels[:-1]], "output": labels}
     texts = {"text": example.source}
     if continuation:
         texts["continuation"] = codec.decode_target(continuation)
-    return InspectionInput(
-        (_batch_of_one(run, inputs), None),
-        {"decoder": inputs},
-        {"input": tuple(codec.target_pieces(inputs)), "output": tuple(codec.target_pieces(labels))},
-        texts,
-        labels,
-        codec.target_pieces,
-        _truncation_note("text", ids, limit),
-    )
+    return _token_input(run, rows, texts, labels, codec.target_pieces, _truncation_note("text", ids, limit))
 
 
 def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
     ids = _not_empty(run.codec.encode_source([example])[0])
-    source = ids[:limit]
-    return InspectionInput(
-        (_batch_of_one(run, source), None),
-        {"encoder": source},
-        {"source": tuple(run.codec.source_pieces(source))},
-        {"text": example.source} | (_label_text(example.target) if run.task.labels else {}),
-        _label_ids(run, example.target) if run.task.labels else list(source),
-        _class_names(run) if run.task.labels else run.codec.source_pieces,
-        _truncation_note("text", ids, limit),
-    )
+    rows, notes = {"source": ids[:limit]}, _truncation_note("text", ids, limit)
+    texts, label = {"text": example.source}, example.target
+    if run.task.labels:
+        return _token_input(run, rows, texts | _label_text(label), _label_ids(run, label), _class_names(run), notes)
+    return _token_input(run, rows, texts, rows["source"], run.codec.source_pieces, notes)
+
+
+def _token_input(
+    run: Run,
+    rows: dict[str, list[int]],
+    texts: dict[str, str],
+    labels: list[int] | None,
+    names: OutputNames,
+    notes: list[str],
+) -> InspectionInput:
+    """The input of a model that reads tokens, from the ids of its token rows."""
+    pieces = {"source": run.codec.source_pieces, "input": run.codec.target_pieces, "output": run.codec.target_pieces}
+    ids = {stack: rows[name] for stack, name in (("encoder", "source"), ("decoder", "input")) if name in rows}
+    first, *others = (torch.tensor([row], device=run.model.device) for row in ids.values())
+    tokens = {name: tuple(pieces[name](row)) for name, row in rows.items()}
+    return InspectionInput((first, None, *others), ids, tokens, texts, labels, names, notes)
 
 
 _INPUTS: dict[str, Callable[[Run, Example, Sequence[int], int], InspectionInput]] = {
@@ -182,10 +174,6 @@ def _label_ids(run: Run, label: str | None) -> list[int] | None:
 
 def _label_text(label: str | None) -> dict[str, str]:
     return {} if label is None else {"label": label}
-
-
-def _batch_of_one(run: Run, ids: Sequence[int]) -> Tensor:
-    return torch.tensor([list(ids)], device=run.model.device)
 
 
 def _not_empty(ids: list[int]) -> list[int]:

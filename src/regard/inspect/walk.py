@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
-from regard.inspect.cards import WALK_TOKENS, AttentionScores, Card, Vector, Walk, embedding_card, prediction_card
+from regard.inspect.cards import (
+    WALK_TOKENS,
+    AttentionScores,
+    Card,
+    Vector,
+    Walk,
+    embedding_card,
+    prediction_card,
+    vectors_of,
+)
 from regard.model import Model
 from regard.nn.attention import Attention
 from regard.nn.block import Block, Residual
@@ -34,7 +43,7 @@ FORMULAS = {
 }
 
 
-def make_walks(model: Model, calls: ForwardCalls, ids: dict[str, Sequence[int]]) -> tuple[Walk, ...]:
+def make_walks(model: Model, calls: ForwardCalls, ids: dict[str, list[int]]) -> tuple[Walk, ...]:
     """The walk of every stack that has cards, from its recorded forward calls and its token ids (none for patches)."""
     walks = []
     for name in model.config.stacks:
@@ -76,7 +85,7 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
 def _layer_input(calls: ForwardCalls, block: Block, index: int) -> Card:
     x_TD = calls.input(block)
     text = f"The output of layer {index} for this token."
-    return Card("Input", f"x_t = layer_{index}(…)_t", text, f"1 × {x_TD.shape[-1]}", (Vector.of("x", x_TD),))
+    return Card("Input", f"x_t = layer_{index}(…)_t", text, f"1 × {x_TD.shape[-1]}", vectors_of({"x": x_TD}))
 
 
 class AttentionCall:
@@ -149,7 +158,7 @@ def _attention_cards(
             text,
             f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value};"
             f" all {heads} heads are one matrix",
-            (Vector.of(x, calls.input(attention)), Vector.of("q", call.q_HTE)),
+            vectors_of({x: calls.input(attention), "q": call.q_HTE}),
             scores,
             "qkv",
         ),
@@ -159,7 +168,7 @@ def _attention_cards(
             "z_t = Σ_s a_{ts} v_s",
             "The output of this head: the sum of the values, each times its attention weight.",
             f"1 × {value}",
-            (Vector.of("z", mixed_HTE),),
+            vectors_of({"z": mixed_HTE}),
             scores,
             "sum",
         ),
@@ -168,7 +177,7 @@ def _attention_cards(
             f"o_t = [z^1_t ; … ; z^{heads}_t] W_O",
             "Every head has its own z. Side by side they go through one matrix, which mixes them.",
             f"1 × {heads * value}  ·  {heads * value} × {width}  =  1 × {width}",
-            (Vector.of("z", mixed_HTE), Vector.of("o", calls.output(attention))),
+            vectors_of({"z": mixed_HTE, "o": calls.output(attention)}),
             show="heads",
         ),
     ]
@@ -202,16 +211,16 @@ def _score_card(
 def _residual_card(residual: Residual, sublayer: nn.Module, calls: ForwardCalls, stack: Stack, what: str) -> Card:
     norm = "LayerNorm" if stack.norm == "layer" else "RMSNorm"
     x_TD, o_TD = calls.input(residual), calls.output(sublayer)
-    vectors = [Vector.of("x", x_TD), Vector.of("o", o_TD)]
+    vectors = {"x": x_TD, "o": o_TD}
     if residual.pre:
         formula, title = "x_t ← x_t + o_t", f"Add ({what})"
         text = f"The sub-layer's output is added to its input; {norm} came before it."
-        vectors.append(Vector.of("x + o", calls.output(residual)))
+        vectors["x + o"] = calls.output(residual)
     else:
         formula, title = f"x_t ← {norm}(x_t + o_t)", f"Add & norm ({what})"
         text = "The sub-layer's output is added to its input, and the sum is normalised."
-        vectors += [Vector.of("x + o", x_TD + o_TD), Vector.of("norm", calls.output(residual))]
-    return Card(title, formula, text, f"1 × {stack.width}", tuple(vectors))
+        vectors |= {"x + o": x_TD + o_TD, "norm": calls.output(residual)}
+    return Card(title, formula, text, f"1 × {stack.width}", vectors_of(vectors))
 
 
 def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
@@ -223,7 +232,7 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     active = float((hidden_TF.abs() > 1e-6).float().mean())
     text = f"Each token by itself. {active:.0%} of all neurons are not zero here."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
-    vectors = Vector.of(x, calls.input(part)), Vector.of("neurons", hidden_TF), Vector.of("o", calls.output(part))
+    vectors = vectors_of({x: calls.input(part), "neurons": hidden_TF, "o": calls.output(part)})
     return Card("Feed-forward", formula, text, shape, vectors)
 
 
@@ -242,7 +251,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         "y_{t−1} = E[token_{t−1}]",
         "The embedding of the token that was just produced (at the start, the start token).",
         f"E: {len(model.target_embedding.weight)} × {width}",
-        (Vector.of("y", embedded_TD),),
+        vectors_of({"y": embedded_TD}),
     )
     joined = [part for part, on in (("c_t", stack.attend_first), ("h̃_{t−1}", stack.input_feeding)) if on]
     cell_input = f"[{' ; '.join(['y_{t−1}', *joined])}]" if joined else "y_{t−1}"
@@ -254,14 +263,14 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         + (" The last attentional vector is part of the input." if stack.input_feeding else "")
         + (" The context is part of the input." if stack.attend_first else ""),
         f"1 × {width}",
-        tuple(Vector.of(f"h, layer {i + 1}" if len(states) > 1 else "h", x) for i, x in enumerate(states)),
+        vectors_of({f"h, layer {i + 1}" if len(states) > 1 else "h": x for i, x in enumerate(states)}),
     )
     query = Card(
         "Query, keys and values",
         f"q_t = {'h_{t−1}' if stack.attend_first else 'h_t'}    k_s = v_s = e_s",
         "The query is the decoder's state; keys and values are the encoder's output, a vector e per source token.",
         f"q: 1 × {width}, e: {call.v_HSE.shape[1]} × {width}",
-        (Vector.of("q", call.q_HTE),),
+        vectors_of({"q": call.q_HTE}),
         scores,
         "qkv",
     )
@@ -270,7 +279,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         "c_t = Σ_s a_{ts} e_s",
         "The sum of the encoder's vectors, each times its attention weight: one vector for this step.",
         f"1 × {width}",
-        (Vector.of("c", calls.output(cross).unsqueeze(0)),),
+        vectors_of({"c": calls.output(cross).unsqueeze(0)}),
         scores,
         "sum",
     )
@@ -280,11 +289,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         "h̃_t = tanh(W [c_t ; h_t])",
         "Context and state side by side, through one matrix and a tanh.",
         f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
-        (
-            Vector.of("c", both_TD[:, :width]),
-            Vector.of("h", both_TD[:, width:]),
-            Vector.of("h̃", calls.output(decoder.combine).tanh()),
-        ),
+        vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
     )
     attend = [query, _score_card("", stack, cross, call, scores, "cross"), context]
     order = [*attend, state] if stack.attend_first else [state, *attend]
