@@ -5,7 +5,19 @@ from hypothesis import strategies as st
 
 from regard.presets import PRESETS
 from regard.recipe import Train
-from regard.training.plan import Budget, Since, choose_workers, preset_for, validation_due
+from regard.training.checkpoint import Progress
+from regard.training.plan import Budget, choose_preset, choose_workers, validation_due
+
+
+def since(steps: int, seconds: float, validation_seconds: float, total_seconds: float) -> Progress:
+    """Progress so many steps and seconds after the last validation, which was at step 5."""
+    return Progress(
+        step=5 + steps,
+        validated=5,
+        seconds=total_seconds,
+        validated_at=total_seconds - seconds,
+        validation_seconds=validation_seconds,
+    )
 
 
 def test_without_a_budget_ten_minutes() -> None:
@@ -23,33 +35,33 @@ def test_the_first_to_run_out_counts() -> None:
 @given(st.integers(1, 500), st.integers(1, 100_000))
 def test_step_budgets_validate_at_most_forty_times(per_epoch: int, steps: int) -> None:
     budget = Budget(None, steps, None)
-    every = next(n for n in range(1, 10**6) if validation_due(None, per_epoch, budget, Since(n, 0, 0, 0)))
+    every = next(n for n in range(1, 10**6) if validation_due(None, per_epoch, budget, since(n, 0, 0, 0)))
     assert every >= per_epoch
     assert steps // every <= 40
 
 
 def test_an_explicit_interval_is_obeyed() -> None:
-    assert not validation_due(7, 3, Budget(600, None, None), Since(6, 1000, 0, 1000))
-    assert validation_due(7, 3, Budget(600, None, None), Since(7, 0, 99, 99))
+    assert not validation_due(7, 3, Budget(600, None, None), since(6, 1000, 0, 1000))
+    assert validation_due(7, 3, Budget(600, None, None), since(7, 0, 99, 99))
 
 
 def test_time_budgets_validate_by_the_clock() -> None:
     budget = Budget(600, None, None)
-    assert not validation_due(None, 100, budget, Since(200, 10, 0, 10))  # two epochs, but only 10 of 600 seconds
-    assert validation_due(None, 100, budget, Since(100, 15, 0, 15))
-    assert not validation_due(None, 100, budget, Since(99, 15, 0, 15))
-    assert validation_due(None, 10**6, budget, Since(50, 60, 0, 60))  # no epoch in sight: every tenth of the time
-    assert not validation_due(None, 100, budget, Since(200, 50, 6, 55))  # validation has had its share
+    assert not validation_due(None, 100, budget, since(200, 10, 0, 10))  # two epochs, but only 10 of 600 seconds
+    assert validation_due(None, 100, budget, since(100, 15, 0, 15))
+    assert not validation_due(None, 100, budget, since(99, 15, 0, 15))
+    assert validation_due(None, 10**6, budget, since(50, 60, 0, 60))  # no epoch in sight: every tenth of the time
+    assert not validation_due(None, 100, budget, since(200, 50, 6, 55))  # validation has had its share
 
 
 def test_more_data_never_means_a_smaller_model() -> None:
     order = ["transformer-tiny", "transformer-small", "transformer-base"]
     for device in ("cpu", "cuda"):
-        sizes = [order.index(preset_for(n, 20 * n, device)[0]) for n in (1, 500, 10**4, 10**5, 10**7)]
+        sizes = [order.index(choose_preset(n, 20 * n, device)[0]) for n in (1, 500, 10**4, 10**5, 10**7)]
         assert sizes == sorted(sizes)
     assert set(order) <= set(PRESETS)
-    assert preset_for(10**6, 10**7, "cuda")[0] == "transformer-base"
-    assert "8,000 training examples" in preset_for(8000, 120_000, "cpu")[1]
+    assert choose_preset(10**6, 10**7, "cuda")[0] == "transformer-base"
+    assert "8,000 training examples" in choose_preset(8000, 120_000, "cpu")[1]
 
 
 def test_processes() -> None:

@@ -22,7 +22,7 @@ from regard.files import read_json, replace_directory, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.gates import fold_gates
 from regard.nn.lora import merge_adapters
-from regard.run import WEIGHTS, mean_weights, save_weights, weights_of, write_tensors
+from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
 from regard.training.step import Stepper, optimizer_tensors, restore_optimizer
 
 TRAINING = "training"
@@ -192,10 +192,9 @@ class CheckpointManager:
     """Saves and restores a stepper (weights, optimizer, moving average, segment memory) together with its progress."""
 
     def __init__(self, run: Path, stepper: Stepper) -> None:
-        self.path = run
+        self.files = Checkpoints(run)
         self._stepper = stepper
         self._model = stepper.model
-        self._checkpoints = Checkpoints(run)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, and the best weights if this step has them."""
@@ -205,7 +204,7 @@ class CheckpointManager:
             parts["ema"] = stepper.ema.weights
         if stepper.objective.segment_memory is not None:
             parts["carried"] = {f"{layer:04d}": x for layer, x in enumerate(stepper.objective.segment_memory)}
-        self._checkpoints.save(progress, parts)
+        self.files.save(progress, parts)
         self._after_save(progress)
 
     def _after_save(self, progress: Progress) -> None:
@@ -213,54 +212,40 @@ class CheckpointManager:
         best = progress.best
         if best is not None and best.step == progress.step and not best.averaged:
             self.publish(self._stepper.weights)
-        self._checkpoints.remove_old()
-        self._checkpoints.remove_kept(but=progress.kept)
-
-    def save_numbers(self, progress: Progress) -> None:
-        """Change the numbers of the checkpoint that this step has."""
-        self._checkpoints.save(progress, {})
+        self.files.remove_old()
+        self.files.remove_kept(but=progress.kept)
 
     def publish(self, weights: Tensors) -> None:
         """Make weights the run's model, gates and adapters merged into it; adapters are also written beside it."""
         plain, adapters = merge_adapters(self._model, fold_gates(self._model, weights))
         if adapters:
-            save_weights(adapters, self.path / ADAPTERS)
-        save_weights(plain, self.path / WEIGHTS)
-
-    def keep(self, step: int) -> None:
-        """Keep this step's weights for averaging."""
-        self._checkpoints.keep(step, self._stepper.weights)
-
-    def average(self, steps: list[int]) -> Tensors:
-        """The mean of kept weights."""
-        return mean_weights(self._checkpoints.kept(step) for step in steps)
+            save_weights(adapters, self.files.run / ADAPTERS)
+        save_weights(plain, self.files.run / WEIGHTS)
 
     def recover(self, progress: Progress) -> None:
         """Complete what a kill may have interrupted."""
-        self._checkpoints.remove_temporary()
+        self.files.remove_temporary()
         self._after_save(progress)
 
     def restore(self) -> Progress:
         """Go back to the last checkpoint; without one, to the beginning."""
-        progress = self._checkpoints.progress()
+        progress = self.files.progress()
         if progress is None:
             return Progress()
         try:
             self._load(progress.step)
         except (KeyError, RuntimeError) as error:  # a wrong name or shape
-            raise UserError(
-                f"{self._checkpoints.path}: the checkpoint does not fit: {error}; start a new run"
-            ) from None
+            raise UserError(f"{self.files.path}: the checkpoint does not fit: {error}; start a new run") from None
         return progress
 
     def _load(self, step: int) -> None:
         stepper = self._stepper
-        restore_optimizer(stepper.optimizer, self._model, self._checkpoints.tensors(step, "optimizer"))
-        _fill(weights_of(self._model), self._checkpoints.tensors(step, "model"))
+        restore_optimizer(stepper.optimizer, self._model, self.files.tensors(step, "optimizer"))
+        _fill(weights_of(self._model), self.files.tensors(step, "model"))
         if stepper.ema is not None:
-            _fill(stepper.ema.weights, self._checkpoints.tensors(step, "ema"))
-        if self._checkpoints.has(step, "carried"):
-            carried, device = self._checkpoints.tensors(step, "carried"), self._model.device
+            _fill(stepper.ema.weights, self.files.tensors(step, "ema"))
+        if self.files.has(step, "carried"):
+            carried, device = self.files.tensors(step, "carried"), self._model.device
             stepper.objective.segment_memory = tuple(carried[name].to(device) for name in sorted(carried))
 
 

@@ -19,6 +19,7 @@ from regard.presets import PRESETS, applicable_changes, merge, preset, refuse_un
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
 from regard.tasks import TASKS
+from regard.training.checkpoint import Progress
 from regard.training.loader import DataLoader
 from regard.training.report import Reporter
 
@@ -74,29 +75,21 @@ def _no_budget(train: Train) -> bool:
     return train.minutes is None and train.steps is None and train.epochs is None
 
 
-class Since(NamedTuple):
-    """What happened since the last validation, and what validations have cost so far."""
-
-    steps: int
-    seconds: float
-    validation_seconds: float
-    total_seconds: float
-
-
-def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, since: Since) -> bool:
+def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, progress: Progress) -> bool:
     """Whether to validate now: every so many steps, or about once per epoch, at most 40 times in a run.
 
     With a time budget, validation takes at most a tenth of the time, and comes at least ten times if that allows it.
     """
+    steps, seconds = progress.step - progress.validated, progress.seconds - progress.validated_at
     if every is not None:
-        return since.steps >= every
+        return steps >= every
     if budget.seconds is None:
         total = min(budget.steps or math.inf, (budget.epochs or math.inf) * steps_per_epoch)
-        return since.steps >= max(steps_per_epoch, math.ceil(total / MOST_VALIDATIONS))
-    if since.steps == 0 or since.validation_seconds > VALIDATION_SHARE * since.total_seconds:
+        return steps >= max(steps_per_epoch, math.ceil(total / MOST_VALIDATIONS))
+    if steps == 0 or progress.validation_seconds > VALIDATION_SHARE * progress.seconds:
         return False
-    epoch_over = since.steps >= steps_per_epoch and since.seconds >= budget.seconds / MOST_VALIDATIONS
-    return epoch_over or since.seconds >= budget.seconds / FEWEST_VALIDATIONS
+    epoch_over = steps >= steps_per_epoch and seconds >= budget.seconds / MOST_VALIDATIONS
+    return epoch_over or seconds >= budget.seconds / FEWEST_VALIDATIONS
 
 
 # The recipe
@@ -113,7 +106,11 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
     tokens = {}
     if train.start_from is None:
         if name == "auto":
-            name, reason = choose_preset(recipe, prepared, device.type)
+            name, reason = TASKS[recipe.task].preset or "", f"for task {recipe.task}"
+            if not name:
+                corpus = prepared.train
+                tokens_of_both = int(corpus.source_lengths.sum() + corpus.target_lengths.sum())
+                name, reason = choose_preset(len(corpus), tokens_of_both, device.type)
             reporter.say(f"preset: {name}, {reason}")
         if TASKS[recipe.task].reads != "images":
             sides = [side for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"]
@@ -123,15 +120,7 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
     )
 
 
-def choose_preset(recipe: Recipe, prepared: Prepared[Any], device: str) -> tuple[str, str]:
-    """The preset of the task, or of a size that the data can fill and the machine can train -> name, reason."""
-    if default := TASKS[recipe.task].preset:
-        return default, f"for task {recipe.task}"
-    corpus = prepared.train
-    return preset_for(len(corpus), int(corpus.source_lengths.sum() + corpus.target_lengths.sum()), device)
-
-
-def preset_for(examples: int, tokens: int, device: str) -> tuple[str, str]:
+def choose_preset(examples: int, tokens: int, device: str) -> tuple[str, str]:
     """A model for pairs that the data can fill and the machine can train -> name, reason."""
     size = f"{examples:,} training examples, {tokens:,} tokens"
     if tokens < FEW_TOKENS:

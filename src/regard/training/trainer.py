@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 from regard.errors import UserError
 from regard.model import Model
 from regard.recipe import Train
+from regard.run import mean_weights
 from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window, better
 from regard.training.distributed import ProcessGroup
 from regard.training.loader import DataLoader
-from regard.training.plan import Budget, Since, validation_due
+from regard.training.plan import Budget, validation_due
 from regard.training.report import LOG, Event, Log, Reporter
 from regard.training.step import Stepper, swapped_weights
 
@@ -113,7 +114,7 @@ class Trainer:
         self._restore()
         self._began = time.monotonic() - self.progress.seconds
         if self.group.first:
-            self._log = Log(self.checkpoints.path / LOG, self.progress.log_bytes)
+            self._log = Log(self.checkpoints.files.run / LOG, self.progress.log_bytes)
         try:
             if self._log is not None and self._log.position == 0:
                 self._log.write({"event": "start", **start})
@@ -125,7 +126,7 @@ class Trainer:
 
     def mark_finished(self) -> None:
         """Save that nothing is left to do: last of all, when all files of the run are written."""
-        self.checkpoints.save_numbers(self.progress)
+        self.checkpoints.files.save(self.progress, {})
 
     def _loop(self) -> None:
         while True:
@@ -187,7 +188,7 @@ class Trainer:
         progress.skipped += 1
         progress.skipped_in_a_row += 1
         self.stepper.objective.segment_memory = None  # it may hold what is not finite
-        self._event({"event": "skip", "step": progress.step, "loss": loss, "norm": norm})
+        self._event("skip", step=progress.step, loss=loss, norm=norm)
         if progress.skipped_in_a_row >= MOST_SKIPS:
             raise UserError(
                 f"training diverges: loss or gradients were not finite in {MOST_SKIPS} steps in a row, the last being "
@@ -199,26 +200,19 @@ class Trainer:
 
     def _log_window(self, rate: float) -> None:
         progress = self.progress
-        took = progress.seconds - self._logged_at
+        numbers: Event = {"examples": progress.examples, "tokens": progress.tokens}
+        numbers |= progress.window.means(progress.seconds - self._logged_at)
+        self._event("train", step=progress.step, epoch=self._epochs(), lr=rate, **numbers, seconds=self._rounded())
         self._logged_at = progress.seconds
-        self._event(
-            {
-                "event": "train",
-                "step": progress.step,
-                "epoch": self._epochs(),
-                "lr": rate,
-                "examples": progress.examples,
-                "tokens": progress.tokens,
-                **progress.window.means(took),
-                "seconds": round(progress.seconds, 3),
-            }
-        )
         progress.window = Window()
 
     # How far
 
     def _clock(self) -> float:
         return time.monotonic() - self._began
+
+    def _rounded(self) -> float:
+        return round(self.progress.seconds, 3)
 
     def _epochs(self) -> float:
         return self.progress.epoch + self.progress.batch / self.loader.batches_in(self.progress.epoch)
@@ -237,14 +231,10 @@ class Trainer:
         return None
 
     def _validation_due(self) -> bool:
-        progress = self.progress
-        steps = progress.step - progress.validated
-        if steps == 0:
+        if self.progress.step == self.progress.validated:
             return False
-        if self._done() >= 1:
-            return True
-        since = Since(steps, progress.seconds - progress.validated_at, progress.validation_seconds, progress.seconds)
-        return validation_due(self.train.validate_every, self.loader.steps_in(0), self.budget, since)
+        every, steps_per_epoch = self.train.validate_every, self.loader.steps_in(0)
+        return self._done() >= 1 or validation_due(every, steps_per_epoch, self.budget, self.progress)
 
     # Validation
 
@@ -253,10 +243,7 @@ class Trainer:
         progress = self.progress
         weights = None if self.stepper.ema is None else self.stepper.ema.weights
         began = progress.seconds
-        try:
-            scores = self._scores(weights)
-        except Stopped as stopped:
-            self._stop(stopped.number)  # as before the validation, which the resumed run will do
+        scores = self._scores(weights)
         progress.validated = progress.step
         progress.validated_at = progress.seconds
         progress.validation_seconds += progress.seconds - began
@@ -267,32 +254,26 @@ class Trainer:
             progress.validations_since_best = 0
         else:
             progress.validations_since_best += 1
-        seconds = round(progress.seconds, 3)
-        self._event(
-            {
-                "event": "valid",
-                "step": progress.step,
-                "epoch": self._epochs(),
-                **scores,
-                "best": improved,
-                "seconds": seconds,
-            }
-        )
+        epochs, seconds = self._epochs(), self._rounded()
+        self._event("valid", step=progress.step, epoch=epochs, **scores, best=improved, seconds=seconds)
         if self.train.average:
             progress.kept = [*progress.kept, progress.step][-self.train.average :]
             if self.group.first:
-                self.checkpoints.keep(progress.step)
+                self.checkpoints.files.keep(progress.step, self.stepper.weights)
         self._save()
 
     def _scores(self, weights: Tensors | None) -> Scores:
-        """Validate with these weights; the same on all processes, as is the time afterwards."""
+        """Validate with these weights; the same on all processes, as is the time afterwards.
+
+        A signal that arrives meanwhile stops the run as it was before; the resumed run validates again.
+        """
         self.model.eval()
-        with swapped_weights(self.model, weights):
-            if self.group.first:
-                with self.signals.at_once():
-                    scores = self.validate(self.model)
-            else:
+        at_once = self.signals.at_once() if self.group.first else nullcontext()
+        try:
+            with swapped_weights(self.model, weights), at_once:
                 scores = self.validate(self.model)
+        except Stopped as stopped:
+            self._stop(stopped.number)
         first: tuple[Scores, float] = self.group.broadcast((scores, self._clock()))
         scores, self.progress.seconds = first
         return scores
@@ -331,11 +312,10 @@ class Trainer:
         if len(progress.kept) > 1:
             self._average()
         progress.finished = reason
-        best = progress.best
-        ended: Event = {"event": "end", "step": progress.step, "reason": reason, "skipped": progress.skipped}
-        if best is not None:
-            ended |= {"best_step": best.step, self.train.metric: best.value}
-        self._event({**ended, "seconds": round(progress.seconds, 3)})
+        best: Event = {}
+        if progress.best is not None:
+            best = {"best_step": progress.best.step, self.train.metric: progress.best.value}
+        self._event("end", step=progress.step, reason=reason, skipped=progress.skipped, **best, seconds=self._rounded())
         if self._log is not None:
             progress.log_bytes = self._log.position
 
@@ -343,12 +323,8 @@ class Trainer:
         """The mean of the last validated weights becomes the model if it is at least as good as the best of them."""
         progress = self.progress
         self.group.barrier()  # the first process may still be writing them
-        weights = self.checkpoints.average(progress.kept)
-        try:
-            scores = self._scores(weights)
-        except Stopped as stopped:
-            self._stop(stopped.number)
-        count = len(progress.kept)
+        weights = mean_weights(map(self.checkpoints.files.kept, progress.kept))
+        scores, count = self._scores(weights), len(progress.kept)
         same = progress.best is not None and scores == progress.best.scores
         used = same or better(self.train.metric, scores, progress.best)
         if used:
@@ -356,11 +332,11 @@ class Trainer:
                 self.checkpoints.publish(weights)
             value = scores[self.train.metric]
             progress.best = Best(step=progress.step, value=value, scores=scores, averaged=count)
-        seconds = round(progress.seconds, 3)
-        self._event({"event": "average", "checkpoints": count, **scores, "best": used, "seconds": seconds})
+        self._event("average", checkpoints=count, **scores, best=used, seconds=self._rounded())
 
-    def _event(self, event: Event) -> None:
+    def _event(self, kind: str, **fields: Any) -> None:
         """Write to the log and report."""
         if self._log is not None:
+            event = {"event": kind, **fields}
             self._log.write(event)
             self.reporter.event(event)
