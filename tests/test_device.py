@@ -32,7 +32,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probe", "said"),
+    ("probe", "reason"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "crashed with SIGILL"),
         ("raise ValueError('no kernel')", "ValueError: no kernel"),
@@ -40,8 +40,8 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         ("print(0.5)", None),
     ],
 )
-def test_bf16_is_tried_in_another_process(probe: str, said: str | None) -> None:
+def test_bf16_is_tried_in_another_process(probe: str, reason: str | None) -> None:
     problem = bf16_problem(CPU, probe)
-    assert problem is None if said is None else said in str(problem)
-    if said is not None:  # who has begun in bfloat16 goes on in it, however slow
-        assert (bf16_problem(CPU, probe, slow=False) is None) == ("times" in said)
+    assert problem is None if reason is None else reason in str(problem)
+    if reason is not None:  # who has begun in bfloat16 goes on in it, however slow
+        assert (bf16_problem(CPU, probe, slow=False) is None) == ("times" in reason)

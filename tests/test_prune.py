@@ -25,7 +25,7 @@ from regard.model import Model
 from regard.nn.hooks import patch
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.tune import prune, quality_curve, save, split, tune
+from regard.training.tune import prune, quality_curve, save_pruned, split_data, tune
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0
@@ -210,12 +210,12 @@ def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Pa
         "image": Pictures(np.stack([picture(i) for i in range(12)]), ["one", "two", "three"] * 4),
         "classes": [Example("abc"[: 1 + i % 3] + "d" * i, ("one", "two")[i % 2]) for i in range(12)],
     }.get(kind, "abcab dcba " * 60)
-    learn, held_out = split(data, every=4)
+    learn, held_out = split_data(data, every=4)
     smaller, report = prune(run, learn, held_out, PruneAmount(count=3), tune_steps=2, judge_on=8)
     assert report.before.heads == 8 and report.after.heads == 5 and report.after.parameters < report.before.parameters
     assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
     assert list(report.before.metrics) == (["accuracy"] if kind in ("image", "classes") else ["perplexity"])
-    save(smaller, report, tmp_path / "small", run.path)
+    save_pruned(smaller, report, tmp_path / "small", run.path)
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config and loaded.labels == run.labels and loaded.pixels == run.pixels
     batches = task_batches(loaded, held_out)
@@ -246,7 +246,7 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     assert report.curve[0][1] == pytest.approx(report.before.loss, abs=1e-4)
     assert report.curve[-1][1] == pytest.approx(report.pruned.loss, abs=1e-4)
     assert report.after.loss != report.pruned.loss and "tuning for 3 steps" in messages
-    save(smaller, report, tmp_path / "small", run.path)
+    save_pruned(smaller, report, tmp_path / "small", run.path)
     loaded = Run.load(tmp_path / "small")
     assert loaded.config == smaller.config
     kept = loaded.model.attentions()["decoder.blocks.0.cross"].head_numbers
@@ -277,7 +277,7 @@ def test_a_single_head_cannot_go() -> None:
 
 def test_no_source_is_learned_and_measured() -> None:
     doubled = [*EXAMPLES, *EXAMPLES]
-    halves: Any = split(doubled, every=3)
+    halves: Any = split_data(doubled, every=3)
     learn, held_out = halves
     assert len(learn) + len(held_out) == len(doubled)
     assert not {e.source for e in learn} & {e.source for e in held_out}

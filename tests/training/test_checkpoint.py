@@ -53,7 +53,7 @@ def test_a_step_saved_again_changes_only_its_numbers(tmp_path: Path) -> None:
     assert set(checkpoints.tensors(5, "model")) == {"a", "b"}
 
 
-def test_half_written_things_are_swept_away(tmp_path: Path) -> None:
+def test_temporary_files_are_removed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     (tmp_path / "training" / ".step-00000007.1.tmp").mkdir(parents=True)
     (tmp_path / ".model.safetensors.1.tmp").touch()
@@ -98,7 +98,7 @@ except UserError as error:
 """
 
 
-def test_a_full_disk_is_told_and_the_old_checkpoint_still_loads(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_old_checkpoint_still_loads(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1

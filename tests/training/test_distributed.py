@@ -32,14 +32,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("size", "others"), [(None, False), ("1", False), ("2", True)])
-def test_whether_others_started_us(size: str | None, others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_launcher_started_us(size: str | None, others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
     assert has_launcher() == others
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({"WORLD_SIZE": "2"}, "RANK: is not set, although WORLD_SIZE is"),
         ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK: a whole number is expected in the environment, not 'first'"),
@@ -49,11 +49,11 @@ def test_whether_others_started_us(size: str | None, others: bool, monkeypatch: 
     ],
 )
 def test_an_environment_that_does_not_add_up(
-    environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         join_group("cpu")
 
 
@@ -93,7 +93,7 @@ def take_part(rank: int, store: str, bf16: bool, out: str) -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_everyone_has_the_first_weights_and_the_sum_of_gradients(tmp_path: Path, bf16: bool) -> None:
+def test_all_ranks_have_the_first_weights_and_the_sum_of_gradients(tmp_path: Path, bf16: bool) -> None:
     outs = [tmp_path / "0", tmp_path / "1"]
     processes = [
         get_context("spawn").Process(target=take_part, args=(rank, str(tmp_path / "store"), bf16, str(out)))

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,6 @@ from regard.training.fit import fit
 from regard.training.report import SilentReporter, read_log
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, here and in processes started here; no pictures."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("regard.training.fit.draw_curve", lambda run, metric: None)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -48,7 +36,7 @@ def tables(pairs: Path, **settings: Any) -> dict[str, Any]:
     return {"model": {"encoder": TINY, "decoder": TINY}, "data": {"train": str(pairs)}, "train": train}
 
 
-class Heard(SilentReporter):
+class CollectingReporter(SilentReporter):
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.closed = False
@@ -60,13 +48,13 @@ class Heard(SilentReporter):
         self.closed = True
 
 
-def test_choices_are_told_saved_and_used(pairs: Path, tmp_path: Path) -> None:
-    talk, run = Heard(), tmp_path / "run"
+def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> None:
+    reporter, run = CollectingReporter(), tmp_path / "run"
     order = load_recipe(
         {"data": {"train": str(pairs)}, "model": {"encoder": TINY, "decoder": TINY}, "train": {"epochs": 1}}
     )
-    report = fit(order, run, reporter=talk)
-    told = "\n".join(talk.lines)
+    report = fit(order, run, reporter=reporter)
+    messages = "\n".join(reporter.lines)
     for text in (
         "source tokens: char",
         "target tokens: space",
@@ -74,8 +62,8 @@ def test_choices_are_told_saved_and_used(pairs: Path, tmp_path: Path) -> None:
         "preset: transformer-tiny",
         "processes: 1",
     ):
-        assert text in told
-    assert talk.closed
+        assert text in messages
+    assert reporter.closed
     saved = load_recipe(tomllib.loads((run / "recipe.toml").read_text()))
     assert (saved.preset, saved.text.source_tokens, saved.text.target_tokens) == ("transformer-tiny", "char", "space")
     assert (saved.train.workers, saved.train.device) == (1, "cpu")
@@ -136,9 +124,9 @@ def test_an_existing_run_is_not_touched(pairs: Path, tmp_path: Path) -> None:
         fit(order, run, reporter=SilentReporter())
     with pytest.raises(UserError, match=r"train\.lr: now 0\.5, then 0\.001"):
         fit(load_recipe(tables(pairs, lr=0.5)), run, resume=True, reporter=SilentReporter())
-    talk = Heard()
-    assert fit(order, run, resume=True, reporter=talk).progress.step == 4
-    assert "finished" in talk.lines[0]
+    reporter = CollectingReporter()
+    assert fit(order, run, resume=True, reporter=reporter).progress.step == 4
+    assert "finished" in reporter.lines[0]
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
@@ -148,12 +136,12 @@ def test_a_larger_budget_goes_on(pairs: Path, tmp_path: Path) -> None:
     report = fit(load_recipe({"train": {"steps": 6}}), tmp_path / "run", resume=True, reporter=SilentReporter())
     assert report.progress.step == 6
     assert "steps = 6" in (tmp_path / "run/recipe.toml").read_text()
-    longer = fit(load_recipe(tables(pairs, steps=6, **rate)), tmp_path / "whole", reporter=SilentReporter())
+    longer = fit(load_recipe(tables(pairs, steps=6, **rate)), tmp_path / "uninterrupted", reporter=SilentReporter())
     assert longer.progress.best is not None and report.progress.best is not None
     assert longer.progress.best.scores == report.progress.best.scores
 
 
-def test_mistakes_are_told_before_anything_is_written(pairs: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_written(pairs: Path, tmp_path: Path) -> None:
     def refused(order: dict[str, Any], match: str) -> None:
         with pytest.raises(UserError, match=match):
             fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
@@ -177,9 +165,9 @@ def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
 
 def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
-    talk = Heard()
-    fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", reporter=talk)
-    assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in talk.lines
+    reporter = CollectingReporter()
+    fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", reporter=reporter)
+    assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in reporter.lines
     assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
     again = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, reporter=SilentReporter())
     assert again.progress.step == 4  # the same order goes on with what was settled
@@ -193,14 +181,14 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
     order = {"precision": "bf16", "schedule": "constant"}
     fit(load_recipe(tables(pairs, **order)), tmp_path / "run", reporter=SilentReporter())
     assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()
-    for budget, told in (
+    for budget, message in (
         (6, "fp32 instead of bf16: a trial crashed with SIGILL"),
         (8, "fp32, which the run settled on"),
     ):
-        talk = Heard()
+        reporter = CollectingReporter()
         more = load_recipe({"train": {"steps": budget, "precision": "bf16"}})
-        assert fit(more, tmp_path / "run", resume=True, reporter=talk).progress.step == budget
-        assert f"precision: {told}" in talk.lines
+        assert fit(more, tmp_path / "run", resume=True, reporter=reporter).progress.step == budget
+        assert f"precision: {message}" in reporter.lines
         assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
 
 

@@ -48,7 +48,7 @@ def heads(run: Run) -> int:
     return sum(attention.heads for attention in run.model.attentions().values())
 
 
-def test_pressure_removes_heads_for_real(pairs: Path, tmp_path: Path) -> None:
+def test_a_cost_of_heads_removes_heads(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     fit(recipe(pairs, steps=40, l0=30.0, ema=0.5), out, reporter=SilentReporter())
     run = Run.load(out)
@@ -59,14 +59,14 @@ def test_pressure_removes_heads_for_real(pairs: Path, tmp_path: Path) -> None:
         said = run.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
     assert len(list(generate(run, ["aba"]))) == 1
     restore_unpruned(out, out / TRAINING / UNCUT)  # with all its heads it says the same
-    whole = Run.load(out)
-    assert heads(whole) == 12 and whole.model.size > small
+    unpruned = Run.load(out)
+    assert heads(unpruned) == 12 and unpruned.model.size > small
     with torch.no_grad():
-        again = whole.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
+        again = unpruned.model(torch.tensor([[4, 5, 3]]), None, torch.tensor([[2, 5]]))
     assert torch.allclose(said, again, atol=1e-5)
 
 
-def test_without_pressure_nothing_changes(pairs: Path, tmp_path: Path) -> None:
+def test_without_a_cost_nothing_changes(pairs: Path, tmp_path: Path) -> None:
     fit(recipe(pairs, steps=6), tmp_path / "plain", reporter=SilentReporter())
     fit(recipe(pairs, steps=6, l0=0.0), tmp_path / "zero", reporter=SilentReporter())
     plain, zero = (Run.load(tmp_path / name) for name in ("plain", "zero"))
@@ -77,7 +77,7 @@ def test_without_pressure_nothing_changes(pairs: Path, tmp_path: Path) -> None:
 
 def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = recipe(pairs, steps=20, l0=10.0, ema=0.9, validate_every=7)
-    fit(order, tmp_path / "whole", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
     step = Trainer._step
 
     def stopping(self: Trainer) -> int:
@@ -89,13 +89,13 @@ def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, mon
         with pytest.raises(Stopped):
             fit(order, tmp_path / "parts", reporter=SilentReporter())
     fit(order, tmp_path / "parts", resume=True, reporter=SilentReporter())
-    whole, parts = (Run.load(tmp_path / name) for name in ("whole", "parts"))
-    assert whole.config == parts.config and heads(whole) == heads(parts)
-    for name, x in weights_of(whole.model).items():
+    uninterrupted, parts = (Run.load(tmp_path / name) for name in ("uninterrupted", "parts"))
+    assert uninterrupted.config == parts.config and heads(uninterrupted) == heads(parts)
+    for name, x in weights_of(uninterrupted.model).items():
         assert torch.equal(x, weights_of(parts.model)[name])
 
 
-def test_a_cut_run_is_trained_on_with_all_its_heads(pairs: Path, tmp_path: Path) -> None:
+def test_a_pruned_run_resumes_with_all_its_heads(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     fit(recipe(pairs, steps=40, l0=30.0), out, reporter=SilentReporter())
     cut = heads(Run.load(out))
@@ -106,7 +106,7 @@ def test_a_cut_run_is_trained_on_with_all_its_heads(pairs: Path, tmp_path: Path)
     assert cut < 12 and heads(longer) < 12 and Checkpoints(out).progress().step == 50  # type: ignore[union-attr]
 
 
-def test_heads_that_cannot_be_cut_are_not_gated() -> None:
+def test_heads_that_cannot_be_pruned_get_no_gates() -> None:
     for name in ("rnn-luong", "reformer-tiny"):
         with pytest.raises(UserError, match=r"train\.l0"):
             gate_heads(Model(preset(name, 12, changes={})))

@@ -56,7 +56,7 @@ def test_an_epoch_has_every_example_once_however_it_is_shared(loaders) -> None: 
     assert rows(3, 2) == alone
 
 
-def test_the_total_is_known_to_everyone_before_anyone_has_computed(loaders) -> None:  # type: ignore[no-untyped-def]
+def test_every_rank_knows_the_total_before_it_computes(loaders) -> None:  # type: ignore[no-untyped-def]
     steps = [loader.step(1, 2) for loader in loaders(3, accumulate=4)]
     real = sum(share.tokens for step in steps for share, weight in step.shares if weight)
     assert {share.total for step in steps for share, _ in step.shares} == {real}
@@ -65,7 +65,7 @@ def test_the_total_is_known_to_everyone_before_anyone_has_computed(loaders) -> N
     assert len({p.all_tokens for p in steps}) == 1 and steps[0].all_tokens > real
 
 
-def test_who_gets_nothing_still_takes_part(loaders) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_without_examples_takes_part(loaders) -> None:  # type: ignore[no-untyped-def]
     steps = [loader.step(0, 0) for loader in loaders(3, batch_examples=2)]
     assert [weight for step in steps for _, weight in step.shares] == [1.0, 1.0, 0.0]
     assert all(share.source_BS.shape[0] == 1 for step in steps for share, _ in step.shares)
@@ -163,24 +163,24 @@ def test_lanes_go_on_where_they_stopped() -> None:
 
 
 @given(st.integers(2, 400), st.integers(1, 40), st.integers(1, 12), st.integers(0, 50))
-def test_lanes_stay_within_the_text(symbols: int, context: int, rows: int, offset: int) -> None:
-    stream = Stream.of(np.arange(symbols, dtype=np.uint32), symbols)
+def test_lanes_stay_within_the_text(tokens: int, context: int, rows: int, offset: int) -> None:
+    stream = Stream.of(np.arange(tokens, dtype=np.uint32), tokens)
     windows = CausalLM(stream, CODEC, BOTH, Train(context=context)).windows
     cut = windows.lanes(rows, offset)
     assert cut and len({len(starts) for starts in cut}) == 1
     for starts in cut:
-        assert starts.min() >= 0 and starts.max() + windows.length <= symbols
+        assert starts.min() >= 0 and starts.max() + windows.length <= tokens
         assert stream.windows(starts, windows.length).shape == (len(starts), windows.length)
 
 
 @given(st.integers(1, 100), st.integers(1, 40), st.integers(0, 100))
-def test_windows_stay_within_the_text(symbols: int, length: int, offset: int) -> None:
-    windows = Windows(Stream.of(np.arange(symbols, dtype=np.uint32), 0), length, length)
+def test_windows_stay_within_the_text(tokens: int, length: int, offset: int) -> None:
+    windows = Windows(Stream.of(np.arange(tokens, dtype=np.uint32), 0), length, length)
     starts = windows.starts(offset)
-    assert len(starts) and starts.min() >= 0 and starts.max() + windows.length <= symbols
+    assert len(starts) and starts.min() >= 0 and starts.max() + windows.length <= tokens
 
 
-def test_batches_by_number_of_symbols() -> None:
+def test_batches_by_number_of_tokens() -> None:
     assert make("lm", batch_examples=None, batch_tokens=100).step(0, 0).examples == 100 // 16
 
 

@@ -17,7 +17,7 @@ from regard.training.report import (
     Log,
     Reporter,
     draw_curve,
-    duration,
+    format_duration,
     make_reporter,
     read_log,
     write_model_card,
@@ -32,19 +32,19 @@ EVENTS = [
 ]
 
 
-def told(talk: Reporter, stream: io.StringIO) -> str:
-    talk.say("choice [not markup] of /a/path")
+def output(reporter: Reporter, stream: io.StringIO) -> str:
+    reporter.say("choice [not markup] of /a/path")
     for step in (1, 50):
-        talk.tick(step, step / 100, float(step))
+        reporter.tick(step, step / 100, float(step))
     for event in EVENTS:
-        talk.event(event)
-    talk.close()
+        reporter.event(event)
+    reporter.close()
     return stream.getvalue()
 
 
 def test_lines() -> None:
     stream = io.StringIO()
-    text = told(Lines(stream), stream)
+    text = output(Lines(stream), stream)
     assert "choice [not markup] of /a/path\n" in text
     assert "step 50 · epoch 0.50 · loss 2.5000 · lr 1.00e-03 · 12,346 tokens/s · 50 s left\n" in text
     assert "validation: loss 2.2500, wer 81.23 · best so far" in text
@@ -61,10 +61,10 @@ def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
-    talk = make_reporter(stream)
-    assert isinstance(talk, Live)
-    talk.event(EVENTS[0])
-    text = told(talk, stream)
+    reporter = make_reporter(stream)
+    assert isinstance(reporter, Live)
+    reporter.event(EVENTS[0])
+    text = output(reporter, stream)
     assert "choice [not markup] of /a/path" in text
     assert "loss 2.500" in text and "12,346 tokens/s" in text and "1 min 39 s left" in text
     assert "validation: loss 2.2500, wer 81.23" in text
@@ -73,7 +73,7 @@ def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_durations() -> None:
-    assert [duration(x) for x in (0.4, 59, 60, 3599.6, 7260)] == [
+    assert [format_duration(x) for x in (0.4, 59, 60, 3599.6, 7260)] == [
         "0 s",
         "59 s",
         "1 min 00 s",
@@ -113,7 +113,7 @@ def test_an_unwritable_log_is_a_users_error(tmp_path: Path) -> None:
         log.write({"event": "x"})
 
 
-def test_the_card_tells_what_why_and_how(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
     run = tmp_path / "my run"
     run.mkdir()
     best = Best(step=40, value=31.5, scores={"loss": 0.5, "bleu": 31.5}, averaged=3)

@@ -89,11 +89,11 @@ def send(number: int) -> None:
 def test_interrupted_runs_end_like_uninterrupted_ones(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, precision: str
 ) -> None:
-    """Killed at a random moment, told to stop, bereft of a worker: with dropout on, the end is the same bit for bit."""
+    """Killed at a random moment, stopped by a signal, left by a worker: the end is the same bit for bit."""
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
     order = recipe(steps=40, validate_every=6, workers=workers, **settings)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    fit(order, whole, reporter=SilentReporter())
+    uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
+    fit(order, uninterrupted, reporter=SilentReporter())
 
     at, delay = random.randint(1, 20), random.random() / 50
     assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
@@ -120,7 +120,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
             fit(order, run, resume=True, reporter=At(32, lambda: started[0]._processes[0].kill()))
 
     fit(order, run, resume=True, reporter=SilentReporter())
-    assert result(run) == result(whole), f"killed {delay} s after step {at}"
+    assert result(run) == result(uninterrupted), f"killed {delay} s after step {at}"
 
 
 class Crash(BaseException):
@@ -133,8 +133,8 @@ def test_a_crash_at_any_write_loses_nothing(
 ) -> None:
     """Stop before each single file operation in turn, and go on."""
     order = recipe(steps=2, validate_every=1, average=2, log_every=2, ema=0.5)
-    fit(order, tmp_path / "whole", reporter=SilentReporter())
-    whole = result(tmp_path / "whole")
+    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
+    uninterrupted = result(tmp_path / "uninterrupted")
     run = tmp_path / "run"
     left = 0
 
@@ -168,7 +168,7 @@ def test_a_crash_at_any_write_loses_nothing(
         except UserError as error:
             assert any(text in str(error) for text in ("no weights yet", "not a run directory", "no such run"))
         fit(order, run, resume=True, reporter=SilentReporter())
-        assert result(run) == whole, f"crash at write {stop_at}"
+        assert result(run) == uninterrupted, f"crash at write {stop_at}"
     assert stop_at > 15
 
 
@@ -186,7 +186,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
     import regard.training.fit
 
     order = recipe(steps=8, validate_every=4, ema=0.5)
-    fit(order, tmp_path / "whole", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
     original = regard.training.validation.PairValidation.__call__
 
     def endless(self: Any, model: Any) -> Any:
@@ -199,4 +199,4 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
         fit(order, tmp_path / "run", reporter=SilentReporter())
     monkeypatch.setattr(regard.training.validation.PairValidation, "__call__", original)
     fit(order, tmp_path / "run", resume=True, reporter=SilentReporter())
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")

@@ -22,12 +22,12 @@ from regard.training.start import require_free, resumed_recipe, save_recipe
 from regard.training.trainer import Stopped
 
 
-class Heard(SilentReporter):
+class CollectingReporter(SilentReporter):
     def __init__(self) -> None:
-        self.said = ""
+        self.text = ""
 
     def say(self, text: str) -> None:
-        self.said += text + "\n"
+        self.text += text + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,10 @@ def tuned(task: str, base: Path, folder: Path, **settings: Any) -> dict[str, Any
     return order | {"model": {}, "text": {}}
 
 
-def heard(order: dict[str, Any], run: Path) -> str:
-    talk = Heard()
-    fit(load_recipe(order), run, reporter=talk)
-    return talk.said
+def messages_of(order: dict[str, Any], run: Path) -> str:
+    reporter = CollectingReporter()
+    fit(load_recipe(order), run, reporter=reporter)
+    return reporter.text
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -59,17 +59,17 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_all_weights_are_the_beginning(bases: Path, tmp_path: Path) -> None:
-    said = heard(tuned("lm", bases / "lm", tmp_path, lr=1e-9), tmp_path / "run")
-    assert "tokens: those of" in said and "weights: those of" in said and "fresh:" not in said
+    messages = messages_of(tuned("lm", bases / "lm", tmp_path, lr=1e-9), tmp_path / "run")
+    assert "tokens: those of" in messages and "weights: those of" in messages and "fresh:" not in messages
     ours, theirs = weights(tmp_path / "run"), weights(bases / "lm")
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], x, atol=1e-6) for name, x in theirs.items())
     assert Run.load(tmp_path / "run").codec == Run.load(bases / "lm").codec
 
 
-def test_a_new_head_is_fresh_and_said_to_be(bases: Path, tmp_path: Path) -> None:
-    said = heard(tuned("classify", bases / "masked", tmp_path, lr=1e-9), tmp_path / "run")
-    assert "fresh: output.bias, output.weight" in said and "not used: transform." in said
+def test_a_new_classifier_is_fresh_and_reported(bases: Path, tmp_path: Path) -> None:
+    messages = messages_of(tuned("classify", bases / "masked", tmp_path, lr=1e-9), tmp_path / "run")
+    assert "fresh: output.bias, output.weight" in messages and "not used: transform." in messages
     ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
     assert ours["output.weight"].shape == (2, 32)
     assert all(
@@ -79,33 +79,33 @@ def test_a_new_head_is_fresh_and_said_to_be(bases: Path, tmp_path: Path) -> None
     other.mkdir()
     path = labelled_file(other / "classify.txt")
     path.write_text(path.read_text().replace("\tsea\n", "\tlake\n"))
-    renamed = heard(tuned("classify", tmp_path / "run", other, lr=1e-9), other / "run")
+    renamed = messages_of(tuned("classify", tmp_path / "run", other, lr=1e-9), other / "run")
     assert "fresh: output.bias, output.weight" in renamed  # as many labels, but others
-    again = heard(tuned("classify", tmp_path / "run", tmp_path, lr=1e-9), tmp_path / "again")
+    again = messages_of(tuned("classify", tmp_path / "run", tmp_path, lr=1e-9), tmp_path / "again")
     assert "fresh:" not in again  # the same labels, the same head
 
 
 def test_only_parts_are_trained(bases: Path, tmp_path: Path) -> None:
     parts = ["encoder.blocks.0.feed_forward", "encoder.embed_norm"]
-    said = heard(tuned("classify", bases / "masked", tmp_path, parts=parts), tmp_path / "run")
+    messages = messages_of(tuned("classify", bases / "masked", tmp_path, parts=parts), tmp_path / "run")
     ours, theirs = weights(tmp_path / "run"), weights(bases / "masked")
     moved = {name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs.get(name))}
     within = tuple(f"{part}." for part in (*parts, "output"))
     assert moved - {"output.bias"} == {name for name in theirs if name.startswith(within[:-1])}
     count = sum(ours[name].numel() for name in ours if name.startswith(within))
-    assert f"trained: {count:,} parameters" in said
+    assert f"trained: {count:,} parameters" in messages
     states = load_file(next((tmp_path / "run/training").glob("step-*")) / "optimizer.safetensors")
     assert {name.rpartition(":")[0] for name in states} == {n for n in ours if n.startswith(within)}
 
 
 def test_adapters_are_merged_and_kept(bases: Path, tmp_path: Path) -> None:
     order = tuned("lm", bases / "lm", tmp_path, lora=4, lr=0.02)
-    said = heard(order, tmp_path / "run")
+    messages = messages_of(order, tmp_path / "run")
     base, adapted = Run.load(bases / "lm"), Run.load(bases / "lm")
     layers = add_adapters(adapted.model, 4, 8.0, ("attention", "cross", "feed_forward"))
     adapters = load_file(tmp_path / "run/adapters.safetensors")
     assert set(adapters) == {f"{layer}.lora_{part}" for layer in layers for part in ("up", "down")}
-    assert f"trained: {sum(x.numel() for x in adapters.values()):,} parameters" in said and "rank 4" in said
+    assert f"trained: {sum(x.numel() for x in adapters.values()):,} parameters" in messages and "rank 4" in messages
     adapted.model.load_state_dict(adapters, strict=False)
     tokens = torch.arange(30).view(2, 15) % base.config.target_vocab
     nothing = tokens[:, :0]
@@ -127,12 +127,12 @@ def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_p
     order = tuned("classify", tmp_path / "base", tmp_path, lora=2, ema=0.9, average=2)
     order["train"] |= {"steps": 8, "validate_every": 3}
     recipe = load_recipe(order)
-    fit(recipe, tmp_path / "whole", reporter=SilentReporter())
+    fit(recipe, tmp_path / "uninterrupted", reporter=SilentReporter())
     with pytest.raises(Stopped):
         fit(recipe, tmp_path / "run", reporter=At(4, lambda: send(signal.SIGTERM)))
     shutil.rmtree(tmp_path / "base")
     fit(recipe, tmp_path / "run", resume=True, reporter=SilentReporter())
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
 def test_text_that_the_tokens_of_a_run_cannot_hold(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_text_that_the_tokens_of_a_run_cannot_hold(tmp_path: Path) -> None:
         train(tuned("span", tmp_path / "spaces", tmp_path), tmp_path / "run")
 
 
-def test_a_vocabulary_grows_for_what_stands_for_stretches(bases: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_grows_by_sentinel_tokens(bases: Path, tmp_path: Path) -> None:
     train(tables("span", tmp_path, steps=2), tmp_path / "spans")
-    said = heard(tuned("span", tmp_path / "spans", tmp_path), tmp_path / "more")
-    assert "longer than there" not in said  # it has such tokens already
+    messages = messages_of(tuned("span", tmp_path / "spans", tmp_path), tmp_path / "more")
+    assert "longer than there" not in messages  # it has such tokens already
     pairs = labelled_file(tmp_path / "pairs.tsv")
     order = tables("span", tmp_path, steps=2) | {
         "task": "pairs",
@@ -158,14 +158,14 @@ def test_a_vocabulary_grows_for_what_stands_for_stretches(bases: Path, tmp_path:
     }
     order |= {"preset": "t5-tiny"}
     train(order, tmp_path / "pairs")
-    said = heard(tuned("span", tmp_path / "pairs", tmp_path), tmp_path / "run")
-    assert "longer than there, the new rows fresh: source_embedding.weight" in said
+    messages = messages_of(tuned("span", tmp_path / "pairs", tmp_path), tmp_path / "run")
+    assert "longer than there, the new rows fresh: source_embedding.weight" in messages
     theirs, ours = (weights(tmp_path / name)["source_embedding.weight"] for name in ("pairs", "run"))
     assert len(ours) == len(theirs) + 100
 
 
 @pytest.mark.parametrize(
-    ("task", "base", "changes", "told"),
+    ("task", "base", "changes", "message"),
     [
         ("lm", "lm", {"preset": "gpt-tiny"}, "brings its own model"),
         ("lm", "lm", {"model": {"decoder": {"ff": 48}}}, r"feed_forward.up.weight: \[64, 32\] there, \[48, 32\] here"),
@@ -175,24 +175,24 @@ def test_a_vocabulary_grows_for_what_stands_for_stretches(bases: Path, tmp_path:
         ("lm", "none", {}, "no such run"),
     ],
 )
-def test_what_does_not_fit_is_told(
-    task: str, base: str, changes: dict[str, Any], told: str, bases: Path, tmp_path: Path
+def test_what_does_not_fit_is_reported(
+    task: str, base: str, changes: dict[str, Any], message: str, bases: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", reporter=SilentReporter())
     assert not (tmp_path / "run/config.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"parts": ["decoder.blocks.7"]}, r"no part 'decoder.blocks.7'; did you mean 'decoder.blocks.0'"),
         ({"parts": "decoder, decodr"}, "did you mean 'decoder'"),
         ({"lora": 2, "lora_on": ["atention"]}, "no layer is inside a part named atention"),
     ],
 )
-def test_parts_that_are_not_there(settings: dict[str, Any], told: str, bases: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=told):
+def test_parts_that_are_not_there(settings: dict[str, Any], message: str, bases: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
         fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", reporter=SilentReporter())
 
 
@@ -205,7 +205,7 @@ def test_parts_and_adapters_need_a_run_to_start_from(settings: dict[str, Any], t
 
 
 def test_a_rank_that_no_layer_has(bases: Path, tmp_path: Path) -> None:
-    """It is told before anything of that size is made."""
+    """It is reported before anything of that size is made."""
     order = tuned("lm", bases / "lm", tmp_path, lora=100_000_000)
     with pytest.raises(UserError, match=r"train\.lora: a rank of at most 32 fits decoder\.blocks\.0\.attention"):
         fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
@@ -219,7 +219,7 @@ def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path
         fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
     own = Run.load(bases / "lm").codec.config.source_tokens
     order["text"] = {"source_tokens": own, "target_tokens": "auto", "min_count": 1}
-    assert "tokens: those of" in heard(order, tmp_path / "run")
+    assert "tokens: those of" in messages_of(order, tmp_path / "run")
 
 
 SAVED = {

@@ -243,7 +243,7 @@ def test_ema_is_its_recurrence() -> None:
     torch.testing.assert_close(ema.weights["weight"], expected)
 
 
-def test_a_long_ema_that_looks_now_and_then_is_nearly_the_one_that_looks_at_every_step() -> None:
+def test_a_long_ema_updated_now_and_then_is_nearly_the_one_updated_at_every_step() -> None:
     model, steps = nn.Linear(1, 1), 3000
     ema, expected, looks = Ema(model, 0.998), model.weight.detach().clone(), 0
     for step in range(1, steps):
@@ -258,7 +258,7 @@ def test_a_long_ema_that_looks_now_and_then_is_nearly_the_one_that_looks_at_ever
     assert looks < steps / 2
 
 
-def test_lent_weights_are_given_back_even_after_an_error() -> None:
+def test_swapped_weights_are_put_back_even_after_an_error() -> None:
     model = nn.Linear(2, 2)
     own, pointer = model.weight.detach().clone(), model.weight.data_ptr()
     other = {name: torch.zeros_like(x) for name, x in weights_of(model).items()}

@@ -28,8 +28,8 @@ WORDS = ("sun", "moon", "star", "cloud", "rain")
 def text_file(path: Path, words: int = 2500, seed: int = 1) -> Path:
     """Text whose next letter is mostly known: words in a fixed order, lines of varying length."""
     draw = random.Random(seed)
-    told = [WORDS[index % len(WORDS)] + ("\n" if draw.random() < 0.2 else " ") for index in range(words)]
-    path.write_text("".join(told), encoding="utf-8")
+    pieces = [WORDS[index % len(WORDS)] + ("\n" if draw.random() < 0.2 else " ") for index in range(words)]
+    path.write_text("".join(pieces), encoding="utf-8")
     return path
 
 
@@ -88,7 +88,7 @@ def entropy(path: Path) -> float:
 
 @pytest.mark.parametrize(("task", "share"), [("lm", 0.35), ("masked", 0.6), ("span", 0.6)])
 def test_text_is_learned(task: str, share: float, tmp_path: Path) -> None:
-    near = TINY | {"position": "bucket"}  # where neighbours are easily told
+    near = TINY | {"position": "bucket"}  # where neighbours are easily told apart
     model = {"encoder": near, "decoder": near} if task == "masked" else {}
     best = train(tables(task, tmp_path, model), tmp_path / "run").progress.best
     assert best is not None and best.value < share * entropy(tmp_path / f"{task}.txt")
@@ -134,13 +134,13 @@ def test_interrupted_runs_end_like_uninterrupted_ones(task: str, stack: dict[str
     shape = TINY | stack | {"dropout": 0.2}
     settings = {"steps": 12, "validate_every": 5, "log_every": 3, "ema": 0.9, "accumulate": 2}
     order = load_recipe(tables(task, tmp_path, {"encoder": shape, "decoder": shape}, **settings))
-    fit(order, tmp_path / "whole", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
     with pytest.raises(Stopped):
         fit(order, tmp_path / "run", reporter=At(7, lambda: send(signal.SIGTERM)))
     saved = {path.name for path in (tmp_path / "run/training/step-00000008").iterdir()}
     assert ("carried.safetensors" in saved) == bool(stack)
     fit(order, tmp_path / "run", resume=True, reporter=SilentReporter())
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
 def test_memory_helps_where_the_answer_lies_further_back_than_the_segment(tmp_path: Path) -> None:
@@ -158,14 +158,14 @@ def test_memory_helps_where_the_answer_lies_further_back_than_the_segment(tmp_pa
     assert losses[0] > 2 * known and losses[1] < 1.4 * known
 
 
-def test_what_is_carried_belongs_to_one_process(tmp_path: Path) -> None:
+def test_segment_memory_belongs_to_one_process(tmp_path: Path) -> None:
     shape = TINY | MEMORY
     with pytest.raises(UserError, match="one process"):
         train(tables("lm", tmp_path, {"encoder": shape, "decoder": shape}, workers=2), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("task", "changes", "told"),
+    ("task", "changes", "message"),
     [
         ("lm", {"preset": "transformer-tiny"}, "a decoder without an encoder"),
         ("pairs", {"preset": "gpt-tiny"}, "an encoder and a decoder"),
@@ -180,11 +180,11 @@ def test_what_is_carried_belongs_to_one_process(tmp_path: Path) -> None:
         ("image", {"model": {"patches": {"height": 9, "size": 3}}}, "not cut evenly"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(
-    task: str, changes: dict[str, Any], told: str, tmp_path: Path
+def test_mistakes_are_reported_before_anything_is_written(
+    task: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     order = tables("classify" if task == "pairs" else task, tmp_path) | {"task": task} | changes
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         train(order, tmp_path / "run")
     assert not (tmp_path / "run/config.json").exists()
 
@@ -209,7 +209,7 @@ def test_the_file_may_be_shorter_than_the_context(tmp_path: Path) -> None:
     assert report.value is not None and math.isfinite(report.value)
 
 
-def test_a_table_of_positions_fits_the_longest_text(tmp_path: Path) -> None:
+def test_a_position_table_fits_the_longest_text(tmp_path: Path) -> None:
     path = labelled_file(tmp_path / "classify.txt")
     path.write_text(path.read_text() + "x" * 40 + "l\tsea\n")
     order = tables("classify", tmp_path, steps=2)

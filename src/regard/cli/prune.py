@@ -18,7 +18,7 @@ from regard.inspect.plots import draw_lines
 from regard.inspect.plots import save as save_picture
 from regard.inspect.prune import PruneAmount
 from regard.run import Run
-from regard.training.tune import PruneReport, prune, save, split
+from regard.training.tune import PruneReport, prune, save_pruned, split_data
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 
@@ -73,7 +73,7 @@ def command(
     counter = LineCounter(strict)
     learn = _read(opened, data, target, columns, counter)
     if valid is None:
-        learn, held_out = split(learn)
+        learn, held_out = split_data(learn)
     else:
         held_out = _read(opened, valid, None, columns, counter)
     if counter.skipped:
@@ -92,7 +92,7 @@ def command(
         lr=lr,
         notify=message,
     )
-    save(smaller, report, new, opened.path)
+    save_pruned(smaller, report, new, opened.path)
     if json:
         out_json(report.to_json())
     else:

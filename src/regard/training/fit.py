@@ -26,7 +26,7 @@ from regard.training.checkpoint import TRAINING, Progress
 from regard.training.distributed import ProcessGroup, Workers, exit_with_parent, form_group, has_launcher, join_group
 from regard.training.loader import make_loader
 from regard.training.plan import check_model, complete_processes, complete_recipe, model_config
-from regard.training.report import Reporter, SilentReporter, draw_curve, make_reporter, score, write_model_card
+from regard.training.report import Reporter, SilentReporter, draw_curve, format_score, make_reporter, write_model_card
 from regard.training.start import (
     DATA,
     UNCUT,
@@ -197,7 +197,7 @@ def _finish(
     if best is not None and TASKS[recipe.task].reads == "pairs":
         # Alignments are read off the heads that align best on examples not trained on.
         save_heads(path, choose_heads(Run.load(path), prepared.valid_examples))
-    value = "" if best is None else f": {score(train.metric, best.value)} on the validation examples"
+    value = "" if best is None else f": {format_score(train.metric, best.value)} on the validation examples"
     reporter.say(f"the model is in {path}{value}")
 
 

@@ -97,12 +97,10 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config, gr
         all_tokens = tokens + int(corpus.source_lengths[rows].sum())
         return GlobalBatch(len(rows), tokens, all_tokens, lambda part, total: corpus.batch(rows[part], config, total))
 
-    return DataLoader(
-        train,
-        group,
-        lambda epoch: batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples),
-        make,
-    )
+    def cut(epoch: int) -> list[Indices]:
+        return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
+
+    return DataLoader(train, group, cut, make)
 
 
 def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config, group: ProcessGroup) -> DataLoader:

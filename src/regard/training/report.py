@@ -77,7 +77,7 @@ class Lines(SilentReporter):
 
     def event(self, event: Event) -> None:
         left = _left(self._done, self._seconds)
-        self.say(describe(event) + (f" · {left} left" if left and event["event"] == "train" else ""))
+        self.say(describe_event(event) + (f" · {left} left" if left and event["event"] == "train" else ""))
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         self._done, self._seconds = done, seconds
@@ -107,7 +107,7 @@ class Live(SilentReporter):
             return
         if event["event"] == "valid" and event["best"]:
             self._latest["score"] = "best " + ", ".join(_scores(event)[-1:])
-        self.say(describe(event))
+        self.say(describe_event(event))
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         now = time.monotonic()
@@ -144,7 +144,7 @@ def make_reporter(stream: TextIO | None = None) -> Reporter:
     return Live(stream) if stream.isatty() else Lines(stream)
 
 
-def describe(event: Event) -> str:
+def describe_event(event: Event) -> str:
     """An event as a line."""
     kind, step = event["event"], event.get("step", 0)
     if kind == "train":
@@ -162,15 +162,15 @@ def describe(event: Event) -> str:
         return f"step {step:,} · skipped: the loss or its gradient is not a finite number"
     if kind == "end":
         why = "no better for too long" if event["reason"] == "patience" else f"{event['reason']} used up"
-        return f"finished at step {step:,} after {duration(event['seconds'])}: {why}"
+        return f"finished at step {step:,} after {format_duration(event['seconds'])}: {why}"
     return " · ".join(f"{key} {value}" for key, value in event.items())
 
 
 def _scores(event: dict[str, Any]) -> list[str]:
-    return [score(name, value) for name, value in event.items() if name not in _NOT_SCORES]
+    return [format_score(name, value) for name, value in event.items() if name not in _NOT_SCORES]
 
 
-def score(name: str, value: float | None) -> str:
+def format_score(name: str, value: float | None) -> str:
     """A score with its name, in percent where it is one."""
     if value is None:
         return f"{name} not a number"
@@ -178,10 +178,10 @@ def score(name: str, value: float | None) -> str:
 
 
 def _left(done: float, seconds: float) -> str:
-    return duration(seconds / done - seconds) if done > 0.001 else ""
+    return format_duration(seconds / done - seconds) if done > 0.001 else ""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration for people."""
     if seconds < 60:
         return f"{seconds:.0f} s"
@@ -352,7 +352,7 @@ def write_model_card(
         "## Training",
         "",
         f"- {progress.step:,} steps ({progress.epoch + 1} epochs begun, {progress.examples:,} examples), "
-        f"{duration(progress.seconds)}, {train.workers} process{'es' * (train.workers != 1)}, seed {train.seed}",
+        f"{format_duration(progress.seconds)}, {train.workers} process{'es' * (train.workers != 1)}, seed {train.seed}",
         f"- ended by: {progress.finished}; skipped steps: {progress.skipped}",
         "- every setting: `recipe.toml`; every number: `log.jsonl`",
         "",

@@ -249,15 +249,15 @@ def prune(
     removed = group_heads(order[:count])
     notify(f"{count} of {count_heads(model)} heads go")
     curve = quality_curve(model, valid, order)
-    before = measure(run, held_out, valid)
+    before = take_snapshot(run, held_out, valid)
     small = prune_heads(model, removed)
     smaller = replace(run, config=small.config, model=small)
-    pruned = after = measure(smaller, held_out, valid)
+    pruned = after = take_snapshot(smaller, held_out, valid)
     if tune_steps:
         notify(f"tuning for {tune_steps} steps")
         judge = _judge(smaller, held_out, valid, notify)
         tune(small, shuffled_data(run, data), tune_steps, teacher=run.model, judge=judge, lr=lr)
-        after = measure(smaller, held_out, valid)
+        after = take_snapshot(smaller, held_out, valid)
     attentions = run.model.attentions()
     numbers = {name: [attentions[name].head_numbers[head] for head in heads] for name, heads in removed.items()}
     return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
@@ -269,7 +269,7 @@ def quality_curve(model: Model, batches: Sequence[Batch], order: Sequence[HeadKe
     return [(count, mean_loss(model, batches, group_heads(order[:count]))) for count in counts]
 
 
-def measure(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapshot:
+def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapshot:
     """Measure a run on data, of which `batches` are made."""
     loss = mean_loss(run.model, batches)
     if run.task.seq2seq:
@@ -321,7 +321,7 @@ def sample(data: TaskData, count: int) -> TaskData:
     return _take(data, rows[:: max(1, len(rows) // count)][:count])
 
 
-def split(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
+def split_data(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskData, TaskData]:
     """Data to learn from, and to measure on: no source is in both; of a text, the end is held out."""
     if isinstance(data, str):
         end = len(data) - min(most * WINDOW, len(data) // every)
@@ -344,7 +344,7 @@ def _take(data: Sequence[Example] | Pictures, rows: Sequence[int]) -> TaskData:
     return [data[row] for row in rows]
 
 
-def save(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
+def save_pruned(smaller: Run, report: PruneReport, path: str | Path, original: Path) -> None:
     """Write the smaller run with its report; the alignment heads that are left get their new indices."""
     path = Path(path)
     smaller.save(path)
