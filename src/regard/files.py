@@ -67,7 +67,8 @@ def _writing(path: Path, temporary: Path) -> Iterator[None]:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # it may never have come to be
+                temporary.unlink()
         if not isinstance(error, OSError):
             raise
         message = f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
