@@ -176,11 +176,11 @@ FILES = ("config.json", WEIGHTS)  # of a run that pruning changes
 
 def gate_heads(model: Model) -> None:
     """Put gates on all heads, if they can be pruned afterwards."""
-    found = model.attentions().values()
-    plain = all(isinstance(a, Attention) and a.key_value is not None for a in found)
+    layers = model.attentions().values()
+    plain = all(isinstance(a, Attention) and a.key_value is not None for a in layers)
     if not plain or any(isinstance(part, ReversibleBlock) for part in model.modules()):
         raise UserError("train.l0: only heads of plain Transformer layers have gates")
-    if all(attention.heads < 2 for attention in found):
+    if all(attention.heads < 2 for attention in layers):
         raise UserError("train.l0: every attention has one head, which cannot go")
     add_gates(model)
 

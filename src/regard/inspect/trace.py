@@ -195,7 +195,7 @@ def trace_image(run: Run, image_CHW: np.ndarray, label: str | None = None, name:
 
 
 @torch.no_grad()
-def _trace_input(run: Run, given: InspectionInput, heads: Sequence[tuple[int, int]] = ()) -> Trace:
+def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, int]] = ()) -> Trace:
     model, config = run.model, run.config
     masked = run.task.name == "masked" and config.predicts_tokens
     classes = config.output == "classes"
@@ -204,39 +204,39 @@ def _trace_input(run: Run, given: InspectionInput, heads: Sequence[tuple[int, in
     try:
         hooks = lens_hooks(model).values()
         with record(model, "*.weights", *hooks) as recorded, record_calls(model) as calls:
-            logits_TV = model(*given.arguments)[0].float()
+            logits_TV = model(*inputs.arguments)[0].float()
         vectors = {hook: recorded[hook][0] for hook in hooks}
         if masked:
-            ids_1S = given.arguments[0]
+            ids_1S = inputs.arguments[0]
             assert ids_1S is not None
-            text = [i for i, index in enumerate(given.ids["encoder"]) if index not in run.codec.source.special]
+            text = [i for i, index in enumerate(inputs.ids["encoder"]) if index not in run.codec.source.special]
             logits_TV, vectors = mask_each_token(model, ids_1S[0], text)
-        walks = make_walks(model, calls, given.ids)
-        lens = logit_lens(model, vectors, given.names)
+        walks = make_walks(model, calls, inputs.ids)
+        lens = logit_lens(model, vectors, inputs.names)
     finally:
         model.train(was_training)
     best = logits_TV.argmax(-1).tolist()
-    labels = [] if model.output is None else best if given.labels is None else given.labels
+    labels = [] if model.output is None else best if inputs.labels is None else inputs.labels
     maps = _attention_maps(model, recorded)
-    tokens = given.tokens
+    tokens = inputs.tokens
     positions = max(MIN_POSITIONS, *(len(row) for row in tokens.values()))
     stacks = {name: getattr(model, name) for name in config.stacks}
     heatmaps = [position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
         title=run.path.name or "model",
         facts=_facts(model),
-        texts=given.texts | ({"prediction": given.names(best)[0]} if classes else {}),
+        texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if classes else {}),
         tokens=tokens,
         maps=maps,
         alignment=_alignments(maps, heads) if "source" in tokens else {},
-        steps=output_steps(logits_TV, labels, given.names),
+        steps=output_steps(logits_TV, labels, inputs.names),
         lens=lens,
         positions=tuple(heatmap for heatmap in heatmaps if heatmap is not None),
         walks=walks,
-        notes=(*given.notes, *([_masking_note(config.ids.mask)] if masked else [])),
+        notes=(*inputs.notes, *([_masking_note(config.ids.mask)] if masked else [])),
         score=float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0,
         unit="class" if classes else "token",
-        image=given.image,
+        image=inputs.image,
         distances={} if config.patches is None else _head_distances(maps, config.patches),
     )
 

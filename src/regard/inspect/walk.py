@@ -92,11 +92,11 @@ class AttentionCall:
     """The inside of an attention over a whole pass, computed again from its recorded inputs; no batch dimension."""
 
     def __init__(self, calls: ForwardCalls, attention: Attention) -> None:
-        given = calls.inputs[attention]  # (x, keys and values, attention mask, position) of each forward call
-        _, kv, mask, position, *_ = given[-1]
-        x_1TD = torch.cat([args[0] for args in given], dim=1)
-        pos_1T = torch.cat([args[2].q_pos_BT.reshape(1, -1) for args in given], dim=1)
-        masks = [args[2].mask_B1TS for args in given]
+        inputs = calls.inputs[attention]  # (x, keys and values, attention mask, position) of each forward call
+        _, kv, mask, position, *_ = inputs[-1]
+        x_1TD = torch.cat([args[0] for args in inputs], dim=1)
+        pos_1T = torch.cat([args[2].q_pos_BT.reshape(1, -1) for args in inputs], dim=1)
+        masks = [args[2].mask_B1TS for args in inputs]
         self.mask_TS: Tensor | None = None if masks[0] is None else torch.cat([m[0, 0] for m in masks if m is not None])
         self.scale = attention.score.scale
         q_1HTE = attention.query(x_1TD).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
