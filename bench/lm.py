@@ -50,7 +50,7 @@ class Layer(nn.Module):
 class Plain(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.symbols, self.places = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.embedding, self.position = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH, bias=False)
         for name, p in self.named_parameters():
@@ -59,8 +59,8 @@ class Plain(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS) if deep else 0.02)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        x_BTD = self.symbols(ids_BT) + self.places(torch.arange(ids_BT.shape[1]))
-        return self.norm(self.layers(x_BTD)) @ self.symbols.weight.T
+        x_BTD = self.embedding(ids_BT) + self.position(torch.arange(ids_BT.shape[1]))
+        return self.norm(self.layers(x_BTD)) @ self.embedding.weight.T
 
 
 def plain(text: str, steps: int) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def peer(arguments: argparse.Namespace, name: str, buckets: bool) -> float:
     model: nn.Module = loss_of.model  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98))
     model.train()
-    symbols, seconds, warm = 0, 0.0, arguments.steps // 4
+    tokens, seconds, warm = 0, 0.0, arguments.steps // 4
     for step, (sources, targets) in enumerate(peer_batches(arguments, buckets)):
         if step == arguments.steps:
             break
@@ -113,8 +113,8 @@ def peer(arguments: argparse.Namespace, name: str, buckets: bool) -> float:
         optimizer.zero_grad()
         if step >= warm:
             seconds += time.perf_counter() - began
-            symbols += sum(map(len, sources)) + sum(map(len, targets))
-    return symbols / seconds
+            tokens += sum(map(len, sources)) + sum(map(len, targets))
+    return tokens / seconds
 
 
 def padded(rows: list[list[int]]):
