@@ -1,1 +1,1 @@
-"""Training: the loop, what it saves, and the processes it runs in."""
+"""Training: from a recipe to a run directory, in one process or several; and the tuning of pruned models."""

@@ -51,12 +51,12 @@ class ProcessGroup:
         if self.size == 1:
             return lambda: [values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        pending = dist.all_gather(everyone, mine, async_op=True)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        pending = dist.all_gather(gathered, mine, async_op=True)
 
         def wait() -> list[list[float]]:
             pending.wait()
-            rows: list[list[float]] = torch.stack(everyone).tolist()
+            rows: list[list[float]] = torch.stack(gathered).tolist()
             return rows
 
         return wait
@@ -69,9 +69,9 @@ class ProcessGroup:
         sizes = [int(row[0]) for row in self.gather([float(len(data))])]
         padded = data.new_zeros(max(sizes))
         padded[: len(data)] = data
-        everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(everyone, padded)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0, for all."""
@@ -192,7 +192,7 @@ class Workers:
 
     @contextmanager
     def name_failures(self) -> Iterator[None]:
-        """Turn a connection that breaks because a worker died into a WorkerDied that says which and why."""
+        """Turn a connection that breaks because a worker died into a WorkerDied with its rank and stderr."""
         try:
             yield
         except RuntimeError:

@@ -140,14 +140,14 @@ def complete_processes(
     if launched > 1:
         workers, reason = launched, "as they were started"
     elif config.has_memory and not train.workers:
-        workers, reason = 1, "the model remembers the text it has read, in order"
+        workers, reason = 1, "its segment memory needs the text in order"
     else:
         first, examples = loader.step(0, 0), sum(map(len, loader.batches(0)))
         rows = max(1, examples // loader.batches_in(0))
         tokens = rows * first.all_tokens // first.examples
         workers, reason = choose_workers(train, device.type, cores(), examples, rows, tokens)
     if config.has_memory and workers > 1:
-        raise UserError("train.workers: a model that remembers the text it has read is trained by one process")
+        raise UserError("train.workers: a model with segment memory is trained by one process")
     if not train.workers:
         reporter.say(f"processes: {workers}, {reason}")
     return recipe.model_copy(update={"train": train.model_copy(update={"workers": workers})})
@@ -258,8 +258,8 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
         channels, height, width = prepared.train.shape
         size = patch_size(height, width)
         needs["patches"] = {"height": height, "width": width, "channels": channels, "size": size}
-        asked = recipe.model.get("patches", {}).get("size")
-        size = asked if isinstance(asked, int) and asked > 0 else size
+        requested = recipe.model.get("patches", {}).get("size")
+        size = requested if isinstance(requested, int) and requested > 0 else size
         needs["encoder"] = {"max_length": 1 + (height // size) * (width // size)}
     return needs
 

@@ -63,7 +63,7 @@ def removed_if_empty(path: Path) -> Iterator[None]:
 
 def write_run(path: Path, recipe: Recipe, config: Config, prepared: Prepared[Any], fresh: list[str]) -> None:
     """Write everything of a new run that is known before training; config.json last, for it makes a run of it."""
-    if fresh:  # remembered here, for the base run may be gone when this one resumes
+    if fresh:  # written down here, for the base run may be gone when this one resumes
         write_json(path / TRAINING / FRESH, fresh)
     codec = prepared.codec
     try:
@@ -85,7 +85,7 @@ def finished_progress(recipe: Recipe, path: Path) -> Progress | None:
 
 
 def resume_run(recipe: Recipe, path: Path, reporter: Reporter) -> Recipe:
-    """Make a run ready to go on -> its recipe, with the budget that is given now."""
+    """Make a run ready to go on -> its recipe, with the requested budget."""
     saved, precision = saved_recipe(path), recipe.train.precision
     recipe = resumed_recipe(recipe, saved, path)
     if finished_progress(recipe, path) is None:
@@ -123,12 +123,12 @@ def save_recipe(recipe: Recipe, run: Path) -> None:
     replace_file(run / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def resumed_recipe(given: Recipe, saved: Recipe, run: Path) -> Recipe:
-    """The recipe to continue with: the saved one, with the given budget, if any.
+def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
+    """The recipe to continue with: the saved one, with the requested budget, if any.
 
-    All other settings that are given must equal the saved ones, unless they leave the choice open.
+    All other settings that are requested must equal the saved ones, unless they leave the choice open.
     """
-    now, then = _flat(given.model_dump(mode="json", exclude_unset=True)), _flat(saved.model_dump(mode="json"))
+    now, then = _flat(requested.model_dump(mode="json", exclude_unset=True)), _flat(saved.model_dump(mode="json"))
     budget = {f"train.{key}" for key in BUDGET}
     changed = [
         f"{key}: now {value!r}, then {_saved_value(key, then)}"
@@ -141,7 +141,7 @@ def resumed_recipe(given: Recipe, saved: Recipe, run: Path) -> Recipe:
             + "\n  ".join(changed)
             + "\n  leave these out, or start a new run with another --out"
         )
-    new = {key: getattr(given.train, key) for key in BUDGET}
+    new = {key: getattr(requested.train, key) for key in BUDGET}
     if any(value is not None for value in new.values()):
         return saved.model_copy(update={"train": saved.train.model_copy(update=new)})
     return saved
@@ -177,10 +177,10 @@ class BaseRun(NamedTuple):
 def open_base(recipe: Recipe) -> BaseRun | None:
     """Open the run that a recipe starts from, if it does."""
     if recipe.train.start_from is None:
-        asked = "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None
-        if asked:
+        setting = "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None
+        if setting:
             raise UserError(
-                f"train.{asked}: the rest of the model would stay as random as it begins; name a run to start from "
+                f"train.{setting}: the rest of the model would stay as random as it begins; name a run to start from "
                 "(--from RUN)"
             )
         return None
@@ -194,11 +194,11 @@ def open_base(recipe: Recipe) -> BaseRun | None:
 
 def _same_text(recipe: Recipe, base: RunConfig) -> None:
     """Refuse settings of text that would be ignored: the tokenizers are those of the base run."""
-    asked = {key: getattr(recipe.text, key) for key in sorted(recipe.text.model_fields_set)}
-    there = {key: getattr(base.text, key, Text.model_fields[key].default) for key in asked}
+    requested = {key: getattr(recipe.text, key) for key in sorted(recipe.text.model_fields_set)}
+    there = {key: getattr(base.text, key, Text.model_fields[key].default) for key in requested}
     different = [
         f"text.{key}: {value} here, {there[key]} there"
-        for key, value in asked.items()
+        for key, value in requested.items()
         if value not in ("auto", there[key])
     ]
     if different and TASKS[recipe.task].reads != "images":

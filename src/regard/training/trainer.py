@@ -28,7 +28,7 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """Training was told to stop and has saved its state; uncaught, the process ends with 128 + signal."""
+    """A signal stopped training, which has saved its state; uncaught, the process ends with 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 
 class Aborted(SystemExit):
-    """Training was told to stop a second time, and did not wait to save."""
+    """A second signal stopped training before it could save."""
 
 
 class Signals:
