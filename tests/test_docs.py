@@ -156,7 +156,8 @@ def test_pre_commit_runs_the_checks_of_ci():
 def test_the_table_of_variations(settings, millions):
     from regard.cost import count_parameters
     from regard.model import on_meta
-    from regard.recipe import changed_recipe, load_recipe, model_without_data
+    from regard.presets import changed_recipe, model_without_data
+    from regard.recipe import load_recipe
 
     assert f"{millions:.1f}" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     recipe = load_recipe(changed_recipe(None, {"preset": "transformer-base"}, settings))

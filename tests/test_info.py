@@ -14,8 +14,8 @@ from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.cache import State
-from regard.presets import PRESETS, preset
-from regard.recipe import load_recipe, model_without_data
+from regard.presets import PRESETS, model_without_data, preset
+from regard.recipe import load_recipe
 from toykit import call
 
 SCORES = ("scaled_dot", "dot", "general", "additive", "concat", "cosine", "location")

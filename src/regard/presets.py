@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from regard.config import Config, parse
 from regard.errors import UserError, one_of
+from regard.recipe import Recipe, assign, put, recipe_tables
 
 Table = dict[str, Any]
 
@@ -197,3 +199,40 @@ def preset(
     if table["source_vocab"] != table["target_vocab"] and "share_embeddings" not in (changes or {}):
         table["share_embeddings"] = False  # two vocabularies cannot share an embedding
     return parse(Config, table, f"preset {name}")
+
+
+def changed_recipe(recipe: str | None, options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A recipe's tables with options (train.steps: 9) laid over them, and `--set` settings over both.
+
+    What a recipe sets for its own preset and another preset does not read is left out.
+    """
+    tables = recipe_tables(recipe) if recipe is not None else {}
+    chosen: dict[str, Any] = {"preset": options.get("preset", tables.get("preset"))}
+    for setting in settings:
+        if setting.partition("=")[0].strip() == "preset":
+            assign(chosen, setting)
+    if chosen["preset"] != tables.get("preset") and isinstance(tables.get("model"), dict):
+        for stack, key in unused_changes(PRESETS.get(chosen["preset"], {}), tables["model"]):
+            del tables["model"][stack][key]
+    for table, alternatives in (("train", {"minutes", "steps", "epochs"}), ("data", {"train", "source", "target"})):
+        if any(f"{table}.{key}" in options for key in alternatives):  # a budget, or data, replaces the recipe's
+            for key in alternatives:
+                tables.get(table, {}).pop(key, None)
+    for path, value in options.items():
+        put(tables, path.split("."), value)
+    for setting in settings:
+        assign(tables, setting)
+    return tables
+
+
+def model_without_data(recipe: Recipe, vocab: int | None, where: str) -> Config:
+    """The model of a recipe whose vocabulary is not known yet: `vocab`, or the size that its tokens ask for."""
+    if recipe.preset == "auto":
+        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
+    source, target = (
+        vocab or (int(size) if (size := tokens.partition(":")[2]).isdigit() else None)
+        for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
+    )
+    config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
+    refuse_unused(PRESETS[recipe.preset], recipe.model)
+    return config

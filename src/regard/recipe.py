@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -11,7 +11,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from regard.config import Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
-from regard.presets import PRESETS, preset, refuse_unused, unused_changes
 from regard.tasks import TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
@@ -118,7 +117,7 @@ class Train(Value):
 class Recipe(Value):
     """A complete order: task, model, text, data, training."""
 
-    task: TaskName = _key("pairs", f"{', '.join(TASKS)}.")
+    task: TaskName = _key("pairs", "; ".join(f"{task.name}: {task.summary}" for task in TASKS.values()) + ".")
     preset: str = _key("auto", "The model to start from; `regard info` lists them.")
     model: dict[str, Any] = Field(default_factory=dict)  # keys of Config to change; checked when the model is made
     text: Text = Text()
@@ -194,30 +193,6 @@ def recipe_tables(recipe: str | Path) -> dict[str, Any]:
     return read_recipe(path)
 
 
-def changed_recipe(recipe: str | None, options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A recipe's tables with options (train.steps: 9) laid over them, and `--set` settings over both.
-
-    What a recipe sets for its own preset and another preset does not read is left out.
-    """
-    tables = recipe_tables(recipe) if recipe is not None else {}
-    chosen: dict[str, Any] = {"preset": options.get("preset", tables.get("preset"))}
-    for setting in settings:
-        if setting.partition("=")[0].strip() == "preset":
-            assign(chosen, setting)
-    if chosen["preset"] != tables.get("preset") and isinstance(tables.get("model"), dict):
-        for stack, key in unused_changes(PRESETS.get(chosen["preset"], {}), tables["model"]):
-            del tables["model"][stack][key]
-    for table, alternatives in (("train", {"minutes", "steps", "epochs"}), ("data", {"train", "source", "target"})):
-        if any(f"{table}.{key}" in options for key in alternatives):  # a budget, or data, replaces the recipe's
-            for key in alternatives:
-                tables.get(table, {}).pop(key, None)
-    for path, value in options.items():
-        _put(tables, path.split("."), value)
-    for setting in settings:
-        assign(tables, setting)
-    return tables
-
-
 def assign(tables: dict[str, Any], setting: str) -> None:
     """Apply one `--set key=value` to recipe tables, in place.
 
@@ -233,11 +208,11 @@ def assign(tables: dict[str, Any], setting: str) -> None:
     except tomllib.TOMLDecodeError:
         value = raw.strip()
     for path in _paths(key):
-        if (part := _put(tables, path, value)) is not None:
+        if (part := put(tables, path, value)) is not None:
             raise UserError(f"--set {setting}: {part} is a value, not a table")
 
 
-def _put(tables: dict[str, Any], path: Sequence[str], value: Any) -> str | None:
+def put(tables: dict[str, Any], path: Sequence[str], value: Any) -> str | None:
     """Set a nested key -> the part of its path that is no table, if there is one."""
     table = tables
     for part in path[:-1]:
@@ -278,16 +253,3 @@ def _paths(key: str) -> list[list[str]]:
 
 def _in_both_stacks(*path: str) -> list[list[str]]:
     return [["model", stack, *path] for stack in ("encoder", "decoder")]
-
-
-def model_without_data(recipe: Recipe, vocab: int | None, where: str) -> Config:
-    """The model of a recipe whose vocabulary is not known yet: `vocab`, or the size that its tokens ask for."""
-    if recipe.preset == "auto":
-        raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
-    source, target = (
-        vocab or (int(size) if (size := tokens.partition(":")[2]).isdigit() else None)
-        for tokens in (recipe.text.source_tokens, recipe.text.target_tokens)
-    )
-    config = preset(recipe.preset, source_vocab=source, target_vocab=target, changes=recipe.model)
-    refuse_unused(PRESETS[recipe.preset], recipe.model)
-    return config

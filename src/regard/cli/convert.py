@@ -6,7 +6,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from regard.cli.parameters import Json
+from regard.cli.input import Json
 from regard.cli.tables import message, out_json, print_table
 from regard.convert.hf import from_hf, to_hf
 from regard.convert.to_ctranslate2 import Precision, to_ctranslate2

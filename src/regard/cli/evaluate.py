@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.input import with_workers
-from regard.cli.parameters import (
+from regard.cli.input import (
     Columns,
     Device,
     Json,
@@ -23,6 +22,7 @@ from regard.cli.parameters import (
     option_name,
     pairs_of,
     with_options,
+    with_workers,
 )
 from regard.cli.tables import message, out, out_json, print_table
 from regard.data.reader import LineCounter, Source
@@ -46,11 +46,7 @@ def command(
     run: RunPath,
     options: dict[str, Any],
     file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="Pairs or labelled texts (TSV), plain text, or images (.npz), by the model; - is stdin.",
-        ),
+        str, typer.Argument(metavar="FILE", help="Pairs or labelled texts (TSV), text, or images (.npz); - is stdin.")
     ] = "-",
     target: Target = None,
     columns: Columns = None,
@@ -66,11 +62,10 @@ def command(
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Samples for the 95% intervals; 0 for none.")] = 1000,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of plain text read at a time. (default: as in training)")
+        int | None, typer.Option(help="Tokens of text read at a time. (default: as in training)")
     ] = None,
     memory: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens remembered while reading on, in models that do. (default: as in training)"),
+        int | None, typer.Option(min=1, help="Tokens of segment memory while reading on. (default: as in training)")
     ] = None,
     strict: Strict = False,
     json: Json = False,
@@ -90,22 +85,17 @@ def command(
     task, *other = [each.task for each in runs]
     if other and other[0] != task:
         raise UserError(f"--against: {against} is {other[0].model}, {run} is {task.model}")
-    others = chosen_options(
-        target=target, columns=columns, context=context, memory=memory, strict=strict, workers=workers
-    )
-    if foreign := sorted(name for name in (options | others) if name not in SUPPORTED[task.reads]):
+    others = dict(target=target, columns=columns, context=context, memory=memory, strict=strict, workers=workers)
+    if foreign := sorted((options.keys() | chosen_options(**others)) - set(SUPPORTED[task.reads])):
         raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {run}, which is {task.model}")
     if "length_penalty" in options and search.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
     counter = LineCounter(strict)
-    if task.reads in ("pairs", "labelled"):
-        source = pairs_of(file, target, columns, runs[0].codec.columns)
-    else:
-        source = Source((file,))
+    tables = task.reads in ("pairs", "labelled")
+    source = pairs_of(file, target, columns, runs[0].codec.columns) if tables else Source((file,))
     open_engine = partial(with_workers, workers=workers, threads=threads)
-    evaluation = evaluate_file(
-        EvaluationRequest(runs, source, counter, search, metric or [], bootstrap, context, memory, open_engine)
-    )
+    request = EvaluationRequest(runs, source, counter, search, metric or [], bootstrap, context, memory, open_engine)
+    evaluation = evaluate_file(request)
     for remark in [counter.summary()] * bool(counter.skipped) + evaluation.remarks:
         message(remark)
     if json:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 import typer
 
-from regard.cli.input import InputLines, one_line, print_labels, with_workers
-from regard.cli.parameters import (
+from regard.cli.input import (
     Device,
+    InputLines,
     Json,
     RunPath,
     Threads,
@@ -17,17 +18,23 @@ from regard.cli.parameters import (
     chosen_options,
     field_options,
     open_runs,
+    option_name,
     with_options,
+    with_workers,
 )
 from regard.cli.tables import flush, message, out, out_json
+from regard.data.images import read_images
+from regard.decode.classify import Classification, classify_ids, classify_images
 from regard.decode.generate import Engine, TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
-from regard.device import choose_device, cores, usable_precision
+from regard.device import cores, usable_precision
 from regard.errors import UserError, one_of
 from regard.run import Run
+from regard.text.codec import Example
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
+LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window"), "images": ()}  # by what a task reads
 SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
 FIELDS = {
     SEARCH: (
@@ -60,17 +67,11 @@ def command(
         typer.Option(metavar="RUN", help="A further run to decode with. Repeatable.", rich_help_panel=SEARCH),
     ] = None,
     prefix_column: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-column", help="The last column of each line is its own prefix.", rich_help_panel=STEERING
-        ),
+        bool, typer.Option("--prefix-column", help="The last column of a line is its prefix.", rich_help_panel=STEERING)
     ] = False,
     engine: Annotated[
         str | None,
-        typer.Option(
-            help="ctranslate2: faster for a Transformer with encoder and decoder, on a CPU. (default: regard)",
-            rich_help_panel=OUTPUT,
-        ),
+        typer.Option(help="regard (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
     ] = None,
     json: Json = False,
     workers: Workers = None,
@@ -93,9 +94,9 @@ def command(
     runs = open_runs([run, *(ensemble or [])], device, threads)
     if runs[0].task.labels:
         others = chosen_options(prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine)
-        print_labels(runs[0], file, chosen, [*options, *others], json)
+        _print_labels(runs[0], file, chosen, [*options, *others], json)
         return
-    usable = usable_precision(chosen.precision, choose_device(device), message)
+    usable = usable_precision(chosen.precision, runs[0].model.device, message)
     chosen = chosen.model_copy(update={"precision": usable})
     several = chosen.nbest > 1 or chosen.alternatives > 0
     lines, number = InputLines(file, runs[0].codec, prefix_column, prompts=not runs[0].task.seq2seq), 0
@@ -166,7 +167,48 @@ def _head(pair: str) -> tuple[int, int]:
 
 
 def _line(hypothesis: Hypothesis) -> str:
-    text = one_line(hypothesis.text)
+    text = _one_line(hypothesis.text)
     if hypothesis.alignment is None:
         return text
     return f"{text}\t{' '.join(f'{s}-{t}' for s, t in hypothesis.alignment.hard)}"
+
+
+def _print_labels(run: Run, file: str, options: Options, given: Collection[str], json: bool) -> None:
+    """Print the label of every line, or of every image; `given` are the names of the options that were given."""
+    supported = LABEL_OPTIONS[run.task.reads]
+    if unsupported := [option_name(name) for name in given if name not in supported]:
+        names = [option_name(name) for name in (*supported, "json", "threads", "device")]
+        raise UserError(
+            f"{', '.join(unsupported)}: {run.path} tells labels, for which there are {', '.join(names)} only"
+        )
+    if run.task.reads == "images":
+        for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
+            _print_label({}, answer, json)
+        return
+    empty = Classification("", {}, {"empty": "the text is empty"})
+    lines, number = InputLines(file, run.codec), 0
+    for batch in lines.batches(options.window):
+        rows = run.codec.encode_source([Example(request.source, features=request.features) for request in batch])
+        lines.note_unknown(batch, rows)
+        texts = [row for row, request in zip(rows, batch, strict=True) if request.source.strip()]
+        answers = iter(classify_ids(run, texts, options.batch_tokens, options.max_source))
+        for request in batch:
+            number += 1
+            answer = next(answers) if request.source.strip() else empty
+            lines.note_flags(number, answer.flags)
+            _print_label({"source": request.source}, answer, json)
+        flush()
+    for remark in lines.remarks():
+        message(remark)
+
+
+def _print_label(item: dict[str, Any], answer: Classification, json: bool) -> None:
+    if json:
+        out_json({**item, **answer.as_dict()})
+    else:
+        out(_one_line(answer.label))
+
+
+def _one_line(text: str) -> str:
+    """Text whose line breaks are shown as blanks: a line in is a line out."""
+    return text.replace("\n", " ").replace("\r", " ")

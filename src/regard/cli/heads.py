@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.parameters import Columns, Device, Json, RunPath, Strict, Target, Threads, open_runs, pairs_of
+from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
 from regard.cli.tables import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.decode.alignment import read_links, save_heads
@@ -22,33 +22,25 @@ LEFT = (NAMES.index("attention"), NAMES.index("looks at"))
 
 def command(
     run: RunPath,
-    pairs: Annotated[
-        str,
-        typer.Argument(
-            metavar="[DATA]", help="A TSV of pairs; for a language model text, for images .npz; - is stdin."
-        ),
+    file: Annotated[
+        str, typer.Argument(metavar="[DATA]", help="Pairs (TSV), text for a language model, images (.npz); - is stdin.")
     ] = "-",
     target: Target = None,
     columns: Columns = None,
-    examples: Annotated[
-        int, typer.Option(min=1, help="Judge by the first so many pairs, images or windows of text.")
-    ] = 200,
+    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to judge by.")] = 200,
     no_ablation: Annotated[
-        bool, typer.Option("--no-ablation", help="Leave out the slow part, a pass over the pairs for every head.")
+        bool, typer.Option("--no-ablation", help="Leave out the slow part, a pass per head.")
     ] = False,
     links: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="An alignment of the pairs (0-0 1-2 ..., a line for each) to compare with."),
+        str | None, typer.Option(metavar="FILE", help="Alignments to compare with: 0-0 1-2 ..., a line for each pair.")
     ] = None,
-    no_store: Annotated[
-        bool, typer.Option("--no-store", help="Do not keep the best alignment heads in the run.")
-    ] = False,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Do not keep the alignment heads in the run.")] = False,
     picture: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw importance by layer and head: .png, .svg or .pdf.")
     ] = None,
     strict: Strict = False,
     json: Json = False,
-    threads: Threads = 1,
+    threads: OneThread = 1,
     device: Device = "cpu",
 ) -> None:
     """Judge every head of every layer.
@@ -60,7 +52,7 @@ def command(
     """
     (opened,) = open_runs([run], device, threads)
     counter = LineCounter(strict)
-    source = pairs_of(pairs, target, columns, opened.codec.columns)
+    source = pairs_of(file, target, columns, opened.codec.columns)
     data = read_task_data(opened, source.paths, source.columns, counter, examples)
     if counter.skipped:
         message(counter.summary())
@@ -70,7 +62,10 @@ def command(
         for head in heads:
             out_json(head.to_json())
     else:
-        _print_heads(heads, f"{run}, {describe_size(data)}")
+        header = NAMES if heads[0].induction is None else (*NAMES, "induction")
+        sections = [i for i in range(1, len(heads)) if heads[i].name != heads[i - 1].name]
+        title = f"{run}, {describe_size(data)}"
+        print_table([_row(head) for head in heads], header, title=title, left=LEFT, sections=sections)
     for head in induction_heads(heads):
         message(f"induction head: layer {head.layer + 1} head {head.head + 1}, {head.induction:.2f}")
     best = best_alignment_heads(heads)
@@ -85,12 +80,6 @@ def command(
         by = (lambda head: head.gradient) if no_ablation else (lambda head: head.ablation)
         save(draw_heads(grids(heads, by), "gradient" if no_ablation else "rise of the loss"), picture)
         message(f"{picture}: written")
-
-
-def _print_heads(heads: list[HeadStatistics], title: str) -> None:
-    names = NAMES if heads[0].induction is None else (*NAMES, "induction")
-    sections = [i for i in range(1, len(heads)) if heads[i].name != heads[i - 1].name]
-    print_table([_row(head) for head in heads], names, title=title, left=LEFT, sections=sections)
 
 
 def _row(head: HeadStatistics) -> list[str]:

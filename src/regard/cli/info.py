@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.parameters import Json, Set
+from regard.cli.input import Json, Set
 from regard.cli.tables import at_terminal, out_json, print_table
 from regard.config import Config
 from regard.cost import Info, Workload, describe, duration, measure_rate, si
 from regard.errors import UserError, closest
-from regard.presets import PRESETS
-from regard.recipe import Train, changed_recipe, load_recipe, model_without_data, recipe_names
+from regard.presets import PRESETS, changed_recipe, model_without_data
+from regard.recipe import Train, load_recipe, recipe_names
 from regard.run import read_config
 
 EXAMPLE = "regard info transformer-base --vocab 37000"

@@ -1,32 +1,188 @@
-"""The input of `generate`: every line becomes a request, a bad one an empty one, so that a line in is a line out."""
+"""What a verb takes in: options made from the fields of config values, runs to open, and lines to read."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
 from queue import Empty, Queue
 from stat import S_ISREG
 from threading import Thread
-from typing import NamedTuple
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
+import typer
+from pydantic import BaseModel
 
 from regard.batch import windows
 from regard.cli import READER
-from regard.cli.parameters import SMALL, option_name
-from regard.cli.tables import flush, message, out, out_json
-from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, read_lines, shown
-from regard.decode.generate import Engine, TorchEngine
-from regard.decode.options import Options
+from regard.config import parse
+from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, Source, read_lines, shown
 from regard.decode.request import Request
-from regard.device import cores, tune_allocator
+from regard.device import choose_device, cores, tune_allocator
 from regard.errors import UserError
+from regard.recipe import Column, Data
 from regard.run import Run
 from regard.text.codec import Codec, Example, UnknownTokens
 
+if TYPE_CHECKING:
+    from regard.decode.generate import Engine, TorchEngine
+
+SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
 MANY = 2000  # hypotheses: fewer are done before another process has started
+
+# Options of several verbs
+
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads. (default: 1 for a small model, else one per core)")]
+OneThread = Annotated[int, typer.Option("--threads", min=1, help="Threads.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes. (default: one per core for many lines and a small model, else 1)")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
+Columns = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="What the columns are. (default: as the run was trained)")
+]
+Target = Annotated[str | None, typer.Option(help="Targets in a file of their own; the data then holds the sources.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. dropout=0.2 or train.lr=3e-4. Repeatable."),
+]
+
+
+def option_name(name: str) -> str:
+    """A parameter's name as it is written on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def chosen_options(**values: Any) -> dict[str, Any]:
+    """The options that the user gave a value; one that was left out is None, False or empty."""
+    # not `in (None, False)`: 0 equals False, and an option of 0 is to be checked, not ignored
+    return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+
+
+@dataclass(frozen=True)
+class FieldOption:
+    """An option that sets a field of a config value."""
+
+    key: str  # the field's name, after that of its table if it is in one: train.lr
+    parameter: Parameter
+    split: bool  # the text is a list with commas
+
+
+def field_options(
+    value: type[BaseModel], *names: str, panel: str | None = None, table: str = "", flags: Mapping[str, str] = {}
+) -> list[FieldOption]:
+    """Options for fields of a config value: type, default and help come from the field.
+
+    None stands for an option that was left out, so that the value itself has the only defaults and checks. A list of
+    texts, which may hold commas, is a repeatable option; any other list is written with commas.
+    """
+    options = []
+    for name in names:
+        field = value.model_fields[name]
+        kind = _plain_type(field.annotation)
+        texts, split = kind == tuple[str, ...], get_origin(kind) is tuple and kind != tuple[str, ...]
+        extra: Any = field.json_schema_extra or {}
+        text, default = field.description or "", field.default
+        if "(default:" not in text and not isinstance(default, bool) and default not in (None, "", ()):
+            text = f"{text} (default: {','.join(default) if isinstance(default, tuple) else default})"
+        flag = flags.get(name, option_name(name))
+        option = typer.Option(flag, help=text, metavar=extra.get("metavar"), rich_help_panel=panel)
+        annotation: Any = bool if kind is bool else (list[str] if texts else str if split else kind) | None
+        unset = False if kind is bool else None
+        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[annotation, option])
+        options.append(FieldOption(f"{table}.{name}" if table else name, parameter, split))
+    return options
+
+
+def _plain_type(annotation: Any) -> Any:
+    """A field's type without bounds, None and the choices of a literal, which the config value checks itself."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _plain_type(arguments[0])
+    if origin in (Union, UnionType):
+        (kind,) = (each for each in arguments if each is not type(None))
+        return _plain_type(kind)
+    if origin is Literal:
+        return str
+    texts = origin is tuple and get_origin(arguments[0]) is not Literal and _plain_type(arguments[0]) is str
+    return tuple[str, ...] if texts else annotation
+
+
+def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a parameter of a command by these options; the command gets a dict of those that have a value."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def call(**values: Any) -> None:
+            chosen = chosen_options(**{option.key: values.pop(option.parameter.name) for option in options})
+            for option in options:
+                if option.split and option.key in chosen:
+                    chosen[option.key] = chosen[option.key].split(",")
+            command(**values, **{parameter: chosen})
+
+        plain = signature(command, eval_str=True)
+        own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in plain.parameters.values()]
+        index = [each.name for each in own].index(parameter)
+        own[index : index + 1] = [option.parameter for option in options]
+        call.__signature__ = plain.replace(parameters=own)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+# Runs and their data
+
+
+def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
+    """Load runs onto a device and set the number of threads; small models are fastest with one."""
+    tune_allocator()
+    where = choose_device(device)
+    runs = [Run.load(path, where) for path in paths]
+    if threads is None and sum(run.model.size for run in runs) < SMALL:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return runs
+
+
+def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[Column, ...]) -> Source:
+    """The pairs in a file, or in two; the columns are those named, or those the run was trained with."""
+    if target is not None:
+        return Source((path, target))
+    return Source((path,), parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else of_run)
+
+
+@contextmanager
+def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads: int | None) -> Iterator[Engine]:
+    """An engine with as many processes as were asked for, or as pay off for so many inputs at a time."""
+    on_cpu = engine.scorer.device.type == "cpu"
+    if workers is None:
+        small = sum(model.size for model in engine.scorer.models) < SMALL
+        pays = inputs * engine.options.rows >= MANY and small and on_cpu and threads is None
+        workers = cores() if pays else 1
+    if workers == 1:
+        yield engine
+        return
+    if not on_cpu:
+        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {engine.scorer.device} use 1")
+    if threads is None:
+        torch.set_num_threads(max(1, cores() // workers))
+    from regard.decode.workers import WorkerPool  # only now: multiprocessing delays the start of every command
+
+    with WorkerPool(engine, workers, tune_allocator) as pool:
+        yield pool
+
+
+# Lines
 
 
 class InputLines:
@@ -94,27 +250,6 @@ class InputLines:
         return Request(row["source"], row.get("features"), prefix)
 
 
-@contextmanager
-def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads: int | None) -> Iterator[Engine]:
-    """An engine with as many processes as were asked for, or as pay off for so many inputs at a time."""
-    on_cpu = engine.scorer.device.type == "cpu"
-    if workers is None:
-        small = sum(model.size for model in engine.scorer.models) < SMALL
-        pays = inputs * engine.options.rows >= MANY and small and on_cpu and threads is None
-        workers = cores() if pays else 1
-    if workers == 1:
-        yield engine
-        return
-    if not on_cpu:
-        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {engine.scorer.device} use 1")
-    if threads is None:
-        torch.set_num_threads(max(1, cores() // workers))
-    from regard.decode.workers import WorkerPool  # only now: multiprocessing delays the start of every command
-
-    with WorkerPool(engine, workers, tune_allocator) as pool:
-        yield pool
-
-
 def _is_file(path: str) -> bool:
     try:
         return S_ISREG((os.fstat(sys.stdin.fileno()) if path == STDIN else os.stat(path)).st_mode)
@@ -157,59 +292,3 @@ def _available(lines: Iterator[Line], most: int) -> Iterator[list[Line]]:
             yield batch
     if end.error is not None:
         raise end.error
-
-
-LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window"), "images": ()}  # by what a task reads
-
-
-def print_labels(run: Run, file: str, options: Options, given: Collection[str], json: bool) -> None:
-    """Print the label of every line, or of every image; `given` are the names of the options that were given."""
-    supported = LABEL_OPTIONS[run.task.reads]
-    if unsupported := [option_name(name) for name in given if name not in supported]:
-        names = [option_name(name) for name in (*supported, "json", "threads", "device")]
-        raise UserError(
-            f"{', '.join(unsupported)}: {run.path} tells labels, for which there are {', '.join(names)} only"
-        )
-    if run.task.reads == "images":
-        _print_image_labels(run, file, json)
-    else:
-        _print_text_labels(run, file, options, json)
-
-
-def _print_image_labels(run: Run, file: str, json: bool) -> None:
-    from regard.data.images import read_images
-    from regard.decode.classify import classify_images
-
-    for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
-        if json:
-            out_json(answer.as_dict())
-        else:
-            out(one_line(answer.label))
-
-
-def _print_text_labels(run: Run, file: str, options: Options, json: bool) -> None:
-    from regard.decode.classify import Classification, classify_ids
-
-    empty = Classification("", {}, {"empty": "the text is empty"})
-    lines, number = InputLines(file, run.codec), 0
-    for batch in lines.batches(options.window):
-        rows = run.codec.encode_source([Example(request.source, features=request.features) for request in batch])
-        lines.note_unknown(batch, rows)
-        texts = [row for row, request in zip(rows, batch, strict=True) if request.source.strip()]
-        answers = iter(classify_ids(run, texts, options.batch_tokens, options.max_source))
-        for request in batch:
-            number += 1
-            answer = next(answers) if request.source.strip() else empty
-            lines.note_flags(number, answer.flags)
-            if json:
-                out_json({"source": request.source, **answer.as_dict()})
-            else:
-                out(one_line(answer.label))
-        flush()
-    for remark in lines.remarks():
-        message(remark)
-
-
-def one_line(text: str) -> str:
-    """Text whose line breaks are shown as blanks: a line in is a line out."""
-    return text.replace("\n", " ").replace("\r", " ")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from regard.cli.parameters import Device, RunPath, Threads, open_runs
+from regard.cli.input import Device, OneThread, RunPath, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
 from regard.errors import UserError, one_of
@@ -30,8 +30,7 @@ def command(
         str, typer.Argument(metavar="TEXT", help="The source, or an .npz of images; - reads one line of stdin.")
     ],
     target: Annotated[
-        str | None,
-        typer.Option(help="The output to look at, a continuation, or a label; by default the model's own output."),
+        str | None, typer.Option(help="An output, continuation or label to look at; by default the model's own output.")
     ] = None,
     go_on: Annotated[
         int, typer.Option("--continue", metavar="N", min=0, help="Tokens by which a language model goes on.")
@@ -45,8 +44,7 @@ def command(
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture that can be enlarged.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Draw on the terminal.")] = False,
     attention: Annotated[
-        str | None,
-        typer.Option(help="cross, encoder or decoder; by default the alignment.", rich_help_panel=SELECTION),
+        str | None, typer.Option(help="cross, encoder or decoder; by default the alignment.", rich_help_panel=SELECTION)
     ] = None,
     layer: Annotated[
         int | None, typer.Option(min=1, help="One layer of it; by default all.", rich_help_panel=SELECTION)
@@ -55,7 +53,7 @@ def command(
         int | None, typer.Option(min=1, help="One head of it; by default the mean.", rich_help_panel=SELECTION)
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses kept while the output is searched.")] = 5,
-    threads: Threads = 1,
+    threads: OneThread = 1,
     device: Device = "cpu",
 ) -> None:
     """Write the attention page of one example, a file for any browser.
@@ -88,7 +86,10 @@ def command(
     for note in traced.notes:
         message(note)
     for path in filter(None, (png, svg)):
-        _draw_picture(traced, path, attention, *selected)
+        if layer is None and (attention is not None or not traced.alignment):
+            save(draw_all_heads(traced, attention or traced.main_kind), path)
+        else:
+            save(draw_matrix(traced.matrix(attention, *selected)), path)
         message(f"{path}: written")
     if terminal:
         _draw_at_terminal(traced, attention, *selected)
@@ -108,14 +109,6 @@ def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
     traced = trace_image(run, pictures.images_NCHW[index], label, f"{Path(path).name}, {index}")
     message(", ".join(f"{name}: {text}" for name, text in traced.texts.items()))
     return traced
-
-
-def _draw_picture(traced: Trace, path: str, kind: str | None, layer: int | None, head: int | None) -> None:
-    if layer is None and (kind is not None or not traced.alignment):
-        figure = draw_all_heads(traced, kind or traced.main_kind)
-    else:
-        figure = draw_matrix(traced.matrix(kind, layer, head))
-    save(figure, path)
 
 
 def _draw_at_terminal(traced: Trace, kind: str | None, layer: int | None, head: int | None) -> None:

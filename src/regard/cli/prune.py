@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from regard.cli.parameters import Columns, Device, Json, RunPath, Strict, Target, Threads, open_runs, pairs_of
+from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
 from regard.cli.tables import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.errors import UserError, one_of
@@ -28,24 +28,19 @@ def command(
     new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
     data: Annotated[
         str,
-        typer.Option(
-            metavar="DATA",
-            help="To judge heads by and to tune on: a TSV of pairs; for a language model text, for images .npz.",
-        ),
+        typer.Option(metavar="DATA", help="To judge and tune by: pairs (TSV), text, or images (.npz), by the model."),
     ],
     target: Target = None,
     columns: Columns = None,
     valid: Annotated[
-        str | None, typer.Option(metavar="DATA", help="The same to measure on; by default a tenth of --data.")
+        str | None, typer.Option(metavar="DATA", help="To measure on. (default: a tenth of --data)")
     ] = None,
     heads: Annotated[
         str | None, typer.Option(metavar="AMOUNT", help="How many heads go: 0.4 or 40% of all, or a number like 12.")
     ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="All heads go that matter less than this (see regard heads).")
-    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="All heads go that matter less (see regard heads).")] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Judge the rest again after each head; slower and often better.")
+        bool, typer.Option("--greedy", help="Judge again after each head; slower, often better.")
     ] = False,
     by: Annotated[str, typer.Option(help="Judge by gradient, ablation, or gates (learned).")] = "gradient",
     tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Train for so many steps afterwards.")] = 0,
@@ -56,7 +51,7 @@ def command(
     ] = None,
     strict: Strict = False,
     json: Json = False,
-    threads: Threads = 1,
+    threads: OneThread = 1,
     device: Device = "cpu",
 ) -> None:
     """Remove heads for real: the new run is smaller and faster.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from regard.batch import windows
-from regard.cli.parameters import (
+from regard.cli.input import (
     Columns,
     Device,
     Json,

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.parameters import Set, field_options, with_options
+from regard.cli.input import Set, field_options, with_options
 from regard.errors import UserError
-from regard.recipe import Data, Recipe, Text, Train, changed_recipe, load_recipe
+from regard.presets import changed_recipe
+from regard.recipe import Data, Recipe, Text, Train, load_recipe
 from regard.training.fit import fit
 
 EXAMPLE = "regard train --data pairs.tsv --out runs/first --minutes 5"
@@ -40,9 +41,6 @@ def command(
 
     Without a recipe or options, tokens and model are chosen from the data; the choices are printed and saved. Options
     change a recipe, --set changes both. Paths, those in a recipe too, are relative to the current directory.
-
-    Tasks: pairs (source to target), lm (plain text, the next token), masked (plain text, masked tokens), span (plain
-    text, masked spans), classify (text to a label), image (picture to a label).
     """
     if out is None:
         raise UserError("--out RUN is missing: the directory that the run is written to")
