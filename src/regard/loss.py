@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from regard.batch import Batch
 from regard.model import Model
-from regard.nn.gates import expected_open
+from regard.nn.adapters import expected_open
 from regard.nn.transformer import SegmentMemory
 
 # Logits computed at once: few enough to stay in the CPU cache. A small model with a large vocabulary spends its time on

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from regard.config import Config
 from regard.nn.attention import Attention
+from regard.nn.block import ImageEmbedding, LmHeadTransform
 from regard.nn.cache import State
-from regard.nn.embedding import ImageEmbedding, LmHeadTransform
 from regard.nn.lsh import LSHAttention
-from regard.nn.matmul import Linear
+from regard.nn.primitives import Linear
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
 from regard.nn.transformer import SegmentMemory, Transformer

@@ -1,8 +1,10 @@
-"""The model families as config values. Only this module and `convert` know their names."""
+"""The model families as config values, read from presets.toml. Only these and `convert` know their names."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from regard.config import Config, parse
@@ -12,126 +14,6 @@ from regard.recipe import Recipe, assign, put, recipe_tables
 Table = dict[str, Any]
 
 
-def _sizes(layers: int, width: int, heads: int, ff: int, **more: Any) -> Table:
-    return {"layers": layers, "width": width, "heads": heads, "ff": ff, **more}
-
-
-def _seq2seq(both: Table, decoder: Table | None = None, **joined: Any) -> Table:
-    """An encoder-decoder with the same stack twice, but for what is changed in the decoder."""
-    return {"encoder": dict(both), "decoder": {**both, **(decoder or {})}, **joined}
-
-
-def _vocab(size: int) -> Table:
-    return {"source_vocab": size, "target_vocab": size}
-
-
-_BASE = _sizes(6, 512, 8, 2048, dropout=0.1)
-_SMALL_DATA: Table = {"norm_at": "pre", "position": "rotary"}
-_RECURRENT: Table = {"width": 256, "position": "none", "dropout": 0.2}
-_TINY = _sizes(4, 128, 4, 512, dropout=0.1, attention_dropout=0.0)
-
-# Devlin et al. 2019: an encoder that predicts masked tokens.
-_BERT = _sizes(12, 768, 12, 3072, activation="gelu", norm_eps=1e-12, embed_norm=True)
-_BERT |= {"position": "learned", "max_length": 512, "attention_dropout": 0.1}
-# Radford et al. 2019: a decoder alone, normalised before each sub-layer.
-_GPT = _sizes(12, 768, 12, 3072, activation="gelu_tanh", norm_at="pre")
-_GPT |= {"position": "learned", "max_length": 1024, "attention_dropout": 0.1}
-# Raffel et al. 2020: bucketed relative positions, RMS norm, no biases, unscaled scores.
-_T5 = _sizes(6, 512, 8, 2048, head_width=64, score="dot", norm="rms", norm_at="pre", norm_eps=1e-6, bias="none")
-_T5 |= {"position": "bucket", "ff_dropout": 0.1, "attention_dropout": 0.1}
-# Touvron et al. 2023: rotary positions, gated feed-forward, and in the large ones grouped-query attention.
-_LLAMA = _sizes(32, 4096, 32, 11008, activation="silu", gated=True, norm="rms", norm_at="pre", bias="none")
-_LLAMA |= {"position": "rotary", "dropout": 0.0}
-# Dai et al. 2019: relative positions and a memory of earlier segments.
-_XL = _sizes(12, 512, 8, 2048, bias="ff", position="relative", memory=512)
-# Kitaev et al. 2020: LSH attention in reversible layers.
-_REFORMER = _sizes(12, 1024, 8, 4096, mixer="lsh", norm_at="pre", norm_eps=1e-12, bias="ff", residual="reversible")
-_REFORMER |= {"position": "axial", "max_length": 65536, "axial": {"rows": 128, "columns": 512, "row_width": 256}}
-_REFORMER |= {"lsh": {"hashes": 4, "chunk": 64}}
-# Dosovitskiy et al. 2021: image patches read like tokens.
-_VIT = _sizes(12, 768, 12, 3072, activation="gelu", norm_at="pre", norm_eps=1e-12)
-_VIT |= {"position": "learned", "max_length": 197, "dropout": 0.0}
-
-_UNSCALED: Table = {"scale_embeddings": False}
-_UNTIED: Table = {"tie_output": False}
-_MASKED: Table = _UNSCALED | {"token_types": 2, "output": "transformed", "output_bias": True, "frame": "both"}
-_CAUSAL: Table = _UNSCALED | {"start": "eos", "frame": "none"}
-_LLAMA_HEAD: Table = _UNSCALED | _UNTIED | {"frame": "start"}
-_SHARED_FROM_PAD: Table = _UNSCALED | {"share_embeddings": True, "start": "pad"}
-_CLASSES: Table = _UNSCALED | {"output": "classes", "output_bias": True}
-
-PRESETS: dict[str, Table] = {
-    # Vaswani et al. 2017, Table 3. One vocabulary for source, target and LM head.
-    "transformer-base": _seq2seq(_BASE, share_embeddings=True),
-    "transformer-big": _seq2seq(_sizes(6, 1024, 16, 4096, dropout=0.3), share_embeddings=True),
-    # The same design for little data: normalised before each sub-layer, which trains without a long warm-up, and with
-    # rotary positions, which got further than sinusoids in the same number of steps (BENCHMARKS.md).
-    "transformer-small": _seq2seq(_sizes(4, 256, 4, 1024, dropout=0.2) | _SMALL_DATA),
-    "transformer-tiny": _seq2seq(_sizes(2, 128, 4, 512, dropout=0.1) | _SMALL_DATA),
-    # Bahdanau et al. 2015: additive score of the state before the step, whose input the context joins.
-    "rnn-bahdanau": _seq2seq(
-        _RECURRENT | {"mixer": "gru", "layers": 1, "score": "additive"},
-        decoder={"attend_first": True},
-        **_UNSCALED,
-        **_UNTIED,
-    ),
-    # Luong et al. 2015: general score of the state after the step, with input feeding.
-    "rnn-luong": _seq2seq(
-        _RECURRENT | {"mixer": "lstm", "layers": 2, "score": "general"}, decoder={"input_feeding": True}, **_UNSCALED
-    ),
-    # Junczys-Dowmunt et al. 2018, as its translation models are published.
-    "marian": _seq2seq(
-        _BASE | {"activation": "silu", "position": "sinusoid_halves"},
-        share_embeddings=True,
-        output_bias=True,
-        start="pad",
-        **_vocab(58101),
-    ),
-    "bert-base": {"encoder": _BERT, **_MASKED, **_vocab(30522)},
-    "bert-large": {"encoder": _BERT | _sizes(24, 1024, 16, 4096), **_MASKED, **_vocab(30522)},
-    "bert-tiny": {"encoder": _BERT | _TINY, **_MASKED},
-    "gpt2": {"decoder": _GPT, **_CAUSAL, **_vocab(50257)},
-    "gpt-tiny": {"decoder": _GPT | _TINY | {"max_length": 256}, **_CAUSAL},
-    "t5-small": _seq2seq(_T5, **_SHARED_FROM_PAD, **_vocab(32128)),
-    "t5-base": _seq2seq(_T5 | _sizes(12, 768, 12, 3072), **_SHARED_FROM_PAD, **_vocab(32128)),
-    "t5-v1.1-small": _seq2seq(
-        _T5 | _sizes(8, 512, 6, 1024, activation="gelu_tanh", gated=True),
-        **_SHARED_FROM_PAD,
-        **_UNTIED,
-        **_vocab(32128),
-    ),
-    "t5-tiny": _seq2seq(_T5 | _TINY | {"head_width": 32}, **_SHARED_FROM_PAD),
-    "llama-2-7b": {"decoder": _LLAMA, **_LLAMA_HEAD, **_vocab(32000)},
-    "llama-2-70b": {"decoder": _LLAMA | _sizes(80, 8192, 64, 28672, kv_heads=8), **_LLAMA_HEAD, **_vocab(32000)},
-    "llama-3-8b": {
-        "decoder": _LLAMA | {"kv_heads": 8, "ff": 14336, "rotary": {"base": 500000.0}},
-        **_LLAMA_HEAD,
-        **_vocab(128256),
-    },
-    "llama-tiny": {"decoder": _LLAMA | _TINY | {"ff": 344}, **_CAUSAL},
-    "transformer-xl": {"decoder": _XL, "start": "eos", "frame": "none", **_vocab(204)},
-    "xl-tiny": {"decoder": _XL | _TINY | {"memory": 128}, "start": "eos", "frame": "none"},
-    "reformer": {"decoder": _REFORMER, **_CAUSAL, **_UNTIED, **_vocab(258)},
-    "reformer-tiny": {
-        "decoder": _REFORMER | _TINY | {"axial": {"rows": 128, "columns": 256, "row_width": 64}, "max_length": 32768},
-        **_CAUSAL,
-        **_UNTIED,
-    },
-    "vit-base": {
-        "encoder": _VIT,
-        "patches": {"height": 224, "width": 224, "channels": 3, "size": 16},
-        "classes": 1000,
-        **_CLASSES,
-    },
-    "vit-tiny": {
-        "encoder": _VIT | _TINY | {"max_length": 17},
-        "patches": {"height": 8, "width": 8, "channels": 1, "size": 2},
-        "classes": 10,
-        **_CLASSES,
-    },
-}
-
-
 def merge(base: Table, changes: Table) -> Table:
     """Tables with `changes` laid over `base`, nested ones likewise."""
     merged = dict(base)
@@ -139,6 +21,23 @@ def merge(base: Table, changes: Table) -> Table:
         old = merged.get(key)
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _load_presets() -> dict[str, Table]:
+    """The tables of presets.toml, without its keys `like`, `both` and `vocab`, which are explained there."""
+    presets: dict[str, Table] = {}
+    for name, table in tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")).items():
+        base = presets[table.pop("like")] if "like" in table else {}
+        values = {key: value for key, value in base.items() if key not in ("source_vocab", "target_vocab")}
+        if both := table.pop("both", None):
+            values = merge(values, {"encoder": both, "decoder": both})
+        if vocab := table.pop("vocab", None):
+            values |= {"source_vocab": vocab, "target_vocab": vocab}
+        presets[name] = merge(values, table)
+    return presets
+
+
+PRESETS = _load_presets()
 
 
 def applicable_changes(base: Table, changes: Table) -> Table:

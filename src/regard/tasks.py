@@ -6,7 +6,7 @@ What a task does at a higher layer (make batches, validate, answer, evaluate) is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,18 @@ Reads = Literal["pairs", "labelled", "text", "images"]
 CONTEXT = 256  # tokens of plain text in a row of a batch
 
 
-@dataclass(frozen=True, kw_only=True)
+BOTH = ("encoder", "decoder")
+
+# Defaults of [train] that differ from those of pairs.
+_TRAIN: Mapping[Reads, Mapping[str, Any]] = {
+    "pairs": {},
+    "labelled": {"label_smoothing": 0.0},
+    "text": {"label_smoothing": 0.0, "context": CONTEXT},
+    "images": {"label_smoothing": 0.0, "batch_examples": 64},
+}
+
+
+@dataclass(frozen=True)
 class Task:
     """The facts of a task."""
 
@@ -29,10 +40,13 @@ class Task:
     stacks: tuple[str, ...]  # that its model has
     preset: str | None  # the default; None: chosen by the amount of data
     metrics: tuple[str, ...]  # of validation; the first is the default
-    evaluation: tuple[str, ...] = ()  # of `regard evaluate`; empty: chosen by the references
+    evaluation: tuple[str, ...] = ()  # metrics of `regard evaluate`; empty: chosen by the references
     frame: Frame = "end"  # special tokens around a text
     start: Literal["sos", "eos"] = "sos"  # the token before the first that is predicted
-    train: Mapping[str, Any] = field(default_factory=dict)  # defaults of [train] that differ from those of pairs
+
+    @property
+    def train(self) -> Mapping[str, Any]:
+        return _TRAIN[self.reads]
 
     @property
     def plain_text(self) -> bool:
@@ -48,85 +62,22 @@ class Task:
         return self.stacks == BOTH
 
 
-BOTH = ("encoder", "decoder")
-_TEXT: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "context": CONTEXT})
-_LABELS: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0})
-
-TASKS: Mapping[str, Task] = MappingProxyType(
-    {
-        task.name: task
-        for task in (
-            Task(
-                name="pairs",
-                summary="source to target",
-                model="an encoder-decoder for pairs",
-                reads="pairs",
-                stacks=BOTH,
-                preset=None,
-                metrics=("loss", "accuracy", "wer", "per", "bleu", "chrf"),
-            ),
-            Task(
-                name="lm",
-                summary="plain text, the next token (causal LM)",
-                model="a language model",
-                reads="text",
-                stacks=("decoder",),
-                preset="llama-tiny",
-                metrics=("loss",),
-                evaluation=("perplexity", "bits_per_char", "loss"),
-                frame="none",
-                start="eos",  # a text begins after the end of another
-                train=_TEXT,
-            ),
-            Task(
-                name="masked",
-                summary="plain text, masked tokens",
-                model="a masked language model",
-                reads="text",
-                stacks=("encoder",),
-                preset="bert-tiny",
-                metrics=("loss", "accuracy"),
-                evaluation=("accuracy", "pseudo_perplexity", "loss"),
-                frame="both",
-                train=_TEXT,
-            ),
-            Task(
-                name="span",
-                summary="plain text, masked spans (span corruption)",
-                model="a model trained by span corruption",
-                reads="text",
-                stacks=BOTH,
-                preset="t5-tiny",
-                metrics=("loss",),
-                evaluation=("accuracy", "perplexity", "loss"),
-                train=_TEXT,
-            ),
-            Task(
-                name="classify",
-                summary="text to a label",
-                model="a text classifier",
-                reads="labelled",
-                stacks=("encoder",),
-                preset="bert-tiny",
-                metrics=("accuracy", "loss"),
-                evaluation=("accuracy",),
-                frame="both",
-                train=_LABELS,
-            ),
-            Task(
-                name="image",
-                summary="image to a label",
-                model="an image classifier",
-                reads="images",
-                stacks=("encoder",),
-                preset="vit-tiny",
-                metrics=("accuracy", "loss"),
-                evaluation=("accuracy",),
-                train=MappingProxyType({**_LABELS, "batch_examples": 64}),
-            ),
-        )
-    }
-)
+_TASKS = (
+    Task("pairs", "source to target", "an encoder-decoder for pairs", "pairs", BOTH, None,
+         metrics=("loss", "accuracy", "wer", "per", "bleu", "chrf")),
+    Task("lm", "plain text, the next token (causal LM)", "a language model", "text", ("decoder",), "llama-tiny",
+         metrics=("loss",), evaluation=("perplexity", "bits_per_char", "loss"), frame="none",
+         start="eos"),  # a text begins after the end of another
+    Task("masked", "plain text, masked tokens", "a masked language model", "text", ("encoder",), "bert-tiny",
+         metrics=("loss", "accuracy"), evaluation=("accuracy", "pseudo_perplexity", "loss"), frame="both"),
+    Task("span", "plain text, masked spans (span corruption)", "a model trained by span corruption", "text", BOTH,
+         preset="t5-tiny", metrics=("loss",), evaluation=("accuracy", "perplexity", "loss")),
+    Task("classify", "text to a label", "a text classifier", "labelled", ("encoder",), "bert-tiny",
+         metrics=("accuracy", "loss"), evaluation=("accuracy",), frame="both"),
+    Task("image", "image to a label", "an image classifier", "images", ("encoder",), "vit-tiny",
+         metrics=("accuracy", "loss"), evaluation=("accuracy",)),
+)  # fmt: skip
+TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in _TASKS})
 assert tuple(TASKS) == get_args(TaskName)
 
 

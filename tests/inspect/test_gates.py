@@ -4,7 +4,7 @@ import torch
 
 from regard.inspect.inputs import pair_batches
 from regard.model import Model
-from regard.nn.gates import head_gates
+from regard.nn.adapters import head_gates
 from regard.training.tune import learn_gates
 
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]

@@ -12,7 +12,7 @@ from regard.decode.generate import generate
 from regard.errors import UserError
 from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.model import Model
-from regard.nn.gates import head_gates
+from regard.nn.adapters import head_gates
 from regard.presets import preset
 from regard.recipe import load_recipe
 from regard.run import Run, weights_of

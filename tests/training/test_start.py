@@ -13,7 +13,7 @@ from test_resume import At, result, send
 from test_tasks import labelled_file, tables, train
 
 from regard.errors import UserError
-from regard.nn.lora import add_adapters
+from regard.nn.adapters import add_adapters
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run, saved_recipe, weights_of
 from regard.training.fit import fit

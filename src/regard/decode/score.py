@@ -24,7 +24,7 @@ from regard.decode.scorer import Scorer
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.attention import Relative
-from regard.nn.matmul import use_matmuls
+from regard.nn.primitives import use_matmuls
 from regard.nn.transformer import SegmentMemory, Transformer
 from regard.recipe import Recipe, Train
 from regard.run import RECIPE, Run, saved_recipe

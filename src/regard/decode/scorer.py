@@ -14,7 +14,7 @@ from regard.decode.request import SearchInput
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State
-from regard.nn.matmul import packed_matmuls, use_matmuls
+from regard.nn.primitives import packed_matmuls, use_matmuls
 
 States = tuple[State, ...]  # one per model
 

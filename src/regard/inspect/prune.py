@@ -16,8 +16,8 @@ from regard.errors import UserError
 from regard.files import replace_file
 from regard.inspect.importance import Criterion, HeadGroups, HeadKey, rank_heads
 from regard.model import Model, kind_and_layer
+from regard.nn.adapters import add_gates
 from regard.nn.attention import Attention
-from regard.nn.gates import add_gates
 from regard.nn.reversible import ReversibleBlock
 from regard.run import WEIGHTS, Run
 

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from regard.config import Stack
 from regard.nn.cache import KV, CrossCache
-from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
-from regard.nn.matmul import Linear
 from regard.nn.position import Position, sinusoid
+from regard.nn.primitives import Dropout, Linear
 from regard.nn.score import make_score
 
 

@@ -1,4 +1,7 @@
-"""A Transformer layer: self-attention, cross-attention to a source, feed-forward, each with residual and norm."""
+"""A Transformer layer: self-attention, cross-attention to a source, feed-forward, each with residual and norm.
+
+Beside it, layers of an encoder alone: image patches as embeddings, and the transform before the LM head.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.config import Activation, Stack
+from regard.config import Activation, PatchConfig, Stack
 from regard.nn.attention import Attention, AttentionMask
 from regard.nn.cache import KV
-from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
 from regard.nn.lsh import LSHAttention
-from regard.nn.matmul import Linear
 from regard.nn.position import NO_POSITION, Position
+from regard.nn.primitives import Dropout, Linear
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -126,3 +128,35 @@ class Block(nn.Module):
         """KV of earlier inputs of this layer."""
         residual = self.attention_residual
         return self.attention.project_kv(residual.norm(x_BPD) if residual.pre else x_BPD, pos_BP, position)
+
+
+class ImageEmbedding(nn.Module):
+    """Patch embeddings of an image, after a trained class token."""
+
+    def __init__(self, patches: PatchConfig, width: int) -> None:
+        super().__init__()
+        self.patches = patches
+        self.project = Linear(patches.channels * patches.size**2, width)
+        self.first = nn.Parameter(torch.zeros(width))  # the class token
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        """-> (B, 1 + patches, width), patches row by row."""
+        size = self.patches.size
+        patches_BCYXyx = image_BCHW.unfold(2, size, size).unfold(3, size, size)
+        patches_BSP = patches_BCYXyx.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        x_BSD: Tensor = self.project(patches_BSP)
+        return torch.cat((self.first.expand(len(x_BSD), 1, -1), x_BSD), dim=1)
+
+
+class LmHeadTransform(nn.Module):
+    """The layer before the LM head of a masked language model: norm(act(W x))."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.dense = Linear(stack.out_width, stack.out_width)
+        self.act = ACTIVATIONS[stack.activation]
+        self.norm = make_norm(stack, stack.out_width)
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.act(self.dense(x_D)))
+        return out

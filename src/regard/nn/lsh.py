@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from regard.config import Stack
 from regard.nn.attention import AttentionMask, masked_softmax
 from regard.nn.cache import KV
-from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
-from regard.nn.matmul import Linear
 from regard.nn.position import Position
+from regard.nn.primitives import Dropout, Linear
 
 # A query, being its own key, would always score itself highest, so it attends to itself only where it has no other key:
 # SELF is below every score, and MASKED is below SELF. Powers of two multiply without rounding.

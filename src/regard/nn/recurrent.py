@@ -9,10 +9,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from regard.config import Stack
 from regard.nn.attention import Attention, source_mask
 from regard.nn.cache import CrossCache, EncoderOutput, LayerState, State
-from regard.nn.dropout import Dropout
 from regard.nn.hooks import Tap
-from regard.nn.matmul import Linear
 from regard.nn.position import NO_POSITION
+from regard.nn.primitives import Dropout, Linear
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from regard.nn.attention import AttentionMask
 from regard.nn.block import Block
 from regard.nn.cache import KV
-from regard.nn.dropout import Dropout
 from regard.nn.lsh import LSHAttention, SortOrder
 from regard.nn.position import Position
+from regard.nn.primitives import Dropout
 
 
 class ReversibleBlock(Block):
@@ -157,5 +157,5 @@ class RandomState(NamedTuple):
             return cls(generator.get_state, generator.set_state)
         for part in module.modules():
             if isinstance(part, Dropout) and part.pool is not None:
-                return cls(part.pool.get_state, part.pool.set_state)
+                return cls(part.pool.offsets.getstate, part.pool.offsets.setstate)
         return cls(torch.get_rng_state, torch.set_rng_state)

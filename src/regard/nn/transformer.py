@@ -11,8 +11,8 @@ from regard.config import Stack
 from regard.nn.attention import AttentionMask, source_mask
 from regard.nn.block import Block, make_norm
 from regard.nn.cache import KV, CrossCache, EncoderOutput, PrefixTree, State
-from regard.nn.dropout import Dropout
 from regard.nn.position import NO_POSITION, make_position
+from regard.nn.primitives import Dropout
 from regard.nn.reversible import ReversibleBlock, run_reversible
 
 SegmentMemory = tuple[Tensor, ...]  # the inputs of each layer for the last tokens of earlier segments

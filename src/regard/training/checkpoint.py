@@ -20,8 +20,7 @@ from regard.config import parse
 from regard.errors import UserError
 from regard.files import read_json, replace_directory, write_json
 from regard.metrics import LOWER_IS_BETTER
-from regard.nn.gates import fold_gates
-from regard.nn.lora import merge_adapters
+from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
 from regard.training.step import Stepper, optimizer_tensors, restore_optimizer
 

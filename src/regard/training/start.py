@@ -17,7 +17,7 @@ from regard.errors import UserError, closest
 from regard.files import read_json, replace_file, to_toml, write_json
 from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.model import Model, on_meta
-from regard.nn.lora import adaptable_layers, add_adapters
+from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
 from regard.tasks import TASKS

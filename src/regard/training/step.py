@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from regard.batch import Batch
 from regard.loss import Loss, Objective
 from regard.model import Model
-from regard.nn.dropout import MaskPool, use_pool
-from regard.nn.gates import LR_FACTOR, head_gates
-from regard.nn.matmul import bf16_matmuls, use_matmuls
+from regard.nn.adapters import LR_FACTOR, head_gates
+from regard.nn.primitives import MaskPool, bf16_matmuls, use_matmuls, use_pool
 from regard.recipe import Train
 from regard.run import weights_of
 from regard.training.distributed import GradientAllReduce, ProcessGroup, broadcast_weights

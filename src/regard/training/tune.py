@@ -41,8 +41,8 @@ from regard.inspect.prune import (
 from regard.loss import Loss, Objective
 from regard.metrics import LOWER_IS_BETTER
 from regard.model import Model
-from regard.nn.dropout import use_pool
-from regard.nn.gates import add_gates, head_gates, remove_gates
+from regard.nn.adapters import add_gates, head_gates, remove_gates
+from regard.nn.primitives import use_pool
 from regard.recipe import Train
 from regard.run import Run
 from regard.text.codec import Example

@@ -1,12 +1,17 @@
-"""The linear layer, and other ways to compute its product: in bfloat16, or with weights packed for oneDNN.
+"""Linear and Dropout, with their fast paths on a CPU: products in bfloat16 or with packed weights, pooled masks.
 
 torch's autocast leaves every product in bfloat16, so that each sum, norm and dropout converts it back; on a CPU that
 eats up the gain. Here only the matrix products are in bfloat16, and what lies between those of a feed-forward layer.
+
+New random numbers for every dropout cost a small model much of its training step on a CPU. Slices of a pool of masks,
+at random offsets, cost almost nothing. The pool is a pure function of (seed, step): a resumed run drops what the
+uninterrupted one would have dropped.
 """
 
 from __future__ import annotations
 
 import platform
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -95,11 +100,10 @@ def linears(*models: nn.Module) -> list[Linear]:
 
 def _can_be_packed(linear: Linear) -> bool:
     weight = linear.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < MIN_ELEMENTS:
+        return False
     supported = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
-    supported = supported and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return (
-        supported and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_ELEMENTS
-    )
+    return supported and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _bf16_matmul(linear: Linear) -> Matmul:
@@ -123,3 +127,64 @@ def _packed_matmul(linear: Linear) -> Matmul:
         return out
 
     return matmul
+
+
+class MaskPool:
+    """Dropout masks of one process, drawn again from (seed, step) every `renew` steps."""
+
+    def __init__(self, seed: int, size: int = 1 << 22, renew: int = 64) -> None:
+        self.seed, self.size, self.renew = seed, size, renew
+        self.offsets = random.Random(seed)  # within a step, equal offsets give equal masks
+        self._masks: dict[float, Tensor] = {}
+        self._drawn_for = -1
+
+    def begin(self, step: int) -> None:
+        """Enter a training step: its masks depend only on (seed, step) and the order of calls."""
+        self.offsets.seed(f"{self.seed} {step}")
+        if step // self.renew != self._drawn_for:
+            self._drawn_for = step // self.renew
+            self._masks.clear()
+
+    def mask(self, like: Tensor, rate: float) -> Tensor:
+        """A mask of `like`'s shape: zero with probability `rate`, else 1 / (1 - rate)."""
+        count, most = like.numel(), self.size // 2
+        pieces = [self._piece(min(most, count - start), rate) for start in range(0, count, most)]
+        mask = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return mask.view(like.shape).to(like.dtype)
+
+    def _piece(self, count: int, rate: float) -> Tensor:
+        masks = self._masks.get(rate)
+        if masks is None:
+            # The seed includes the rate, or masks of two rates would drop the same elements.
+            draws = torch.Generator().manual_seed(hash((self.seed, self._drawn_for, rate)) & (2**63 - 1))
+            keep = torch.rand(self.size, generator=draws) >= rate
+            masks = self._masks[rate] = keep.to(torch.float32).div_(1 - rate)
+        start = self.offsets.randrange(self.size - count)
+        return masks[start : start + count]
+
+
+class Dropout(nn.Module):
+    """Dropout with torch's random numbers, or with masks from a pool after `use_pool`."""
+
+    pool: MaskPool | None = None
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        if self.pool is None or not x.is_cpu:
+            return F.dropout(x, self.rate)
+        return x * self.pool.mask(x, self.rate)
+
+    def extra_repr(self) -> str:
+        return f"{self.rate}"
+
+
+def use_pool(model: nn.Module, pool: MaskPool | None) -> None:
+    """Let every dropout of a model take its masks from `pool`."""
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.pool = pool

@@ -1,0 +1,149 @@
+"""LoRA adapters and head gates: they change nothing at first, and merged or folded weights give an equal model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard.model import Model
+from regard.nn.adapters import (
+    INITIAL_LOG_ODDS,
+    HeadGate,
+    LoraLinear,
+    add_adapters,
+    add_gates,
+    expected_open,
+    fold_gates,
+    head_gates,
+    merge_adapters,
+    remove_gates,
+)
+from regard.presets import preset
+from regard.run import weights_of
+
+ON = ("attention", "cross", "feed_forward")
+TINY = {"layers": 2, "width": 16, "heads": 2, "ff": 24, "dropout": 0.0}
+
+
+def tiny(name: str = "transformer-tiny") -> Model:
+    torch.manual_seed(1)
+    return Model(preset(name, 20, changes={"encoder": TINY, "decoder": TINY})).double().eval()
+
+
+def outputs(model: Model) -> torch.Tensor:
+    tokens = torch.arange(24).view(2, 12) % 20
+    with torch.no_grad():
+        return model(tokens, None, tokens) if model.config.encoder else model(tokens[:, :0], None, tokens)
+
+
+def stir(model: Model) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+@pytest.mark.parametrize("name", ["transformer-tiny", "llama-tiny", "t5-tiny"])
+def test_merged_weights_say_what_adapters_say(name: str) -> None:
+    model, plain = tiny(name), tiny(name)
+    layers = add_adapters(model, rank=3, alpha=6.0, on=ON)
+    assert torch.equal(outputs(model), outputs(plain))  # a new adapter changes nothing
+    stir(model)
+    before = outputs(plain)
+    weights, adapters = merge_adapters(model, weights_of(model))
+    assert weights.keys() == weights_of(plain).keys()
+    assert set(adapters) == {f"{layer}.lora_{part}" for layer in layers for part in ("up", "down")}
+    plain.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(outputs(plain), outputs(model), rtol=1e-9, atol=1e-9)
+    assert (outputs(plain) - before).abs().max() > 0.1
+
+
+def test_every_matrix_of_the_parts_named_and_no_other() -> None:
+    model = tiny()
+    layers = add_adapters(model, 2, 4.0, ON)
+    assert len(layers) == 2 * (3 + 2) + 2 * (3 + 3 + 2)
+    assert "decoder.blocks.1.cross.key_value" in layers and "encoder.blocks.0.feed_forward.up" in layers
+    assert all(isinstance(model.get_submodule(layer), LoraLinear) for layer in layers)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{layer}.{part}" for layer in layers for part in ("lora_up", "lora_down")}
+    assert add_adapters(tiny(), 2, 4.0, ("cross",)) == [layer for layer in layers if ".cross." in layer]
+    assert add_adapters(tiny(), 2, 4.0, ("crossing",)) == []
+
+
+def test_gradients_reach_the_adapters_alone() -> None:
+    model = tiny()
+    add_adapters(model, 2, 4.0, ON)
+    tokens = torch.arange(12).view(2, 6)
+    model(tokens, None, tokens).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("lora" in name), name
+
+
+def test_without_adapters_nothing_is_merged() -> None:
+    weights, adapters = merge_adapters(tiny(), weights_of(tiny()))
+    assert not adapters and all(torch.equal(x, weights_of(tiny())[name]) for name, x in weights.items())
+
+
+SOURCE, INPUT = torch.tensor([[4, 5, 6, 3]]), torch.tensor([[2, 7, 8]])
+STACK = {"layers": 2, "width": 16, "heads": 4, "ff": 32, "dropout": 0.0}
+
+
+def made() -> Model:
+    torch.manual_seed(0)
+    changes = {stack: STACK for stack in ("encoder", "decoder")}
+    return Model(preset("transformer-tiny", 12, changes=changes)).eval()
+
+
+@torch.no_grad()
+def test_open_gates_change_nothing_and_closed_ones_ablate() -> None:
+    model = made()
+    plain = model(SOURCE, None, INPUT)
+    add_gates(model)
+    gates = head_gates(model)
+    assert len(gates) == 6 and all(torch.all(part.odds == INITIAL_LOG_ODDS) for part in gates.values())
+    for part in gates.values():
+        part.odds.fill_(9.0)
+    assert torch.allclose(model(SOURCE, None, INPUT), plain, atol=1e-6)
+    gates["decoder.blocks.1.cross"].odds[2] = -9.0
+    closed = model(SOURCE, None, INPUT)
+    remove_gates(model)
+    model.get_parameter("decoder.blocks.1.cross.out.weight")[:, 8:12] = 0.0
+    assert torch.allclose(model(SOURCE, None, INPUT), closed, atol=1e-6) and not head_gates(model)
+
+
+def test_sampled_gates_are_often_exactly_open_or_closed_and_have_gradients() -> None:
+    torch.manual_seed(0)
+    part = HeadGate(20_000, torch.device("cpu")).train()
+    with torch.no_grad():
+        part.odds.zero_()
+    drawn_H = part(torch.ones(1, 20_000, 1, 1)).flatten()
+    assert drawn_H.min() >= 0 and drawn_H.max() <= 1
+    closed, open_ = float((drawn_H == 0).float().mean()), float((drawn_H == 1).float().mean())
+    assert 0.2 < closed < 0.4 and abs(closed - open_) < 0.03
+    drawn_H.sum().backward()
+    assert part.odds.grad is not None and (part.odds.grad > 0).any()
+
+
+@pytest.mark.parametrize("value", [-2.0, 0.0, 2.0])
+def test_the_expected_share_is_the_observed_one(value: float) -> None:
+    torch.manual_seed(0)
+    model = made()
+    add_gates(model)
+    part = HeadGate(50_000, torch.device("cpu")).train()
+    with torch.no_grad():
+        for each in (part, *head_gates(model).values()):
+            each.odds.fill_(value)
+        seen = float((part(torch.ones(1, 50_000, 1, 1)) > 0).float().mean())
+    assert float(expected_open(model).detach()) == pytest.approx(seen, abs=0.01)
+
+
+@torch.no_grad()
+def test_folded_gates_say_the_same() -> None:
+    model, plain = made(), made()
+    add_gates(model)
+    for part in head_gates(model).values():
+        part.odds.copy_(torch.randn(4) * 3)
+    folded = fold_gates(model, weights_of(model))
+    assert set(folded) == set(weights_of(plain))
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(folded[name])
+    assert torch.allclose(model(SOURCE, None, INPUT), plain(SOURCE, None, INPUT), atol=1e-6)

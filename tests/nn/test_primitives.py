@@ -1,0 +1,237 @@
+"""Products in bfloat16 and with packed weights, which leave the model as it was; dropout and its pool of masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regard.config import Stack
+from regard.nn import primitives
+from regard.nn.adapters import LoraLinear
+from regard.nn.block import FeedForward
+from regard.nn.primitives import Dropout, Linear, MaskPool, bf16_matmuls, linears, packed_matmuls, use_matmuls, use_pool
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.detach().bfloat16().double().requires_grad_()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (0, 24), (1, 24)])
+def test_bf16_value_and_gradients(shape: tuple[int, ...], bias: bool) -> None:
+    linear, x, pull = Linear(24, 10, bias=bias), torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 10)
+    with use_matmuls(bf16_matmuls(linear)):
+        y = linear(x)
+    (y * pull).sum().backward()
+    exact_x, exact_weight = rounded(x), rounded(linear.weight)
+    exact = exact_x @ exact_weight.T + (linear.bias.detach().bfloat16().double() if bias else 0)
+    (exact * pull.bfloat16()).sum().backward()
+    assert y.dtype == x.grad.dtype == linear.weight.grad.dtype == torch.float32
+    for ours, theirs in ((y, exact), (x.grad, exact_x.grad), (linear.weight.grad, exact_weight.grad)):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-2, rtol=2**-7)  # the result is rounded too
+    if bias:
+        torch.testing.assert_close(linear.bias.grad, pull.flatten(0, -2).sum(0))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_feed_forward_layer_stays_in_bf16_inside(gated: bool) -> None:
+    layer, seen = FeedForward(Stack(width=16, ff=64, heads=2, gated=gated)), []
+    layer.neurons.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    wide = layer(x)
+    (expected,) = torch.autograd.grad(wide.square().sum(), x)
+    with use_matmuls(bf16_matmuls(layer)):
+        narrow = layer(x)
+    (found,) = torch.autograd.grad(narrow.square().sum(), x)
+    assert seen == [torch.float32, torch.bfloat16]
+    assert narrow.dtype == found.dtype == torch.float32
+    torch.testing.assert_close(narrow, wide, atol=0.02, rtol=0.02)
+    assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    linear = Linear(8, 4).requires_grad_(False)
+    x = torch.randn(3, 8, requires_grad=True)
+    with use_matmuls(bf16_matmuls(linear)):
+        linear(x).sum().backward()
+    assert x.grad is not None
+    assert linear.weight.grad is None
+    assert linear.bias.grad is None
+
+
+def test_a_shared_layer_counts_once_and_others_are_left_alone() -> None:
+    shared = Linear(4, 4)
+    adapted = LoraLinear(Linear(4, 4), rank=2, alpha=4.0)
+    assert linears(nn.Sequential(shared, nn.ReLU(), adapted), nn.Sequential(shared)) == [shared]
+
+
+def test_an_error_in_bf16_restores_the_layer() -> None:
+    linear = Linear(4, 4)
+    with pytest.raises(RuntimeError), use_matmuls(bf16_matmuls(linear)):
+        linear(torch.randn(3, 5))
+    assert linear.matmul is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 256), (5, 256), (2, 3, 256), (0, 256)])
+def test_packed_weights_give_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool
+) -> None:
+    model, x = nn.Sequential(Linear(256, 300, bias=bias), Linear(300, 7)), torch.randn(shape)
+    with torch.inference_mode():
+        expected = model(x)
+        for work in (0, primitives.MIN_WORK):  # always, and where it pays
+            monkeypatch.setattr(primitives, "MIN_WORK", work)
+            with use_matmuls(packed_matmuls([model])):
+                torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+    assert model[0].matmul is None
+
+
+def test_forward_hooks_run_with_packed_weights() -> None:
+    model, seen = Linear(512, 512), []
+    model.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    with torch.inference_mode(), use_matmuls(packed_matmuls([model])):
+        model(torch.randn(4, 512))
+    assert seen == [(4, 512)]
+
+
+def test_an_error_with_packed_weights_restores_the_layer() -> None:
+    model = Linear(512, 512)
+    with pytest.raises(RuntimeError), use_matmuls(packed_matmuls([model])):
+        model(torch.randn(4, 511))
+    assert model.matmul is None
+
+
+def test_bf16_is_each_matrix_and_input_rounded() -> None:
+    model, x = nn.Sequential(Linear(64, 32), Linear(32, 7, bias=False)), torch.randn(2, 3, 64)
+    with torch.inference_mode():
+        with use_matmuls(packed_matmuls([model], bf16=True)):
+            narrow = model(x)
+        inner = F.linear(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
+        assert narrow.dtype == torch.float32
+        assert torch.equal(narrow, F.linear(inner, model[1].weight.bfloat16()).float())
+
+
+def pooled(rate: float, pool: MaskPool) -> Dropout:
+    dropout = Dropout(rate)
+    use_pool(dropout, pool)
+    return dropout
+
+
+def test_a_step_drops_what_its_seed_and_number_say() -> None:
+    """A pool that did other work before gives, from `begin` on, what a fresh one gives."""
+    used, fresh, x = MaskPool(7, size=1000, renew=4), MaskPool(7, size=1000, renew=4), torch.ones(3, 5)
+    for step in (0, 1, 5, 9):
+        used.begin(step)
+        used.mask(x, 0.3)
+        used.mask(torch.ones(40), 0.5)
+    for step in (9, 2):
+        used.begin(step)
+        fresh.begin(step)
+        for rate in (0.5, 0.3, 0.5):
+            assert torch.equal(used.mask(x, rate), fresh.mask(x, rate))
+
+
+def test_a_large_tensor_does_not_change_later_steps() -> None:
+    """A resumed run skips the long batches before it, and still drops the same."""
+    uninterrupted, resumed, x = MaskPool(1, size=100), MaskPool(1, size=100), torch.ones(10)
+    uninterrupted.begin(0)
+    uninterrupted.mask(torch.ones(500), 0.5)
+    for pool in (uninterrupted, resumed):
+        pool.begin(1)
+    assert torch.equal(uninterrupted.mask(x, 0.5), resumed.mask(x, 0.5))
+
+
+def test_a_step_with_a_large_tensor_can_be_repeated() -> None:
+    pool, masks = MaskPool(3, size=100), []
+    for _ in range(2):
+        pool.begin(5)
+        masks.append([pool.mask(torch.ones(n), 0.5) for n in (10, 400, 10)])
+    assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 18])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_share_and_mean(rate: float, size: int) -> None:
+    """Within five standard deviations of as many draws as there are, also for a tensor larger than the pool."""
+    pool = MaskPool(2, size=size)
+    pool.begin(0)
+    mask = pool.mask(torch.ones(100, 300), rate)
+    deviation = (rate * (1 - rate) / min(mask.numel(), size)) ** 0.5
+    assert abs((mask == 0).float().mean().item() - rate) < 5 * deviation
+    assert abs(mask.mean().item() - 1) < 5 * deviation / (1 - rate)
+    assert mask.max().item() == pytest.approx(1 / (1 - rate))
+    assert mask.unique().numel() == 2
+
+
+def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a == 0) == (b == 0)).float().mean().item()
+
+
+def test_layers_steps_seeds_and_rates_drop_independently() -> None:
+    x, pool = torch.ones(20_000), MaskPool(4, size=1 << 18, renew=2)
+    pool.begin(0)
+    first, layer, other_rate = pool.mask(x, 0.5), pool.mask(x, 0.5), pool.mask(x, 0.4)
+    pool.begin(1)
+    step = pool.mask(x, 0.5)
+    pool.begin(2)
+    renewed = pool.mask(x, 0.5)
+    stranger = MaskPool(5, size=1 << 18)
+    stranger.begin(0)
+    for other in (layer, other_rate, step, renewed, stranger.mask(x, 0.5)):
+        assert abs(agreement(first, other) - 0.5) < 0.03
+
+
+def test_two_rates_at_one_offset_drop_independently() -> None:
+    """Were both masks one draw at two thresholds, everything dropped at the lower rate would be at the higher."""
+    pool, shares = MaskPool(6, size=1000), []
+    for step in range(300):
+        pool.begin(step)
+        low = pool.mask(torch.ones(400), 0.2) == 0
+        pool.begin(step)  # the same place in the pool
+        high = pool.mask(torch.ones(400), 0.6) == 0
+        shares.append(high[low].float().mean())
+    assert abs(torch.stack(shares).mean().item() - 0.6) < 0.1
+
+
+def test_gradient_is_the_mask() -> None:
+    pool, x = MaskPool(8, size=1000), torch.randn(6, 7, requires_grad=True)
+    dropout = pooled(0.4, pool)
+    pool.begin(0)
+    out = dropout(x)
+    out.sum().backward()
+    pool.begin(0)
+    mask = pool.mask(x, 0.4)
+    assert x.grad is not None
+    assert torch.equal(out, x * mask)
+    assert torch.equal(x.grad, mask)
+
+
+def test_off_in_evaluation_and_at_rate_zero() -> None:
+    x, pool = torch.randn(50), MaskPool(9)
+    for dropout in (Dropout(0.5).eval(), Dropout(0.0), pooled(0.5, pool).eval(), pooled(0.0, pool)):
+        assert dropout(x) is x
+
+
+def test_without_a_pool_it_is_torch_dropout() -> None:
+    x = torch.randn(50)
+    torch.manual_seed(3)
+    found = Dropout(0.3)(x)
+    torch.manual_seed(3)
+    assert torch.equal(found, nn.functional.dropout(x, 0.3))
+
+
+def test_a_pool_reaches_every_dropout_and_can_be_taken_back() -> None:
+    model, pool = nn.Sequential(Dropout(0.1), nn.Sequential(Dropout(0.2))), MaskPool(0)
+    use_pool(model, pool)
+    assert model[0].pool is pool and model[1][0].pool is pool
+    use_pool(model, None)
+    assert model[0].pool is None and Dropout(0.1).pool is None
+
+
+def test_masks_follow_the_type_of_what_they_mask() -> None:
+    pool = MaskPool(0, size=100)
+    pool.begin(0)
+    assert pool.mask(torch.ones(4, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16
