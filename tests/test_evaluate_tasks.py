@@ -15,7 +15,7 @@ from regard.data.objectives import SpanCorruption
 from regard.data.plain import Stream, TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
-from regard.decode.score import score_lm, score_masked, score_spans, scoring_context
+from regard.decode.score import score_text, scoring_context
 from regard.errors import UserError
 from regard.evaluate import evaluate_text, judge_text
 from regard.model import Model
@@ -63,8 +63,8 @@ def test_every_token_is_scored_once_with_enough_before_it(folder: Path) -> None:
     run = Run.load(folder / "lm")
     ids = units(run, folder / "text.txt").ids
     for context in (6, 7, 8, 1000):
-        judged = score_lm(run, ids, context)
-        assert judged.asked.sum() == len(ids) - 1 == len(TEXT)
+        token_scores = score_text(run, ids, context)
+        assert token_scores.predicted.sum() == len(ids) - 1 == len(TEXT)
         full = min(context, len(ids) - 1)
         for position in (0, 1, 5, 20, 21, 22, 23, len(ids) - 2):
             nlls = []
@@ -75,14 +75,14 @@ def test_every_token_is_scored_once_with_enough_before_it(folder: Path) -> None:
                     logits = run.model(tokens.new_empty((1, 0)), None, tokens)[0, -1].detach()
                     nlls.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(int(ids[position + 1])))))
             enough = nlls[max(0, min(len(nlls), math.ceil(full / 2)) - 1) :]
-            assert any(nll == pytest.approx(judged.nll[position], abs=1e-4) for nll in enough)
+            assert any(nll == pytest.approx(token_scores.nll[position], abs=1e-4) for nll in enough)
 
 
 def test_perplexity_and_bits(folder: Path) -> None:
     run = Run.load(folder / "lm")
     scores = judge_text(run, units(run, folder / "text.txt"))
     evaluated = evaluate_text(run, [scores], samples=0).metrics
-    nll = score_lm(run, units(run, folder / "text.txt").ids, 8).nll.sum()
+    nll = score_text(run, units(run, folder / "text.txt").ids, 8).nll.sum()
     assert evaluated["loss"].score == pytest.approx(nll / len(TEXT))
     assert evaluated["perplexity"].score == pytest.approx(math.exp(nll / len(TEXT)))
     assert evaluated["bits_per_char"].score == pytest.approx(nll / len(TEXT) / math.log(2))
@@ -93,10 +93,10 @@ def test_perplexity_and_bits(folder: Path) -> None:
 def test_reading_on_is_reading_as_a_whole_if_nothing_is_forgotten(folder: Path) -> None:
     run = Run.load(folder / "xl")
     ids = units(run, folder / "text.txt").ids[:200]
-    whole = score_lm(run, ids, 1000).nll
-    assert np.abs(score_lm(run, ids, 8).nll - whole).max() > 1e-4
+    whole = score_text(run, ids, 1000).nll
+    assert np.abs(score_text(run, ids, 8).nll - whole).max() > 1e-4
     run.model.decoder.memory = 1000
-    assert score_lm(run, ids, 8).nll == pytest.approx(whole, abs=1e-4)
+    assert score_text(run, ids, 8).nll == pytest.approx(whole, abs=1e-4)
 
 
 @pytest.mark.parametrize("memory", [3, 8, 9, 15, 16, 40])
@@ -108,10 +108,10 @@ def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(folder: Path, 
     plain = Run(parse(Config, table, "test"), run.codec, Model(parse(Config, table, "test")).eval(), run.path)
     plain.model.load_state_dict(run.model.state_dict())
     ids = units(run, folder / "text.txt").ids[:200]
-    nll = score_lm(run, ids, 8, memory).nll
-    assert nll == pytest.approx(score_lm(plain, ids, 8).nll, abs=1e-5)
+    nll = score_text(run, ids, 8, memory).nll
+    assert nll == pytest.approx(score_text(plain, ids, 8).nll, abs=1e-5)
     if memory > 15:  # what is farther than anything seen in training has no influence
-        assert nll == pytest.approx(score_lm(run, ids, 8, 15).nll, abs=1e-5)
+        assert nll == pytest.approx(score_text(run, ids, 8, 15).nll, abs=1e-5)
     decoder = run.model.decoder  # all is as it was
     assert (decoder.memory, decoder.window, decoder.blocks[0].attention.relative.reach) == (8, None, None)
 
@@ -119,32 +119,38 @@ def test_a_longer_memory_than_in_training_is_a_window_and_a_reach(folder: Path, 
 def test_masked_tokens_are_the_same_each_time_and_text_only(folder: Path) -> None:
     run = Run.load(folder / "masked")
     ids = units(run, folder / "text.txt").ids
-    judged = score_masked(run, ids, 16)
-    again = score_masked(run, ids, 16)
-    assert all(np.array_equal(a, b) for a, b in zip(judged, again, strict=True))
-    assert judged.asked.mean() == pytest.approx(0.15, abs=0.03)
-    assert (judged.nll[judged.asked == 0] == 0).all() and (judged.nll[judged.asked == 1] > 0).all()
+    token_scores = score_text(run, ids, 16)
+    again = score_text(run, ids, 16)
+    assert all(np.array_equal(a, b) for a, b in zip(token_scores, again, strict=True))
+    assert token_scores.predicted.mean() == pytest.approx(0.15, abs=0.03)
+    assert (token_scores.nll[token_scores.predicted == 0] == 0).all() and (
+        token_scores.nll[token_scores.predicted == 1] > 0
+    ).all()
 
 
 def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
     """Against the batches that training makes, whose every label is asked for once."""
     run = Run.load(folder / "span")
     ids = units(run, folder / "text.txt").ids[: 1 + 16 * 7]
-    judged = score_spans(run, ids, 16)
+    token_scores = score_text(run, ids, 16)
     train = saved_recipe(folder / "span").train
     assert train.span_rate == 0.3
     spans = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
     whole = spans.batch(np.arange(0, 16 * 7, 16), (0, 0, 0))
     batch = whole.part(slice(None), whole.tokens)
     scores = mean_scores(run.model, [batch], ProcessGroup())
-    assert judged.asked.sum() == batch.tokens
-    assert judged.nll.sum() / judged.asked.sum() == pytest.approx(scores["loss"], rel=1e-4)
-    assert 100 * judged.right.sum() / judged.asked.sum() == pytest.approx(scores["accuracy"], rel=1e-4)
+    assert token_scores.predicted.sum() == batch.tokens
+    assert token_scores.nll.sum() / token_scores.predicted.sum() == pytest.approx(scores["loss"], rel=1e-4)
+    assert 100 * token_scores.correct.sum() / token_scores.predicted.sum() == pytest.approx(
+        scores["accuracy"], rel=1e-4
+    )
     text = (batch.label_BT > run.codec.ids.eos) & (batch.label_BT < run.codec.target_vocab)
     hidden = enumerate(spans.spans(7, (0, 0, 0)))
-    places = [position for row, pieces in hidden for a, b in pieces for position in range(16 * row + a, 16 * row + b)]
-    assert np.flatnonzero(judged.asked).tolist() == places
-    assert ids[1:][places].tolist() == batch.label_BT[text].tolist()
+    positions = [
+        position for row, pieces in hidden for a, b in pieces for position in range(16 * row + a, 16 * row + b)
+    ]
+    assert np.flatnonzero(token_scores.predicted).tolist() == positions
+    assert ids[1:][positions].tolist() == batch.label_BT[text].tolist()
 
 
 def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
@@ -280,9 +286,9 @@ def test_scores_of_lines(folder: Path) -> None:
     whole, rest, blank, wrong = map(float, result.lines)
     ids = tokenize_text(["the cat"], run.codec.source, "text").ids
     ended = np.append(ids, run.codec.ids.eos)
-    nll = score_lm(run, ended, 100).nll
+    nll = score_text(run, ended, 100).nll
     assert whole == pytest.approx(-nll.sum(), abs=1e-4)
-    nll = score_lm(run, ended[1:], 100).nll  # a prompt stands for itself
+    nll = score_text(run, ended[1:], 100).nll  # a prompt stands for itself
     assert rest == pytest.approx(-nll[2:].sum(), abs=1e-4)
     assert math.isnan(blank) and math.isnan(wrong)
     for name in ("masked", "classify", "image"):

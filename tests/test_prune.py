@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "inspect"))
 from little import family, letters, picture, tiny
 
 from regard.config import Config
-from regard.data.images import Pictures
+from regard.data.images import LabelledImages
 from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
 from regard.inspect.importance import ablation, mean_loss, rank_heads
@@ -207,7 +207,7 @@ def test_the_best_weights_on_the_way_are_kept() -> None:
 def test_every_family_is_pruned_tuned_saved_and_reloaded(kind: str, tmp_path: Path) -> None:
     run = family(kind)
     data: Any = {
-        "image": Pictures(np.stack([picture(i) for i in range(12)]), ["one", "two", "three"] * 4),
+        "image": LabelledImages(np.stack([picture(i) for i in range(12)]), ["one", "two", "three"] * 4),
         "classes": [Example("abc"[: 1 + i % 3] + "d" * i, ("one", "two")[i % 2]) for i in range(12)],
     }.get(kind, "abcab dcba " * 60)
     learn, held_out = split_data(data, every=4)

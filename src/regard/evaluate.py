@@ -19,7 +19,7 @@ from regard.data.reader import LONG, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import Engine, TorchEngine
 from regard.decode.options import Options
-from regard.decode.score import TEXT_SCORERS, overlong, score, scoring_context
+from regard.decode.score import overlong, score, score_text, scoring_context
 from regard.errors import UserError, one_of
 from regard.metrics import (
     METRICS,
@@ -65,9 +65,9 @@ class Outputs:
 class TextScores(NamedTuple):
     """Per line of a plain text: predicted tokens, their negative log-probability, correct ones, and characters."""
 
-    asked: np.ndarray
+    predicted: np.ndarray
     nll: np.ndarray
-    right: np.ndarray
+    correct: np.ndarray
     characters: np.ndarray
     unknown: int = 0  # tokens of the text
 
@@ -75,7 +75,7 @@ class TextScores(NamedTuple):
         """Amount and total of a metric, by line; in the logarithm where it is a perplexity."""
         if name == "bits_per_char":
             return self.nll / math.log(2), self.characters
-        return (100 * self.right if name == "accuracy" else self.nll), self.asked
+        return (100 * self.correct if name == "accuracy" else self.nll), self.predicted
 
     def measure(self, name: str, samples: int) -> Measurement:
         amounts, totals = self.sums(name)
@@ -229,11 +229,11 @@ def judge_text(run: Run, units: TokenizedText, context: int | None = None, memor
     """Score the tokens of a text, or the masked ones, as the task has it."""
     if memory is not None and not run.config.has_memory:
         raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
-    judged = TEXT_SCORERS[run.task.name](run, units.ids, scoring_context(run, context), memory)
+    scores = score_text(run, units.ids, scoring_context(run, context), memory)
     lines = np.repeat(np.arange(len(units.tokens)), units.tokens)
-    asked, nll, right = (np.bincount(lines, x, len(units.tokens)) for x in (judged.asked, judged.nll, judged.right))
+    nll, correct, predicted = (np.bincount(lines, x, len(units.tokens)) for x in scores)
     unknown = run.codec.source.unknown(units.ids[1:].tolist())
-    return TextScores(asked, nll, right, units.characters.astype(float), unknown)
+    return TextScores(predicted, nll, correct, units.characters.astype(float), unknown)
 
 
 def evaluate_text(

@@ -13,7 +13,7 @@ from little import FAMILIES, LANGUAGE, family, picture
 
 from regard.cli import heads
 from regard.config import PatchConfig
-from regard.data.images import Pictures
+from regard.data.images import LabelledImages
 from regard.data.reader import LineCounter
 from regard.errors import UserError
 from regard.inspect.heads import measure_heads, patch_distances, sum_patch_attention
@@ -24,7 +24,7 @@ from regard.text.codec import Example
 
 TEXT = "abcab dcba cabba " * 20
 LABELLED = [Example("abc", "one"), Example("cab a", "two"), Example("d", "one")]
-PICTURES = Pictures(np.stack([picture(i) for i in range(5)]), ["one", "two", "three", "one", "two"])
+PICTURES = LabelledImages(np.stack([picture(i) for i in range(5)]), ["one", "two", "three", "one", "two"])
 
 
 def task_data(kind: str) -> TaskData:
@@ -107,8 +107,8 @@ def test_attention_distance_of_patches_follows_from_the_weights() -> None:
     [
         ("lm", "", "there is none"),
         ("classes", [Example("abc", "on")], "did you mean 'one'"),
-        ("image", Pictures(PICTURES.images_NCHW, None), "these have none"),
-        ("image", Pictures(PICTURES.images_NCHW[:1], ["four"]), "label"),
+        ("image", LabelledImages(PICTURES.images_NCHW, None), "these have none"),
+        ("image", LabelledImages(PICTURES.images_NCHW[:1], ["four"]), "label"),
     ],
 )
 def test_mistakes(kind: str, wrong: Any, message: str) -> None:
@@ -132,7 +132,7 @@ def test_files_are_read_for_the_task_of_the_run(tmp_path: Path) -> None:
     assert read("lm", "text.txt", 1) == TEXT + "\n" and read("masked", "text.txt", 9) == TEXT + "\n" + TEXT + "\n"
     assert read("classes", "labels.tsv", 1) == [Example("abc", "one")]
     found = read("image", "images.npz", 2)
-    assert isinstance(found, Pictures) and len(found.images_NCHW) == 2 and found.labels == ["one", "two"]
+    assert isinstance(found, LabelledImages) and len(found.images_NCHW) == 2 and found.labels == ["one", "two"]
 
 
 def test_statisticsof_a_language_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

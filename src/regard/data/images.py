@@ -19,14 +19,14 @@ from regard.text.learn import BaseText
 CHANNELS = (1, 3, 4)
 
 
-class Pictures(NamedTuple):
+class LabelledImages(NamedTuple):
     """Images and the names of their labels; no labels where a file has none."""
 
     images_NCHW: NDArray[Any]
     labels: list[str] | None
 
 
-def read_images(path: str, labelled: bool = True) -> Pictures:
+def read_images(path: str, labelled: bool = True) -> LabelledImages:
     """Read an .npz file; everything that can be wrong with it is a UserError."""
     with open_raw(path) as file:
         if not file.peek(8).startswith((b"PK", b"\x93NUMPY")):  # type: ignore[attr-defined]
@@ -48,12 +48,12 @@ def read_images(path: str, labelled: bool = True) -> Pictures:
             raise UserError(f"{path}: not a readable .npz file: {reason}") from None
     images_NCHW = _channels_first(images, path)
     if labels is None:
-        return Pictures(images_NCHW, None)
+        return LabelledImages(images_NCHW, None)
     if labels.shape != images.shape[:1]:
         raise UserError(f"{path}: labels has shape {labels.shape}, which does not fit {len(images):,} images")
     if labels.dtype.kind not in "iuU":
         raise UserError(f"{path}: labels must be whole numbers or text, not {labels.dtype}")
-    return Pictures(images_NCHW, [str(label) for label in labels])
+    return LabelledImages(images_NCHW, [str(label) for label in labels])
 
 
 def _channels_first(images: NDArray[Any], path: str) -> NDArray[Any]:

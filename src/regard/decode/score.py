@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.batch import Batch, TokenIds, by_length, collate, pad, windows
-from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking
+from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, lm_batch
 from regard.data.order import Indices
 from regard.data.plain import Stream
 from regard.decode.options import Options
@@ -26,7 +26,7 @@ from regard.model import Model
 from regard.nn.attention import Relative
 from regard.nn.primitives import use_matmuls
 from regard.nn.transformer import SegmentMemory, Transformer
-from regard.recipe import Recipe, Train
+from regard.recipe import Train
 from regard.run import RECIPE, Run, saved_recipe
 from regard.text.codec import Example
 
@@ -153,19 +153,31 @@ def _flags(
 
 
 class TokenScores(NamedTuple):
-    """Per token of a plain text: its negative log-probability, whether it had the highest, whether it was predicted.
+    """Per token of a plain text but its first: negative log-probability, was it the highest, was it predicted.
 
     With masked spans, the first token of a span also counts the sentinel before it, and the last token of all the
     closing sentinel and the end token.
     """
 
     nll: Numbers
-    right: Numbers
-    asked: Numbers
+    correct: Numbers
+    predicted: Numbers
 
-    @classmethod
-    def zeros(cls, length: int) -> TokenScores:
-        return cls(*(np.zeros(length) for _ in cls._fields))
+
+Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # tokens by number, nll and correct of each
+
+
+@torch.inference_mode()
+def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
+    """Score the tokens of a plain text as the task of the run predicts them, `context` tokens at a time.
+
+    A causal LM with segment memory remembers `memory` tokens (None: as in training).
+    """
+    scores = TokenScores(*(np.zeros(len(ids) - 1) for _ in TokenScores._fields))
+    for index, nll, correct in TEXT_SCORERS[run.task.name](run, ids, context, memory):
+        for sums, values in zip(scores, (nll, correct, 1.0), strict=True):
+            np.add.at(sums, index, values)
+    return scores
 
 
 def scoring_context(run: Run, context: int | None = None) -> int:
@@ -176,61 +188,44 @@ def scoring_context(run: Run, context: int | None = None) -> int:
             bound = "at least 2" if positions is None else f"from 2 to {positions}, the positions of the model"
             raise UserError(f"--context: {context} is out of range; it goes {bound}")
         return context
-    recipe = _recipe(run)
-    trained = None if recipe is None else recipe.train.context
-    return trained or min(positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    return _train_settings(run).context or min(positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
-def _recipe(run: Run) -> Recipe | None:
-    """The recipe of a run; a converted one has none."""
-    return saved_recipe(run.path) if (run.path / RECIPE).is_file() else None
+def _train_settings(run: Run) -> Train:
+    """How a run was trained; a converted one has no recipe."""
+    return saved_recipe(run.path).train if (run.path / RECIPE).is_file() else Train()
 
 
-def score_lm(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
-    """Score every token but the first, each with at least half a window of `context` tokens before it.
-
-    A model with segment memory reads the text segment by segment, and remembers `memory` tokens (None: as in training).
-    """
+def _score_lm(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
+    """Every token with at least half a window of `context` tokens before it; with segment memory, by segments."""
     if run.config.has_memory:
-        return _score_segments(run.model, ids, context, memory)
+        yield from _score_segments(run.model, ids, context, memory)
+        return
     last = len(ids) - 1
     context = min(context, last)
     starts = np.unique(np.minimum(np.arange(0, last, max(1, context // 2)), last - context))
-    scores = TokenScores.zeros(last)
     rows = max(1, TEXT_BATCH // context)
-    device = run.model.device
     for first in range(0, len(starts), rows):
-        part = starts[first : first + rows]
-        index_BT = part[:, None] + np.arange(context)  # of inputs; the label of each is the token after it
-        input_BT, label_BT = (torch.from_numpy(ids[index_BT + shift].astype(np.int64)) for shift in (0, 1))
-        source_B0 = input_BT.new_empty((len(part), 0))
-        with torch.inference_mode():
-            x_BTD = run.model.hidden(source_B0.to(device), None, input_BT.to(device))
-            nll_BT, right_BT = _compare(run.model, x_BTD, label_BT.to(device))
-        for row in range(len(part)):  # of each window, the tokens that the one before did not score
+        index_BW = starts[first : first + rows, None] + np.arange(context + 1)
+        nll_BT, correct_BT = _score_batch(run.model, lm_batch(ids[index_BW].astype(np.int64)))
+        for row, index_W in enumerate(index_BW):  # of each window, the tokens that the one before did not score
             window = first + row
             new = context - int(starts[window] - starts[window - 1]) if window else 0
-            scores.nll[index_BT[row, new:]] = nll_BT[row, new:]
-            scores.right[index_BT[row, new:]] = right_BT[row, new:]
-    scores.asked[:] = 1
-    return scores
+            yield index_W[new:-1], nll_BT[row, new:], correct_BT[row, new:]
 
 
-def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory: int | None) -> TokenScores:
+def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
     decoder = model.decoder
     assert isinstance(decoder, Transformer)
     last = len(ids) - 1
-    scores = TokenScores.zeros(last)
     segment_memory: SegmentMemory | None = None
-    with torch.inference_mode(), _use_memory(decoder, decoder.memory if memory is None else memory, context):
+    with _use_memory(decoder, decoder.memory if memory is None else memory, context):
         for start in range(0, last, context):
             end = min(start + context, last)
             tokens = torch.from_numpy(ids[start : end + 1].astype(np.int64)).to(model.device)
             x_1TD, segment_memory = model.read_segment(tokens[None, :-1], segment_memory)
-            nll, right = _compare(model, x_1TD, tokens[None, 1:])
-            scores.nll[start:end], scores.right[start:end] = nll[0], right[0]
-    scores.asked[:] = 1
-    return scores
+            nll_1T, correct_1T = _compare(model, x_1TD, tokens[None, 1:])
+            yield np.arange(start, end), nll_1T[0], correct_1T[0]
 
 
 @contextmanager
@@ -257,49 +252,35 @@ def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[Non
             relative.reach = reach
 
 
-def score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
+def _score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
     """Mask some tokens, the same ones every time, and score those."""
-    text = ids[1:]
-    masking = TokenMasking(Stream.of(text, 0), run.codec, run.config, Train(context=context))
-    scores = TokenScores.zeros(len(text))
-    for starts, _, batch in _text_batches(masking, len(text), context, run.model.device):
+    masking = TokenMasking(Stream.of(ids[1:], 0), run.codec, run.config, Train(context=context))
+    for starts, _, batch in _text_batches(masking, len(ids) - 1, context):
         assert batch.keep_BT is not None
-        with torch.inference_mode():
-            x_BSD = run.model.hidden(batch.source_BS, None)
-            nll_BS, right_BS = _compare(run.model, x_BSD, batch.label_BT)
-        for row, start in enumerate(starts):
-            keep = batch.keep_BT[row].cpu().numpy()
-            index = start + np.flatnonzero(keep) - masking.text_offset
-            scores.nll[index], scores.right[index] = nll_BS[row, keep], right_BS[row, keep]
-            scores.asked[index] = 1
-    return scores
+        nll_BS, correct_BS = _score_batch(run.model, batch)
+        for row, (start, keep) in enumerate(zip(starts, batch.keep_BT.numpy(), strict=True)):
+            yield start + np.flatnonzero(keep) - masking.text_offset, nll_BS[row, keep], correct_BS[row, keep]
 
 
-def score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
+def _score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
     """Mask some spans as in training, the same ones every time, and score their prediction."""
-    text, recipe = ids[1:], _recipe(run)
-    train = (Train() if recipe is None else recipe.train).model_copy(update={"context": context})
-    corruption = SpanCorruption(Stream.of(text, 0), run.codec, run.config, train)
-    scores = TokenScores.zeros(len(text))
-    for starts, key, batch in _text_batches(corruption, len(text), context, run.model.device):
-        with torch.inference_mode():
-            x_BTD = run.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
-            nll_BT, right_BT = _compare(run.model, x_BTD, batch.label_BT)
+    train = _train_settings(run).model_copy(update={"context": context})
+    corruption = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
+    for starts, key, batch in _text_batches(corruption, len(ids) - 1, context):
+        nll_BT, correct_BT = _score_batch(run.model, batch)
         for row, (start, spans) in enumerate(zip(starts, corruption.spans(len(starts), key), strict=True)):
             index = [i for begin, end in spans for i in (begin, *range(begin, end))]
             index += 2 * index[-1:]  # the closing sentinel, and the end token
-            for sums, values in zip(scores, (nll_BT[row], right_BT[row], np.ones(len(index))), strict=True):
-                np.add.at(sums, start + np.asarray(index), values[: len(index)])
-    return scores
+            yield start + np.asarray(index), nll_BT[row, : len(index)], correct_BT[row, : len(index)]
 
 
-TEXT_SCORERS: Mapping[str, Callable[[Run, NDArray[np.uint32], int, int | None], TokenScores]] = MappingProxyType(
-    {"lm": score_lm, "masked": score_masked, "span": score_spans}  # by task
+TEXT_SCORERS: Mapping[str, Callable[[Run, NDArray[np.uint32], int, int | None], Iterator[Part]]] = MappingProxyType(
+    {"lm": _score_lm, "masked": _score_masked, "span": _score_spans}  # by task
 )
 
 
 def _text_batches(
-    objective: TextObjective, tokens: int, context: int, device: torch.device
+    objective: TextObjective, tokens: int, context: int
 ) -> Iterator[tuple[Indices, tuple[int, ...], Batch]]:
     """Batches of windows that cover a text: the starts of the windows, the key of the random choices, the batch."""
     windows = objective.windows
@@ -309,21 +290,22 @@ def _text_batches(
         part = starts[first : first + rows]
         key = (0, 0, int(part[0]))
         batch = objective.batch(part, key)
-        yield part, key, batch.part(slice(None), batch.tokens).to(device)
+        yield part, key, batch.part(slice(None), batch.tokens)
+
+
+def _score_batch(model: Model, batch: Batch) -> tuple[Numbers, Numbers]:
+    batch = batch.to(model.device)
+    return _compare(model, model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT), batch.label_BT)
 
 
 def _compare(model: Model, x_BTD: Tensor, label_BT: Tensor) -> tuple[Numbers, Numbers]:
     """Negative log-probabilities of labels, and whether each had the highest, a few logits at a time."""
-    x_ND, label_N = x_BTD.flatten(0, 1), label_BT.flatten()
     rows = max(1, MAX_LOGITS // max(model.config.source_vocab, model.config.target_vocab))
-    nll, right = [], []
-    for x, label in zip(x_ND.split(rows), label_N.split(rows), strict=True):
-        logits = model.predict(x).float()
-        chosen = logits.gather(1, label.unsqueeze(1)).squeeze(1)
-        nll.append(logits.logsumexp(-1) - chosen)
-        right.append(chosen >= logits.amax(-1))
-    shape = tuple(label_BT.shape)
-    return (
-        torch.cat(nll).double().cpu().numpy().reshape(shape),
-        torch.cat(right).double().cpu().numpy().reshape(shape),
-    )
+    nll, correct = [], []
+    for x_ND, label_N in zip(x_BTD.flatten(0, 1).split(rows), label_BT.flatten().split(rows), strict=True):
+        logits_NV = model.predict(x_ND).float()
+        chosen_N = logits_NV.gather(1, label_N.unsqueeze(1)).squeeze(1)
+        nll.append(logits_NV.logsumexp(-1) - chosen_N)
+        correct.append(chosen_N >= logits_NV.amax(-1))
+    nll_BT, correct_BT = (torch.cat(x).double().view(label_BT.shape).numpy(force=True) for x in (nll, correct))
+    return nll_BT, correct_BT

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.batch import Batch, TokenIds, collate
 from regard.config import Config, PatchConfig
-from regard.data.images import Pictures, read_images
+from regard.data.images import LabelledImages, read_images
 from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
 from regard.data.plain import read_pieces
 from regard.data.reader import LineCounter, Source
@@ -194,7 +194,7 @@ BATCH_IMAGES = 64
 WINDOW = 128  # tokens of a text that are read at once
 MASK_EVERY = 7  # tokens, for masked language models
 
-TaskData = Sequence[Example] | str | Pictures  # pairs or texts with labels, plain text, images with labels
+TaskData = Sequence[Example] | str | LabelledImages  # pairs or texts with labels, plain text, images with labels
 Pair = tuple[TokenIds, TokenIds]
 
 
@@ -204,7 +204,9 @@ def read_task_data(
     """The data of a file for a run's task; at most `limit` pairs, images, or windows of text."""
     if run.task.reads == "images":
         pictures = read_images(paths[0])
-        return Pictures(pictures.images_NCHW[:limit], None if pictures.labels is None else pictures.labels[:limit])
+        return LabelledImages(
+            pictures.images_NCHW[:limit], None if pictures.labels is None else pictures.labels[:limit]
+        )
     if not run.task.plain_text or run.task.seq2seq:
         return [item.example for item in islice(Source(paths, columns).read(counter), limit)]
     pieces, tokens = [], 0
@@ -220,7 +222,7 @@ def describe_size(data: TaskData) -> str:
     """How much data there is, in words."""
     if isinstance(data, str):
         return f"{len(data):,} characters"
-    if isinstance(data, Pictures):
+    if isinstance(data, LabelledImages):
         return f"{len(data.images_NCHW):,} images"
     return f"{len(data):,} pairs"
 
@@ -291,7 +293,7 @@ def _window_length(run: Run, text: str, special: int) -> tuple[list[int], int]:
     return ids, min([WINDOW, len(ids), *limits])
 
 
-def _image_batches(run: Run, pictures: Pictures, tokens: int) -> list[Batch]:
+def _image_batches(run: Run, pictures: LabelledImages, tokens: int) -> list[Batch]:
     if pictures.labels is None:
         raise UserError("heads are judged by images with labels, and these have none")
     scaled_NCHW = pictures.images_NCHW if run.pixels is None else run.pixels(pictures.images_NCHW)

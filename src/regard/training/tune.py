@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.batch import Batch, collate
-from regard.data.images import Pictures
+from regard.data.images import LabelledImages
 from regard.data.order import batches as cut_batches
 from regard.decode.alignment import load_heads, save_heads
 from regard.decode.generate import TorchEngine
@@ -168,7 +168,7 @@ def shuffled(batches: Sequence[Batch], seed: int) -> Iterator[Batch]:
 
 def shuffled_data(run: Run, data: TaskData, seed: int = 1) -> Iterator[Batch]:
     """The data over and over, each time in another order; pairs are also put into other batches."""
-    if isinstance(data, str | Pictures) or not run.task.seq2seq:
+    if isinstance(data, str | LabelledImages) or not run.task.seq2seq:
         yield from shuffled(task_batches(run, data, TUNE_TOKENS // 2), seed)
         return
     pairs = encode_pairs(run, data)
@@ -273,7 +273,7 @@ def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapsho
     """Measure a run on data, of which `batches` are made."""
     loss = mean_loss(run.model, batches)
     if run.task.seq2seq:
-        assert not isinstance(data, str | Pictures)
+        assert not isinstance(data, str | LabelledImages)
         names = [name for name in default_metrics(run, [e.target or "" for e in data]) if name != "perplexity"]
         decode, some = TorchEngine(run, Options()), list(data[:64])
         decode(some[:4])  # the first call is always slow
@@ -299,11 +299,11 @@ def _seconds(work: Callable[[], object]) -> float:
 def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[[str], None]) -> Callable[[], float]:
     """A function that measures a run while it is tuned: its first metric, or its loss; less is better."""
     metric, some = "loss", sample(data, 1000)
-    if not isinstance(data, str | Pictures) and run.task.seq2seq:
+    if not isinstance(data, str | LabelledImages) and run.task.seq2seq:
         metric = default_metrics(run, [example.target or "" for example in data])[0]
 
     def judge() -> float:
-        if isinstance(some, str | Pictures) or metric == "loss":
+        if isinstance(some, str | LabelledImages) or metric == "loss":
             value = mean_loss(run.model, batches)
         else:
             value = evaluate(run, some, Options(), [metric], samples=0).metrics[metric].score
@@ -327,20 +327,20 @@ def split_data(data: TaskData, every: int = 10, most: int = 1000) -> tuple[TaskD
         end = len(data) - min(most * WINDOW, len(data) // every)
         return data[:end], data[end:]
     numbers = list(range(_size(data)))  # of sources, by row
-    if not isinstance(data, Pictures):
+    if not isinstance(data, LabelledImages):
         first = {source: i for i, source in enumerate(dict.fromkeys(example.source for example in data))}
         numbers = [first[example.source] for example in data]
     held_out = [row for row, number in enumerate(numbers) if number % every == 0]
     return _take(data, [row for row, number in enumerate(numbers) if number % every]), _take(data, held_out[:most])
 
 
-def _size(data: Sequence[Example] | Pictures) -> int:
-    return len(data.images_NCHW if isinstance(data, Pictures) else data)
+def _size(data: Sequence[Example] | LabelledImages) -> int:
+    return len(data.images_NCHW if isinstance(data, LabelledImages) else data)
 
 
-def _take(data: Sequence[Example] | Pictures, rows: Sequence[int]) -> TaskData:
-    if isinstance(data, Pictures):
-        return Pictures(data.images_NCHW[list(rows)], data.labels and [data.labels[row] for row in rows])
+def _take(data: Sequence[Example] | LabelledImages, rows: Sequence[int]) -> TaskData:
+    if isinstance(data, LabelledImages):
+        return LabelledImages(data.images_NCHW[list(rows)], data.labels and [data.labels[row] for row in rows])
     return [data[row] for row in rows]
 
 
