@@ -130,7 +130,7 @@ class LoadedRun(Run):
         device = self.model.device
         vectors = np.zeros((len(rows), config.top.out_width), np.float32)
         for batch in by_length([len(row) for row in rows], batch_tokens):
-            ids_BS, keep_BS = (x if x is None else x.to(device) for x in pad([rows[i] for i in batch], config.ids.pad))
+            ids_BS, keep_BS = pad([rows[i] for i in batch], config.ids.pad, device)
             assert ids_BS is not None
             x_BSD = self.model.hidden(ids_BS, keep_BS)
             kept_BS1 = torch.ones_like(ids_BS).unsqueeze(-1) if keep_BS is None else keep_BS.unsqueeze(-1)

@@ -33,13 +33,13 @@ class Batch(NamedTuple):
         return self._replace(**moved)
 
 
-def pad(rows: Sequence[TokenIds], fill: int) -> tuple[Tensor, Tensor | None]:
+def pad(rows: Sequence[TokenIds], fill: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
     """Rows of ids as one tensor, and its keep-mask (None if nothing is padded)."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     keep = np.arange(lengths.max(initial=0)) < lengths[:, None]
     table = np.full(keep.shape, fill, dtype=np.int64)
     table[keep] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows]) if len(rows) else 0
-    return torch.from_numpy(table), None if keep.all() else torch.from_numpy(keep)
+    return torch.from_numpy(table).to(device), None if keep.all() else torch.from_numpy(keep).to(device)
 
 
 def collate(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from decode_kit import NAMES, run_of, sources, trained
 
-from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, record_cross, save_heads
+from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, save_heads, weight_taps
 from regard.decode.generate import TorchEngine, generate
 from regard.decode.options import Options
 from regard.decode.search import search
 from regard.errors import UserError
-from regard.nn.hooks import taps
+from regard.nn.hooks import record, taps
 from regard.text.codec import Example
 
 
@@ -62,7 +62,7 @@ def test_a_row_is_the_attention_of_the_step_that_made_the_token(name: str) -> No
     run = run_of(name, 2)
     source, output = run.codec.encode_source([Example("fade")])[0], run.codec.encode_target(["cabb"])[0]
     (alignment,) = align(run, [source], [output], heads=[(0, 0)])
-    with torch.no_grad(), record_cross(run.model, [0]) as recording:
+    with torch.no_grad(), record(run.model, *weight_taps(run.model, [0]).values()) as recording:
         state = run.model.encode(torch.tensor([source]))
         for index in [run.config.start_id, *output[:-1]]:
             _, state = run.model.step(torch.tensor([index]), state)

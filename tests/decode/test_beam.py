@@ -30,10 +30,12 @@ def inputs_of(run: Run, texts: list[str], **settings: object) -> tuple[Scorer, l
     return engine.scorer, [item for item in engine.prepare(texts) if not item.flags]
 
 
-def run_beam(scorer: Scorer, inputs: list[SearchInput], **settings: object) -> list[list[DecodedIds]]:
+def run_beam(
+    scorer: Scorer, inputs: list[SearchInput], width: int, keep: int = 1, groups: int = 1, **settings: object
+) -> list[list[DecodedIds]]:
+    options = Options.model_construct(beam=width * groups, nbest=keep, groups=groups, **settings)  # type: ignore[arg-type]
     with torch.inference_mode():
-        rules = make_rules(scorer, inputs, Options(), one_path=False)
-        return beam_search(scorer, inputs, rules, **settings)  # type: ignore[arg-type]
+        return beam_search(scorer, inputs, make_rules(scorer, inputs, Options(), one_path=False), options)
 
 
 def exhaustive(
@@ -86,7 +88,7 @@ def test_many_poor_ends_do_not_close_a_beam_before_the_good_one(width: int, pena
     scorer, length = CertainScorer(12, 0.05), 12
     for groups in (1, 2):
         found = run_beam(
-            scorer, [SearchInput(((3,),), 20)] * 2, width=width, penalty=penalty, groups=groups, keep=width
+            scorer, [SearchInput(((3,),), 20)] * 2, width, width, groups, length_penalty=penalty, diversity=0.0
         )
         for row in found:
             assert row[0].ids == (*range(4, 4 + length), 3)
@@ -112,7 +114,7 @@ def test_a_wide_beam_is_exhaustive_search(
 ) -> None:
     scorer, (item,) = inputs_of(run_of(name, seed, "char", "ab"), [text], max_length=4)
     truth = exhaustive(scorer, item, [4, 5], penalty)
-    (found,) = run_beam(scorer, [item], width=len(truth), keep=keep, penalty=penalty, exact=exact)
+    (found,) = run_beam(scorer, [item], width=len(truth), keep=keep, length_penalty=penalty, exact=exact)
     assert [f.value for f in found] == pytest.approx([value for value, _ in truth[:keep]], abs=1e-5)
     assert found[0].ids == truth[0][1] or truth[0][0] - truth[1][0] < 1e-5
 
@@ -122,8 +124,8 @@ def test_a_wide_beam_is_exhaustive_search(
 def test_stopping_early_changes_nothing(name: str, seed: int, texts: list[str], penalty: float, exact: bool) -> None:
     """With more to keep than can be found, nothing is ever beaten, so the search goes on to its end."""
     scorer, inputs = inputs_of(run_of(name, seed), texts, max_length=10)
-    early = run_beam(scorer, inputs, width=3, penalty=penalty, exact=exact)
-    late = run_beam(scorer, inputs, width=3, penalty=penalty, exact=exact, keep=1000)
+    early = run_beam(scorer, inputs, width=3, length_penalty=penalty, exact=exact)
+    late = run_beam(scorer, inputs, width=3, length_penalty=penalty, exact=exact, keep=1000)
     for ours, theirs in zip(early, late, strict=True):
         assert ours[0].value == pytest.approx(theirs[0].value, abs=1e-5)
 
@@ -155,9 +157,7 @@ def test_a_step_does_not_copy_the_cache(monkeypatch: pytest.MonkeyPatch) -> None
     for groups, width in ((1, 4), (2, 3)):
         copied.clear()
         inputs = [SearchInput(([4, 5, 6, 3],), 60, minimum=60), SearchInput(([7, 3],), 60, minimum=60)]
-        rules = make_rules(scorer, inputs, Options(), False)
-        with torch.inference_mode():
-            found = beam_search(scorer, inputs, rules, width=width, groups=groups, diversity=0.5)
+        found = run_beam(scorer, inputs, width, groups=groups)
         assert [len(outputs[0].ids) for outputs in found] == [61, 61]
         tokens = 60 * width * groups * 2  # of two layers
         assert len(copied) <= 60 * 2 // 4 and sum(copied) < 3 * tokens  # copying all at every step: 30 times

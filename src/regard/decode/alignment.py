@@ -78,12 +78,10 @@ def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ..
     return tuple(heads)
 
 
-@contextmanager
-def record_cross(model: Model, layers: Iterable[int]) -> Iterator[Recording]:
-    """Record the cross-attention weights (B, H, T, S) of these layers while the context is open."""
+def weight_taps(model: Model, layers: Iterable[int]) -> dict[int, str]:
+    """The names of the taps of the cross-attention weights (B, H, T, S) by decoder layer."""
     names = cross_attentions(model)
-    with record(model, *(f"{names[layer]}.weights" for layer in sorted(set(layers)))) as recording:
-        yield recording
+    return {layer: f"{names[layer]}.weights" for layer in layers}
 
 
 @torch.inference_mode()
@@ -91,11 +89,10 @@ def forced_attention(
     model: Model, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], layers: Iterable[int]
 ) -> dict[int, Tensor]:
     """The cross-attention weights (B, H, T, S) of these layers in a forced pass over the outputs."""
-    batch = collate(sources, outputs, model.config).to(model.device)
-    names, layers = cross_attentions(model), set(layers)
-    with record_cross(model, layers) as recording:
+    batch, taps = collate(sources, outputs, model.config).to(model.device), weight_taps(model, layers)
+    with record(model, *taps.values()) as recording:
         model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
-    return {layer: recording[f"{names[layer]}.weights"] for layer in layers}
+    return {layer: recording[tap] for layer, tap in taps.items()}
 
 
 def mean_heads(weights: Mapping[int, Tensor], heads: Sequence[HeadIndex]) -> Tensor:
@@ -135,7 +132,7 @@ class Coverage:
     def __init__(self, model: Model, sources: Sequence[TokenIds], options: Options) -> None:
         self.model, self.penalty = model, options.coverage_penalty
         self.heads = check_heads(model, options.alignment_heads)
-        self.names = {layer: f"{name}.weights" for layer, name in cross_attentions(model).items()}
+        self.taps = weight_taps(model, (layer for layer, _ in self.heads))
         self.recording = Recording()
         device = model.device
         lengths_B = torch.tensor([len(source) for source in sources], device=device)
@@ -146,12 +143,12 @@ class Coverage:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Record the attention of the search that runs while the context is open."""
-        with record_cross(self.model, (layer for layer, _ in self.heads)) as self.recording:
+        with record(self.model, *self.taps.values()) as self.recording:
             yield
 
     def add(self) -> None:
         """Add the attention of the last step."""
-        weights = {layer: self.recording[self.names[layer]] for layer, _ in self.heads}
+        weights = {layer: self.recording[tap] for layer, tap in self.taps.items()}
         self.sum_NS = self.sum_NS + mean_heads(weights, self.heads).flatten(0, 1)
         self.recording.clear()
 
@@ -199,8 +196,8 @@ def alignment_merits(
         weights = forced_attention(model, [source for source, _ in part], [target for _, target in part], names)
         for row, (source, target) in enumerate(part):
             length = max(1, len(target) - 1)
-            linked = None if links is None else _by_output(links[start + row], length)
-            count += 1.0 if linked is None else len(linked)
+            linked = None if links is None else {(s, t) for s, t in links[start + row] if t < length}
+            count += 1.0 if linked is None else len({t for _, t in linked})
             for layer, name in names.items():
                 weights_HTS = weights[layer][row, :, :length, : len(source)].float().numpy(force=True)
                 merit_H = alignment_quality(weights_HTS) if linked is None else _agreement(weights_HTS, linked)
@@ -223,17 +220,9 @@ def alignment_quality(weights_TS: NDArray[np.floating]) -> NDArray[np.floating]:
     return np.asarray(sharpness * coverage)
 
 
-def _by_output(links: Links, length: int) -> dict[int, set[int]]:
-    linked: dict[int, set[int]] = {}
-    for source, output in links:
-        if output < length:
-            linked.setdefault(output, set()).add(source)
-    return linked
-
-
-def _agreement(weights_HTS: NDArray[np.floating], linked: dict[int, set[int]]) -> NDArray[np.floating]:
+def _agreement(weights_HTS: NDArray[np.floating], links: set[tuple[int, int]]) -> NDArray[np.floating]:
     best_HT = weights_HTS[..., : max(1, weights_HTS.shape[-1] - 1)].argmax(-1)
-    return np.array([float(sum(int(best_T[t]) in sources for t, sources in linked.items())) for best_T in best_HT])
+    return np.array([float(sum((int(s), t) in links for t, s in enumerate(best_T))) for best_T in best_HT])
 
 
 def read_links(path: str | Path) -> list[Links]:

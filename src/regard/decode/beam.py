@@ -1,7 +1,7 @@
 """Beam search: the best few hypotheses of every sentence, side by side, as tensors.
 
 Shapes: A sentences in the batch, G groups, W hypotheses per group, C candidates, N = A*G*W rows, V vocabulary, F
-finished hypotheses finished.
+finished hypotheses.
 
 A hypothesis ends when its end token is among the `width` best candidates of its step. A sentence ends when `width`
 hypotheses have ended and no live one is better as it stands than the best of them (waived by `exact`), or when no live
@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.alignment import Coverage
 from regard.decode.hypothesis import DecodedIds
+from regard.decode.options import Options
 from regard.decode.request import SearchInput
 from regard.decode.rules import PhraseConstraint, Rule, steer
-from regard.decode.scorer import Scorer, best, select, should_leave, with_prefix_tree
+from regard.decode.scorer import Scorer, best, select, should_leave
+
+if TYPE_CHECKING:
+    from regard.decode.alignment import Coverage
 
 
 class Picked(NamedTuple):
@@ -112,13 +115,6 @@ class Finished:
         self.value_BGF[alive_A] = value_AGX[..., :count]
         self.end_BGF2[alive_A] = end_AGX2.gather(2, index_AGX[..., :count, None].expand(-1, -1, -1, 2))
 
-    def best(self, alive_A: Tensor) -> Tensor:
-        return self.value_BGF[alive_A, :, 0]
-
-    def worst(self, alive_A: Tensor) -> Tensor:
-        """The values that a live hypothesis of a group must overtake."""
-        return self.value_BGF[alive_A, :, -1]
-
 
 class BackPointers:
     """The parents and tokens chosen at every step, from which the hypotheses are read back at the end."""
@@ -147,26 +143,22 @@ def beam_search(
     scorer: Scorer,
     inputs: Sequence[SearchInput],
     rules: Sequence[Rule],
-    *,
-    width: int,
-    enough: int | None = None,
-    keep: int = 1,
-    penalty: float = 1.0,
-    exact: bool = False,
-    groups: int = 1,
-    diversity: float = 0.0,
+    options: Options,
+    extra: int = 0,
     coverage: Coverage | None = None,
 ) -> list[list[DecodedIds]]:
-    """The `keep` best outputs of every input, best first; fewer if fewer ended.
+    """The n-best outputs of every input, best first; fewer if fewer ended.
 
-    Each of the groups is `width` wide, and may be closed when `enough` of its hypotheses (None: `width`) have ended.
+    Each group is `extra` wider than the options say, and may be closed when as many hypotheses have ended as they say.
     """
-    device, enough = scorer.device, enough or width
+    device, groups, penalty = scorer.device, options.groups, options.length_penalty
+    enough, keep = options.beam // groups, options.mbr or options.nbest
+    width = enough + extra
     constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint) and rule.requires), None)
     alive_A = torch.arange(len(inputs), device=device)
     limit_B = torch.tensor([item.limit for item in inputs], device=device)
     longest_B = (limit_B + 1).float() ** penalty
-    states = with_prefix_tree(scorer.start(inputs), len(inputs), device)
+    states = tuple(state.with_prefix_tree(len(inputs), device) for state in scorer.start(inputs))
     if groups > 1:
         first_N = alive_A.repeat_interleave(groups)
         states = select(states, first_N)
@@ -189,7 +181,7 @@ def beam_search(
         stages = None
         if constraint is not None:
             stages = Stages(*(x.view_as(value_AGWV) for x in constraint.stages(alive_A)))
-        picks = _pick_groups(sum_AGW, value_AGWV, scorer.eos, width, diversity, stages)
+        picks = _pick_groups(sum_AGW, value_AGWV, scorer.eos, width, options.diversity, stages)
         parent_AGW = torch.stack([p.parent_AW for p in picks], 1)
         sum_next_AGW = torch.stack([p.sum_AW for p in picks], 1)
         tokens_N = torch.stack([p.token_AW for p in picks], 1).flatten()
@@ -204,12 +196,12 @@ def beam_search(
             value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
             finished.add(alive_A, value_AGC, t, row_AGC)
             ended_BG[alive_A] += ended_AGC.sum(2)
-        if not exact:
-            better_AG = sum_next_AGW.amax(2) / (t + 1) ** penalty > finished.best(alive_A)
+        if not options.exact:
+            better_AG = sum_next_AGW.amax(2) / (t + 1) ** penalty > finished.value_BGF[alive_A, :, 0]
             closed_AG = (ended_BG[alive_A] >= enough) & ~better_AG
             sum_next_AGW = sum_next_AGW.masked_fill(closed_AG.unsqueeze(2), -math.inf)
         bound_AG = sum_next_AGW.amax(2) / longest_B[alive_A].unsqueeze(1)
-        stay_A = (bound_AG > finished.worst(alive_A)).any(1)
+        stay_A = (bound_AG > finished.value_BGF[alive_A, :, -1]).any(1)  # above the worst that is kept
         rows_N = (parent_AGW + first_row_AG1).flatten()
         sentences = None
         if not bool(stay_A.any()):
@@ -228,7 +220,7 @@ def beam_search(
         for rule in rules:
             rule.advance(rows_N, tokens_N)
         tokens, sum_AGW = tokens_N, sum_next_AGW
-    return [_distinct(outputs)[:keep] for outputs in _read(finished, pointers, inputs, scorer.eos)]
+    return [outputs[:keep] for outputs in _read(finished, pointers, inputs, scorer.eos)]
 
 
 def _pick_groups(
@@ -253,22 +245,18 @@ def _pick_groups(
 def _read(
     finished: Finished, pointers: BackPointers, inputs: Sequence[SearchInput], eos: int
 ) -> list[list[DecodedIds]]:
-    """The finished hypotheses of every sentence, best first."""
+    """The finished hypotheses of every sentence, best first, each output once."""
     order_BF = finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
     value_BF = finished.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
     end_BF2 = finished.end_BGF2.flatten(1, 2).numpy(force=True)
     sentence, rank = np.nonzero(value_BF > -math.inf)
     at, rows = end_BF2[sentence, order_BF.numpy(force=True)[sentence, rank]].T
     tokens, scores = pointers.read(at, rows)
-    results: list[list[DecodedIds]] = [[] for _ in inputs]
+    results: list[dict[tuple[int, ...], DecodedIds]] = [{} for _ in inputs]
     for i, (b, r, t, row) in enumerate(zip(sentence.tolist(), rank.tolist(), at.tolist(), rows.tolist(), strict=True)):
         limited = t == inputs[b].limit
         ids, token_scores = tuple(tokens[i, :t].tolist()), tuple(scores[i, :t].tolist())
         if not (limited and inputs[b].open_end):
             ids, token_scores = (*ids, eos), (*token_scores, float(pointers.ends[t][row]))
-        results[b].append(DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
-    return results
-
-
-def _distinct(outputs: list[DecodedIds]) -> list[DecodedIds]:
-    return list({output.ids: output for output in reversed(outputs)}.values())[::-1]
+        results[b].setdefault(ids, DecodedIds(ids, token_scores, float(value_BF[b, r]), limited))
+    return [list(outputs.values()) for outputs in results]

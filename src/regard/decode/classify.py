@@ -58,12 +58,10 @@ def classify_ids(
         raise UserError(f"{run.path}: its model does not tell labels")
     results = [Classification("", {}, _too_long(run, len(row), max_source)) for row in rows]
     fit = [i for i, result in enumerate(results) if not result.flags]
-    device = run.model.device
     for batch in by_length([len(rows[i]) for i in fit], batch_tokens):
         indices = [fit[j] for j in batch]
-        source_BS, keep_BS = pad([rows[i] for i in indices], run.config.ids.pad)
-        answers = _classify(run, source_BS.to(device), None if keep_BS is None else keep_BS.to(device))
-        for i, answer in zip(indices, answers, strict=True):
+        source_BS, keep_BS = pad([rows[i] for i in indices], run.config.ids.pad, run.model.device)
+        for i, answer in zip(indices, _classify(run, source_BS, keep_BS), strict=True):
             results[i] = answer
     return results
 
@@ -89,12 +87,11 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]
         raise UserError(
             f"images of (channels, height, width) {images_NCHW.shape[1:]}, but the model of {run.path} reads {shape}"
         )
-    device = run.model.device
     results: list[Classification] = []
     for start in range(0, len(images_NCHW), BATCH_IMAGES):
         images = images_NCHW[start : start + BATCH_IMAGES]
         scaled = images.astype(np.float32) if pixels is None else pixels(images)
-        results += _classify(run, torch.from_numpy(scaled).to(device), None)
+        results += _classify(run, torch.from_numpy(scaled).to(run.model.device), None)
     return results
 
 

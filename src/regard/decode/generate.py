@@ -9,13 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 import torch
 
 from regard.batch import windows
-from regard.decode.alignment import align, load_heads
 from regard.decode.hypothesis import (
     Hypothesis,
     attention_flags,
@@ -60,9 +58,7 @@ class Engine(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close()
 
 
@@ -93,6 +89,8 @@ class TorchEngine(Engine):
         return self.preparer.batches({i: item for i, item in enumerate(inputs) if not item.flags})
 
     def _align(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
+        from regard.decode.alignment import align, load_heads  # where asked for, like the coverage penalty
+
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         sources = [inputs[i].sources[0] for i, _ in entries]
         outputs = [results[i][rank].ids for i, rank in entries]
@@ -152,21 +150,16 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
             raise UserError("stream: nothing is left that the options allow to come next")
         ids.append(index)
         last = index == scorer.eos or (prepared.open_end and len(ids) == prepared.limit)
-        text = output_text(codec, prepared, ids if last else _final(ids, combining))
+        certain = len(ids)
+        if combining and not last:  # a later token may change the last character
+            certain = max((position for position, token in enumerate(ids) if token not in combining), default=0)
+        text = output_text(codec, prepared, ids[:certain])
         if not last:  # the bytes of a character may come one by one; until then they are shown as unreadable
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         yield Piece(text[len(sent) :], codec.target_pieces([index])[0], index, score)
         if last:
             return
         sent = text if len(text) > len(sent) else sent
-
-
-def _final(ids: list[int], combining: Sequence[int]) -> list[int]:
-    """The ids that no later token changes: where tokens may combine, all before the last character."""
-    if not combining:
-        return ids
-    starts = [position for position, index in enumerate(ids) if index not in combining]
-    return ids[: starts[-1]] if starts else []
 
 
 @torch.inference_mode()

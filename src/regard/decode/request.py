@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 
@@ -86,7 +86,10 @@ class Preparer:
 
     def __call__(self, inputs: Sequence[Input]) -> list[SearchInput]:
         """An input of the search for every request."""
-        requests = [as_request(item) for item in inputs]
+        requests = [
+            Request(x) if isinstance(x, str) else Request(x.source, x.features) if isinstance(x, Example) else x
+            for x in inputs
+        ]
         short = [i for i, request in enumerate(requests) if len(request.source) <= MAX_CHARACTERS]
         examples = [Example(requests[i].source, features=requests[i].features) for i in short]
         sources = zip(*(encode(run, examples) for run in self.runs), strict=True)
@@ -170,7 +173,7 @@ class Preparer:
             return prefix, None
         phrases = self._phrases(require, forbid)
         needed = phrases.tokens_needed(prefix, self.combining if prefix else ())
-        if self.combining and any(_composed(phrase) in _composed(text) for phrase in forbid):
+        if self.combining and any(normalize("NFC", phrase) in normalize("NFC", text) for phrase in forbid):
             needed = None  # the automaton recognises the last character of the prefix only at the next token
         if needed is None:
             raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
@@ -211,13 +214,6 @@ class Preparer:
             self._phrases_cache.clear()
         self._phrases_cache[key] = automaton
         return automaton
-
-
-def as_request(item: Input) -> Request:
-    """Any kind of input as a request."""
-    if isinstance(item, Request):
-        return item
-    return Request(item.source, item.features) if isinstance(item, Example) else Request(item)
 
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
@@ -275,8 +271,3 @@ def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str
         )
         return {"too_long": f"the {side} has {length} tokens, more than {bound}"}
     return {}
-
-
-def _composed(text: str) -> str:
-    """Text with the parts of its characters composed."""
-    return unicodedata.normalize("NFC", text)

@@ -114,14 +114,12 @@ def force(
 
 def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:
     """The vectors (N, D) from which the tokens of all targets are predicted, one target after the other."""
-    device = model.device
     if model.encoder is not None:
-        batch = collate(sources, targets, model.config).to(device)
+        batch = collate(sources, targets, model.config).to(model.device)
         x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         return x_BTD.flatten(0, 1) if batch.keep_BT is None else x_BTD[batch.keep_BT]
     rows = [[*source, *target[:-1]] for source, target in zip(sources, targets, strict=True)]
-    tokens_BT, keep_BT = pad(rows, model.config.ids.pad)
-    x_BTD = model.hidden(tokens_BT.to(device), None if keep_BT is None else keep_BT.to(device))
+    x_BTD = model.hidden(*pad(rows, model.config.ids.pad, model.device))
     pairs = zip(x_BTD, sources, rows, strict=True)
     return torch.cat([x_TD[len(source) - 1 : len(row)] for x_TD, source, row in pairs])
 
@@ -175,7 +173,7 @@ def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | No
     """
     scores = TokenScores(*(np.zeros(len(ids) - 1) for _ in TokenScores._fields))
     for index, nll, correct in TEXT_SCORERS[run.task.name](run, ids, context, memory):
-        for sums, values in zip(scores, (nll, correct, 1.0), strict=True):
+        for sums, values in zip(scores, (nll, correct, np.ones(len(index))), strict=True):
             np.add.at(sums, index, values)
     return scores
 

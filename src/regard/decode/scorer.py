@@ -52,15 +52,12 @@ class Scorer:
     def _start(self, model: Model, sources: Sequence[TokenIds]) -> State:
         pad_id = model.config.ids.pad
         if not self.continues:
-            return State.join([model.encode(*self._padded(part, pad_id)) for part in similar_lengths(sources)])
+            parts = similar_lengths(sources)
+            return State.join([model.encode(*pad(part, pad_id, self.device)) for part in parts])
         # The last token of a prompt is fed by the first step. Padding comes before the prompt.
-        source_BS, keep_BS = self._padded([source[-2::-1] for source in sources], pad_id)
+        source_BS, keep_BS = pad([source[-2::-1] for source in sources], pad_id, self.device)
         source_BS, keep_BS = source_BS.flip(1), None if keep_BS is None else keep_BS.flip(1)
         return model.read(source_BS, State(()), keep_BS)[1] if source_BS.shape[1] else State(())
-
-    def _padded(self, sources: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor | None]:
-        source_BS, keep_BS = pad(sources, pad_id)
-        return source_BS.to(self.device), None if keep_BS is None else keep_BS.to(self.device)
 
     def first(self, inputs: Sequence[SearchInput], count: int = 1) -> list[Tensor]:
         """The token that each model is fed first, in `count` rows for every input."""
@@ -97,11 +94,6 @@ class Scorer:
 def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> States:
     """Carry on these rows (and, if some left, these sentences) in every model."""
     return tuple(state.select(rows, sentences) for state in states)
-
-
-def with_prefix_tree(states: States, sentences: int, device: torch.device) -> States:
-    """The states of `sentences` rows for a beam search, whose hypotheses share their prefixes."""
-    return tuple(state.with_prefix_tree(sentences, device) for state in states)
 
 
 def should_leave(done_A: Tensor, full_A: Tensor) -> bool:

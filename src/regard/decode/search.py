@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.alignment import Coverage
 from regard.decode.beam import beam_search
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
@@ -53,24 +51,14 @@ def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra
     """Greedy or beam search; each group of the beam is `extra` wider than the options ask for."""
     if options.beam == 1 and not extra:
         return decode_paths(scorer, inputs, make_rules(scorer, inputs, options, one_path=True))
-    width = options.beam // options.groups
-    coverage = None
-    if options.coverage_penalty:
-        coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
-    with nullcontext() if coverage is None else coverage.record():
-        return beam_search(
-            scorer,
-            inputs,
-            make_rules(scorer, inputs, options, one_path=False),
-            width=width + extra,
-            enough=width,
-            keep=options.mbr or options.nbest,
-            penalty=options.length_penalty,
-            exact=options.exact,
-            groups=options.groups,
-            diversity=options.diversity,
-            coverage=coverage,
-        )
+    rules = make_rules(scorer, inputs, options, one_path=False)
+    if not options.coverage_penalty:
+        return beam_search(scorer, inputs, rules, options, extra)
+    from regard.decode.alignment import Coverage  # with its hooks, for few searches: most read no attention
+
+    coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
+    with coverage.record():
+        return beam_search(scorer, inputs, rules, options, extra, coverage)
 
 
 def make_rules(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, one_path: bool) -> list[Rule]:

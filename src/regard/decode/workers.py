@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
-from types import TracebackType
 
 import torch
 
@@ -65,9 +64,7 @@ class WorkerPool(Engine):
         self._pool.shutdown(cancel_futures=True)
         self._alive.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:  # do not wait for what the workers have begun
             self._alive.close()
         self.close()
@@ -94,17 +91,17 @@ def _start_worker(
 ) -> None:
     """Initialise a worker process."""
     global _engine
-    Thread(target=_exit_with_parent, args=(parent_alive,), daemon=True).start()
+
+    def exit_with_parent() -> None:
+        with suppress(EOFError, OSError):
+            parent_alive.recv()
+        os._exit(1)
+
+    Thread(target=exit_with_parent, daemon=True).start()
     if set_up is not None:
         set_up()
     torch.set_num_threads(threads)
     _engine = TorchEngine([Run.load(path) for path in paths], options)
-
-
-def _exit_with_parent(parent_alive: Connection) -> None:
-    with suppress(EOFError, OSError):
-        parent_alive.recv()
-    os._exit(1)
 
 
 def _decode(batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
