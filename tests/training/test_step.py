@@ -24,7 +24,6 @@ from regard.training.step import (
     make_optimizer,
     optimizer_tensors,
     restore_optimizer,
-    set_rate,
     swapped_weights,
 )
 
@@ -133,13 +132,13 @@ def test_what_is_not_finite_moves_nothing(bad: float, monkeypatch: pytest.Monkey
     stepper = make(config())
     stepper.backward(1, [batch(ROWS, config(), 9)])
     before = [p.detach().clone() for p in stepper.model.parameters()]
-    original = stepper._loss
+    original = stepper.objective.forward
 
     def broken(given: Batch) -> Loss:
         loss = original(given)
         return loss._replace(smoothed=loss.smoothed + bad)  # the gradients themselves would be finite
 
-    monkeypatch.setattr(stepper, "_loss", broken)
+    monkeypatch.setattr(stepper.objective, "forward", broken)
     norm = stepper.backward(2, [batch(ROWS[:2], config(), 9), batch(ROWS[2:], config(), 9)])[2]
     assert math.isnan(norm)
     assert not stepper.update(1, 1e-3, norm)
@@ -210,7 +209,8 @@ def test_restored_goes_on_bit_for_bit(kind: str) -> None:
         for number in numbers:
             optimizer.zero_grad()
             model(torch.full((2, 3), float(number))).square().sum().backward()
-            set_rate(optimizer, 0.1 / number)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / number
             optimizer.step()
 
     torch.manual_seed(0)

@@ -158,17 +158,12 @@ class Checkpoints:
     def kept(self, step: int) -> Tensors:
         return read_tensors(self._kept(step))
 
-    def remove_kept(self, but: list[int]) -> None:
-        """Remove all kept weights but those of some steps."""
-        wanted = {self._kept(step) for step in but}
-        for path in self.path.glob("weights-*.safetensors"):
-            if path not in wanted:
-                path.unlink(missing_ok=True)
-
-    def remove_old(self) -> None:
-        """Remove all but the last saved step."""
+    def remove_old(self, kept: list[int]) -> None:
+        """Remove all but the last saved step, and weights for averaging but those that are `kept`."""
         for step in self.steps()[:-1]:
             shutil.rmtree(self._directory(step), ignore_errors=True)
+        for path in set(self.path.glob("weights-*.safetensors")) - set(map(self._kept, kept)):
+            path.unlink(missing_ok=True)
 
     def remove_temporary(self) -> None:
         """Remove what interrupted writing left behind."""
@@ -211,8 +206,7 @@ class CheckpointManager:
         best = progress.best
         if best is not None and best.step == progress.step and not best.averaged:
             self.publish(self._stepper.weights)
-        self.files.remove_old()
-        self.files.remove_kept(but=progress.kept)
+        self.files.remove_old(progress.kept)
 
     def publish(self, weights: Tensors) -> None:
         """Make weights the run's model, gates and adapters merged into it; adapters are also written beside it."""

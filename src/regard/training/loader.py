@@ -13,7 +13,7 @@ from regard.batch import Batch, GlobalBatch
 from regard.config import Config
 from regard.data.corpus import Corpus
 from regard.data.images import Images
-from regard.data.objectives import TEXT_OBJECTIVES, TextObjective, image_batch, rows_of
+from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
 from regard.data.order import Indices, batches, generator
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared
@@ -66,9 +66,6 @@ class DataLoader:
     def batches_in(self, epoch: int) -> int:
         return len(self.batches(epoch))
 
-    def steps_in(self, epoch: int) -> int:
-        return -(-self.batches_in(epoch) // self._train.accumulate)
-
     def step(self, epoch: int, batch: int) -> StepBatches:
         """The step that begins with this batch of this epoch."""
         indices = self.batches(epoch)[batch : batch + self._train.accumulate]
@@ -81,9 +78,8 @@ class DataLoader:
             has_rows = each.examples > rank
             part = slice(rank, None, size) if has_rows else slice(0, 1)
             shares.append((each.part(part, tokens), float(has_rows)))
-        examples, all_tokens = (
-            sum(getattr(each, name) for each in global_batches) for name in ("examples", "all_tokens")
-        )
+        examples = sum(each.examples for each in global_batches)
+        all_tokens = sum(each.all_tokens for each in global_batches)
         return StepBatches(shares, len(indices), examples, tokens, all_tokens, begins_epoch=batch == 0)
 
 
@@ -121,16 +117,12 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config, gro
 
 
 def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config, group: ProcessGroup) -> DataLoader:
-    """Windows of plain text; for a model with segment memory, lanes that are read from left to right."""
-    objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, recipe.train)
-    return window_loader(objective, recipe.train, group, lanes=config.has_memory)
+    """Windows of plain text in random order, whose offset differs by epoch, so that every token gets every context.
 
-
-def window_loader(objective: TextObjective, train: Train, group: ProcessGroup, lanes: bool) -> DataLoader:
-    """Windows in random order, whose offset differs by epoch, so that every token gets every context.
-
-    With `lanes`, each row of a batch continues the same row of the batch before.
+    For a model with segment memory they are lanes: each row of a batch continues the same row of the batch before.
     """
+    train, lanes = recipe.train, config.has_memory
+    objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, train)
     windows, rows = objective.windows, rows_of(train)
 
     def cut(epoch: int) -> list[Indices]:
@@ -138,9 +130,10 @@ def window_loader(objective: TextObjective, train: Train, group: ProcessGroup, l
         offset = int(random.integers(windows.stride))
         return windows.lanes(rows, offset) if lanes else chunks(random.permutation(windows.starts(offset)), rows)
 
-    return DataLoader(
-        train, group, cut, lambda epoch, batch, starts: objective.batch(starts, (train.seed, epoch, batch))
-    )
+    def make(epoch: int, batch: int, starts: Indices) -> GlobalBatch:
+        return objective.batch(starts, (train.seed, epoch, batch))
+
+    return DataLoader(train, group, cut, make)
 
 
 def chunks(indices: Indices, size: int) -> list[Indices]:

@@ -38,7 +38,6 @@ WORTH_MINUTES = 0.5
 LEAST_ROWS = 8  # of a batch, per process; fewer will do if they are long
 LEAST_TOKENS = 256
 
-PLACEHOLDER_VOCAB = 8000  # before the data is read
 MOST_PATCHES = 64  # that a patch size is chosen for
 STACKS = {
     ("encoder", "decoder"): "an encoder and a decoder",
@@ -57,22 +56,16 @@ class Budget(NamedTuple):
     @classmethod
     def of(cls, train: Train) -> Budget:
         """The budget of a recipe; with none, ten minutes."""
-        minutes = DEFAULT_MINUTES if _no_budget(train) else train.minutes
+        none = train.minutes is None and train.steps is None and train.epochs is None
+        minutes = DEFAULT_MINUTES if none else train.minutes
         return cls(None if minutes is None else 60 * minutes, train.steps, train.epochs)
 
     def done(self, step: int, epochs: float, seconds: float) -> tuple[float, str]:
         """The part that is used up, from 0 to 1, and of what."""
-        parts = [
-            (step / self.steps, "steps") if self.steps else (0.0, "steps"),
-            (epochs / self.epochs, "epochs") if self.epochs else (0.0, "epochs"),
-            (seconds / self.seconds, "minutes") if self.seconds else (0.0, "minutes"),
-        ]
+        budgets = (step, self.steps, "steps"), (epochs, self.epochs, "epochs"), (seconds, self.seconds, "minutes")
+        parts = [(used / budget if budget else 0.0, name) for used, budget, name in budgets]
         part, name = max(parts, key=lambda item: item[0])
         return min(1.0, part), name
-
-
-def _no_budget(train: Train) -> bool:
-    return train.minutes is None and train.steps is None and train.epochs is None
 
 
 def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, progress: Progress) -> bool:
@@ -99,7 +92,7 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
     """Fill in what the recipe leaves open, and report it: device, budget, precision, preset, tokens."""
     train, text, name = recipe.train, recipe.text, recipe.preset
     changes: Table = {"device": device.type} if train.device == "auto" else {}
-    if _no_budget(train):
+    if train.minutes is None and Budget.of(train).seconds is not None:
         changes["minutes"] = DEFAULT_MINUTES
         reporter.say(f"budget: {DEFAULT_MINUTES:g} minutes, since none is given")
     changes["precision"] = usable_precision(train.precision, device, reporter.say)
@@ -205,13 +198,12 @@ def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any]
         table = start.model_dump()
         _check_stacks(table, changes, recipe)
         filled = merge(table, needs)
-        config = parse(
-            Config, merge(filled, applicable_changes(filled, changes)), f"model of {recipe.train.start_from}, changed"
-        )
+        filled = merge(filled, applicable_changes(filled, changes))
+        config = parse(Config, filled, f"model of {recipe.train.start_from}, changed")
     else:
         table = PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()  # which suggests a name
         _check_stacks(table, changes, recipe)
-        sizes = {"source_vocab": PLACEHOLDER_VOCAB, "target_vocab": PLACEHOLDER_VOCAB}
+        sizes = {"source_vocab": 8000, "target_vocab": 8000}  # made up
         if prepared is not None:
             sizes = {side: needs.pop(side, getattr(prepared.codec, side)) for side in sizes}
         config = preset(recipe.preset, **sizes, changes=merge(needs, changes))

@@ -116,10 +116,9 @@ class Live(SilentReporter):
         self._updated = now
         if self._bar is None:
             self._bar = self._make_bar()
-        task = self._bar.task_ids[0]
         left = _left(done, seconds)
         fields = {**self._latest, "left": f"{left} left" if left else ""}
-        self._bar.update(task, completed=done, description=f"step {step:,}", **fields)
+        self._bar.update(self._bar.task_ids[0], completed=done, description=f"step {step:,}", **fields)
         self._bar.refresh()
 
     def _make_bar(self) -> Bar:
@@ -207,8 +206,8 @@ class Log:
 
     def write(self, event: Event) -> None:
         """Append an event; numbers that JSON does not know become null."""
-        line = json.dumps({key: _plain(value) for key, value in event.items()}, ensure_ascii=False) + "\n"
-        data = line.encode()
+        unknown = [key for key, value in event.items() if isinstance(value, float) and not math.isfinite(value)]
+        data = (json.dumps(event | dict.fromkeys(unknown), ensure_ascii=False) + "\n").encode()
         try:
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -232,16 +231,8 @@ class Log:
 
 def read_log(path: Path) -> list[Event]:
     """The events of a run; a last line that was cut short is left out."""
-    events = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        event = json.loads(line)
-        if isinstance(event, dict):
-            events.append(event)
-    return events
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    events = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+    return [event for event in events if isinstance(event, dict)]
 
 
 # The learning curve

@@ -22,27 +22,18 @@ from regard.recipe import Recipe, Text, Train
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
 from regard.tasks import TASKS
 from regard.text.codec import Codec
-from regard.training.checkpoint import TRAINING, Checkpoints, Progress
+from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.plan import Budget
-from regard.training.report import Reporter
+from regard.training.report import LOG, MODEL_CARD, Reporter
 
 DATA = "data"  # in the training directory
 UNCUT = "uncut"  # there too: config and weights from before closed heads were cut
 FRESH = "fresh.json"  # in the training directory: names of weights that the base run does not have
 GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
-BUDGET = ("minutes", "steps", "epochs")
+BUDGET = ("train.minutes", "train.steps", "train.epochs")
+TOKENIZERS = ("source.tokenizer.json", "target.tokenizer.json", "tokenizer.json")
 # What a run is made of. `training` is not among them: prepared data alone is no run.
-FILES = (
-    "config.json",
-    "model.safetensors",
-    "adapters.safetensors",
-    RECIPE,
-    "log.jsonl",
-    "README.md",
-    "source.tokenizer.json",
-    "target.tokenizer.json",
-    "tokenizer.json",
-)
+FILES = ("config.json", WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, *TOKENIZERS)
 
 
 # The run directory
@@ -112,8 +103,7 @@ def require_free(run: Path) -> None:
         raise UserError(f"{run}: is a file; --out takes a directory")
     if is_run(run):
         raise UserError(f"{run}: there is a run already; continue it with --resume, or choose another --out")
-    taken = [name for name in FILES if (run / name).exists()]
-    if taken:
+    if taken := [name for name in FILES if (run / name).exists()]:
         raise UserError(f"{run}: has {', '.join(taken)}, which training would overwrite; choose another --out")
 
 
@@ -129,32 +119,26 @@ def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
     All other settings that are requested must equal the saved ones, unless they leave the choice open.
     """
     now, then = _flat(requested.model_dump(mode="json", exclude_unset=True)), _flat(saved.model_dump(mode="json"))
-    budget = {f"train.{key}" for key in BUDGET}
-    changed = [
-        f"{key}: now {value!r}, then {_saved_value(key, then)}"
-        for key, value in now.items()
-        if key not in budget and value != then.get(key) and not _leaves_open(key, value)
-    ]
+    # bf16 means: if the machine is good at it, which was found out then
+    open_choices = [("train.workers", 0), ("train.precision", "bf16")]
+    changed = []
+    for key, value in now.items():
+        left_open = value in ("auto", None) or (key, value) in open_choices or key in BUDGET
+        if value != then.get(key) and not left_open:
+            preset_value = key.startswith("model.") and key not in then
+            changed.append(
+                f"{key}: now {value!r}, then {'as the preset has it' if preset_value else repr(then.get(key))}"
+            )
     if changed:
         raise UserError(
             f"{run}: cannot resume with a changed recipe (only minutes, steps and epochs may change)\n  "
             + "\n  ".join(changed)
             + "\n  leave these out, or start a new run with another --out"
         )
-    new = {key: getattr(requested.train, key) for key in BUDGET}
-    if any(value is not None for value in new.values()):
-        return saved.model_copy(update={"train": saved.train.model_copy(update=new)})
+    budget = requested.train.model_dump(include={"minutes", "steps", "epochs"})
+    if any(value is not None for value in budget.values()):
+        return saved.model_copy(update={"train": saved.train.model_copy(update=budget)})
     return saved
-
-
-def _saved_value(key: str, then: dict[str, Any]) -> str:
-    return "as the preset has it" if key.startswith("model.") and key not in then else repr(then.get(key))
-
-
-def _leaves_open(key: str, value: Any) -> bool:
-    if key == "train.precision" and value == "bf16":  # means: if the machine is good at it, which was found out then
-        return True
-    return value == "auto" or value is None or (key == "train.workers" and value == 0)
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -177,12 +161,9 @@ class BaseRun(NamedTuple):
 def open_base(recipe: Recipe) -> BaseRun | None:
     """Open the run that a recipe starts from, if it does."""
     if recipe.train.start_from is None:
-        setting = "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None
-        if setting:
-            raise UserError(
-                f"train.{setting}: the rest of the model would stay as random as it begins; name a run to start from "
-                "(--from RUN)"
-            )
+        if setting := "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None:
+            rest = "the rest of the model would stay as random as it begins"
+            raise UserError(f"train.{setting}: {rest}; name a run to start from (--from RUN)")
         return None
     if recipe.preset != "auto":
         raise UserError(f"{recipe.train.start_from} brings its own model; leave preset {recipe.preset} out")
@@ -215,17 +196,12 @@ class WeightMatch(NamedTuple):
     unused: list[str]  # not in the new model
 
     def notes(self) -> list[str]:
-        lists = (
-            ("fresh", self.fresh),
-            ("longer than there, the new rows fresh", self.grown),
-            ("not used", self.unused),
-        )
-        return [f"{what}: {', '.join(_short_names(names))}" for what, names in lists if names]
-
-
-def _short_names(names: list[str]) -> list[str]:
-    """Names of weights, those inside a block shortened to the name of the block."""
-    return sorted({".".join(name.split(".")[:3]) if ".blocks." in name else name for name in names})
+        """A line for each list; names inside a block are shortened to the name of the block."""
+        notes, meanings = [], ("fresh", "longer than there, the new rows fresh", "not used")
+        for meaning, names in zip(meanings, self, strict=True):
+            short = {".".join(name.split(".")[:3]) if ".blocks." in name else name for name in names}
+            notes += [f"{meaning}: {', '.join(sorted(short))}"] if short else []
+        return notes
 
 
 def match_weights(config: Config, labels: tuple[str, ...], run: str | Path) -> WeightMatch:
@@ -317,7 +293,11 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
             raise UserError(f"train.parts: the model has no part {part!r}{closest(part, prefixes)}")
     layers = []
     if train.lora:
-        _check_rank(model, train)
+        for name, layer in adaptable_layers(model, train.lora_on).items():
+            # a product of two thin matrices has no higher rank than the matrix that it is added to
+            if train.lora > (most := min(layer.in_features, layer.out_features)):
+                shape = f"{layer.out_features} x {layer.in_features}"
+                raise UserError(f"train.lora: a rank of at most {most} fits {name} ({shape}), not {train.lora}")
         layers = add_adapters(model, train.lora, train.lora_alpha or 2.0 * train.lora, train.lora_on)
         if not layers:
             raise UserError(f"train.lora_on: no layer is inside a part named {' or '.join(train.lora_on)}")
@@ -333,14 +313,6 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     what = f", adapters of rank {train.lora} on {len(layers)} layers" if layers else ""
     return f"trained: {trained:,} parameters; the model has {total:,}{what}"
-
-
-def _check_rank(model: Model, train: Train) -> None:
-    """A product of two thin matrices has no higher rank than the matrix that it is added to."""
-    for name, layer in adaptable_layers(model, train.lora_on).items():
-        if train.lora > (most := min(layer.in_features, layer.out_features)):
-            shape = f"{layer.out_features} x {layer.in_features}"
-            raise UserError(f"train.lora: a rank of at most {most} fits {name} ({shape}), not {train.lora}")
 
 
 def _within(name: str, part: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +76,13 @@ class Stepper:
             self._pool.begin(step)
         nll = torch.zeros((), device=self.group.device)
         smoothed = torch.zeros((), device=self.group.device)
+        autocast = self.train.precision == "bf16" and not self._matmuls
         for index, (batch, weight) in enumerate(shares):
             more = index < len(shares) - 1
             no_sync = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
             with no_sync, use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
-                loss = self._loss(batch.to(self.group.device))
+                with torch.autocast(self.group.device.type, torch.bfloat16, enabled=autocast):
+                    loss: Loss = self._module(batch.to(self.group.device))
                 # DistributedDataParallel averages over processes, which is undone here. A loss that is not finite
                 # makes its gradients NaN, whatever they were: then every process sees it in the norm.
                 scale = weight * self._averaged_over / batch.total + loss.smoothed.detach() * 0
@@ -90,18 +91,10 @@ class Stepper:
             smoothed += weight * loss.smoothed.detach()
         if self._all_reduce is not None:
             self._all_reduce()
-        norm = torch.nn.utils.get_total_norm(self._gradients(), foreach=True)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one host sync per step
         return sums
-
-    def _loss(self, batch: Batch) -> Loss:
-        autocast = self.train.precision == "bf16" and not self._matmuls
-        with torch.autocast(self.group.device.type, torch.bfloat16, enabled=autocast):
-            loss: Loss = self._module(batch)
-        return loss
-
-    def _gradients(self) -> list[Any]:
-        return [p.grad for p in self._parameters if p.grad is not None]
 
     def update(self, step: int, rate: float, norm: float) -> bool:
         """Move the weights, with the gradient clipped; if it is not finite, nothing moves -> whether they moved."""
@@ -110,7 +103,8 @@ class Stepper:
         excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
         # Fused optimizers divide the gradients by this while they read them, which saves a pass over all of them.
         self.optimizer.grad_scale = torch.tensor(excess, device=self.group.device)  # type: ignore[attr-defined]
-        set_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_factor", 1.0)
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.model, step)
@@ -127,14 +121,9 @@ def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         {"params": odds, "weight_decay": 0.0, "lr_factor": LR_FACTOR},
     ]
+    groups = [group for group in groups if group["params"]]
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
-    return kind(
-        [group for group in groups if group["params"]],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        fused=True,
-    )
+    return kind(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
 
 
 def learning_rate(train: Train, step: int, done: float, width: int) -> float:
@@ -159,11 +148,6 @@ def learning_rate(train: Train, step: int, done: float, width: int) -> float:
     if train.schedule == "linear":
         return train.lr * rising * (1 - done)
     return train.lr * rising
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_factor", 1.0)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -103,6 +104,7 @@ class Trainer:
         self.progress = Progress()
         self.stepper = Stepper(model, train, group)
         self.checkpoints = CheckpointManager(run, self.stepper)
+        self._steps_per_epoch = math.ceil(loader.batches_in(0) / train.accumulate)
         self._log: Log | None = None  # of the first process
         self._saved_at = self._logged_at = self._began = 0.0
 
@@ -132,8 +134,7 @@ class Trainer:
         while True:
             if self._validation_due():
                 self._validate()
-            reason = self._over()
-            if reason is not None:
+            if reason := self._over():
                 self._finish(reason)
                 return
             stop = self._step()
@@ -233,8 +234,8 @@ class Trainer:
     def _validation_due(self) -> bool:
         if self.progress.step == self.progress.validated:
             return False
-        every, steps_per_epoch = self.train.validate_every, self.loader.steps_in(0)
-        return self._done() >= 1 or validation_due(every, steps_per_epoch, self.budget, self.progress)
+        every = self.train.validate_every
+        return self._done() >= 1 or validation_due(every, self._steps_per_epoch, self.budget, self.progress)
 
     # Validation
 

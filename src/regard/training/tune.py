@@ -56,6 +56,7 @@ DECAY = 0.995  # of the moving average
 SMOOTHING = 0.1
 JUDGED = 10  # times while tuning
 GATE_COST = 0.1  # of all heads, in loss per token, while gates are learned
+GATE_LR = 0.1  # high: in a short training the gates have a long way to go
 POINTS = 12  # of the curve
 REPORT = "prune.json"
 TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
@@ -153,8 +154,11 @@ def learn_gates(
     """
     add_gates(model)
     gates = head_gates(model)
-    train = Train(lr=lr, schedule="constant", warmup=1, label_smoothing=SMOOTHING, l0=cost, seed=seed)
-    run_steps(Stepper(model, train, ProcessGroup(device=model.device)), shuffled(batches, seed), steps)
+    settings: dict[str, Any] = {"schedule": "constant", "warmup": 1, "beta2": 0.999, "eps": 1e-8}
+    train = Train(lr=lr, label_smoothing=SMOOTHING, l0=cost, seed=seed, **settings)
+    stepper = Stepper(model, train, ProcessGroup(device=model.device))
+    stepper.optimizer.param_groups[-1]["lr_factor"] = GATE_LR / lr  # the last group are the gates
+    run_steps(stepper, shuffled(batches, seed), steps)
     remove_gates(model)
     return {(name, head): float(x) for name, gate in gates.items() for head, x in enumerate(gate.odds.detach())}
 
