@@ -12,7 +12,7 @@ from torch import Tensor
 
 from familykit import BOTH, DECODERS, ENCODERS, TINY, VOCAB, build, close, left_padded, pixels, shrunk, watched
 from regard.config import Config, Stack
-from regard.model import Model, uninitialised
+from regard.model import Model, allocate, on_meta
 from regard.nn.cache import State
 from regard.run import load_weights, save_weights, weights_of
 
@@ -299,7 +299,7 @@ def test_saved_is_loaded(name: str, tmp_path: Path) -> None:
     """Through a file, into a model that was never initialised: every parameter, tied ones once, bit for bit."""
     model = build(shrunk(name))
     save_weights(weights_of(model), tmp_path / "w.safetensors")
-    again = uninitialised(shrunk(name)).eval().requires_grad_(False)
+    again = allocate(on_meta(shrunk(name))).eval().requires_grad_(False)
     load_weights(again, tmp_path / "w.safetensors")
     inputs = (pixels(), None) if name in SEEING else (SOURCE, KEEP)
     inputs += (TEXT,) if name in BOTH else ()

@@ -6,6 +6,7 @@ Nothing is computed there, but every tensor has its size, and is freed when noth
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -39,7 +40,7 @@ def count_activations(config: Config, length: int, batch_tokens: int) -> int:
         ids = torch.zeros(rows, patches.channels, patches.height, patches.width, device="meta")
     for module in model.modules():
         if isinstance(module, Attention):  # one by one: a backward pass that runs a layer again is outside all modes
-            module.forward = _with_fused_attention(module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_run_fused, module.forward)  # type: ignore[method-assign]
     reversible = any(stack.residual == "reversible" for stack in config.stacks.values())
     held, states = (_peak if reversible else _saved_for_backward)(model, ids)
     return held + BYTES * (states + prediction_size(model))  # the last are the gradients that the loss makes
@@ -106,12 +107,9 @@ class MemoryTracker(TorchDispatchMode):
         return max(accumulate(changes))
 
 
-def _with_fused_attention(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        with _FusedAttention():
-            return forward(*args)
-
-    return run
+def _run_fused(forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    with _FusedAttention():
+        return forward(*args)
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -191,16 +191,13 @@ class Stack(Value):
         return self.max_length if self.position == "learned" and not self.recurrent else None
 
     def problems(self) -> Iterator[Problem]:
-        predicted = self.cross_center == "predicted"
-        yield (
-            predicted and self.cross_window is None,
-            "cross_center predicted needs a cross_window around that position",
-        )
-        yield from self._recurrent_problems() if self.recurrent else self._attention_problems()
-
-    def _recurrent_problems(self) -> Iterator[Problem]:
-        yield self.residual == "reversible", f"residual reversible belongs to attention layers, not a {self.mixer}"
-        yield self.width % 2, f"width must be even for a bidirectional {self.mixer}, not {self.width}"
+        unlimited = self.cross_center == "predicted" and self.cross_window is None
+        yield unlimited, "cross_center predicted needs a cross_window around that position"
+        if self.recurrent:
+            yield self.residual == "reversible", f"residual reversible belongs to attention layers, not a {self.mixer}"
+            yield self.width % 2, f"width must be even for a bidirectional {self.mixer}, not {self.width}"
+        else:
+            yield from self._attention_problems()
 
     def _attention_problems(self) -> Iterator[Problem]:
         indivisible = self.head_width is None and self.width % self.heads
@@ -231,13 +228,12 @@ class Stack(Value):
         absolute = self.memory > 0 and self.position not in ("none", "relative", "rotary", "alibi", "bucket")
         yield absolute, f"memory needs positions that count distances (relative, rotary ...), not {self.position}"
         for name, kept in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
-            wrong = kept is not None and (len(kept) != self.layers or not all(map(self._are_heads, kept)))
+            known = set(range(self.heads))
+            wrong = any(not heads or list(heads) != sorted(known & set(heads)) for heads in kept or ())
+            wrong = wrong or (kept is not None and len(kept) != self.layers)
             yield wrong, f"{name} must list, for each of {self.layers} layers, some of {self.heads} heads in order"
         only_recurrent = self.input_feeding or self.attend_first
         yield only_recurrent, "input_feeding and attend_first belong to a recurrent stack (mixer gru or lstm)"
-
-    def _are_heads(self, heads: tuple[int, ...]) -> bool:
-        return bool(heads) and sorted(set(heads)) == list(heads) and heads[0] >= 0 and heads[-1] < self.heads
 
 
 class SpecialIds(Value):

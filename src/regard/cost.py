@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard.activations import BYTES, count_activations, prediction_size
 from regard.config import Config
@@ -123,25 +122,14 @@ def describe(config: Config, workload: Workload | None = None) -> Info:
 
 # Parameters
 
-_ORDER = {
-    part: number
-    for number, part in enumerate(
-        (
-            "embedding", "shared_embedding", "source_embedding", "target_embedding", "token_type_embedding", "image",
-            "encoder", "decoder", "pooler", "transform", "prediction", "positions",
-            "self_attention", "cross_attention", "query", "query_key", "key", "value", "out", "score",
-            "feed_forward", "recurrent", "bridge", "combine", "norms",
-        )
-    )
-}  # fmt: skip
+_ORDER = (
+    "embedding", "shared_embedding", "source_embedding", "target_embedding", "token_type_embedding", "image",
+    "encoder", "decoder", "pooler", "transform", "prediction", "positions",
+    "self_attention", "cross_attention", "query", "query_key", "key", "value", "out", "score",
+    "feed_forward", "recurrent", "bridge", "combine", "norms",
+)  # fmt: skip
 _PROJECTIONS = ("query", "query_key", "key_value", "value", "out")
-_LEAVES = {
-    "feed_forward": "feed_forward",
-    "position": "positions",
-    "cell": "recurrent",
-    "bridges": "bridge",
-    "combine": "combine",
-}
+_LEAVES = {"feed_forward": "feed_forward", "position": "positions", "bridges": "bridge", "combine": "combine"}
 
 
 def count_parameters(model: Model) -> dict[str, int]:
@@ -160,17 +148,11 @@ def count_parameters(model: Model) -> dict[str, int]:
             add(part.replace("key_value", "key"), keys)
             add(part.replace("key_value", "value"), tensor.numel() - keys)
         elif part in ("source_embedding", "target_embedding"):
-            add(_table(model.config, part), tensor.numel())
+            sided = part if len(model.config.stacks) == 2 else "embedding"
+            add("shared_embedding" if model.config.share_embeddings else sided, tensor.numel())
         else:
             add(part, tensor.numel())
-    return {part: parts[part] for part in sorted(parts, key=lambda part: [_ORDER[step] for step in part.split(".")])}
-
-
-def _table(config: Config, part: str) -> str:
-    """The name of an embedding table; its side is named where there are two."""
-    if config.share_embeddings:
-        return "shared_embedding"
-    return part if len(config.stacks) == 2 else "embedding"
+    return dict(sorted(parts.items(), key=lambda item: [_ORDER.index(step) for step in item[0].split(".")]))
 
 
 def part_of(name: str) -> str:
@@ -198,7 +180,8 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
     keys = length + (config.top.memory if config.has_memory else 0)
     flops_of = {"encoder": 0.0, "decoder": 0.0}  # per source token, and per target token
     for name, tensor in model.named_parameters(remove_duplicate=True):
-        if _multiplies(name, tensor):
+        idle = part_of(name).endswith(("embedding", "positions", "norms", "prediction")) or name.endswith(_ADDED)
+        if tensor.dim() > 1 and not idle:  # a matrix that every token is multiplied by
             flops, share = 2 * tensor.numel(), _source_share(config, name)
             if name.startswith("pooler"):
                 flops //= length
@@ -208,18 +191,14 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
                 flops = flops * keys // length  # the memory passes through the same weights again
             flops_of["encoder"] += flops * share
             flops_of["decoder"] += flops * (1 - share)
-    for stack, attention in _attentions(model):
-        flops_of[stack] += 2 * _compared_keys(attention, keys) * _per_key(attention)
+    for name, attention in model.attentions().items():
+        compared = keys if isinstance(attention, Attention) else min(keys, attention.compared_keys)
+        relative = isinstance(attention, Attention) and attention.relative is not None  # distances are scored apart
+        per_key = attention.heads * (attention.head_width * (2 if relative else 1) + _value_width(attention))
+        flops_of[name.partition(".")[0]] += 2 * compared * per_key
     prediction = 2 * prediction_size(model) // (length if config.output == "classes" else 1)
     flops_of["decoder" if "decoder" in config.stacks else "encoder"] += prediction
     return int(flops_of["encoder"]), int(flops_of["decoder"])
-
-
-def _multiplies(name: str, tensor: Tensor) -> bool:
-    """Whether a parameter is a matrix that every token is multiplied by."""
-    if tensor.dim() < 2 or name.endswith(_ADDED):
-        return False
-    return not part_of(name).endswith(("embedding", "positions", "norms", "prediction"))
 
 
 def _source_share(config: Config, name: str) -> float:
@@ -231,35 +210,9 @@ def _source_share(config: Config, name: str) -> float:
     return 0.5 if config.decoder.score == "concat" and name.endswith(".cross.score.weight") else 0.0
 
 
-def _attentions(model: Model) -> Iterator[tuple[str, Attention | LSHAttention]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | LSHAttention):
-            yield name.partition(".")[0], module
-
-
-def _compared_keys(attention: Attention | LSHAttention, keys: int) -> int:
-    """How many keys a query is compared with."""
-    if isinstance(attention, Attention):
-        return keys
-    lsh = attention.lsh
-    return min(keys, lsh.hashes * lsh.chunk * (1 + lsh.before + lsh.after))
-
-
-def _per_key(attention: Attention | LSHAttention) -> int:
-    """Multiplications of a query with a key, with a distance if it is scored apart, and of a weight with a value."""
-    relative = isinstance(attention, Attention) and attention.relative is not None
-    return attention.heads * (_key_width(attention) * (2 if relative else 1) + _value_width(attention))
-
-
-def _key_width(attention: Attention | LSHAttention) -> int:
-    if isinstance(attention, LSHAttention):
-        return attention.query_key.out_features // attention.heads
-    return attention.head_width
-
-
 def _value_width(attention: Attention | LSHAttention) -> int:
     out = attention.out
-    return out.in_features // attention.heads if isinstance(out, nn.Linear) else _key_width(attention)
+    return out.in_features // attention.heads if isinstance(out, nn.Linear) else attention.head_width
 
 
 # Memory of decoding, and time
@@ -271,12 +224,12 @@ def cache_bytes(model: Model) -> tuple[int, int]:
     A recurrent decoder's own state does not grow with the output.
     """
     per_source = per_target = 0
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | LSHAttention) and name.startswith("decoder"):
-            heads = module.kv_heads if isinstance(module, Attention) else module.heads
-            size = BYTES * heads * (_key_width(module) + _value_width(module))
-            per_source += size if name.endswith("cross") else 0
-            per_target += 0 if name.endswith("cross") else size
+    for name, attention in model.attentions().items():
+        size = BYTES * attention.kv_heads * (attention.head_width + _value_width(attention))
+        if name.endswith("cross"):
+            per_source += size
+        elif name.startswith("decoder"):
+            per_target += size
     return per_source, per_target
 
 
@@ -294,9 +247,9 @@ def measure_rate(width: int, seconds: float = 0.2) -> float:
 
 def duration(seconds: float) -> str:
     """A time a person can read, in one unit."""
-    for size, unit in ((86400 * 2, "days"), (3600 * 2, "hours"), (60 * 2, "minutes")):
-        if seconds >= size:
-            return f"{seconds / (size / 2):.1f} {unit}"
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s"
 
 

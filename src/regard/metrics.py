@@ -13,6 +13,7 @@ perplexity of masked tokens given all the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,24 +46,15 @@ def edits(hypotheses: Sequence[Sequence[Hashable]], references: Sequence[Sequenc
     return np.asarray(counts, float), np.asarray([len(reference) for _, reference in pairs], float)
 
 
-def _right(hypotheses: Texts, references: Texts) -> Sums:
-    right = np.asarray([h == r for h, r in zip(hypotheses, references, strict=True)], float)
-    return right, np.ones_like(right)
-
-
-def _wrong(hypotheses: Texts, references: Texts) -> Sums:
-    right, ones = _right(hypotheses, references)
-    return ones - right, ones
-
-
-def _token_edits(hypotheses: Texts, references: Texts) -> Sums:
-    return edits([text.split() for text in hypotheses], [text.split() for text in references])
+def _matches(hypotheses: Texts, references: Texts, right: bool = True) -> Sums:
+    counts = np.asarray([(h == r) is right for h, r in zip(hypotheses, references, strict=True)], float)
+    return counts, np.ones_like(counts)
 
 
 RATIOS: dict[str, Callable[[Texts, Texts], Sums]] = {
-    "accuracy": _right,
-    "wer": _wrong,
-    "per": _token_edits,
+    "accuracy": _matches,
+    "wer": partial(_matches, right=False),
+    "per": lambda hypotheses, references: edits([h.split() for h in hypotheses], [r.split() for r in references]),
     "cer": edits,
 }
 METRICS = (*RATIOS, "bleu", "chrf", "ter", "perplexity")
@@ -93,7 +85,12 @@ def measure_ratio(
     amounts: np.ndarray, totals: np.ndarray, samples: int = SAMPLES, exponential: bool = False
 ) -> Measurement:
     """A ratio of sums, or exp of it, with its interval; the elements of the arrays are resampled."""
-    return _interval((amounts, totals), _perplexities if exponential else _means, samples)
+
+    def score(amounts: Any, totals: Any) -> np.ndarray:
+        ratios = np.asarray(amounts / np.maximum(totals, 1))
+        return np.asarray(np.exp(np.minimum(ratios, 700))) if exponential else ratios  # e^710 is no float
+
+    return _interval((amounts, totals), score, samples)
 
 
 def compare(name: str, hypotheses: Texts, others: Texts, references: Texts, samples: int = SAMPLES) -> float:
@@ -126,14 +123,6 @@ def _percent(sums: Sums) -> float:
 def _shares(amounts: Any, totals: Any) -> np.ndarray:
     # Without a single reference token every edit counts in full.
     return np.asarray(100 * np.asarray(amounts) / np.maximum(totals, 1))
-
-
-def _means(amounts: Any, totals: Any) -> np.ndarray:
-    return np.asarray(amounts / np.maximum(totals, 1))
-
-
-def _perplexities(amounts: Any, totals: Any) -> np.ndarray:
-    return np.asarray(np.exp(np.minimum(np.asarray(amounts) / np.maximum(totals, 1), 700)))  # e^710 is no float
 
 
 def _interval(sums: Sums, score: Callable[[Any, Any], np.ndarray], samples: int) -> Measurement:

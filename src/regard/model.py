@@ -189,13 +189,8 @@ def on_meta(config: Config) -> Model:
         return Model(config)
 
 
-def uninitialised(config: Config, device: str | torch.device = "cpu") -> Model:
-    """A model whose weights are yet to be loaded: they are allocated, but not initialised."""
-    return allocate(on_meta(config), device)
-
-
 def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
-    """Allocate a model on the meta device; its weights are arbitrary."""
+    """Allocate a model on the meta device; its weights are arbitrary, yet to be loaded."""
     model.to_empty(device=device)  # there are no buffers, whose values would be lost
     model._tie()  # to_empty made two tensors of a shared one
     return model

@@ -113,7 +113,7 @@ def test_without_restrictions_there_is_no_mask() -> None:
 def test_additive_mask_joins_mask_and_bias() -> None:
     mask = torch.tensor([[True, False], [True, True]])[None, None]
     bias = torch.randn(1, 3, 2, 2)
-    both = AttentionMask(places(2), places(2), bias_BHTS=bias, mask_B1TS=mask).additive(torch.float32)
+    both = AttentionMask(places(2), places(2), bias_BHTS=bias, allowed_B1TS=mask).additive(torch.float32)
     assert both is not None
     for h in range(3):
         for t in range(2):

@@ -36,8 +36,8 @@ def padded(length: int, *lengths: int, left: bool = False) -> Tensor:
 def exact_and_hashed(attention: LSHAttention, x: Tensor, causal: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Both ways, whatever the length would choose."""
     outs = []
-    for saves in (False, True):
-        monkeypatch.setattr(attention, "_saves", lambda queries, keys, saves=saves: saves)
+    for compared in (x.shape[1], 0):
+        monkeypatch.setattr(attention, "compared_keys", compared)
         outs.append(run(attention, x, None, causal))
     return outs
 

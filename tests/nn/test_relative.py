@@ -109,7 +109,7 @@ def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
     x = model.target_embedding(tokens) * math.sqrt(12)
     query, places = torch.arange(12).unsqueeze(1), torch.arange(12).unsqueeze(0)
     may = (places <= query) & (places >= query // 4 * 4 - memory)
-    mask = AttentionMask(places, places, mask_B1TS=may[None, None])
+    mask = AttentionMask(places, places, allowed_B1TS=may[None, None])
     keys = layer.attention.project_kv(x, places, NO_POSITION)
     close(torch.cat(found, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, mask, NO_POSITION)))
 

@@ -126,11 +126,6 @@ def check(
     torch.testing.assert_close(found, attention.out(expected.flatten(2)), atol=1e-5, rtol=1e-5)
 
 
-def test_concat_refuses_grouped_heads() -> None:
-    with pytest.raises(ValueError, match="kv_heads"):
-        make_score("concat", 4, 2, 3, 3, 8)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_trained(name: str) -> None:
     score = make_score(name, 2, 2, 3, 3, 8)

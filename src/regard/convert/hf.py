@@ -24,7 +24,7 @@ from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
 from regard.errors import UserError, closest
 from regard.files import replace_file, write_json
-from regard.model import on_meta, uninitialised
+from regard.model import allocate, on_meta
 from regard.run import Run, weights_of
 from regard.tasks import BOTH
 from regard.text.codec import Codec
@@ -62,7 +62,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
 
     def write(path: Path) -> ConversionReport:
-        model = uninitialised(config).eval()
+        model = allocate(on_meta(config)).eval()
         import_weights(weights_of(model), table, checkpoint)
         Run(config, codec, model, path, labels, pixels).save(path)
         del model  # before another is loaded: memory may not hold three

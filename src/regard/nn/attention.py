@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,36 +23,27 @@ from regard.nn.primitives import Dropout, Linear
 from regard.nn.score import make_score
 
 
+@dataclass(eq=False)
 class AttentionMask:
     """The keys that each query may attend to: a boolean mask (True = may attend) and a bias added to the scores.
 
-    Both follow from integer positions, so caches, offsets and padding are no special cases. `mask_B1TS` restricts them
-    further. Made once per pass and shared by all layers of a stack.
+    Both follow from integer positions, so caches, offsets and padding are no special cases. `allowed_B1TS` restricts
+    them further. Made once per pass and shared by all layers of a stack.
     """
 
-    def __init__(
-        self,
-        q_pos_BT: Tensor,
-        k_pos_BS: Tensor,
-        keep_BS: Tensor | None = None,
-        causal: bool = False,
-        window: int | None = None,
-        bias_BHTS: Tensor | None = None,
-        mask_B1TS: Tensor | None = None,
-    ) -> None:
-        self.q_pos_BT = q_pos_BT
-        self.k_pos_BS = k_pos_BS
-        self.keep_BS = keep_BS
-        self.causal = causal
-        self.window = window
-        self.bias_BHTS = bias_BHTS
-        self._explicit_B1TS = mask_B1TS
-        self._additive: Tensor | None = None
+    q_pos_BT: Tensor
+    k_pos_BS: Tensor
+    keep_BS: Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+    bias_BHTS: Tensor | None = None
+    allowed_B1TS: Tensor | None = None
+    _additive: Tensor | None = field(default=None, init=False)
 
     @cached_property
     def mask_B1TS(self) -> Tensor | None:
         """Computed when first needed: attention to a few keys (LSH) never holds all pairs."""
-        mask = self._explicit_B1TS
+        mask = self.allowed_B1TS
         if self.keep_BS is not None:
             kept = self.keep_BS[:, None, None, :]
             mask = kept if mask is None else mask & kept
@@ -68,7 +60,7 @@ class AttentionMask:
     def only_causal(self) -> bool:
         """Whether each query attends to itself and all before it: the fused kernel has a flag for this case."""
         triangular = self.causal and self.window is None and not self.q_pos_BT.is_meta
-        unrestricted = self._explicit_B1TS is None and self.bias_BHTS is None and self.keep_BS is None
+        unrestricted = self.allowed_B1TS is None and self.bias_BHTS is None and self.keep_BS is None
         if not (triangular and unrestricted and torch.equal(self.q_pos_BT, self.k_pos_BS)):
             return False
         return bool((self.k_pos_BS.diff(dim=1) > 0).all())
@@ -87,8 +79,10 @@ class AttentionMask:
 
 
 def source_mask(source: CrossCache, pos_BT: Tensor, rows: int, window: int | None) -> AttentionMask:
-    """The mask of the cross-attention for `rows` hypotheses at these positions."""
-    return AttentionMask(source.query_positions(pos_BT, rows), source.pos_BS, source.keep_BS, window=window)
+    """The mask of the cross-attention for `rows` hypotheses; those of a sentence are one row, as in `Attention`."""
+    sentences = source.layers[0].k_BGSE.shape[0]
+    q_pos_BT = pos_BT.reshape(sentences, -1) if pos_BT.shape[0] > 1 else pos_BT.repeat(1, rows // sentences)
+    return AttentionMask(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
 
 
 def masked_softmax(scores_BHTS: Tensor) -> Tensor:
@@ -122,7 +116,8 @@ class Attention(nn.Module):
         self.heads = len(groups)
         self.kv_heads = len(set(groups))
         # The key/value head of each query head; None when all serve equally many, which the fused kernel supports.
-        self._groups = None if _even(groups) else [sorted(set(groups)).index(group) for group in groups]
+        even = len(set(Counter(groups).values())) == 1
+        self._groups = None if even else [sorted(set(groups)).index(group) for group in groups]
         self.head_width = stack.head if project else stack.width
         key_width = self.head_width if project else context_width
         self.query: nn.Module = nn.Identity()
@@ -168,14 +163,11 @@ class Attention(nn.Module):
         q_BHTE = position.rotate(self._split(self.query(x_BTD), self.heads), mask.q_pos_BT)
         if self.relative is not None:
             q_BHTE, mask = self.relative(q_BHTE, mask, self.score.scale)
-        attend = self._eager if self._needs_weights() else self._fused
-        z_BHTE = self.mixed(attend(q_BHTE, kv, mask))
+        dropping = self.training and self.dropout.rate > 0
+        eager = not self.score.is_dot or self.center is not None or self.weights.watched or dropping
+        z_BHTE = self.mixed((self._eager if eager else self._fused)(q_BHTE, kv, mask))
         out: Tensor = self.out(z_BHTE.transpose(1, 2).flatten(2))
         return out.reshape(rows, length, -1)
-
-    def _needs_weights(self) -> bool:
-        dropping = self.training and self.dropout.rate > 0
-        return not self.score.is_dot or self.center is not None or self.weights.watched or dropping
 
     def _fused(self, q_BHTE: Tensor, kv: KV, mask: AttentionMask) -> Tensor:
         k_BGSE, v_BGSE = kv if self._groups is None else (x[:, self._groups] for x in kv)
@@ -219,11 +211,6 @@ class Attention(nn.Module):
         return x_BTHE.transpose(1, 2)
 
 
-def _even(groups: list[int]) -> bool:
-    """Whether every key/value head serves equally many query heads."""
-    return len(set(Counter(groups).values())) == 1
-
-
 class Relative(nn.Module):
     """Relative positions: (q + u) . k + (q + v) . W r(i - j) with sinusoids r; u (content), v (place), W are trained.
 
@@ -248,7 +235,7 @@ class Relative(nn.Module):
         by_distance_BHTR = ((q_BHTE + self.place.unsqueeze(1)) @ r_HRE.transpose(-1, -2)) * scale
         distance_BTS = (mask.q_pos_BT.unsqueeze(-1) - mask.k_pos_BS.unsqueeze(-2)).clamp(0, farthest)
         bias_BHTS = by_distance_BHTR.gather(-1, distance_BTS.unsqueeze(1).expand(*q_BHTE.shape[:-1], keys))
-        mask = AttentionMask(mask.q_pos_BT, mask.k_pos_BS, bias_BHTS=bias_BHTS, mask_B1TS=mask.mask_B1TS)
+        mask = AttentionMask(mask.q_pos_BT, mask.k_pos_BS, bias_BHTS=bias_BHTS, allowed_B1TS=mask.mask_B1TS)
         return q_BHTE + self.content.unsqueeze(1), mask
 
 

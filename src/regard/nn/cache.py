@@ -209,13 +209,6 @@ class CrossCache:
     keep_BS: Tensor | None  # False at padding; None: nothing is padded
     pos_BS: Tensor
 
-    def query_positions(self, pos_BT: Tensor, rows: int) -> Tensor:
-        """Positions of `rows` hypotheses with those of a sentence in one row, as `Attention` arranges its queries."""
-        sentences = self.layers[0].k_BGSE.shape[0]
-        if pos_BT.shape[0] > 1:
-            return pos_BT.reshape(sentences, -1)
-        return pos_BT.repeat(1, rows // sentences)
-
     def select(self, sentences: Tensor) -> CrossCache:
         keep = None if self.keep_BS is None else self.keep_BS.index_select(0, sentences)
         return CrossCache(tuple(kv.select(sentences) for kv in self.layers), keep, self.pos_BS)
@@ -288,7 +281,10 @@ class State:
             return replace(self, layers=layers, source=source, tree=tree)
         return replace(
             self,
-            layers=tuple(_select(layer, rows) for layer in self.layers),
+            layers=tuple(
+                layer.select(rows) if isinstance(layer, KV) else tuple(x.index_select(0, rows) for x in layer)
+                for layer in self.layers
+            ),
             keep_NP=None if self.keep_NP is None else self.keep_NP.index_select(0, rows),
             source=source,
         )
@@ -324,7 +320,3 @@ class State:
         past = known.new_ones(len(known), self.length) if self.keep_NP is None else self.keep_NP
         new = known.new_ones(len(known), count) if keep_NT is None else keep_NT
         return torch.cat((past, new), dim=1)
-
-
-def _select(layer: LayerState, rows: Tensor) -> LayerState:
-    return layer.select(rows) if isinstance(layer, KV) else tuple(x.index_select(0, rows) for x in layer)

@@ -44,8 +44,10 @@ class LSHAttention(nn.Module):
     def __init__(self, stack: Stack, index: int = 0) -> None:
         super().__init__()
         bias = stack.bias == "all"
-        self.heads = stack.heads
+        self.heads = self.kv_heads = stack.heads
+        self.head_width = stack.head
         self.lsh = stack.lsh
+        self.compared_keys = stack.lsh.hashes * stack.lsh.chunk * (1 + stack.lsh.before + stack.lsh.after)  # per query
         self.seed = index
         self.query_key = Linear(stack.width, stack.heads * stack.head, bias=bias)
         self.value = Linear(stack.width, stack.heads * stack.value, bias=bias)
@@ -83,17 +85,12 @@ class LSHAttention(nn.Module):
         return out
 
     def sort(self, kv: KV, mask: AttentionMask) -> SortOrder | None:
-        """The tokens sorted by hash; None where attention is exact."""
-        if not self._saves(mask.q_pos_BT.shape[1], kv.k_BGSE.shape[2]):
+        """The tokens sorted by hash; None where attention is exact, since hashing would not compare fewer pairs."""
+        if mask.q_pos_BT.shape[1] != kv.length or kv.length <= self.compared_keys:
             return None
         token_XRP = self._hash(kv.k_BGSE, mask.keep_BS).argsort(dim=-1, stable=True)
         sorted_P = torch.arange(token_XRP.shape[-1], device=token_XRP.device).expand_as(token_XRP)
         return SortOrder(token_XRP, torch.empty_like(token_XRP).scatter_(-1, token_XRP, sorted_P))
-
-    def _saves(self, queries: int, keys: int) -> bool:
-        """Whether hashing compares fewer pairs than exact attention."""
-        compared = self.lsh.hashes * self.lsh.chunk * (1 + self.lsh.before + self.lsh.after)
-        return queries == keys and keys > compared
 
     @torch.no_grad()
     def _hash(self, x_BHTE: Tensor, keep_BT: Tensor | None) -> Tensor:

@@ -44,10 +44,10 @@ def sinusoid(pos_BT: Tensor, width: int, halves: bool = False) -> Tensor:
     """
     rate = torch.exp(torch.arange(0, width, 2, device=pos_BT.device) * (-math.log(10000.0) / width))
     angle_BTE = pos_BT.unsqueeze(-1) * rate
-    pairs = (angle_BTE.sin(), angle_BTE.cos()[..., : width // 2])
+    sin_BTE, cos_BTE = angle_BTE.sin(), angle_BTE.cos()
     if halves:
-        return torch.cat(pairs, dim=-1)
-    return torch.stack((angle_BTE.sin(), angle_BTE.cos()), dim=-1).flatten(-2)[..., :width]
+        return torch.cat((sin_BTE, cos_BTE[..., : width // 2]), dim=-1)
+    return torch.stack((sin_BTE, cos_BTE), dim=-1).flatten(-2)[..., :width]
 
 
 class Sinusoid(Position):

@@ -98,10 +98,6 @@ class Concat(Additive):
 
     def __init__(self, heads: int, kv_heads: int, query_width: int, key_width: int) -> None:
         nn.Module.__init__(self)
-        if heads != kv_heads:
-            raise ValueError(
-                "score=concat needs kv_heads equal to heads: its one matrix reads a query and a key together"
-            )
         self.query_width = query_width
         self.weight = nn.Parameter(_glorot(heads, query_width + key_width, key_width))
         self.v = nn.Parameter(_glorot(heads, 1, key_width))
