@@ -18,11 +18,19 @@ from regard.config import Config
 from regard.data.images import LabelledImages
 from regard.decode.alignment import load_heads, save_heads
 from regard.errors import UserError
-from regard.inspect.importance import ablation, mean_loss, rank_heads
 from regard.inspect.inputs import pair_batches, task_batches
-from regard.inspect.prune import PruneAmount, count_heads, greedy_order, group_heads, prune_heads, removable_heads
+from regard.inspect.prune import (
+    PruneAmount,
+    count_heads,
+    greedy_order,
+    group_heads,
+    mean_loss,
+    prune_heads,
+    rank_heads,
+    removable_heads,
+)
 from regard.model import Model
-from regard.nn.hooks import patch
+from regard.nn.hooks import patch, without
 from regard.run import Run
 from regard.text.codec import Example
 from regard.training.tune import prune, quality_curve, save_pruned, split_data, tune
@@ -38,7 +46,7 @@ REMOVED = {"encoder.blocks.0.attention": [0, 3], "decoder.blocks.1.attention": [
 @torch.no_grad()
 def same(model: Model, removed: dict[str, list[int]]) -> Model:
     """Prune, and check that the smaller model answers as the larger one with those heads ablated."""
-    with patch(model, ablation(removed)):
+    with patch(model, {f"{name}.mixed": without(*heads) for name, heads in removed.items()}):
         expected = model(SOURCE, KEEP, INPUT)
     small = prune_heads(model, removed)
     assert torch.allclose(small(SOURCE, KEEP, INPUT), expected, atol=1e-5)

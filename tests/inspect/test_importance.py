@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from regard.errors import UserError
-from regard.inspect.importance import ablation_importance, gradient_importance, mean_loss
 from regard.inspect.inputs import encode_pairs, pair_batches
+from regard.inspect.prune import ablation_importance, gradient_importance, mean_loss
 from regard.loss import Objective
 from regard.model import Model
 from regard.nn.hooks import patch

@@ -17,8 +17,8 @@ from regard.data.images import LabelledImages
 from regard.data.reader import LineCounter
 from regard.errors import UserError
 from regard.inspect.heads import measure_heads, patch_distances, sum_patch_attention
-from regard.inspect.importance import ablation_importance, gradient_importance, mean_loss
 from regard.inspect.inputs import MASK_EVERY, WINDOW, TaskData, read_task_data, task_batches
+from regard.inspect.prune import ablation_importance, gradient_importance, mean_loss
 from regard.nn.hooks import patch
 from regard.text.codec import Example
 

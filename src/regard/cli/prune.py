@@ -12,11 +12,10 @@ from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, 
 from regard.cli.tables import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.errors import UserError, one_of
-from regard.inspect.importance import Criterion
 from regard.inspect.inputs import TaskData, describe_size, read_task_data
 from regard.inspect.plots import draw_lines
 from regard.inspect.plots import save as save_picture
-from regard.inspect.prune import PruneAmount
+from regard.inspect.prune import Criterion, PruneAmount
 from regard.run import Run
 from regard.training.tune import PruneReport, prune, save_pruned, split_data
 

@@ -7,7 +7,6 @@ are read as key-value memories (Geva et al. 2021): what activates a neuron, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from regard.inspect.walk import has_plain_blocks
 from regard.model import Model
 from regard.nn.attention import Attention
 from regard.nn.block import Block, Residual
-from regard.nn.hooks import ForwardCalls, record, record_calls
+from regard.nn.hooks import record, record_calls
 from regard.nn.position import NO_POSITION
 from regard.nn.transformer import Transformer
 from regard.run import Run
@@ -72,82 +71,57 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
     with record_calls(model) as calls:
         logits_V = model(torch.tensor([ids], device=model.device), None)[0, place].float()
-    index = int(logits_V.argmax()) if token is None else _token_id(run, token)
-    stream = _ResidualStream(calls, place, calls.input(decoder.blocks[0])[place])
+    ids = [int(logits_V.argmax())] if token is None else run.codec.target.encode([token])[0]
+    if len(ids) != 1:
+        raise UserError(f"{token!r} is {len(ids)} tokens of this vocabulary, not one")
+    index = ids[0]
+    embedded_D = calls.input(decoder.blocks[0])[place]
+    x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second part is all biases
+    sizes, head_numbers = [1, 1], []
     for block in decoder.blocks:
-        assert isinstance(block, Block)
-        stream.add_heads(block)
-        stream.add_feed_forward(block)
-    stream.normalise(decoder.norm)
-    logit_P = stream.x_PD.float() @ model.output.weight[index].float()
+        assert isinstance(block, Block) and isinstance(block.attention, Attention)
+        attention, out, down = block.attention, block.attention.out, block.feed_forward.down
+        z_HE = calls.input(out)[place].unflatten(0, (attention.heads, -1))
+        heads_HD = torch.einsum("he,dhe->hd", z_HE, out.weight.unflatten(1, (attention.heads, -1)))
+        x_PD = _add_parts(x_PD, heads_HD, out.bias, block.attention_residual)
+        down_D = calls.output(down)[place]
+        down_D = down_D if down.bias is None else down_D - down.bias
+        x_PD = _add_parts(x_PD, down_D.unsqueeze(0), down.bias, block.feed_forward_residual)
+        sizes += [attention.heads, 1]
+        head_numbers.append(list(attention.head_numbers))
+    logit_P = _normalise_parts(x_PD, decoder.norm).float() @ model.output.weight[index].float()
     if model.output.bias is not None:
         logit_P[1] += model.output.bias[index]
-    heads_LH = torch.zeros(len(decoder.blocks), max(max(numbers) for numbers in stream.head_numbers) + 1)
-    for layer, numbers in enumerate(stream.head_numbers):
-        heads_LH[layer, list(numbers)] = logit_P[stream.heads[layer]].cpu()
-    return Attribution(
-        run.codec.target_pieces([index])[0],
-        float(logits_V[index]),
-        heads_LH,
-        logit_P[stream.feed_forwards].cpu(),
-        float(logit_P[0]),
-        float(logit_P[1]),
-    )
+    embedding, bias, *layers = logit_P.cpu().split(sizes)
+    heads_LH = torch.zeros(len(head_numbers), max(map(max, head_numbers)) + 1)
+    for layer, numbers in enumerate(head_numbers):
+        heads_LH[layer, numbers] = layers[2 * layer]
+    name = run.codec.target_pieces([index])[0]
+    feed_forward_L = torch.cat(layers[1::2])
+    return Attribution(name, float(logits_V[index]), heads_LH, feed_forward_L, float(embedding), float(bias))
 
 
-class _ResidualStream:
-    """The parts that add up to the vector at one position; a normalisation acts on each part, with its scale fixed."""
-
-    def __init__(self, calls: ForwardCalls, position: int, embedded_D: Tensor) -> None:
-        self._calls, self._position = calls, position
-        self.x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second part is all biases
-        self.heads: list[slice] = []  # parts, by layer
-        self.head_numbers: list[tuple[int, ...]] = []
-        self.feed_forwards: list[int] = []
-
-    def add_heads(self, block: Block) -> None:
-        attention = block.attention
-        assert isinstance(attention, Attention) and isinstance(attention.out, nn.Linear)
-        z_HE = self._calls.input(attention.out)[self._position].unflatten(0, (attention.heads, -1))
-        out_HD = torch.einsum("he,dhe->hd", z_HE, attention.out.weight.unflatten(1, (attention.heads, -1)))
-        self.heads.append(slice(len(self.x_PD), len(self.x_PD) + attention.heads))
-        self.head_numbers.append(attention.head_numbers)
-        self.x_PD = torch.cat((self.x_PD, out_HD))
-        self._add_bias(attention.out.bias)
-        self._after(block.attention_residual)
-
-    def add_feed_forward(self, block: Block) -> None:
-        down = block.feed_forward.down
-        out_D = self._calls.output(down)[self._position]
-        self.feed_forwards.append(len(self.x_PD))
-        self.x_PD = torch.cat((self.x_PD, (out_D if down.bias is None else out_D - down.bias).unsqueeze(0)))
-        self._add_bias(down.bias)
-        self._after(block.feed_forward_residual)
-
-    def normalise(self, norm: nn.Module) -> None:
-        if not isinstance(norm, nn.Identity):
-            self.x_PD = _linearised(norm, self.x_PD.sum(0))(self.x_PD)
-            self._add_bias(getattr(norm, "bias", None))
-
-    def _after(self, residual: Residual) -> None:
-        if not residual.pre:
-            self.normalise(residual.norm)
-
-    def _add_bias(self, bias_D: Tensor | None) -> None:
-        if bias_D is not None:
-            self.x_PD[1] += bias_D
+def _add_parts(x_PD: Tensor, more_PD: Tensor, bias_D: Tensor | None, residual: Residual) -> Tensor:
+    """The parts of the residual stream after a sub-layer that adds `more_PD` and a bias."""
+    x_PD = torch.cat((x_PD, more_PD))
+    if bias_D is not None:
+        x_PD[1] += bias_D
+    return x_PD if residual.pre else _normalise_parts(x_PD, residual.norm)
 
 
-def _linearised(norm: nn.Module, x_D: Tensor) -> Callable[[Tensor], Tensor]:
-    """A normalisation without its bias, its scale fixed at what it is for `x_D`: a linear map."""
+def _normalise_parts(x_PD: Tensor, norm: nn.Module) -> Tensor:
+    """Each part through a normalisation whose scale is fixed at what it is for their sum: a linear map."""
+    if isinstance(norm, nn.Identity):
+        return x_PD
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centred = isinstance(norm, nn.LayerNorm)
-
-    def centre(x_PD: Tensor) -> Tensor:
-        return x_PD - x_PD.mean(-1, keepdim=True) if centred else x_PD
-
-    scale = (centre(x_D).pow(2).mean() + (norm.eps or 0.0)).rsqrt()
-    return lambda x_PD: centre(x_PD) * scale * norm.weight
+    sum_and_parts_QD = torch.cat((x_PD.sum(0, keepdim=True), x_PD))
+    if isinstance(norm, nn.LayerNorm):
+        sum_and_parts_QD -= sum_and_parts_QD.mean(-1, keepdim=True)
+    scale = (sum_and_parts_QD[0].pow(2).mean() + (norm.eps or 0.0)).rsqrt()
+    x_PD = sum_and_parts_QD[1:] * scale * norm.weight
+    if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
+        x_PD[1] += norm.bias
+    return x_PD
 
 
 # QK and OV circuits
@@ -172,9 +146,8 @@ class Circuit:
     def matrix(self) -> Tensor:
         """The full matrix, (V, V)."""
         if len(self.left_VE) ** 2 > MAX_PAIRS:
-            raise UserError(
-                f"a matrix over {len(self.left_VE):,} tokens has too many entries to be made whole; ask for the top"
-            )
+            tokens = f"{len(self.left_VE):,} tokens"
+            raise UserError(f"a matrix over {tokens} has too many entries to be made whole; ask for the top")
         return self.left_VE @ self.right_VE.T
 
     def row(self, token: str) -> Tensor:
@@ -249,13 +222,6 @@ def _token_names(run: Run) -> tuple[str, ...]:
     return tuple(run.codec.target_pieces(range(run.config.target_vocab)))
 
 
-def _token_id(run: Run, token: str) -> int:
-    ids: list[int] = run.codec.target.encode([token])[0]
-    if len(ids) != 1:
-        raise UserError(f"{token!r} is {len(ids)} tokens of this vocabulary, not one")
-    return ids[0]
-
-
 def _plain_decoder(model: Model) -> Transformer:
     """The decoder of a language model whose parts add up."""
     decoder = model.decoder
@@ -311,10 +277,15 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     neurons = []
     for promoted_V, index in zip(_promoted(model, decoder, layer, chosen), chosen, strict=True):
         activations = zip(top_KF.values[:, index].tolist(), top_KF.indices[:, index].tolist(), strict=True)
-        strongest = tuple(_trigger(run, rows[n // width], n % width, value) for value, n in activations if value > 0)
+        strongest = []
+        for value, n in activations:
+            if value > 0:
+                row, position = rows[n // width], n % width
+                context = run.codec.decode_target(row[max(0, position - CONTEXT) : position])
+                strongest.append(Trigger(context, run.codec.target_pieces([row[position]])[0], value))
         top = promoted_V.topk(min(PROMOTED, len(promoted_V)))
         names = run.codec.target_pieces(top.indices.tolist())
-        neurons.append(Neuron(layer, index, strongest, tuple(zip(names, top.values.tolist(), strict=True))))
+        neurons.append(Neuron(layer, index, tuple(strongest), tuple(zip(names, top.values.tolist(), strict=True))))
     return neurons
 
 
@@ -331,11 +302,6 @@ def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]
         down_ND = down_ND * norm.weight
     logits_NV: Tensor = down_ND @ model.output.weight.T
     return logits_NV
-
-
-def _trigger(run: Run, row: list[int], position: int, value: float) -> Trigger:
-    context = run.codec.decode_target(row[max(0, position - CONTEXT) : position])
-    return Trigger(context, run.codec.target_pieces([row[position]])[0], value)
 
 
 # Attention rollout

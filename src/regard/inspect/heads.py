@@ -19,9 +19,9 @@ from regard.config import PatchConfig
 from regard.data.objectives import text_ids
 from regard.decode.alignment import Links, alignment_merits, best_heads
 from regard.errors import UserError
-from regard.inspect.importance import HeadKey, ablation_importance, gradient_importance
 from regard.inspect.inputs import TaskData, encode_pairs, task_batches
 from regard.inspect.logit_lens import entropy_bits
+from regard.inspect.prune import HeadKey, ablation_importance, gradient_importance
 from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
@@ -69,7 +69,12 @@ def measure_heads(
     gradient = gradient_importance(model, batches)
     ablated = ablation_importance(model, batches) if ablation else {}
     sums = sum_patch_attention(model, batches) if task.reads == "images" else sum_attention(model, batches)
-    aligned = _alignment_scores(run, data, links) if task.seq2seq else {}
+    aligned: dict[HeadKey, float] = {}
+    if task.seq2seq:
+        pairs = encode_pairs(run, data)  # type: ignore[arg-type]
+        if links is not None and len(pairs) != len(data):
+            raise UserError("pairs with links need a target each")
+        aligned = alignment_merits(model, pairs, links)
     text = torch.from_numpy(text_ids(run.codec.target.size, run.codec.target.special))
     induced = induction_scores(model, text) if task.name == "lm" else {}
     heads = []
@@ -84,13 +89,6 @@ def measure_heads(
     aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
     heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
     return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
-
-
-def _alignment_scores(run: Run, data: TaskData, links: Sequence[Links] | None) -> dict[HeadKey, float]:
-    pairs = encode_pairs(run, data)  # type: ignore[arg-type]
-    if links is not None and len(pairs) != len(data):
-        raise UserError("pairs with links need a target each")
-    return alignment_merits(run.model, pairs, links)
 
 
 def induction_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
@@ -138,8 +136,8 @@ class AttentionSums:
 
     def means(self, head: int) -> tuple[float, float, float]:
         """Confidence, entropy and distance of a head, per query."""
-        sums = self.confidence_H[head], self.entropy_H[head], self.distance_H[head]
-        confidence, entropy, distance = (float(total / self.queries) for total in sums)
+        sums_3H = torch.stack((self.confidence_H, self.entropy_H, self.distance_H))
+        confidence, entropy, distance = (sums_3H[:, head] / self.queries).tolist()
         return confidence, entropy, distance
 
     def describe(self, head: int) -> tuple[str, float]:

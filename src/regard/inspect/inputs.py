@@ -79,7 +79,7 @@ def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -
 
 def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: int) -> InspectionInput:
     codec = run.codec
-    ids = _not_empty([*codec.target.encode([example.source])[0], *continuation])
+    ids = [*codec.target.encode([example.source])[0], *continuation]
     labels = ids[:limit]
     rows = {"input": [run.config.start_id, *labels[:-1]], "output": labels}
     texts = {"text": example.source}
@@ -89,7 +89,7 @@ def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: in
 
 
 def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
-    ids = _not_empty(run.codec.encode_source([example])[0])
+    ids = run.codec.encode_source([example])[0]
     rows, notes = {"source": ids[:limit]}, _truncation_note("text", ids, limit)
     texts, label = {"text": example.source}, example.target
     if run.task.labels:
@@ -106,6 +106,8 @@ def _token_input(
     notes: list[str],
 ) -> InspectionInput:
     """The input of a model that reads tokens, from the ids of its token rows."""
+    if not all(rows.values()):
+        raise UserError("there is nothing to look at: the text has no tokens")
     pieces = {"source": run.codec.source_pieces, "input": run.codec.target_pieces, "output": run.codec.target_pieces}
     ids = {stack: rows[name] for stack, name in (("encoder", "source"), ("decoder", "input")) if name in rows}
     first, *others = (torch.tensor([row], device=run.model.device) for row in ids.values())
@@ -174,12 +176,6 @@ def _label_ids(run: Run, label: str | None) -> list[int] | None:
 
 def _label_text(label: str | None) -> dict[str, str]:
     return {} if label is None else {"label": label}
-
-
-def _not_empty(ids: list[int]) -> list[int]:
-    if not ids:
-        raise UserError("there is nothing to look at: the text has no tokens")
-    return ids
 
 
 def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[str]:
@@ -265,8 +261,7 @@ def _label_batches(run: Run, examples: Sequence[Example], tokens: int) -> list[B
 def _lm_batches(run: Run, text: str, tokens: int) -> list[Batch]:
     ids, length = _window_length(run, text, 0)
     windows_NW = torch.tensor([run.config.start_id, *ids]).unfold(0, length + 1, length)
-    parts = windows_NW.split(max(1, tokens // length))
-    return [lm_batch(part_BW) for part_BW in parts]
+    return [lm_batch(part_BW) for part_BW in windows_NW.split(max(1, tokens // length))]
 
 
 def _masked_batches(run: Run, text: str, tokens: int) -> list[Batch]:
@@ -277,11 +272,13 @@ def _masked_batches(run: Run, text: str, tokens: int) -> list[Batch]:
     ids, length = _window_length(run, text, len(before + after))
     starts = range(0, len(ids) - length + 1, length)
     label_NW = np.array([[*before, *ids[start : start + length], *after] for start in starts])
-    rows = max(1, tokens // label_NW.shape[1])
-    parts = [label_NW[start : start + rows] for start in range(0, len(label_NW), rows)]
     maskable = text_ids(run.codec.source.size, run.codec.source.special)
-    masked = [mask_every(label_BW, MASK_EVERY, run.config.ids, maskable) for label_BW in parts]
-    return [masked_batch(read, label, chosen) for label, (read, chosen) in zip(parts, masked, strict=True)]
+    batches = []
+    for start in range(0, len(label_NW), rows := max(1, tokens // label_NW.shape[1])):
+        label_BW = label_NW[start : start + rows]
+        read_BW, chosen_BW = mask_every(label_BW, MASK_EVERY, run.config.ids, maskable)
+        batches.append(masked_batch(read_BW, label_BW, chosen_BW))
+    return batches
 
 
 def _window_length(run: Run, text: str, special: int) -> tuple[list[int], int]:

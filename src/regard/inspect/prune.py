@@ -1,11 +1,16 @@
-"""Head pruning: how many heads to remove, in which order, the model without them, and runs trained with head gates."""
+"""Head pruning: how much the model needs each head, and removing heads.
+
+Importance is the gradient of the loss at a gate on the head, the loss without it, or a gate learned in training.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +19,91 @@ from regard.batch import Batch
 from regard.config import Config
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.inspect.importance import Criterion, HeadGroups, HeadKey, rank_heads
+from regard.loss import Objective
 from regard.model import Model, kind_and_layer
 from regard.nn.adapters import add_gates
 from regard.nn.attention import Attention
+from regard.nn.hooks import patch, without
 from regard.nn.reversible import ReversibleBlock
 from regard.run import WEIGHTS, Run
+
+HeadKey = tuple[str, int]  # the name of an attention, and the index of a head among those it has
+HeadGroups = Mapping[str, Sequence[int]]  # indices of heads by the name of their attention
+Criterion = Literal["gradient", "ablation", "gates"]  # gates are not measured but learned, by training.tune
+NO_HEADS: HeadGroups = MappingProxyType({})
+
+# Importance
+
+
+def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
+    """The expected |dL/dg| of a gate g = 1 on each head, per token, with one gate for every example of a batch.
+
+    Heads in `removed` are ablated, and not in the result.
+    """
+    heads, device = {name: attention.heads for name, attention in model.attentions().items()}, model.device
+    total = {name: torch.zeros(count, device=device) for name, count in heads.items()}
+    tokens = 0
+    frozen = [p for p in model.parameters() if p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        for batch in batches:
+            batch = batch.to(device)
+            gates = {}
+            for name, count in heads.items():
+                gate_BH11 = torch.ones(len(batch.label_BT), count, 1, 1, device=device)
+                gate_BH11[:, list(removed.get(name, ()))] = 0.0
+                gates[name] = gate_BH11.requires_grad_()
+            with torch.enable_grad(), patch(model, {f"{name}.mixed": gate.mul for name, gate in gates.items()}):
+                grads = torch.autograd.grad(Objective(model)(batch).smoothed, list(gates.values()))
+            for name, grad_BH11 in zip(gates, grads, strict=True):
+                total[name] += grad_BH11.abs().sum((0, 2, 3))
+            tokens += batch.tokens
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    return {(name, head): float(total[name][head] / max(1, tokens)) for name, head in _heads_left(model, removed)}
+
+
+def ablation_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
+    """How much the loss per token rises when each head is ablated, one at a time, beside those in `removed`."""
+    loss = mean_loss(model, batches, removed)
+    return {
+        (name, head): mean_loss(model, batches, {**removed, name: [*removed.get(name, ()), head]}) - loss
+        for name, head in _heads_left(model, removed)
+    }
+
+
+@torch.no_grad()
+def mean_loss(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> float:
+    """The loss per token in nats, with some heads ablated."""
+    total, tokens = 0.0, 0
+    with patch(model, {f"{name}.mixed": without(*heads) for name, heads in removed.items() if heads}):
+        for batch in batches:
+            total += float(Objective(model)(batch.to(model.device)).smoothed)
+            tokens += batch.tokens
+    return total / max(1, tokens)
+
+
+def rank_heads(
+    model: Model, batches: Sequence[Batch], by: Criterion, removed: HeadGroups = NO_HEADS
+) -> dict[HeadKey, float]:
+    """Every head with its importance, the least important first."""
+    measure = {"gradient": gradient_importance, "ablation": ablation_importance}[by]
+    return sort_heads(measure(model, batches, removed))
+
+
+def sort_heads(values: Mapping[HeadKey, float]) -> dict[HeadKey, float]:
+    """Heads by a value, the smallest first; equal ones by name and index."""
+    return dict(sorted(values.items(), key=lambda item: (item[1], item[0])))
+
+
+def _heads_left(model: Model, removed: HeadGroups) -> list[HeadKey]:
+    heads = [(name, head) for name, attention in model.attentions().items() for head in range(attention.heads)]
+    return [(name, head) for name, head in heads if head not in removed.get(name, ())]
+
+
+# Which heads go
 
 
 @dataclass(frozen=True)
@@ -61,10 +145,8 @@ class PruneAmount:
             return min(below, most)
         count = self.count if self.count is not None else round((self.fraction or 0) * len(importance))
         if count > most:
-            total = len(importance)
-            raise UserError(
-                f"--heads: {count} of {total} heads cannot go: one stays in every attention, so at most {most}"
-            )
+            part = f"{count} of {len(importance)} heads"
+            raise UserError(f"--heads: {part} cannot go: one stays in every attention, so at most {most}")
         return max(1, count)
 
 
@@ -89,12 +171,11 @@ def greedy_order(
 ) -> list[HeadKey]:
     """The heads to remove, in order, when the importance of the others is measured again after each."""
     order: list[HeadKey] = []
-    while len(order) < count:
-        removed = group_heads(order)
-        left = {name: a.heads - len(removed.get(name, [])) for name, a in model.attentions().items()}
-        order.append(next(head for head in rank_heads(model, batches, by, removed) if left[head[0]] > 1))
-        if len(order) % 10 == 0:
-            say(f"{len(order)} of {count} heads chosen")
+    for chosen in range(1, count + 1):
+        ranking = rank_heads(model, batches, by, group_heads(order))
+        order = removable_heads(model, [*order, *ranking])[:chosen]
+        if chosen % 10 == 0:
+            say(f"{chosen} of {count} heads chosen")
     return order
 
 
@@ -106,16 +187,16 @@ def group_heads(heads: Sequence[HeadKey]) -> dict[str, list[int]]:
     return {name: sorted(indices) for name, indices in groups.items()}
 
 
+# The model without them
+
+
 def prune_heads(model: Model, removed: HeadGroups) -> Model:
     """A smaller model without some heads; its outputs are those of the model with these heads ablated."""
     require_prunable(model)
-    kept = {
-        name: [head for head in range(attention.heads) if head not in removed.get(name, ())]
-        for name, attention in model.attentions().items()
-    }
-    empty = [name for name, heads in kept.items() if not heads]
-    if empty:
-        raise UserError(f"{empty[0]}: all of its heads would go; one must stay")
+    kept = group_heads(_heads_left(model, removed))
+    for name in model.attentions():
+        if name not in kept:
+            raise UserError(f"{name}: all of its heads would go; one must stay")
     small = Model(_pruned_config(model, kept)).to(model.device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, attention in model.attentions().items():

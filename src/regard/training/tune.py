@@ -27,16 +27,20 @@ from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import default_metrics, evaluate
 from regard.files import write_json
-from regard.inspect.importance import Criterion, HeadKey, mean_loss, rank_heads, sort_heads
 from regard.inspect.inputs import WINDOW, TaskData, encode_pairs, task_batches
 from regard.inspect.prune import (
+    Criterion,
+    HeadKey,
     PruneAmount,
     count_heads,
     greedy_order,
     group_heads,
+    mean_loss,
     prune_heads,
+    rank_heads,
     removable_heads,
     require_prunable,
+    sort_heads,
 )
 from regard.loss import Loss, Objective
 from regard.metrics import LOWER_IS_BETTER
