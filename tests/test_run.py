@@ -105,8 +105,8 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     text = str(caught.value)
     assert f"{tmp_path / 'model.safetensors'}: weights do not fit config.json" in text
     assert "missing: encoder.norm.bias" in text
-    assert "not known: encoder.extra" in text
-    assert "decoder.norm.weight: shape [9] where the config says [8]" in text
+    assert "not known: encoder.extra [2]" in text
+    assert "decoder.norm.weight: shape [9] where config.json says [8]" in text
 
 
 @pytest.mark.parametrize(

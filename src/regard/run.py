@@ -147,19 +147,11 @@ def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; the run has no weights yet")
-    ours = {name: p for name, p in model.named_parameters(remove_duplicate=True)}
     try:
         with safe_open(path, framework="pt") as file:
-            theirs = set(file.keys())
-            wrong = [f"missing: {name}" for name in sorted(ours.keys() - theirs)]
-            wrong += [f"not known: {name}" for name in sorted(theirs - ours.keys())]
-            for name in sorted(ours.keys() & theirs):
-                shape = file.get_slice(name).get_shape()
-                if list(ours[name].shape) != shape:
-                    wrong.append(f"{name}: shape {shape} where the config says {list(ours[name].shape)}")
-            if wrong:
-                more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
-                raise UserError(f"{path}: weights do not fit config.json\n  " + "\n  ".join([*wrong[:20], *more]))
+            names = file.keys()
+            stored = {name: list(file.get_slice(name).get_shape()) for name in names}
+            require_shapes(stored, {name: list(x.shape) for name, x in weights_of(model).items()}, str(path))
             if next(model.parameters()).is_meta:
                 allocate(model, device)
             with torch.no_grad():
@@ -167,6 +159,20 @@ def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -
                     parameter.copy_(file.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def require_shapes(
+    stored: Mapping[str, list[int]], expected: Mapping[str, list[int]], where: str, other: Sequence[str] = ()
+) -> None:
+    """Require that a file holds the tensors of a model; all misfits, `other` ones first, come in one message."""
+    wrong = [*other, *(f"missing: {name}" for name in sorted(expected.keys() - stored.keys()))]
+    wrong += [f"not known: {name} {stored[name]}" for name in sorted(stored.keys() - expected.keys())]
+    for name in sorted(expected.keys() & stored.keys()):
+        if stored[name] != expected[name]:
+            wrong.append(f"{name}: shape {stored[name]} where config.json says {expected[name]}")
+    if wrong:
+        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+        raise UserError(f"{where}: weights do not fit config.json\n  " + "\n  ".join([*wrong[:20], *more]))
 
 
 def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import SpecialIds, parse
-from regard.convert.tokenizers import Tokenizers, read_tokenizers, write_tokenizers
+from regard.convert.tokenizers import read_tokenizers, write_tokenizers
 from regard.convert.vocabularies import read_sentencepiece
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig
@@ -169,8 +169,7 @@ class Made:
     def __init__(self, kind: str, path: Path) -> None:
         self.kind, self.path = kind, path / kind
         self.config = make(kind, self.path)
-        self.tokens: Tokenizers = read_tokenizers(self.path, kind, self.config)
-        self.codec = Codec(self.tokens.source, self.tokens.target, frame=self.tokens.frame)
+        self.codec, self.notes = read_tokenizers(self.path, kind, self.config)
 
     def ids(self, text: str) -> list[int]:
         return self.codec.encode_source([Example(text)])[0]
@@ -196,8 +195,8 @@ def test_ids_and_text_are_those_of_transformers(made, theirs, text: str, kind: s
     ours, other = made[kind], theirs[kind]
     ids = other(text)["input_ids"]
     assert ours.ids(text) == ids
-    if not ours.tokens.source.unknown(ids):
-        assert ours.tokens.source.decode(ids) == other.decode(ids, skip_special_tokens=True)
+    if not ours.codec.source.unknown(ids):
+        assert ours.codec.source.decode(ids) == other.decode(ids, skip_special_tokens=True)
     if kind == "marian":
         assert ours.codec.encode_target([text])[0] == other(text_target=text)["input_ids"]
 
@@ -211,7 +210,7 @@ def test_ids_and_text_are_those_of_sentencepiece(made, text: str, kind: str) -> 
     ids = other.encode(text)
     assert ours.ids(text) == ([other.bos_id(), *ids] if before else [*ids, other.eos_id()])
     if other.unk_id() not in ids:
-        assert ours.tokens.source.decode(ids) == other.decode(ids)
+        assert ours.codec.source.decode(ids) == other.decode(ids)
 
 
 @given(text=st.text("각힣ấệởéザガca ", max_size=6))
@@ -235,7 +234,7 @@ def test_ids_are_those_of_transformers_where_it_can_read_sentencepiece(made) -> 
 @given(text=typed, kind=st.sampled_from(sorted(FRAMES)))
 @many
 def test_what_users_type_is_text(made, text: str, kind: str) -> None:
-    ours = made[kind].tokens.source
+    ours = made[kind].codec.source
     ids = ours.encode([text])[0]
     assert not set(ids) & (ours.special - {ours.ids.unk})
     assert ours.unknown(ids) == len(ours.unknown_tokens(text))
@@ -244,7 +243,7 @@ def test_what_users_type_is_text(made, text: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FRAMES)
 def test_frames_and_ids_are_found(made, kind: str) -> None:
-    ours = made[kind].tokens
+    ours, notes = made[kind].codec, made[kind].notes
     assert ours.frame == FRAMES[kind]
     names = {role: ours.source._tokens[index] for role, index in ours.ids.model_dump(exclude_none=True).items()}
     end = "<|endoftext|>"
@@ -259,7 +258,7 @@ def test_frames_and_ids_are_found(made, kind: str) -> None:
         }[kind]
     )
     standing_in = kind in ("gpt2", "llama")
-    assert [note for note in ours.notes if "padding" in note] == ours.notes and bool(ours.notes) == standing_in
+    assert [note for note in notes if "padding" in note] == notes and bool(notes) == standing_in
 
 
 def test_a_language_is_a_token_before_the_text(made, theirs) -> None:
@@ -269,13 +268,13 @@ def test_a_language_is_a_token_before_the_text(made, theirs) -> None:
 
 
 def test_sentinels_count_down_from_the_last(made) -> None:
-    tokens = made["t5"].tokens.source
+    tokens = made["t5"].codec.source
     assert [tokens._tokens[-1], tokens._tokens[-100]] == ["<extra_id_0>", "<extra_id_99>"]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "llama"])
 def test_written_back_it_is_the_same_for_transformers_and_for_us(made, kind: str, tmp_path: Path) -> None:
-    ours, side = made[kind], made[kind].tokens.source
+    ours, side = made[kind], made[kind].codec.source
     assert write_tokenizers(ours.codec, tmp_path, kind) == []
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in (text.replace("<pad> [MASK]", "") for text in CORPUS[:5] + FRENCH[:3]):
@@ -285,13 +284,13 @@ def test_written_back_it_is_the_same_for_transformers_and_for_us(made, kind: str
             assert theirs.decode(ids, skip_special_tokens=True) == side.decode(ids)
     assert (theirs.pad_token_id, theirs.mask_token_id) == (side.ids.pad, side.ids.mask)
     assert ("token_type_ids" in theirs("a")) == (kind == "bert")
-    again = read_tokenizers(tmp_path, kind, ours.config)
-    assert (again.ids, again.frame) == (ours.tokens.ids, ours.tokens.frame)
+    again, _ = read_tokenizers(tmp_path, kind, ours.config)
+    assert (again.ids, again.frame) == (ours.codec.ids, ours.codec.frame)
     assert again.source.encode(CORPUS) == side.encode(CORPUS)
 
 
 def test_two_sides_are_written_apart_without_what_the_model_does_not_know(made, tmp_path: Path) -> None:
-    tokens = made["marian"].tokens
+    tokens = made["marian"].codec
     notes = write_tokenizers(made["marian"].codec, tmp_path, "marian")
     assert ["left out" in note for note in notes] == [True, True, False]
     for side, path, corpus in ((tokens.source, tmp_path, CORPUS), (tokens.target, tmp_path / "target", FRENCH)):
@@ -303,7 +302,7 @@ def test_two_sides_are_written_apart_without_what_the_model_does_not_know(made, 
             assert theirs(text)["input_ids"] == ids
             assert theirs.decode(ids, skip_special_tokens=True) == side.decode(ids) == text
         assert all(max(theirs(text)["input_ids"]) < side.size for text in CORPUS)
-    again = read_tokenizers(tmp_path, "marian", made["marian"].config)
+    again, _ = read_tokenizers(tmp_path, "marian", made["marian"].config)
     assert (again.ids, again.frame, again.source.size) == (tokens.ids, tokens.frame, tokens.source.size)
 
 
@@ -319,7 +318,7 @@ def test_what_we_learned_is_the_same_for_transformers(scheme: str, frame: Any, m
         assert theirs(text)["input_ids"] == ids
         assert theirs.decode(ids, skip_special_tokens=True).split() == tokenizer.decode(ids).replace("⁇", "").split()
     assert (theirs.pad_token_id, theirs.unk_token_id, theirs.mask_token_id) == (0, 1, tokenizer.ids.mask)
-    again = read_tokenizers(tmp_path, "bert", {"decoder_start_token_id": 2})
+    again, _ = read_tokenizers(tmp_path, "bert", {"decoder_start_token_id": 2})
     assert (again.ids, again.frame) == (codec.ids, frame)
     assert again.source.encode(CORPUS) == tokenizer.encode(CORPUS)
 
@@ -341,19 +340,19 @@ def test_a_run_keeps_it(made, kind: str, tmp_path: Path) -> None:
 
 
 def test_the_frame_of_a_tokenizer_file_is_found_in_spite_of_padding(made, tmp_path: Path) -> None:
-    library = Library.from_str(made["bert"].tokens.source.to_json())
+    library = Library.from_str(made["bert"].codec.source.to_json())
     library.enable_padding(length=16)
     library.enable_truncation(4)
     library.save(str(tmp_path / "tokenizer.json"))
-    read = read_tokenizers(tmp_path, "bert", {})
-    assert (read.frame, read.ids) == ("both", made["bert"].tokens.ids)
-    assert read.source.encode(CORPUS) == made["bert"].tokens.source.encode(CORPUS)
+    read, notes = read_tokenizers(tmp_path, "bert", {})
+    assert (read.frame, read.ids) == ("both", made["bert"].codec.ids)
+    assert read.source.encode(CORPUS) == made["bert"].codec.source.encode(CORPUS)
 
 
 def test_settings_overrule_the_frame_of_a_file(made, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(made["llama"].tokens.source.to_json())
+    (tmp_path / "tokenizer.json").write_text(made["llama"].codec.source.to_json())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
-    read = read_tokenizers(tmp_path, "llama", {})
+    read, notes = read_tokenizers(tmp_path, "llama", {})
     assert read.frame == "end"
     written = Library.from_str(read.source.to_json()).encode("the cat").ids
     assert written == [*read.source.encode(["the cat"])[0], read.ids.eos]
@@ -362,15 +361,15 @@ def test_settings_overrule_the_frame_of_a_file(made, tmp_path: Path) -> None:
 def test_ids_come_from_names_then_from_the_config(made, tmp_path: Path) -> None:
     shutil.copytree(made["llama"].path, tmp_path, dirs_exist_ok=True)
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<unk>"}, "eos_token": "<s>"}')
-    read = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
+    read, notes = read_tokenizers(tmp_path, "llama", {"eos_token_id": [2, 1, 7], "pad_token_id": -1})
     assert read.ids == SpecialIds(pad=0, unk=0, sos=1, eos=1)
-    assert [note for note in read.notes if "2, 7" in note] == read.notes != []
+    assert [note for note in notes if "2, 7" in note] == notes != []
 
 
 def test_tokens_without_a_row_are_unknown(made) -> None:
-    full = made["t5"].tokens.source
-    read = read_tokenizers(made["t5"].path, "t5", {"vocab_size": 40})
-    assert read.source.size == 40 and "those numbered higher" in read.notes[0]
+    full = made["t5"].codec.source
+    read, notes = read_tokenizers(made["t5"].path, "t5", {"vocab_size": 40})
+    assert read.source.size == 40 and "those numbered higher" in notes[0]
     cut = [[index if index < 40 else full.ids.unk for index in row] for row in full.encode(CORPUS)]
     assert read.source.encode(CORPUS) == cut
     assert len(read.source.unknown_tokens(CORPUS[0])) == read.source.unknown(cut[0]) > 0
@@ -379,7 +378,7 @@ def test_tokens_without_a_row_are_unknown(made) -> None:
 
 
 def test_several_special_tokens_before_a_text_are_refused(made, tmp_path: Path) -> None:
-    library = Library.from_str(made["bert"].tokens.source.to_json())
+    library = Library.from_str(made["bert"].codec.source.to_json())
     library.post_processor = processors.TemplateProcessing("[CLS] [CLS] $A", None, [("[CLS]", 2)])
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"\[2, 2\] before"):
@@ -417,7 +416,7 @@ def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'<new>' cannot have the number 7"):
         read_tokenizers(tmp_path, "gpt2", {})
     (tmp_path / "added_tokens.json").write_text('{"<new>": 3}')
-    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 2}).source.encode(["a<new>b"]) == [[0, 3, 1]]
+    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 2})[0].source.encode(["a<new>b"]) == [[0, 3, 1]]
 
 
 def test_no_end_token_is_an_error(tmp_path: Path) -> None:
@@ -426,4 +425,4 @@ def test_no_end_token_is_an_error(tmp_path: Path) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="which token is the end"):
         read_tokenizers(tmp_path, "gpt2", {})
-    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0}).ids == SpecialIds(pad=0, unk=0, sos=0, eos=0)
+    assert read_tokenizers(tmp_path, "gpt2", {"eos_token_id": 0})[0].ids == SpecialIds(pad=0, unk=0, sos=0, eos=0)

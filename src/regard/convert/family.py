@@ -209,7 +209,8 @@ class Family:
                 tables = merge(tables, value)
         tables = merge(merge(tables, self.constants), self.architectures[architecture])
         if tables.get("output") == "classes":
-            tables["classes"] = class_count(hf)
+            labels = hf.get("id2label")
+            tables["classes"] = len(labels) if isinstance(labels, dict) and labels else hf.count("num_labels", 2)
         return parse(Config, tables, hf.where)
 
     def write(self, config: Config) -> Json:
@@ -228,12 +229,6 @@ class Family:
     def ignores(self, name: str) -> bool:
         """Whether a tensor of this name is not needed."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
-
-
-def class_count(hf: Fields) -> int:
-    """Number of classes of a classifier; where the config does not tell, two."""
-    labels = hf.get("id2label")
-    return len(labels) if isinstance(labels, dict) and labels else hf.count("num_labels", 2)
 
 
 def read_labels(hf: Fields, config: Config) -> tuple[str, ...]:

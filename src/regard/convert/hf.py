@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from regard.config import Config, Frame, SpecialIds, Stack
+from regard.config import Config, Frame, Stack
 from regard.convert.bert import BERT
 from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, write_labels
 from regard.convert.gpt2 import GPT2
@@ -35,7 +35,6 @@ FAMILIES = {family.model_type: family for family in (MARIAN, BERT, GPT2, T5, LLA
 RECORD = "converted.json"
 # The largest difference of outputs, relative to the largest output if that is above 1.
 IMPORT_TOLERANCE, EXPORT_TOLERANCE = 1e-4, 1e-5
-TRAINING = ("dropout", "attention_dropout", "ff_dropout")  # fields that a trained model does not need
 
 
 def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> ConversionReport:
@@ -51,10 +50,10 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
     family = find_family(hf)
     architecture = find_architecture(hf, family)
     checkpoint = open_weights(source, family, hf, note)
-    ids, codec = _read_text(source, family, hf, note)
-    config = family.read(Fields(hf.data, hf.where, checkpoint.names(), ids), architecture, codec.frame)
+    codec = _read_text(source, family, hf, note)
+    config = family.read(Fields(hf.data, hf.where, checkpoint.shapes.keys(), codec.ids), architecture, codec.frame)
     table = family.weights(config, hf)
-    ignored = check_weights(weights_of(on_meta(config)), table, checkpoint, family.ignores, str(source))
+    ignored = check_weights(weights_of(on_meta(config)), table, checkpoint.shapes, family.ignores, str(source))
     if ignored:
         rest = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
         note(f"not needed: {', '.join(ignored[:3])}{rest}")
@@ -63,7 +62,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
 
     def write(path: Path) -> ConversionReport:
         model = allocate(on_meta(config)).eval()
-        import_weights(weights_of(model), table, checkpoint)
+        import_weights(weights_of(model), table, checkpoint.tensor)
         Run(config, codec, model, path, labels, pixels).save(path)
         del model  # before another is loaded: memory may not hold three
         model = Run.load(path).model
@@ -76,19 +75,18 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
     return write_reported(out, write)
 
 
-def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> tuple[SpecialIds, Codec]:
-    """The ids of special tokens, and the tokenizers."""
-    if family.reads_images:  # there is no text: a tokenizer without tokens
-        return SpecialIds(), Codec(Tokenizer.train("char", []))
+def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> Codec:
+    """The tokenizers; a model that reads images has one without tokens."""
+    if family.reads_images:
+        return Codec(Tokenizer.train("char", []))
     if has_tokenizer(source):
-        tokens = read_tokenizers(source, family.model_type, hf.data)
-        for message in tokens.notes:
+        codec, messages = read_tokenizers(source, family.model_type, hf.data)
+        for message in messages:
             note(message)
-        return tokens.ids, Codec(tokens.source, tokens.target, frame=tokens.frame)
+        return codec
     note("there is no tokenizer: a text is the ids themselves, with spaces between")
     frame: Frame = "end" if family.stacks == BOTH else "none"
-    tokenizer = id_tokenizer(hf.data, hf.count("vocab_size"), frame)
-    return tokenizer.ids, Codec(tokenizer, frame=frame)
+    return Codec(id_tokenizer(hf.data, hf.count("vocab_size"), frame), frame=frame)
 
 
 def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport:
@@ -136,19 +134,15 @@ def _report(
 
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:
-    notes = [f"- {note}" for note in report.details["notes"]]
-    lines = [
+    paragraphs = [
         f"# {name}",
-        "",
         f"Converted with regard from the Hugging Face directory `{report.source}`: {report.architecture}, "
         f"{report.parameters:,} parameters.",
-        "",
         f"{report.summary[0].upper()}{report.summary[1:]}.",
-        "",
-        *([*notes, ""] if notes else []),
-        "The record is in `converted.json`. `regard info` tells what the model costs.",
+        "\n".join(f"- {note}" for note in report.details["notes"]),
+        f"The record is in `{RECORD}`. `regard info` tells what the model costs.",
     ]
-    text = "\n".join(lines) + "\n"
+    text = "\n\n".join(filter(None, paragraphs)) + "\n"
     replace_file(path / "README.md", lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -231,7 +225,13 @@ def effective_fields(config: Config) -> Json:
         stack: Any = getattr(config, key)
         if isinstance(stack, Stack):
             resolved = {name: getattr(stack, meaning) for name, meaning in RESOLVED.items()}
-            idle = _idle_fields(stack)
+            limited = stack.position in ("learned", "axial") or stack.score == "location"
+            idle = {
+                *("dropout", "attention_dropout", "ff_dropout"),  # of training alone
+                *(() if limited else ("max_length",)),
+                *(() if stack.position == "rotary" else ("rotary",)),
+                *(() if stack.mixer == "lsh" else ("lsh",)),
+            }
             fields |= {f"{key}.{name}": x for name, x in (value | resolved).items() if name not in idle}
         else:
             fields[key] = value
@@ -242,15 +242,3 @@ def effective_fields(config: Config) -> Json:
     if config.patches is not None:  # no token is read
         del fields["source_vocab"], fields["target_vocab"], fields["scale_embeddings"]
     return fields
-
-
-def _idle_fields(stack: Stack) -> set[str]:
-    """Fields without effect, given the others."""
-    idle = set(TRAINING)
-    if stack.position not in ("learned", "axial") and stack.score != "location":
-        idle.add("max_length")
-    if stack.position != "rotary":
-        idle.add("rotary")
-    if stack.mixer != "lsh":
-        idle.add("lsh")
-    return idle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,27 +64,17 @@ class Checkpoint:
     """Their tensors under their full names, read from a safetensors file when asked for."""
 
     where: str
-    files: dict[str, tuple[Path, str]] = field(default_factory=dict)  # name -> file, and the name there
-    loaded: dict[str, Tensor] = field(default_factory=dict)
     shapes: dict[str, list[int]] = field(default_factory=dict)
+    readers: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # other than float32
 
-    def names(self) -> set[str]:
-        return set(self.shapes)
-
-    def shape(self, name: str) -> list[int]:
-        return self.shapes[name]
-
     def tensor(self, name: str) -> Tensor:
-        if name in self.loaded:
-            return self.loaded[name].float()
-        path, inner = self.files[name]
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(inner)
-        return tensor.float()
+        return self.readers[name]().float()
 
-    def add(self, name: str, shape: list[int], dtype: str, family: Family) -> None:
-        self.shapes[name] = shape
+    def add(self, inner: str, shape: list[int], dtype: str, read: Callable[[], Tensor], family: Family) -> None:
+        """Add a tensor by its name in a file."""
+        name = family.full_name(inner)
+        self.shapes[name], self.readers[name] = shape, read
         if dtype in ("float16", "bfloat16", "float64"):
             self.dtypes.add(dtype)
         elif dtype != "float32" and not family.ignores(name):
@@ -94,12 +85,8 @@ class Checkpoint:
         if second not in self.shapes:
             return
         if first not in self.shapes:
-            self.shapes[first] = self.shapes.pop(second)
-            if second in self.loaded:
-                self.loaded[first] = self.loaded.pop(second)
-            else:
-                self.files[first] = self.files.pop(second)
-        elif self.shape(second) == self.shape(first) and torch.equal(self.tensor(second), self.tensor(first)):
+            self.shapes[first], self.readers[first] = self.shapes.pop(second), self.readers.pop(second)
+        elif self.shapes[second] == self.shapes[first] and torch.equal(self.tensor(second), self.tensor(first)):
             del self.shapes[second]
 
 
@@ -148,11 +135,17 @@ def _read_safetensors(path: Path, checkpoint: Checkpoint, family: Family) -> Non
             names = file.keys()
             for inner in names:
                 header = file.get_slice(inner)
-                name, dtype = family.full_name(inner), str(header.get_dtype())
-                checkpoint.files[name] = (path, inner)
-                checkpoint.add(name, list(header.get_shape()), DTYPES.get(dtype, dtype), family)
+                dtype = str(header.get_dtype())
+                read = partial(_read_tensor, path, inner)
+                checkpoint.add(inner, list(header.get_shape()), DTYPES.get(dtype, dtype), read, family)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
@@ -163,7 +156,5 @@ def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
         raise UserError(f"{path}: not readable as plain weights: {message}") from None
     if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
         raise UserError(f"{path}: must hold a table of tensors and nothing else")
-    for inner, tensor in tensors.items():
-        name = family.full_name(str(inner))
-        checkpoint.loaded[name] = tensor
-        checkpoint.add(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), family)
+    for inner, x in tensors.items():
+        checkpoint.add(str(inner), list(x.shape), str(x.dtype).removeprefix("torch."), x.float, family)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import UserError
+from regard.run import require_shapes
 
 
 class Transform(NamedTuple):
@@ -87,48 +88,32 @@ def expand(table: Table, parameters: Iterable[str]) -> list[TensorRule]:
     return rules
 
 
-class Weights(Protocol):
-    """Their tensors, by name."""
-
-    def names(self) -> set[str]: ...
-    def shape(self, name: str) -> list[int]: ...
-    def tensor(self, name: str) -> Tensor: ...
-
-
 def check_weights(
-    parameters: Mapping[str, Tensor], table: Table, weights: Weights, ignores: Callable[[str], bool], where: str
+    parameters: Mapping[str, Tensor],
+    table: Table,
+    shapes: Mapping[str, list[int]],
+    ignores: Callable[[str], bool],
+    where: str,
 ) -> list[str]:
-    """Require that their tensors fit our parameters -> names of tensors that are not needed; misfits are one error."""
+    """Require that tensors of these shapes fit our parameters -> names of tensors that are not needed."""
     rules = expand(table, parameters)
-    have, wanted = weights.names(), {name for rule in rules for name in rule.theirs}
-    covered = {name for rule in rules for name in rule.ours}
-    ignored = {name for name in have - wanted if ignores(name)}
-    wrong = [f"nothing gives our {name}" for name in sorted(parameters.keys() - covered)]
-    wrong += [f"missing: {name}" for name in sorted(wanted - have)]
-    wrong += [f"not known: {name} {weights.shape(name)}" for name in sorted(have - wanted - ignored)]
-    for name, shape in sorted(_their_shapes(rules, parameters).items()):
-        if name in have and weights.shape(name) != shape:
-            wrong.append(f"{name}: shape {weights.shape(name)} where config.json says {shape}")
-    if wrong:
-        raise UserError(f"{where}: weights do not fit config.json\n  " + "\n  ".join(wrong))
-    return sorted(ignored)
-
-
-def _their_shapes(rules: list[TensorRule], parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """The shapes that their tensors must have: ours, converted on the meta device."""
-    shapes: dict[str, list[int]] = {}
+    expected: dict[str, list[int]] = {}
     for rule in rules:
         theirs = rule.to_theirs(torch.empty_like(parameters[name], device="meta") for name in rule.ours)
-        shapes |= {name: list(value.shape) for name, value in theirs.items()}
-    return shapes
+        expected |= {name: list(value.shape) for name, value in theirs.items()}
+    ignored = sorted(name for name in shapes.keys() - expected.keys() if ignores(name))
+    needed = {name: shape for name, shape in shapes.items() if name not in ignored}
+    uncovered = parameters.keys() - {name for rule in rules for name in rule.ours}
+    require_shapes(needed, expected, where, [f"nothing gives our {name}" for name in sorted(uncovered)])
+    return ignored
 
 
 @torch.no_grad()
-def import_weights(parameters: Mapping[str, Tensor], table: Table, weights: Weights) -> None:
-    """Copy their tensors, which were checked, into our parameters."""
+def import_weights(parameters: Mapping[str, Tensor], table: Table, tensor: Callable[[str], Tensor]) -> None:
+    """Copy their tensors, which were checked, into our parameters; `tensor` reads one of theirs by name."""
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     for rule in expand(table, parameters):
-        for name, value in rule.to_ours((weights.tensor(name) for name in rule.theirs), shapes).items():
+        for name, value in rule.to_ours(map(tensor, rule.theirs), shapes).items():
             parameters[name].copy_(value)
 
 

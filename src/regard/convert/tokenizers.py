@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -33,26 +33,13 @@ NAMES = {
 TOKEN_TYPES = ("bert",)  # models that read token types
 
 
-class Tokenizers(NamedTuple):
-    """The tokenizers of a directory, the same object twice if it has one for both sides."""
-
-    source: ForeignTokenizer
-    target: ForeignTokenizer
-    frame: Frame
-    notes: list[str]
-
-    @property
-    def ids(self) -> SpecialIds:
-        return self.source.ids
-
-
 def has_tokenizer(directory: Path) -> bool:
     """Whether any file of a directory looks like a tokenizer."""
     return any(any(directory.glob(pattern)) for pattern in FILES)
 
 
-def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> Tokenizers:
-    """Read the tokenizers of a directory: the ids of their special tokens, and which they add around a text."""
+def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> tuple[Codec, list[str]]:
+    """The tokenizers of a directory, with the special tokens that they add around a text, and notes for the user."""
     settings = read_settings(directory)
     try:
         opened = open_vocabulary(directory, model_type, settings)
@@ -79,7 +66,7 @@ def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> Tokeni
         except UserError as error:
             raise UserError(f"{directory}: {error}") from None
     source, target = tokenizers[0], tokenizers[-1]
-    return Tokenizers(source, source if source.to_json() == target.to_json() else target, frame, notes)
+    return Codec(source, None if source.to_json() == target.to_json() else target, frame=frame), notes
 
 
 class _SpecialTokens:
@@ -149,11 +136,9 @@ def _special_ids(
         raise UserError(
             f"{directory}: neither its tokenizer nor config.json (eos_token_id) tells which token is the end"
         )
-    others = [end for end in ends if end not in (None, eos)]
+    others = ", ".join(str(end) for end in ends if end not in (None, eos))
     if others:
-        notes.append(
-            f"a text ends with {eos}; config.json names {', '.join(map(str, others))} too, which do not end it"
-        )
+        notes.append(f"a text ends with {eos}; config.json names {others} too, which do not end it")
     start, bos, pad = (special.checked(hf_config.get(f"{key}_token_id")) for key in ("decoder_start", "bos", "pad"))
     sos = _first_id(*before, special.find("bos_token", "cls_token"), start, bos, eos)
     pad = _first_id(special.find("pad_token"), pad)
@@ -199,9 +184,7 @@ def write_tokenizers(codec: Codec, directory: Path, model_type: str) -> list[str
     if not codec.shared:
         (directory / TARGET).mkdir(exist_ok=True)
         notes += _write(codec.target, "end", directory / TARGET, model_type)
-        notes.append(
-            f"two tokenizers: transformers reads the source's from {directory}, the target's from its {TARGET}/"
-        )
+        notes += [f"two tokenizers: transformers reads the source's from {directory}, the target's from its {TARGET}/"]
     if "nfd" in (codec.source.scheme, codec.target.scheme):
         notes.append("transformers does not put letters and marks together again when it decodes")
     return notes
@@ -212,9 +195,8 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
     library = Library.from_str(tokenizer.to_json())
     if ours:
         library.add_special_tokens([name for name in SPECIALS if library.token_to_id(name) is not None])
-        joined = {"char": decoders.Fuse, "nfd": decoders.Fuse, "word": decoders.Fuse}
         if tokenizer.scheme != "space":  # which is the library's own way
-            library.decoder = joined.get(tokenizer.scheme, decoders.ByteLevel)()
+            library.decoder = decoders.Fuse() if tokenizer.scheme in ("char", "nfd", "word") else decoders.ByteLevel()
     state = json.loads(library.to_str())
     if ours or _added_ids(library) != ids.around(frame):
         state["post_processor"] = _post_processor(frame, ids, library)

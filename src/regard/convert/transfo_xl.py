@@ -12,12 +12,10 @@ from regard.convert.family import Family, Fields, Json, Key, tied_alias
 from regard.convert.table import Table, Transform, Transformed
 from regard.errors import UserError
 
-CUTOFFS = [20000, 40000, 200000]  # where config.json leaves them out
-
 
 def _refuse_adaptive(hf: Fields) -> Json:
     """Refuse adaptive embeddings and an adaptive softmax."""
-    cutoffs = hf.get("cutoffs", CUTOFFS)
+    cutoffs = hf.get("cutoffs", [20000, 40000, 200000])
     if cutoffs:
         raise UserError(
             f"{hf.where}: cutoffs {cutoffs!r} is not supported, only []: tokens beyond the first cutoff are embedded"

@@ -266,12 +266,15 @@ def build(model: SentencePieceModel, ids: Mapping[str, int] | None = None, speci
     after all that have one.
     """
     names = _names(model, ids, special)
-    library = Tokenizer(_unigram(model, names) if model.algorithm == UNIGRAM else _bpe(model, names))
+    library = Tokenizer(_library_model(model, names))
     library.normalizer = normalizers.Sequence(list(_normalizers(model)))
     words = model.named(NORMAL, USER_DEFINED)
     if SPACE in words and not any(SPACE in word[1:] for word in words):  # then words are cut one by one: faster
         library.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=True)
-    library.decoder = decoders.Sequence(list(_decoders(model)))
+    steps: list[Any] = [decoders.Replace(HIDDEN, ""), decoders.Replace(SPACE, " ")]
+    steps += [decoders.ByteFallback()] if model.named(BYTE) else []
+    steps += [decoders.Fuse(), decoders.Strip(" ", 1, 0)] if model.prefix else [decoders.Fuse()]
+    library.decoder = decoders.Sequence(steps)
     library.add_special_tokens([name for name in model.named(UNKNOWN, CONTROL) if name in names])
     if model.algorithm == BPE:
         library.add_tokens([AddedToken(name, normalized=False) for name in model.named(USER_DEFINED)])
@@ -302,36 +305,21 @@ def _normalizers(model: SentencePieceModel) -> Iterator[Any]:
     yield normalizers.Replace(" ", SPACE)
 
 
-def _decoders(model: SentencePieceModel) -> Iterator[Any]:
-    yield decoders.Replace(HIDDEN, "")
-    yield decoders.Replace(SPACE, " ")
-    if model.named(BYTE):
-        yield decoders.ByteFallback()
-    yield decoders.Fuse()
-    if model.prefix:
-        yield decoders.Strip(" ", 1, 0)
-
-
-def _unigram(model: SentencePieceModel, names: list[str]) -> Any:
+def _library_model(model: SentencePieceModel, names: list[str]) -> Any:
+    """The unigram or BPE model of the library over the names of all ids."""
     scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
-    lowest, highest = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
-    # A user-defined piece scores above any way of cutting it, as in SentencePiece. The name of a byte is no text, but
-    # the library must find it in the vocabulary: below any way of cutting it.
-    scores.update((text, len(text.encode()) * highest - 0.1) for text in model.named(USER_DEFINED))
-    scores.update((text, lowest - 100) for text in model.named(BYTE))
-    [unknown] = model.named(UNKNOWN)
-    vocab = [(name, scores.get(name, 0.0)) for name in names]
-    return models.Unigram(vocab, names.index(unknown), bool(model.named(BYTE)))
-
-
-def _bpe(model: SentencePieceModel, names: list[str]) -> Any:
-    """Merges in the order of the scores of what they give, best first."""
+    [unknown], byte_fallback = model.named(UNKNOWN), bool(model.named(BYTE))
+    if model.algorithm == UNIGRAM:
+        lowest, highest = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
+        # A user-defined piece scores above any way of cutting it, as in SentencePiece. The name of a byte is no text,
+        # but the library must find it in the vocabulary: below any way of cutting it.
+        scores |= {text: len(text.encode()) * highest - 0.1 for text in model.named(USER_DEFINED)}
+        scores |= dict.fromkeys(model.named(BYTE), lowest - 100)
+        return models.Unigram([(name, scores.get(name, 0.0)) for name in names], names.index(unknown), byte_fallback)
     vocab = {name: index for index, name in enumerate(names)}
-    scores = {text: score for text, score, kind in model.pieces if kind == NORMAL}
     merges: list[tuple[str, str]] = []
-    for text in sorted(scores, key=lambda text: -scores[text]):
+    for text in sorted(scores, key=lambda text: -scores[text]):  # merges go by the score of what they give, best first
         cuts = ((text[:i], text[i:]) for i in range(1, len(text)))
         pairs = [(a, b) for a, b in cuts if a in scores and b in scores]
         merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-    [unknown] = model.named(UNKNOWN)
-    return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=bool(model.named(BYTE)))
+    return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)

@@ -6,7 +6,6 @@ The cards of the embedding and of the prediction are here; those of the layers b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,18 +83,23 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
     """The input of the first layer of a stack; without ids it is made from the patches of an image."""
     stack: Transformer = getattr(model, name)
     if ids is None:
-        title, formula, text, shape = _patch_embedding(model)
-        assert model.image is not None
-        embedded_TD = calls.output(model.image)
+        patches, image = model.config.patches, model.image
+        assert patches is not None and image is not None
+        pixels, width = image.project.in_features, image.project.out_features
+        embedded_TD = calls.output(image)
+        title, formula = "Patch and position", "x_t = W pixels_t + b"
+        text = (
+            f"The {pixels} pixels of a patch ({patches.channels} × {patches.size} × {patches.size}) through one matrix;"
+            " the first vector, the class token, is trained"
+        )
+        shape = f"1 × {pixels}  ·  {pixels} × {width}  =  1 × {width}"
     else:
         table = model.source_embedding if name == "encoder" else model.target_embedding
         assert table is not None
-        width = table.embedding_dim
-        scale = math.sqrt(width) if model.config.scale_embeddings else 1.0
-        embedded_TD = table(torch.tensor(list(ids), device=model.device)) * scale
-        title = "Embedding and position"
-        formula = f"x_t = {'√d · ' if scale != 1.0 else ''}E[token_t]"
-        text = "The token's row of the embedding table" + (f", times √{width} = {scale:.2f}" if scale != 1 else "")
+        width, scaled = table.embedding_dim, model.config.scale_embeddings
+        embedded_TD = model.embed(table, torch.tensor(list(ids), device=model.device))
+        title, formula = "Embedding and position", f"x_t = {'√d · ' if scaled else ''}E[token_t]"
+        text = "The token's row of the embedding table" + (f", times √{width} = {width**0.5:.2f}" if scaled else "")
         shape = f"E: {len(table.weight)} × {width}"
     vectors = {"embedding": embedded_TD}
     if name == "encoder" and model.token_type_embedding is not None:
@@ -116,19 +120,6 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
     if normed or len(vectors) > 1:
         vectors["x"] = calls.input(stack.blocks[0])
     return Card(title, formula, text + ".", shape, vectors_of(vectors))
-
-
-def _patch_embedding(model: Model) -> tuple[str, str, str, str]:
-    """Title, formula, text and shape of the embedding of patches."""
-    patches = model.config.patches
-    assert patches is not None and model.image is not None
-    pixels, width = model.image.project.in_features, model.image.project.out_features
-    text = (
-        f"The {pixels} pixels of a patch ({patches.channels} × {patches.size} × {patches.size}) through one matrix;"
-        " the first vector, the class token, is trained"
-    )
-    shape = f"1 × {pixels}  ·  {pixels} × {width}  =  1 × {width}"
-    return "Patch and position", "x_t = W pixels_t + b", text, shape
 
 
 def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:

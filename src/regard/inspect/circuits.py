@@ -81,6 +81,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
     for block in decoder.blocks:
         assert isinstance(block, Block) and isinstance(block.attention, Attention)
         attention, out, down = block.attention, block.attention.out, block.feed_forward.down
+        assert isinstance(out, nn.Linear)
         z_HE = calls.input(out)[place].unflatten(0, (attention.heads, -1))
         heads_HD = torch.einsum("he,dhe->hd", z_HE, out.weight.unflatten(1, (attention.heads, -1)))
         x_PD = _add_parts(x_PD, heads_HD, out.bias, block.attention_residual)

@@ -80,11 +80,9 @@ def measure_heads(
     heads = []
     for name, attention in model.attentions().items():
         for index, number in enumerate(attention.head_numbers):
-            key = name, index
-            location = name, *kind_and_layer(name), number, index
-            importance, means = (gradient[key], ablated.get(key)), sums[name].means(index)
-            what, share = sums[name].describe(index)
-            extra = aligned.get(key), induced.get(key)
+            key, location = (name, index), (name, *kind_and_layer(name), number, index)
+            means, (what, share) = sums[name].means(index), sums[name].describe(index)
+            importance, extra = (gradient[key], ablated.get(key)), (aligned.get(key), induced.get(key))
             heads.append(HeadStatistics(*location, *importance, *means, what, share, *extra))
     aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
     heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
@@ -118,7 +116,7 @@ class AttentionSums:
     """Sums over the queries of one attention that have more than one key to attend to, for each head."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
-        self.confidence_H, self.entropy_H, self.distance_H = torch.zeros(3, heads, device=device)
+        self.sums_3H = torch.zeros(3, heads, device=device)  # confidence, entropy and distance
         self.max_entropy = 0.0  # of even attention, in bits
         self.queries = 0
         self.targets: dict[str, tuple[Tensor, int]] = {}  # weight on a kind of key, and the queries that have one
@@ -126,9 +124,8 @@ class AttentionSums:
     def add(self, weights_BHTS: Tensor, queries: int, max_entropy: float, distance_H: Tensor) -> None:
         self.queries += queries
         self.max_entropy += max_entropy
-        self.confidence_H += weights_BHTS.amax(3).sum((0, 2))
-        self.entropy_H += entropy_bits(weights_BHTS).sum((0, 2))
-        self.distance_H += distance_H
+        confidence_H, entropy_H = weights_BHTS.amax(3).sum((0, 2)), entropy_bits(weights_BHTS).sum((0, 2))
+        self.sums_3H += torch.stack((confidence_H, entropy_H, distance_H))
 
     def add_target(self, what: str, weight_H: Tensor, queries: int) -> None:
         total_H, count = self.targets.get(what, (torch.zeros_like(weight_H), 0))
@@ -136,8 +133,7 @@ class AttentionSums:
 
     def means(self, head: int) -> tuple[float, float, float]:
         """Confidence, entropy and distance of a head, per query."""
-        sums_3H = torch.stack((self.confidence_H, self.entropy_H, self.distance_H))
-        confidence, entropy, distance = (sums_3H[:, head] / self.queries).tolist()
+        confidence, entropy, distance = (self.sums_3H[:, head] / self.queries).tolist()
         return confidence, entropy, distance
 
     def describe(self, head: int) -> tuple[str, float]:
@@ -150,18 +146,14 @@ class AttentionSums:
         best = max(shares, key=lambda what: shares[what], default="")
         if best and shares[best] >= MAIN_SHARE:
             return best, shares[best]
-        evenness = float(self.entropy_H[head]) / self.max_entropy if self.max_entropy else 0.0
+        evenness = float(self.sums_3H[1, head]) / self.max_entropy if self.max_entropy else 0.0
         return ("everything evenly", evenness) if evenness >= EVEN_SHARE else ("mixed", shares.get(best, 0.0))
-
-
-def _empty_sums(model: Model) -> dict[str, AttentionSums]:
-    return {name: AttentionSums(attention.heads, model.device) for name, attention in model.attentions().items()}
 
 
 @torch.no_grad()
 def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
     """What the heads of every attention attend to over batches of tokens."""
-    sums = _empty_sums(model)
+    sums = {name: AttentionSums(attention.heads, model.device) for name, attention in model.attentions().items()}
     for batch in batches:
         batch = batch.to(model.device)
         with record(model, "*.weights") as maps:
@@ -232,9 +224,9 @@ def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Att
         "same row": (row_S[:, None] == row_S) & ~own_SS,
         "same column": (column_S[:, None] == column_S) & ~own_SS,
     }
-    sums = _empty_sums(model)
+    sums = {name: AttentionSums(attention.heads, device) for name, attention in model.attentions().items()}
     for batch in batches:
-        with record(model, *(f"{name}.weights" for name in sums)) as maps:
+        with record(model, "*.weights") as maps:
             model.hidden(batch.source_BS.to(device), None)
         for name, attention_sums in sums.items():
             all_BHTS = maps[f"{name}.weights"].float()
@@ -263,9 +255,7 @@ def patch_distances(patches: PatchConfig) -> Tensor:
 def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
     """The mean attention distance of every patch, (B, H, patches); weight on the class token does not count."""
     patches_BHSS = weights_BHTS[..., 1:, 1:]
-    total_BHS = patches_BHSS.sum(-1).clamp(min=1e-9)
-    mean_BHS: Tensor = (patches_BHSS * distance_SS).sum(-1) / total_BHS
-    return mean_BHS
+    return (patches_BHSS * distance_SS).sum(-1) / patches_BHSS.sum(-1).clamp(min=1e-9)
 
 
 INDUCTION_ROWS = 8
@@ -291,12 +281,11 @@ def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) 
     draws = torch.Generator().manual_seed(seed)
     once_NT = torch.stack([tokens[torch.randperm(len(tokens), generator=draws)[:length]] for _ in range(rows)])
     start_N1 = torch.full((rows, 1), config.start_id)
-    names = list(model.attentions())
-    with record(model, *(f"{name}.weights" for name in names)) as maps:
+    with record(model, "*.weights") as maps:
         model.hidden(torch.cat((start_N1, once_NT, once_NT), dim=1).to(model.device), None)
     t = torch.arange(length + 1, 2 * length + 1)  # in the second round; what followed stands `length` - 1 before
     scores: dict[HeadKey, float] = {}
-    for name in names:
+    for name in model.attentions():
         weight_H = maps[f"{name}.weights"][:, :, t, t - length + 1].float().mean((0, 2))
         scores |= {(name, head): float(weight) for head, weight in enumerate(weight_H)}
     return scores

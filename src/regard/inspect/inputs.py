@@ -94,6 +94,10 @@ def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int
     texts, label = {"text": example.source}, example.target
     if run.task.labels:
         return _token_input(run, rows, texts | _label_text(label), _label_ids(run, label), _class_names(run), notes)
+    if run.config.predicts_tokens and run.config.ids.mask is None:
+        notes.append("This vocabulary has no mask token: each token was predicted while it was seen.")
+    elif run.config.predicts_tokens:
+        notes.append("Output and logit lens: each token was masked in turn, and predicted from the others.")
     return _token_input(run, rows, texts, rows["source"], run.codec.source_pieces, notes)
 
 

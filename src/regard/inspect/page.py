@@ -88,7 +88,10 @@ def render_page(data: dict[str, Any]) -> str:
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
         " base-uri 'none'; form-action 'none'"
     )
-    parts = {"policy": policy, "style": style, "data": _escaped(data), "script": script}
+    # In a script element, nothing may end the element, open a comment or break a line.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
+    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    parts = {"policy": policy, "style": style, "data": text, "script": script}
     # The template is split once: what is put in is never searched for more placeholders.
     pieces = re.split(r"\[\[(\w+)\]\]", assets["page.html"])
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
@@ -100,12 +103,6 @@ def render_frame(page: str, height: int = 760) -> str:
         f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" title="attention" width="100%"'
         f' height="{height}" style="border:0;border-radius:8px"></iframe>'
     )
-
-
-def _escaped(value: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element, opens a comment or breaks a line."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _digest(text: str) -> str:

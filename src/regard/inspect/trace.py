@@ -6,15 +6,14 @@ with names, between token rows with names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from regard.config import PatchConfig, Stack
+from regard.config import Stack
 from regard.decode.alignment import alignment_quality, best_heads, load_heads
 from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
@@ -197,7 +196,6 @@ def trace_image(run: Run, image_CHW: np.ndarray, label: str | None = None, name:
 @torch.no_grad()
 def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, int]] = ()) -> Trace:
     model, config = run.model, run.config
-    masked = run.task.name == "masked" and config.predicts_tokens
     classes = config.output == "classes"
     was_training = model.training
     model.eval()
@@ -206,18 +204,27 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         with record(model, "*.weights", *hooks) as recorded, record_calls(model) as calls:
             logits_TV = model(*inputs.arguments)[0].float()
         vectors = {hook: recorded[hook][0] for hook in hooks}
-        if masked:
-            ids_1S = inputs.arguments[0]
-            assert ids_1S is not None
-            text = [i for i, index in enumerate(inputs.ids["encoder"]) if index not in run.codec.source.special]
-            logits_TV, vectors = mask_each_token(model, ids_1S[0], text)
+        if run.task.name == "masked" and config.predicts_tokens:
+            ids, special = inputs.ids["encoder"], run.codec.source.special
+            maskable = [i for i, index in enumerate(ids) if index not in special]
+            logits_TV, vectors = mask_each_token(model, torch.tensor(ids, device=model.device), maskable)
         walks = make_walks(model, calls, inputs.ids)
         lens = logit_lens(model, vectors, inputs.names)
     finally:
         model.train(was_training)
     best = logits_TV.argmax(-1).tolist()
     labels = [] if model.output is None else best if inputs.labels is None else inputs.labels
-    maps = _attention_maps(model, recorded)
+    maps = []
+    for name, attention in model.attentions().items():
+        kind, layer = kind_and_layer(name)
+        weights_HTS = recorded[f"{name}.weights"][0].float().cpu().numpy()
+        maps.append(AttentionMap(name, kind, layer, weights_HTS, *TOKEN_ROWS[kind], attention.head_numbers))
+    distances = {}
+    if config.patches is not None:
+        distance_SS = patch_distances(config.patches)
+        for m in maps:
+            distance_BHS = mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)
+            distances[m.name] = distance_BHS[0].mean(-1).numpy()
     tokens = inputs.tokens
     positions = max(MIN_POSITIONS, *(len(row) for row in tokens.values()))
     stacks = {name: getattr(model, name) for name in config.stacks}
@@ -227,24 +234,18 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         facts=_facts(model),
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if classes else {}),
         tokens=tokens,
-        maps=maps,
+        maps=tuple(maps),
         alignment=_alignments(maps, heads) if "source" in tokens else {},
         steps=output_steps(logits_TV, labels, inputs.names),
         lens=lens,
         positions=tuple(heatmap for heatmap in heatmaps if heatmap is not None),
         walks=walks,
-        notes=(*inputs.notes, *([_masking_note(config.ids.mask)] if masked else [])),
+        notes=tuple(inputs.notes),
         score=float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0,
         unit="class" if classes else "token",
         image=inputs.image,
-        distances={} if config.patches is None else _head_distances(maps, config.patches),
+        distances=distances,
     )
-
-
-def _masking_note(mask: int | None) -> str:
-    if mask is None:
-        return "This vocabulary has no mask token: each token was predicted while it was seen."
-    return "Output and logit lens: each token was masked in turn, and predicted from the others."
 
 
 def _facts(model: Model) -> dict[str, str]:
@@ -270,15 +271,6 @@ def _describe(stack: Stack) -> str:
     return f"{layers}, {heads}, feed-forward {stack.ff}, {stack.position} positions, {stack.norm_at}-norm"
 
 
-def _attention_maps(model: Model, recorded: Mapping[str, Tensor]) -> tuple[AttentionMap, ...]:
-    maps = []
-    for name, attention in model.attentions().items():
-        kind, layer = kind_and_layer(name)
-        weights_HTS = recorded[f"{name}.weights"][0].float().cpu().numpy()
-        maps.append(AttentionMap(name, kind, layer, weights_HTS, *TOKEN_ROWS[kind], attention.head_numbers))
-    return tuple(maps)
-
-
 def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Maps from the output to the source: the chosen or best heads first, then the mean of each layer."""
     cross = {m.layer: m for m in maps if m.kind == "cross"}
@@ -296,9 +288,3 @@ def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) 
     if len(cross) > 1:
         out["mean of everything"] = np.mean([m.weights_HTS.mean(0) for m in cross.values()], axis=0)
     return out
-
-
-def _head_distances(maps: Sequence[AttentionMap], patches: PatchConfig) -> dict[str, np.ndarray]:
-    """The mean attention distance of each head in pixels, by map."""
-    distance_SS = patch_distances(patches)
-    return {m.name: mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)[0].mean(-1).numpy() for m in maps}

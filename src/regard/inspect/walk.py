@@ -5,11 +5,9 @@ Inputs and outputs of sub-layers were recorded in the forward pass; only the ins
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,7 +64,11 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
     layers = []
     for index, block in enumerate(transformer.blocks):
         assert isinstance(block, Block) and isinstance(block.attention, Attention)
-        cards = [embedding_card(model, name, calls, ids) if index == 0 else _layer_input(calls, block, index)]
+        if index == 0:
+            cards = [embedding_card(model, name, calls, ids)]
+        else:
+            formula, text = f"x_t = layer_{index}(…)_t", f"The output of layer {index} for this token."
+            cards = [Card("Input", formula, text, f"1 × {stack.width}", vectors_of({"x": calls.input(block)}))]
         hook = f"{name}.blocks.{index}"
         cards += _attention_cards(f"{hook}.attention", block.attention, stack, calls, transformer.position, name)
         cards += [_residual_card(block.attention_residual, block.attention, calls, stack, "attention")]
@@ -80,12 +82,6 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
             cards.append(prediction_card(model, calls, transformer.norm))
         layers.append(tuple(cards))
     return Walk(name, "source" if name == "encoder" else "input", tuple(layers))
-
-
-def _layer_input(calls: ForwardCalls, block: Block, index: int) -> Card:
-    x_TD = calls.input(block)
-    text = f"The output of layer {index} for this token."
-    return Card("Input", f"x_t = layer_{index}(…)_t", text, f"1 × {x_TD.shape[-1]}", vectors_of({"x": x_TD}))
 
 
 class AttentionCall:
@@ -112,24 +108,21 @@ class AttentionCall:
 
     def scores(self, name: str) -> AttentionScores:
         """The scores of the first tokens, for the attention map of this name."""
-        raw_HTS = _first_tokens(self.raw_HTS)
-        mask_TS = self.mask_TS
+        raw_HTS = self.raw_HTS[:, :WALK_TOKENS].float().cpu().numpy()
+        bias_HTS, mask_TS = self.bias_HTS, self.mask_TS
+        if bias_HTS is not None:
+            bias_HTS = bias_HTS[:, :WALK_TOKENS].float().cpu().expand(raw_HTS.shape)
         if mask_TS is not None and mask_TS.shape[0] == 1:
             mask_TS = mask_TS.expand(raw_HTS.shape[1], -1)
         return AttentionScores(
             name,
             raw_HTS,
             self.scale,
-            None if self.bias_HTS is None else np.broadcast_to(_first_tokens(self.bias_HTS), raw_HTS.shape),
+            None if bias_HTS is None else bias_HTS.numpy(),
             None if mask_TS is None or bool(mask_TS.all()) else mask_TS[:WALK_TOKENS].cpu().numpy(),
             Vector.of("k", self.k_HSE, None),
             Vector.of("v", self.v_HSE, None),
         )
-
-
-def _first_tokens(x_HTS: Tensor) -> np.ndarray:
-    out: np.ndarray = x_HTS[..., :WALK_TOKENS, :].float().cpu().numpy()
-    return out
 
 
 def _attention_cards(
@@ -244,8 +237,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     call = AttentionCall(calls, cross)
     scores = call.scores(f"decoder.blocks.{stack.layers - 1}.cross")
     scores = replace(scores, keys=scores.values)  # one vector is both, whatever the score makes of it
-    scale = math.sqrt(width) if model.config.scale_embeddings else 1.0
-    embedded_TD = model.target_embedding(torch.tensor(list(ids), device=model.device)) * scale
+    embedded_TD = model.embed(model.target_embedding, torch.tensor(list(ids), device=model.device))
     embedding = Card(
         "The token before",
         "y_{t−1} = E[token_{t−1}]",
