@@ -344,7 +344,7 @@ def test_the_frame_of_a_tokenizer_file_is_found_in_spite_of_padding(made, tmp_pa
     library.enable_padding(length=16)
     library.enable_truncation(4)
     library.save(str(tmp_path / "tokenizer.json"))
-    read, notes = read_tokenizers(tmp_path, "bert", {})
+    read, _ = read_tokenizers(tmp_path, "bert", {})
     assert (read.frame, read.ids) == ("both", made["bert"].codec.ids)
     assert read.source.encode(CORPUS) == made["bert"].codec.source.encode(CORPUS)
 
@@ -352,7 +352,7 @@ def test_the_frame_of_a_tokenizer_file_is_found_in_spite_of_padding(made, tmp_pa
 def test_settings_overrule_the_frame_of_a_file(made, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(made["llama"].codec.source.to_json())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
-    read, notes = read_tokenizers(tmp_path, "llama", {})
+    read, _ = read_tokenizers(tmp_path, "llama", {})
     assert read.frame == "end"
     written = Library.from_str(read.source.to_json()).encode("the cat").ids
     assert written == [*read.source.encode(["the cat"])[0], read.ids.eos]

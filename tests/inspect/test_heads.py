@@ -64,11 +64,11 @@ def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, tran
     with patch(transformer, {f"{name}.weights": steered(transformer, name, offset)}):
         found = sum_attention(transformer, batches)[name]
     assert found.describe(0)[0] == what
-    assert float(found.confidence_H[0] / found.queries) == pytest.approx(1)
-    assert float(found.entropy_H[0]) == pytest.approx(0, abs=1e-4)
+    assert found.means(0)[0] == pytest.approx(1)
+    assert found.means(0)[1] == pytest.approx(0, abs=1e-4)
     if offset > -9:
         edge = 1 / (8 if kind != "decoder" else 7)
-        assert float(found.distance_H[0] / found.queries) == pytest.approx(abs(offset), abs=2 * abs(offset) * edge)
+        assert found.means(0)[2] == pytest.approx(abs(offset), abs=2 * abs(offset) * edge)
 
 
 def test_even_heads_are_recognised(transformer: Model) -> None:
@@ -76,7 +76,7 @@ def test_even_heads_are_recognised(transformer: Model) -> None:
     with patch(transformer, {"encoder.blocks.0.attention.weights": lambda x: torch.full_like(x, 1 / x.shape[-1])}):
         found = sum_attention(transformer, batches)["encoder.blocks.0.attention"]
     assert found.describe(1) == ("everything evenly", pytest.approx(1))
-    assert float(found.entropy_H[0] / found.queries) == pytest.approx(3)
+    assert found.means(0)[1] == pytest.approx(3)
 
 
 def test_padding_does_not_count(transformer: Model) -> None:
@@ -85,7 +85,7 @@ def test_padding_does_not_count(transformer: Model) -> None:
     alone = sum_attention(transformer, pair_batches(pairs, transformer.config, 1))
     for name, sums in together.items():
         assert sums.queries == alone[name].queries
-        assert torch.allclose(sums.entropy_H, alone[name].entropy_H, atol=1e-4)
+        assert torch.allclose(sums.sums_3H[1], alone[name].sums_3H[1], atol=1e-4)
         assert torch.allclose(sums.distance_H, alone[name].distance_H, atol=1e-4)
         for what, (weight_H, count) in sums.targets.items():
             other_H, other = alone[name].targets.get(what, (torch.zeros_like(weight_H), 0))
