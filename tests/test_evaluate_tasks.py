@@ -135,7 +135,7 @@ def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
     token_scores = score_text(run, ids, 16)
     train = saved_recipe(folder / "span").train
     assert train.span_rate == 0.3
-    spans = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
+    spans = SpanCorruption(Stream(ids[1:], 0), run.codec, run.config, train)
     whole = spans.batch(np.arange(0, 16 * 7, 16), (0, 0, 0))
     batch = whole.part(slice(None), whole.tokens)
     scores = mean_scores(run.model, [batch], ProcessGroup())

@@ -312,7 +312,7 @@ class EvaluationRequest:
         located = list(self.source.read(self.counter))
 
         def skip(index: int, reason: str) -> None:
-            self.counter.skip(LONG, self.source.place(located[index].number), reason, tell=True)
+            self.counter.skip(LONG, self.source.location(located[index].number), reason, tell=True)
 
         return [item.example for item in located], skip
 

@@ -23,11 +23,11 @@ CODEC = Codec(
 )
 
 
-def write(path: Path, codec: Codec = CODEC, limit: int = 512, account: LineCounter | None = None) -> CorpusWriter:
-    account = account or LineCounter()
-    with CorpusWriter(path, codec, Source(("pairs.tsv",)), account, limit, keep=True) as writer:
+def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCounter | None = None) -> CorpusWriter:
+    counter = counter or LineCounter()
+    with CorpusWriter(path, codec, Source(("pairs.tsv",)), counter, limit, keep=True) as writer:
         for number, example in enumerate(EXAMPLES, 1):
-            account.read += 1
+            counter.read += 1
             writer.add(Located(number, example))
     return writer
 
@@ -62,17 +62,17 @@ def test_a_large_vocabulary_gets_wider_numbers(tmp_path: Path) -> None:
 
 
 def test_too_many_tokens_are_skipped_counted_and_named(tmp_path: Path) -> None:
-    account = LineCounter()
-    writer = write(tmp_path / "c", limit=12, account=account)
+    counter = LineCounter()
+    writer = write(tmp_path / "c", limit=12, counter=counter)
     fits = [n for n, e in enumerate(EXAMPLES) if len(e.source) + 2 <= 12]  # two features
     assert 0 < len(fits) < len(EXAMPLES)
     assert writer.examples == [EXAMPLES[n] for n in fits]
-    assert account.kept == len(Corpus(tmp_path / "c")) == len(fits)
-    assert account.skipped == {"too long": len(EXAMPLES) - len(fits)}
+    assert counter.kept == len(Corpus(tmp_path / "c")) == len(fits)
+    assert counter.skipped == {"too long": len(EXAMPLES) - len(fits)}
     first = next(n for n in range(100) if n not in fits)
-    assert account.places["too long"][0] == f"pairs.tsv:{first + 1}"
+    assert counter.locations["too long"][0] == f"pairs.tsv:{first + 1}"
     with pytest.raises(UserError, match=rf"pairs.tsv:{first + 1}: too long: .*max_length is 12"):
-        write(tmp_path / "d", limit=12, account=LineCounter(strict=True))
+        write(tmp_path / "d", limit=12, counter=LineCounter(strict=True))
 
 
 def test_a_batch_is_its_rows(tmp_path: Path) -> None:

@@ -169,15 +169,15 @@ def test_12000_dirty_lines(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "dirty.tsv"
     path.write_bytes(gzip.compress(data, 1) if seed % 2 else data)
 
-    account = LineCounter()
-    kept = list(Source((str(path),)).read(account))
+    counter = LineCounter()
+    kept = list(Source((str(path),)).read(counter))
     assert kept == [Located(n, e) for n, (_, e) in enumerate(rows, 1) if isinstance(e, Example)]
-    assert account.skipped == Counter(e for _, e in rows if isinstance(e, str))
-    assert account.read == 12_000 == account.kept + account.skipped.total()
-    for reason, places in account.places.items():
+    assert counter.skipped == Counter(e for _, e in rows if isinstance(e, str))
+    assert counter.read == 12_000 == counter.kept + counter.skipped.total()
+    for reason, locations in counter.locations.items():
         first = [f"{path}:{n}" for n, (_, e) in enumerate(rows, 1) if e == reason]
-        assert places == first[:5]
-        assert f"{account.skipped[reason]:,} {reason} ({first[0]}" in account.summary()
+        assert locations == first[:5]
+        assert f"{counter.skipped[reason]:,} {reason} ({first[0]}" in counter.summary()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -198,8 +198,8 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
         data = b"".join(pair[index][0] + b"\n" for pair in pairs)
         path.write_bytes(gzip.compress(data, 1) if path.suffix else data)
 
-    account = LineCounter()
-    kept = list(Source(tuple(map(str, names))).read(account))
+    counter = LineCounter()
+    kept = list(Source(tuple(map(str, names))).read(counter))
     expected: Counter[str] = Counter()
     for left, right in (tuple(problem for _, problem in pair) for pair in pairs):
         hard = [problem for problem in (left, right) if problem not in (None, "blank")]
@@ -207,7 +207,7 @@ def test_dirty_parallel_files_stay_parallel(seed: int, tmp_path: Path) -> None:
             expected[str(hard[0])] += 1
         elif left or right:
             expected["blank line" if left and right else "empty side"] += 1
-    assert account.skipped == expected
+    assert counter.skipped == expected
     good = [n for n, pair in enumerate(pairs, 1) if not pair[0][1] and not pair[1][1]]
     assert [located.number for located in kept] == good
     for number, example in kept:
@@ -260,8 +260,8 @@ def test_a_file_without_examples_is_explained(columns, text: str, message: str, 
     path = tmp_path / "f.tsv"
     path.write_text(text)
     source = Source((str(path),), columns)
-    account = LineCounter()
-    assert not list(source.read(account))
+    counter = LineCounter()
+    assert not list(source.read(counter))
     with pytest.raises(UserError, match=message) as error:
-        source.require(account)
+        source.require(counter)
     assert str(path) in str(error.value)

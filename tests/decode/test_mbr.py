@@ -40,9 +40,7 @@ def test_all_candidates_are_told_with_the_chosen_ones() -> None:
     run, chosen = run_of("rnn-luong", 2), {"mbr": 6, "utility": "edit", "max_length": 9}
     few, all_ = (list(generate(run, sources(2, 4), Options.of(nbest=n, **chosen))) for n in (1, 6))
     for (best,), every in zip(few, all_, strict=True):
-        assert [candidate._asdict() for candidate in best.candidates] == [
-            {"text": h.text, "utility": h.utility, "score": h.score} for h in every
-        ]
+        assert [(h.text, h.utility, h.score) for h in best.candidates] == [(h.text, h.utility, h.score) for h in every]
     assert not any(h.candidates for (h,) in generate(run, ["abc"]))
 
 

@@ -57,7 +57,7 @@ def test_more_lines_afford_more_tokens() -> None:
 
 def test_the_reason_names_what_was_counted() -> None:
     choice = choose(lines(500, ["aa", "b"], 3, 5))
-    assert str(choice).startswith("space: 2 distinct tokens separated by spaces, 1.")
+    assert choice.scheme == "space" and choice.reason.startswith("2 distinct tokens separated by spaces, 1.")
 
 
 def test_odd_samples_do_not_crash() -> None:

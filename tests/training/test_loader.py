@@ -81,7 +81,7 @@ def test_steps_of_an_epoch(loaders) -> None:  # type: ignore[no-untyped-def]
 TOKENIZER = Tokenizer.train("char", ["".join(map(chr, range(97, 123)))], mask=True)
 CODEC = Codec(TOKENIZER)
 IDS = np.arange(5, 305, dtype=np.uint32) % 26 + 5
-STREAM = Stream.of(IDS, len(IDS))
+STREAM = Stream(IDS, len(IDS))
 STACK = Stack(layers=1, width=8, heads=2)
 ENCODER = Config(source_vocab=31, target_vocab=31, encoder=STACK, frame="both", ids=TOKENIZER.ids)
 MEMORY = Config(source_vocab=31, target_vocab=31, decoder=STACK.model_copy(update={"memory": 16, "position": "rotary"}))
@@ -166,7 +166,7 @@ def test_lanes_go_on_where_they_stopped() -> None:
 
 @given(st.integers(2, 400), st.integers(1, 40), st.integers(1, 12), st.integers(0, 50))
 def test_lanes_stay_within_the_text(tokens: int, context: int, rows: int, offset: int) -> None:
-    stream = Stream.of(np.arange(tokens, dtype=np.uint32), tokens)
+    stream = Stream(np.arange(tokens, dtype=np.uint32), tokens)
     windows = CausalLM(stream, CODEC, BOTH, Train(context=context)).windows
     cut = windows.lanes(rows, offset)
     assert cut and len({len(starts) for starts in cut}) == 1
@@ -177,7 +177,7 @@ def test_lanes_stay_within_the_text(tokens: int, context: int, rows: int, offset
 
 @given(st.integers(1, 100), st.integers(1, 40), st.integers(0, 100))
 def test_windows_stay_within_the_text(tokens: int, length: int, offset: int) -> None:
-    windows = Windows(Stream.of(np.arange(tokens, dtype=np.uint32), 0), length, length)
+    windows = Windows(Stream(np.arange(tokens, dtype=np.uint32), 0), length, length)
     starts = windows.starts(offset)
     assert len(starts) and starts.min() >= 0 and starts.max() + windows.length <= tokens
 

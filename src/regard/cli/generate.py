@@ -149,7 +149,7 @@ def _ctranslate2(
 def _print_hypotheses(source: str, number: int, hypotheses: list[Hypothesis], json: bool, several: bool) -> None:
     if json:
         answer = {"source": source, "hypotheses": [h.as_dict() for h in hypotheses]}
-        candidates = [candidate._asdict() for candidate in hypotheses[0].candidates]
+        candidates = [{"text": h.text, "utility": h.utility, "score": h.score} for h in hypotheses[0].candidates]
         out_json({**answer, "candidates": candidates} if candidates else answer)
     elif several:
         for hypothesis in hypotheses:

@@ -48,14 +48,10 @@ class Corpus:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
         self.source, self.target = source.row, target.row  # the ids of an example, by its number
         self.source_lengths, self.target_lengths = source.lengths, target.lengths
+        self.size = len(self)  # reported as the amount of data
 
     def __len__(self) -> int:
         return len(self.source_lengths)
-
-    @property
-    def size(self) -> int:
-        """What is reported as the amount of data: examples."""
-        return len(self)
 
     def batch(self, indices: NDArray[np.integer[Any]], config: Config, total: int | None = None) -> Batch:
         """The examples with these numbers."""
@@ -82,17 +78,22 @@ class Flat:
     def __len__(self) -> int:
         return self._length
 
-    def cut(self, start: int, end: int) -> Row:
-        """The ids from `start` to before `end`."""
+    def __getitem__(self, span: slice) -> Row:
         if self._mapped is not None:
-            return self._mapped[start:end]
+            return self._mapped[span]
         width = self._dtype.itemsize
-        return np.frombuffer(os.pread(self._file, (end - start) * width, start * width), self._dtype)
+        return np.frombuffer(os.pread(self._file, (span.stop - span.start) * width, span.start * width), self._dtype)
 
 
 def dtype_for(vocab: int) -> str:
     """The smallest type that holds the ids of a vocabulary."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def append(path: Path, values: NDArray[Any]) -> None:
+    """Write numbers to the end of a file."""
+    with path.open("ab") as file:
+        file.write(values.tobytes())
 
 
 class _Side:
@@ -106,7 +107,7 @@ class _Side:
             raise ValueError(f"{side}.bin and {side}.offsets do not fit together")
 
     def row(self, index: int) -> Row:
-        return self._flat.cut(int(self._offsets[index]), int(self._offsets[index + 1]))
+        return self._flat[int(self._offsets[index]) : int(self._offsets[index + 1])]
 
 
 class CorpusWriter:
@@ -134,9 +135,8 @@ class CorpusWriter:
         self._codec, self._source, self._counter, self._max_length = codec, source, counter, max_length
         self._label_ids = {label: number for number, label in enumerate(labels)}
         self._dtype = {"source": dtype_for(codec.source_vocab), "target": dtype_for(len(labels) or codec.target_vocab)}
-        self._files = {name: (self.path / name).open("wb") for s in SIDES for name in (f"{s}.bin", f"{s}.offsets")}
         for side in SIDES:
-            self._files[f"{side}.offsets"].write(np.zeros(1, np.int64).tobytes())
+            np.zeros(1, np.int64).tofile(self.path / f"{side}.offsets")
         self._waiting: list[Located] = []
         self._text = 0  # characters waiting
 
@@ -159,8 +159,8 @@ class CorpusWriter:
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             longest = max(len(source), len(target)) - 1  # the end token is not the user's
             if longest > self._max_length:
-                place = self._source.place(waiting[index].number)
-                self._counter.skip(LONG, place, f"{longest:,} tokens; data.max_length is {self._max_length:,}")
+                location = self._source.location(waiting[index].number)
+                self._counter.skip(LONG, location, f"{longest:,} tokens; data.max_length is {self._max_length:,}")
             else:
                 kept.append(index)
         self._write("source", [sources[index] for index in kept])
@@ -173,8 +173,8 @@ class CorpusWriter:
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         total = int(ends[-1]) if len(rows) else 0
         flat = np.fromiter(chain.from_iterable(rows), dtype=self._dtype[side], count=total)
-        self._files[f"{side}.bin"].write(flat.tobytes())
-        self._files[f"{side}.offsets"].write((ends + self.tokens[side]).tobytes())
+        append(self.path / f"{side}.bin", flat)
+        append(self.path / f"{side}.offsets", ends + self.tokens[side])
         self.tokens[side] += total
         if side == "source" or not self._label_ids:
             self.unknown[side] += int(np.count_nonzero(flat == self._codec.ids.unk))
@@ -183,13 +183,8 @@ class CorpusWriter:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                self._flush()
-        finally:
-            for file in self._files.values():
-                file.close()
         if error is None:
+            self._flush()
             counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
             meta = {"format": FORMAT, **counts, "dtype": self._dtype}
             (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")

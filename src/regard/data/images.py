@@ -86,14 +86,10 @@ class Images:
             self.labels: NDArray[np.int64] = np.load(path / "labels.npy", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: not readable images: {error}") from None
+        self.size = len(self.labels)  # reported as the amount of data
 
     def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def size(self) -> int:
-        """What is reported as the amount of data: images."""
-        return len(self)
+        return self.size
 
     def read(self, rows: NDArray[np.int64], pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Some of the images, scaled, and the numbers of their labels."""

@@ -7,8 +7,6 @@ Which tokens are masked depends on a key of integers alone: the same key gives t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -31,9 +29,6 @@ Spans = list[tuple[int, int]]  # (start, end) of each masked span
 MASKED, RANDOM = 0.8, 0.1  # of the tokens to predict; the rest is left unchanged
 SENTINELS = 100  # sentinel tokens: each replaces a masked span
 EXTRA = "extra_id"  # how imported vocabularies name their sentinels
-
-
-# Batches
 
 
 def lm_batch(rows_BW: Ids | Tensor, total: int | None = None) -> Batch:
@@ -64,9 +59,6 @@ def image_batch(scaled_NCHW: NDArray[np.float32], label_N: Ids, total: int | Non
     count = len(label)
     source = torch.from_numpy(scaled_NCHW).float()
     return Batch(source, None, label[:, :0], label, None, count, count if total is None else total)
-
-
-# Masks
 
 
 def text_ids(size: int, special: frozenset[int]) -> Ids:
@@ -121,10 +113,8 @@ def sample_spans(length: int, rate: float, mean: float, most: int, random: np.ra
 
 def _partition(length: int, count: int, random: np.random.Generator) -> Ids:
     """Cut `length` into `count` parts, none empty, all ways equally likely."""
-    cuts = (
-        np.sort(random.choice(np.arange(1, length), count - 1, replace=False)) if count > 1 else np.empty(0, np.int64)
-    )
-    return np.diff(np.concatenate(([0], cuts, [length]))).astype(np.int64)
+    cuts = random.choice(np.arange(1, length), count - 1, replace=False).tolist() if count > 1 else []
+    return np.diff([0, *sorted(cuts), length]).astype(np.int64)
 
 
 def corrupt_spans(row: Ids, spans: Spans, first: int) -> tuple[list[int], list[int]]:
@@ -153,9 +143,6 @@ def first_sentinel(codec: Codec, config: Config | None) -> int | None:
     if config is not None and config.target_vocab >= codec.target_vocab + SENTINELS:
         return config.target_vocab - 1
     return None
-
-
-# Objectives over a stream
 
 
 def context_of(train: Train) -> int:
@@ -216,8 +203,9 @@ class CausalLM(TextObjective):
     def batch(self, starts: Indices, key: tuple[int, ...]) -> GlobalBatch:
         length = self.windows.length
         tokens = len(starts) * (length - 1)
+        windows = self._stream.windows
         return GlobalBatch(
-            len(starts), tokens, tokens, lambda part, total: lm_batch(self._stream.windows(starts[part], length), total)
+            len(starts), tokens, tokens, lambda part, total: lm_batch(windows(starts[part], length), total)
         )
 
 
@@ -275,6 +263,4 @@ class SpanCorruption(TextObjective):
         return GlobalBatch(len(pairs), tokens, both, lambda part, total: span_batch(pairs[part], self._config, total))
 
 
-TEXT_OBJECTIVES: Mapping[str, type[TextObjective]] = MappingProxyType(
-    {"lm": CausalLM, "masked": TokenMasking, "span": SpanCorruption}  # by task
-)
+TEXT_OBJECTIVES: dict[str, type[TextObjective]] = {"lm": CausalLM, "masked": TokenMasking, "span": SpanCorruption}

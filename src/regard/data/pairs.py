@@ -48,7 +48,7 @@ def make_pairs(
         known = set(labels)
         for located in valid_rows:
             if located.example.target not in known and valid:
-                valid_counter.skip(NO_LABEL, valid.place(located.number), repr(located.example.target))
+                valid_counter.skip(NO_LABEL, valid.location(located.number), repr(located.example.target))
         valid_rows = [located for located in valid_rows if located.example.target in known]
 
     counter = LineCounter(strict)
@@ -82,8 +82,8 @@ def make_pairs(
     else:
         notes.append(f"validation: {valid_writer.count:,} examples split off; no source is on both sides")
     notes.extend(_unknown_notes(codec, train_writer, examples, labelled))
-    accounts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
-    return {"text": codec.config.model_dump(), "labels": labels, "notes": notes, "accounts": accounts}
+    counts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
+    return {"text": codec.config.model_dump(), "labels": labels, "notes": notes, "accounts": counts}
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -199,7 +199,7 @@ class Scan:
 def _require_few(names: set[str], most: int, what: str, source: Source, number: int) -> None:
     if len(names) > most:
         raise UserError(
-            f"{source.place(number)}: more than {most:,} different {what} so far; are the columns in this order: "
+            f"{source.location(number)}: more than {most:,} different {what} so far; are the columns in this order: "
             f"{','.join(source.columns)}?"
         )
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.data.corpus import CHUNK_TEXT, Flat, Row, dtype_for
+from regard.data.corpus import CHUNK_TEXT, Flat, Row, append, dtype_for
 from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_bytes
 from regard.errors import UserError
 from regard.recipe import Recipe
@@ -55,8 +55,8 @@ def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, b
         if writer.unknown:
             share = 100 * writer.unknown / writer.tokens
             notes.append(f"{what}: {writer.unknown:,} tokens ({share:.2g} %) are unknown")
-    accounts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
-    return {"text": codec.config.model_dump(), "labels": (), "notes": notes, "accounts": accounts}
+    counts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
+    return {"text": codec.config.model_dump(), "labels": (), "notes": notes, "accounts": counts}
 
 
 def _make_codec(
@@ -122,7 +122,7 @@ def read_pieces(source: Source, counter: LineCounter) -> Iterator[str]:
                 yield raw.decode("utf-8") + "\n" * ends
             except UnicodeDecodeError:
                 counter.read += not begins  # a part of a line counts like one, or more would be skipped than read
-                counter.skip(ENCODING, source.place(number))
+                counter.skip(ENCODING, source.location(number))
 
 
 def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:
@@ -178,7 +178,6 @@ class StreamWriter:
         self.tokens = self.characters = self.unknown = 0  # counts of what was written
         self._tokenizer = tokenizer
         self._dtype = dtype_for(tokenizer.size)
-        self._file = (directory / "text.bin").open("wb")
         self._waiting: list[str] = []
         self._text = 0  # characters waiting
 
@@ -194,13 +193,12 @@ class StreamWriter:
     def _flush(self) -> None:
         waiting, self._waiting, self._text = self._waiting, [], 0
         with threads():
-            for row in self._tokenizer.encode(waiting):
-                self._write(row)
+            self._write(chain.from_iterable(self._tokenizer.encode(waiting)))
         self.characters += sum(map(len, waiting))
 
-    def _write(self, ids: list[int]) -> None:
-        flat = np.asarray(ids, dtype=self._dtype)
-        self._file.write(flat.tobytes())
+    def _write(self, ids: Iterable[int]) -> None:
+        flat = np.fromiter(ids, dtype=self._dtype)
+        append(self.path / "text.bin", flat)
         self.tokens += len(flat)
         self.unknown += int(np.count_nonzero(flat == self._tokenizer.ids.unk))
 
@@ -209,13 +207,9 @@ class StreamWriter:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                self._flush()
-                self._write([self._tokenizer.ids.eos])
-        finally:
-            self._file.close()
         if error is None:
+            self._flush()
+            self._write([self._tokenizer.ids.eos])
             meta = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
             (self.path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
@@ -223,12 +217,9 @@ class StreamWriter:
 class Stream:
     """A text as ids, on disk or in memory."""
 
-    def __init__(self, cut: Callable[[int, int], Row], length: int, characters: int) -> None:
-        self._cut, self._length, self.characters = cut, length, characters
-
-    @classmethod
-    def of(cls, ids: Row, characters: int) -> Stream:
-        return cls(lambda start, end: ids[start:end], len(ids), characters)
+    def __init__(self, ids: Flat | Row, characters: int) -> None:
+        self._ids = ids
+        self.size = self.characters = characters  # reported as the amount of data
 
     @classmethod
     def open(cls, directory: str | Path) -> Stream:
@@ -238,21 +229,16 @@ class Stream:
             flat = Flat(path / "text.bin", meta["dtype"])
             if len(flat) != meta["symbols"]:
                 raise ValueError("text.bin and meta.json do not fit together")
-            return cls(flat.cut, len(flat), int(meta["characters"]))
+            return cls(flat, int(meta["characters"]))
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a readable text: {error}") from None
 
     def __len__(self) -> int:
-        return self._length
-
-    @property
-    def size(self) -> int:
-        """What is reported as the amount of data: characters."""
-        return self.characters
+        return len(self._ids)
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Rows of `length` ids, one from each start."""
-        rows = [self._cut(int(start), int(start) + length) for start in starts]
+        rows = [self._ids[int(start) : int(start) + length] for start in starts]
         return np.stack(rows).astype(np.int64) if rows else np.empty((0, length), np.int64)
 
 

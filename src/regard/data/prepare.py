@@ -12,7 +12,8 @@ import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from functools import partial
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -170,11 +171,8 @@ def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str
 def _digest(path: str) -> str | None:
     if not _regular(path):
         return None
-    digest = blake2b(digest_size=16)
     with open_raw(path) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return file_digest(file, partial(blake2b, digest_size=16)).hexdigest()  # type: ignore[arg-type]
 
 
 def _regular(path: str) -> bool:

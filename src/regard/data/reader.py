@@ -137,42 +137,38 @@ class LineCounter:
         self.strict = strict
         self.read = 0
         self.skipped: Counter[str] = Counter()
-        self.places: dict[str, list[str]] = {}  # reason -> the first few file:line
+        self.locations: dict[str, list[str]] = {}  # reason -> the first few file:line
         self.wrong_columns: Counter[int] = Counter()  # how many lines have so many columns
 
     @property
     def kept(self) -> int:
         return self.read - self.skipped.total()
 
-    def skip(self, reason: str, place: str, detail: str = "", *, tell: bool = False) -> None:
+    def skip(self, reason: str, location: str, detail: str = "", *, tell: bool = False) -> None:
         """Count a line (already counted as read) as skipped; in strict mode raise.
 
         The error names the detail, and with `tell` the summary does too, where it is not the same for all such lines.
         """
         if self.strict:
             raise UserError(
-                f"{place}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
+                f"{location}: {reason}{detail and ': ' + detail}\n  without --strict such lines are skipped and counted"
             )
         self.skipped[reason] += 1
-        places = self.places.setdefault(reason, [])
-        if len(places) < NAMED:
-            places.append(f"{place}: {detail}" if tell else place)
+        locations = self.locations.setdefault(reason, [])
+        if len(locations) < NAMED:
+            locations.append(f"{location}: {detail}" if tell else location)
 
     def summary(self) -> str:
         """How many lines were kept and skipped, in one sentence."""
-        text = f"{self.kept:,} of {self.read:,} lines"
-        if not self.skipped:
-            return text
-        reasons = [f"{count:,} {reason} ({self._where(reason)})" for reason, count in self.skipped.most_common()]
-        return f"{text}; skipped {', '.join(reasons)}"
-
-    def _where(self, reason: str) -> str:
-        places = self.places[reason]
-        return ", ".join(places[:3]) + (", ..." if self.skipped[reason] > min(3, len(places)) else "")
+        reasons = []
+        for reason, count in self.skipped.most_common():
+            named = self.locations[reason][:3]
+            reasons.append(f"{count:,} {reason} ({', '.join(named)}{', ...' * (count > len(named))})")
+        return f"{self.kept:,} of {self.read:,} lines" + (f"; skipped {', '.join(reasons)}" if reasons else "")
 
     def to_json(self) -> dict[str, Any]:
         """The counter as plain values."""
-        return {"read": self.read, "kept": self.kept, "skipped": dict(self.skipped), "places": self.places}
+        return {"read": self.read, "kept": self.kept, "skipped": dict(self.skipped), "places": self.locations}
 
 
 class Located(NamedTuple):
@@ -189,7 +185,7 @@ class Source(NamedTuple):
     columns: tuple[Column, ...] = ("source", "target")
     names: tuple[str, ...] = ()  # what to call the files, where not by their paths
 
-    def place(self, number: int, file: int = 0) -> str:
+    def location(self, number: int, file: int = 0) -> str:
         """Name a line."""
         return f"{self.file_names[file]}:{number}"
 
@@ -212,18 +208,20 @@ class Source(NamedTuple):
         for number, text, problem in read_lines(self.paths[0]):
             counter.read += 1
             if problem:
-                counter.skip(problem, self.place(number))
+                counter.skip(problem, self.location(number))
                 continue
             cells = text.split("\t")
             source = cells[source_at] if source_at < len(cells) else ""
             target = cells[target_at] if target_at is not None and target_at < len(cells) else None
             if not text.strip():
-                counter.skip(BLANK, self.place(number))
+                counter.skip(BLANK, self.location(number))
             elif len(cells) != width:
                 counter.wrong_columns[min(len(cells), MANY)] += 1
-                counter.skip(COLUMNS, self.place(number), f"{len(cells)} instead of {width} ({','.join(self.columns)})")
+                counter.skip(
+                    COLUMNS, self.location(number), f"{len(cells)} instead of {width} ({','.join(self.columns)})"
+                )
             elif not source.strip() or (target is not None and not target.strip()):
-                counter.skip(EMPTY, self.place(number), "target" if source.strip() else "source")
+                counter.skip(EMPTY, self.location(number), "target" if source.strip() else "source")
             else:
                 features = cells[features_at] if features_at is not None else None
                 yield Located(number, Example(source, target, features))
@@ -242,9 +240,9 @@ class Source(NamedTuple):
             counter.read += 1
             blank = [not line.text.strip() for line in (source, target)]
             if problem := source.problem or target.problem:
-                counter.skip(problem, self.place(source.number, int(not source.problem)))
+                counter.skip(problem, self.location(source.number, int(not source.problem)))
             elif any(blank):
-                counter.skip(BLANK if all(blank) else EMPTY, self.place(source.number, int(not blank[0])))
+                counter.skip(BLANK if all(blank) else EMPTY, self.location(source.number, int(not blank[0])))
             else:
                 yield Located(source.number, Example(source.text, target.text))
 

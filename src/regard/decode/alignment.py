@@ -20,6 +20,7 @@ from torch import Tensor
 
 from regard.batch import TokenIds, by_length, collate
 from regard.config import Value, parse
+from regard.data.reader import read_lines
 from regard.decode.hypothesis import Alignment
 from regard.decode.options import HeadIndex, Options
 from regard.errors import UserError
@@ -227,12 +228,10 @@ def _agreement(weights_HTS: NDArray[np.floating], links: set[tuple[int, int]]) -
 
 def read_links(path: str | Path) -> list[Links]:
     """An alignment file: per line, pairs like `0-0 1-2`, source first, from 0."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable: {error}") from None
     rows = []
-    for number, line in enumerate(text.split("\n")[: text.count("\n") or 1], start=1):
+    for number, line, problem in read_lines(str(path)):
+        if problem:
+            raise UserError(f"{path}:{number}: {problem}")
         links = []
         for word in line.split():
             if not re.fullmatch(r"[0-9]{1,6}-[0-9]{1,6}", word):

@@ -50,14 +50,6 @@ class Alignment:
         return [(int(s), t) for t, s in enumerate(self.soft[:, :-1].argmax(1))] if self.soft.size else []
 
 
-class Candidate(NamedTuple):
-    """An output that minimum Bayes risk chose from."""
-
-    text: str
-    utility: float  # expected
-    score: float
-
-
 @dataclass(frozen=True)
 class Hypothesis:
     """One output for one source."""
@@ -71,7 +63,7 @@ class Hypothesis:
     alignment: Alignment | None = None
     utility: float | None = None  # expected, of minimum Bayes risk
     flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
-    candidates: tuple[Candidate, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
+    candidates: tuple[Hypothesis, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON shape; alignment, utility and flags only where there are any, the candidates never."""
@@ -203,8 +195,7 @@ def _minimum_risk(codec: Codec, options: Options, hypotheses: Sequence[Hypothesi
     utilities = expected_utility([h.text for h in hypotheses], weights, options.utility, spaced)
     distinct = {h.text: replace(h, utility=u) for h, u in reversed(list(zip(hypotheses, utilities, strict=True)))}
     ranked = sorted(distinct.values(), key=lambda h: (-(h.utility or 0.0), -h.score, h.text))
-    candidates = tuple(Candidate(h.text, h.utility or 0.0, h.score) for h in ranked)
-    return [replace(ranked[0], candidates=candidates), *ranked[1 : options.nbest]]
+    return [replace(ranked[0], candidates=tuple(ranked)), *ranked[1 : options.nbest]]
 
 
 def probability_shares(scores: Sequence[float]) -> list[float]:

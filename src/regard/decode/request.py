@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -80,8 +81,7 @@ class Preparer:
         never = {ids.pad, ids.sos, ids.mask, *([] if options.unknown else [ids.unk])} - {ids.eos, None}
         self.blocked = [*(i for i in never if i is not None), *range(self.codec.target.size, self.config.target_vocab)]
         self.combining = combining_tokens(self.codec.target)
-        self._speller: Speller | None = None
-        self._phrases_cache: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
+        self._phrases: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
         self._check_options()
 
     def __call__(self, inputs: Sequence[Input]) -> list[SearchInput]:
@@ -171,7 +171,11 @@ class Preparer:
         forbid = tuple(dict.fromkeys((*self.options.forbid, *request.forbid)))
         if not require and not forbid:
             return prefix, None
-        phrases = self._phrases(require, forbid)
+        if (require, forbid) not in self._phrases:
+            if len(self._phrases) >= CACHED_PHRASES:
+                self._phrases.clear()
+            self._phrases[require, forbid] = self._make_phrases(require, forbid)
+        phrases = self._phrases[require, forbid]
         needed = phrases.tokens_needed(prefix, self.combining if prefix else ())
         if self.combining and any(normalize("NFC", phrase) in normalize("NFC", text) for phrase in forbid):
             needed = None  # the automaton recognises the last character of the prefix only at the next token
@@ -190,17 +194,15 @@ class Preparer:
             )
         return prefix, phrases
 
-    def _phrases(self, require: tuple[str, ...], forbid: tuple[str, ...]) -> Phrases:
-        """The automaton of these phrases, from the cache if it was made before."""
-        key = require, forbid
-        if key in self._phrases_cache:
-            return self._phrases_cache[key]
+    @cached_property
+    def _speller(self) -> Speller:
+        return Speller(self.codec.target, self.config.target_vocab, self.blocked, self.config.ids.eos)
+
+    def _make_phrases(self, require: tuple[str, ...], forbid: tuple[str, ...]) -> Phrases:
+        """The automaton of these phrases."""
         if len(require) > MAX_REQUIRED:
             raise UserError(f"require: at most {MAX_REQUIRED} phrases at once, not {len(require)}")
-        target = self.codec.target
-        if self._speller is None:
-            self._speller = Speller(target, self.config.target_vocab, self.blocked, self.config.ids.eos)
-        speller = self._speller
+        target, speller = self.codec.target, self._speller
         for option, phrases in (("require", require), ("forbid", forbid)):
             if empty := [phrase for phrase in phrases if not speller.spell(phrase)]:
                 raise UserError(f"{option} {empty[0]!r}: there is nothing in this phrase")
@@ -209,11 +211,7 @@ class Preparer:
                 if unknown := target.unknown_tokens(phrase):
                     raise UserError(f"require {phrase!r}: {unknown[0]!r} is not in the target vocabulary")
             forbid = tuple(phrase for phrase in forbid if not target.unknown_tokens(phrase))  # never produced
-        automaton = make_phrases([*map(speller.spell, require)], [*map(speller.spell, forbid)], speller.spelling)
-        if len(self._phrases_cache) >= CACHED_PHRASES:
-            self._phrases_cache.clear()
-        self._phrases_cache[key] = automaton
-        return automaton
+        return make_phrases([*map(speller.spell, require)], [*map(speller.spell, forbid)], speller.spelling)
 
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
@@ -254,13 +252,11 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
 
     A language model has so many for both together, and reads at least one token less than that.
     """
-
-    def longest(side: str) -> int:
-        return min(run.config.stacks[side].max_positions or UNBOUNDED for run in runs)
-
+    stacks = [run.config.stacks for run in runs]
+    decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
     if not runs[0].task.seq2seq:
-        return longest("decoder") - 1, longest("decoder")
-    return longest("encoder") - 1, longest("decoder") - 1
+        return decoder - 1, decoder
+    return min(stack["encoder"].max_positions or UNBOUNDED for stack in stacks) - 1, decoder - 1
 
 
 def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,8 +64,7 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
     scorer = Scorer([run.model for run in runs], options.weights)
     for window in windows(pairs, options.window):
         examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
-        sources, targets = _encode(runs, examples)
-        flags = _flags(runs, sources, targets, options)
+        sources, targets, flags = _encode(runs, examples, options)
         fit = [i for i, flag in enumerate(flags) if not flag]
         scores = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
         token_scores = dict(zip(fit, scores, strict=True))
@@ -82,7 +80,7 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
 def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
     """Why each pair is too long to be used with a run; empty if it is not."""
     pairs = [example._replace(target=example.target or "") for example in examples]
-    return [flag.get("too_long", "") for flag in _flags([run], *_encode([run], pairs), options)]
+    return [flag.get("too_long", "") for flag in _encode([run], pairs, options)[2]]
 
 
 @torch.inference_mode()
@@ -124,21 +122,17 @@ def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenId
     return torch.cat([x_TD[len(source) - 1 : len(row)] for x_TD, source, row in pairs])
 
 
-def _encode(runs: Sequence[Run], examples: Sequence[Example]) -> tuple[list[tuple[list[int], ...]], list[list[int]]]:
-    """The ids of the sources, for every run, and of the targets."""
+def _encode(
+    runs: Sequence[Run], examples: Sequence[Example], options: Options
+) -> tuple[list[tuple[list[int], ...]], list[list[int]], list[dict[str, str]]]:
+    """The ids of the sources, for every run, and of the targets; and for every pair why it cannot be scored."""
     for example in examples:
         if example.target is None:
             raise UserError(f"score: no target for the source {example.source[:40]!r}")
     sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
-    return sources, runs[0].codec.encode_target([example.target or "" for example in examples])
-
-
-def _flags(
-    runs: Sequence[Run], sources: Sequence[tuple[list[int], ...]], targets: Sequence[list[int]], options: Options
-) -> list[dict[str, str]]:
-    """Why a pair cannot be scored, for every pair. The two sides of a language model share its positions."""
+    targets = runs[0].codec.encode_target([example.target or "" for example in examples])
     (longest_source, longest_target), most = position_limits(runs), options.max_source
-    shared = not runs[0].task.seq2seq
+    shared = not runs[0].task.seq2seq  # source and target of a language model share its positions
     flags = []
     for ids, target in zip(sources, targets, strict=True):
         first, second = max(map(len, ids)) - (not shared), len(target) - 1
@@ -147,7 +141,7 @@ def _flags(
         else:
             source = too_long("source", first, longest_target if shared else longest_source, most)
             flags.append(source or too_long("target", second, longest_target, most))
-    return flags
+    return sources, targets, flags
 
 
 class TokenScores(NamedTuple):
@@ -252,7 +246,7 @@ def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[Non
 
 def _score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
     """Mask some tokens, the same ones every time, and score those."""
-    masking = TokenMasking(Stream.of(ids[1:], 0), run.codec, run.config, Train(context=context))
+    masking = TokenMasking(Stream(ids[1:], 0), run.codec, run.config, Train(context=context))
     for starts, _, batch in _text_batches(masking, len(ids) - 1, context):
         assert batch.keep_BT is not None
         nll_BS, correct_BS = _score_batch(run.model, batch)
@@ -263,7 +257,7 @@ def _score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int |
 def _score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
     """Mask some spans as in training, the same ones every time, and score their prediction."""
     train = _train_settings(run).model_copy(update={"context": context})
-    corruption = SpanCorruption(Stream.of(ids[1:], 0), run.codec, run.config, train)
+    corruption = SpanCorruption(Stream(ids[1:], 0), run.codec, run.config, train)
     for starts, key, batch in _text_batches(corruption, len(ids) - 1, context):
         nll_BT, correct_BT = _score_batch(run.model, batch)
         for row, (start, spans) in enumerate(zip(starts, corruption.spans(len(starts), key), strict=True)):
@@ -272,9 +266,7 @@ def _score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | 
             yield start + np.asarray(index), nll_BT[row, : len(index)], correct_BT[row, : len(index)]
 
 
-TEXT_SCORERS: Mapping[str, Callable[[Run, NDArray[np.uint32], int, int | None], Iterator[Part]]] = MappingProxyType(
-    {"lm": _score_lm, "masked": _score_masked, "span": _score_spans}  # by task
-)
+TEXT_SCORERS = {"lm": _score_lm, "masked": _score_masked, "span": _score_spans}  # by task
 
 
 def _text_batches(

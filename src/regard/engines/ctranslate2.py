@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from regard.config import Config
 from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write_model
 from regard.decode.generate import Engine
 from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis, flag_segmentation, make_hypotheses
@@ -31,13 +30,6 @@ Scores = Literal["tokens", "totals", "none"]
 Inputs = dict[int, SearchInput]
 
 
-class Output(NamedTuple):
-    """An output, and its log-probability if the search gave it."""
-
-    ids: tuple[int, ...]
-    total: float | None = None
-
-
 class CTranslate2Engine(Engine):
     """One run, decoded by CTranslate2: `workers` batches at once, each by `threads` threads.
 
@@ -55,7 +47,9 @@ class CTranslate2Engine(Engine):
         scores: Scores = "tokens",
     ) -> None:
         self.run, self.options, self.scores = run, options or Options(), scores
-        self.preparer = Preparer([run], self.options, _computed_positions(run.config))
+        # Computed positions are written as a table of so many rows, one of them for the end token.
+        computed = any(s.position in ("none", "sinusoid", "sinusoid_halves") for s in run.config.stacks.values())
+        self.preparer = Preparer([run], self.options, POSITIONS - 1 if computed else UNBOUNDED)
         self._check_supported(workers)
         names = names_of(run)
         self._source, self._target = names.source, names.target
@@ -91,7 +85,7 @@ class CTranslate2Engine(Engine):
         outputs = self._search(searched, strict=self.options.sample)
         scores = self._score(searched, outputs)
         for i, item in searched.items():
-            decoded = [self._decoded(item, output, scores.get((i, output), ())) for output in outputs[i]]
+            decoded = [output._replace(token_scores=scores.get((i, output.ids), ())) for output in outputs[i]]
             results[i] = make_hypotheses(codec, self.options, item, decoded)
         flag_segmentation(codec, results)
         return results
@@ -100,7 +94,7 @@ class CTranslate2Engine(Engine):
         """Free the model."""
         self._translator.unload_model()
 
-    def _search(self, inputs: Inputs, strict: bool) -> dict[int, list[Output]]:
+    def _search(self, inputs: Inputs, strict: bool) -> dict[int, list[DecodedIds]]:
         """The outputs of some inputs. Blocked tokens are ruled out (`strict`) only where they came up.
 
         Ruling them out changes what CTranslate2 ranks by: it normalises the other probabilities again. And tokens that
@@ -112,7 +106,7 @@ class CTranslate2Engine(Engine):
             alike.setdefault((item.limit, item.minimum, prefix), {})[i] = item
         batches = [batch for part in alike.values() for batch in self.preparer.batches(part)]
         searches = [(batch, self._translate([inputs[i] for i in batch], strict)) for batch in batches]
-        outputs: dict[int, list[Output]] = {}
+        outputs: dict[int, list[DecodedIds]] = {}
         for batch, answers in searches:
             for i, answer in zip(batch, answers, strict=True):
                 outputs[i] = self._outputs(inputs[i], answer.result(), strict)
@@ -121,7 +115,7 @@ class CTranslate2Engine(Engine):
             return outputs | {i: [x for x in outputs[i] if self._allowed(inputs[i], x)] for i in wrong}
         return outputs | self._search({i: inputs[i] for i in wrong}, strict=True) if wrong else outputs
 
-    def _allowed(self, item: SearchInput, output: Output) -> bool:
+    def _allowed(self, item: SearchInput, output: DecodedIds) -> bool:
         """Whether an output has no blocked token, and its prefix is not altered by the token after it."""
         return self._blocked.isdisjoint(output.ids) and output.ids[len(item.prefix)] not in item.not_after_prefix
 
@@ -156,7 +150,7 @@ class CTranslate2Engine(Engine):
         )
         return answers
 
-    def _outputs(self, item: SearchInput, answer: Any, strict: bool) -> list[Output]:
+    def _outputs(self, item: SearchInput, answer: Any, strict: bool) -> list[DecodedIds]:
         """The outputs of an answer, each with its end token, which those that reached the limit lack."""
         eos, options, outputs = self.run.config.ids.eos, self.options, []
         exact = not strict and not item.minimum and not item.prefix and self.scores == "totals"
@@ -164,20 +158,22 @@ class CTranslate2Engine(Engine):
         for rank, tokens in enumerate(answer.hypotheses):
             ids = tuple(self._id[token] for token in tokens)
             ended = ids[-1:] == (eos,)
-            total = answer.scores[rank] * len(ids) ** options.length_penalty if exact and ended else None
-            output = Output(ids if ended else (*ids[: item.limit], eos), total)
-            if len(output.ids) > item.minimum:  # else nothing was allowed but the end
-                outputs.append(output)
+            total = answer.scores[rank] * len(ids) ** options.length_penalty if exact and ended else math.nan
+            ids = ids if ended else (*ids[: item.limit], eos)
+            if len(ids) > item.minimum:  # else nothing was allowed but the end
+                outputs.append(DecodedIds(ids, (), total, limited=len(ids) - 1 == item.limit))
         return outputs if options.sample else list({output.ids: output for output in outputs}.values())
 
-    def _score(self, inputs: Inputs, outputs: dict[int, list[Output]]) -> dict[tuple[int, Output], tuple[float, ...]]:
+    def _score(
+        self, inputs: Inputs, outputs: dict[int, list[DecodedIds]]
+    ) -> dict[tuple[int, tuple[int, ...]], tuple[float, ...]]:
         """The log-probability of every token of the outputs that need a forced pass."""
         pending = []
         for batch in self.preparer.batches(inputs) if self.scores != "none" else ():
-            entries = [(i, output) for i in batch for output in outputs[i] if output.total is None]
+            entries = [(i, output.ids) for i in batch for output in outputs[i] if math.isnan(output.value)]
             answers = self._translator.score_batch(
                 self._source_names([inputs[i] for i, _ in entries]),
-                [[self._target[index] for index in output.ids[:-1]] for _, output in entries],
+                [[self._target[index] for index in ids[:-1]] for _, ids in entries],
                 max_input_length=0,
                 asynchronous=True,
             )
@@ -188,15 +184,5 @@ class CTranslate2Engine(Engine):
             for entry, answer in zip(entries, answers, strict=True)
         }
 
-    def _decoded(self, item: SearchInput, output: Output, token_scores: tuple[float, ...]) -> DecodedIds:
-        value = math.nan if output.total is None else output.total
-        return DecodedIds(output.ids, token_scores, value, limited=len(output.ids) - 1 == item.limit)
-
     def _source_names(self, inputs: Sequence[SearchInput]) -> list[list[str]]:
         return [[self._source[i] for i in item.sources[0]] for item in inputs]
-
-
-def _computed_positions(config: Config) -> int:
-    """Most tokens, the end not counted, for which the table written for computed positions has rows."""
-    computed = any(stack.position in ("none", "sinusoid", "sinusoid_halves") for stack in config.stacks.values())
-    return POSITIONS - 1 if computed else UNBOUNDED

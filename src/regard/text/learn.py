@@ -72,9 +72,6 @@ class TokenizerChoice(NamedTuple):
     scheme: str
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.scheme}: {self.reason}"
-
 
 def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
     """Choose a scheme for text like `sample`, of which there are `lines` lines in all.
@@ -140,7 +137,7 @@ def learn_tokenizer(
     if line_ends and choice.scheme == "space":
         choice = choice._replace(scheme="word")
     tokenizer = Tokenizer.train(choice.scheme, texts(learned_lines(choice.scheme, sample, lines)), min_count, mask)
-    return tokenizer, f"tokens: {choice}; {tokenizer.size:,} tokens"
+    return tokenizer, f"tokens: {choice.scheme}: {choice.reason}; {tokenizer.size:,} tokens"
 
 
 def requests(text: Text) -> dict[str, str]:

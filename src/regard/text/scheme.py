@@ -176,16 +176,7 @@ def _unigram(specials: Sequence[str], texts: Iterable[str], size: int) -> Any:
     scores = {piece: round(score, 4) for piece, score in state["vocab"]}
     floor = min(scores.values())
     steps = floor + len(letters) * 0.0001 + 0.00005
-    single = [(score if (score := scores.get(letter, floor)) > steps else floor, letter) for letter in letters]
-    longer = sorted(((score, piece) for piece, score in scores.items() if len(piece) > 1), key=_best_first)
-    pieces = sorted((*longer[: size - len(letters)], *single), key=_best_first)
-    return models.Unigram(
-        [*((name, 0.0) for name in specials), *((piece, score) for score, piece in pieces)],
-        unk_id=IDS.unk,
-        byte_fallback=False,
-    )
-
-
-def _best_first(scored: tuple[float, str]) -> tuple[float, str]:
-    score, piece = scored
-    return -score, piece
+    single = [(-score if (score := scores.get(letter, floor)) > steps else -floor, letter) for letter in letters]
+    longer = sorted((-score, piece) for piece, score in scores.items() if len(piece) > 1)  # the best first
+    pieces = [(piece, -cost) for cost, piece in sorted((*longer[: size - len(letters)], *single))]
+    return models.Unigram([*((name, 0.0) for name in specials), *pieces], unk_id=IDS.unk, byte_fallback=False)

@@ -136,9 +136,11 @@ class Tokenizer:
         return [text[start:end] for index, (start, end) in spans if self._is_unknown(index)]
 
     def spellings(self) -> list[bytes]:
-        """The bytes that each token stands for in a text; none for special tokens."""
-        spelled = self._bytes or [token.encode("utf-8", "replace") for token in self._tokens]
-        return [b"" if index in self.special else letters for index, letters in enumerate(spelled)]
+        """The bytes that each token stands for in a text, the space before a word included; none for special tokens."""
+        return [b"" if index in self.special else self._spelling(index) for index in range(self.size)]
+
+    def _spelling(self, index: int) -> bytes:
+        return self._tokens[index].encode("utf-8", "replace") if self._bytes is None else self._bytes[index]
 
     def to_json(self) -> str:
         """The tokenizer in the library's own format, which other tools read too."""
@@ -178,7 +180,8 @@ class ForeignTokenizer(Tokenizer):
         self._library = Library.from_str(json.dumps(_hide(state, self.special)))
         self._library.encode_special_tokens = True
         self._decoder = self._library.decoder
-        self._steps = _decoding_steps(state["decoder"])
+        decoder = state["decoder"] or {"decoders": []}  # of tokens to text; several steps, or one
+        self._steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn each text into ids, without special tokens around it."""
@@ -217,10 +220,6 @@ class ForeignTokenizer(Tokenizer):
         if "WordPiece" in self._steps:
             return self._tokens[index]
         return self._spelling(index).decode("utf-8", "backslashreplace")
-
-    def spellings(self) -> list[bytes]:
-        """The bytes that each token stands for in a text, with the space before a word; none for special tokens."""
-        return [b"" if index in self.special else self._spelling(index) for index in range(self.size)]
 
     def _spelling(self, index: int) -> bytes:
         token, steps = self._tokens[index], self._steps
@@ -316,10 +315,3 @@ def _hide(state: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
     added = [{**token, "content": hidden(token["content"])} for token in state["added_tokens"]]
     removed = {"truncation": None, "padding": None, "post_processor": None}
     return {**state, **removed, "model": model, "added_tokens": added}
-
-
-def _decoding_steps(decoder: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """The steps that join tokens to text, by name."""
-    if decoder is None:
-        return {}
-    return {step["type"]: step for step in decoder.get("decoders", [decoder])}
