@@ -56,10 +56,10 @@ def recipe(arguments: argparse.Namespace, steps: int):
 def ours(arguments: argparse.Namespace) -> float:
     """Real tokens per second of a whole `fit`, by its own log, without the first quarter."""
     from regard.training.fit import fit
-    from regard.training.report import SilentReporter
+    from regard.training.report import Reporter
 
     with tempfile.TemporaryDirectory() as out:
-        fit(recipe(arguments, arguments.steps), Path(out) / "run", reporter=SilentReporter())
+        fit(recipe(arguments, arguments.steps), Path(out) / "run", reporter=Reporter())
         log = [json.loads(line) for line in (Path(out) / "run" / "log.jsonl").read_text().splitlines()]
     rates = [event["tokens_per_second"] for event in log if event["event"] == "train"]
     return statistics.median(rates[1:])

@@ -33,29 +33,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.5.0"
 
-_HOMES = {
-    "Config": "regard.config",
-    "Example": "regard.text.codec",
-    "LoadedRun": "regard.api",
-    "Model": "regard.model",
-    "Options": "regard.decode.options",
-    "Recipe": "regard.recipe",
-    "Stack": "regard.config",
-    "UserError": "regard.errors",
-    "attribute": "regard.inspect.circuits",
-    "induction_scores": "regard.inspect.heads",
-    "load": "regard.api",
-    "make_reporter": "regard.training.report",
-    "ov": "regard.inspect.circuits",
-    "patch": "regard.nn.hooks",
-    "preset": "regard.presets",
-    "qk": "regard.inspect.circuits",
-    "record": "regard.nn.hooks",
-    "rollout": "regard.inspect.circuits",
-    "top_neurons": "regard.inspect.circuits",
-    "train": "regard.api",
+_NAMES = {
+    "api": ("LoadedRun", "load", "train"),
+    "config": ("Config", "Stack"),
+    "decode.options": ("Options",),
+    "errors": ("UserError",),
+    "inspect.circuits": ("attribute", "ov", "qk", "rollout", "top_neurons"),
+    "inspect.heads": ("induction_scores",),
+    "model": ("Model",),
+    "nn.hooks": ("patch", "record"),
+    "presets": ("preset",),
+    "recipe": ("Recipe",),
+    "text.codec": ("Example",),
+    "training.report": ("make_reporter",),
 }
-__all__ = ["__version__", *_HOMES]
+_HOMES = {name: f"regard.{module}" for module, names in _NAMES.items() for name in names}
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from regard.recipe import Recipe, load_recipe, recipe_tables
 from regard.run import Run
 from regard.text.codec import Example
 from regard.training.fit import fit
-from regard.training.report import Reporter, SilentReporter
+from regard.training.report import Reporter
 
 
 class LoadedRun(Run):
@@ -164,7 +164,7 @@ def train(
         recipe = load_recipe(recipe)
     elif not isinstance(recipe, Recipe):
         raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {_shown(recipe)}")
-    fit(recipe, out, resume, reporter or talk or SilentReporter())
+    fit(recipe, out, resume, reporter or talk or Reporter())
     return load(out)
 
 

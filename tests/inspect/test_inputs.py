@@ -14,7 +14,7 @@ from little import FAMILIES, LANGUAGE, family, picture
 from regard.cli import heads
 from regard.config import PatchConfig
 from regard.data.images import LabelledImages
-from regard.data.reader import LineCounter
+from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
 from regard.inspect.heads import measure_heads, patch_distances, sum_patch_attention
 from regard.inspect.inputs import MASK_EVERY, WINDOW, TaskData, read_task_data, task_batches
@@ -127,7 +127,7 @@ def test_files_are_read_for_the_task_of_the_run(tmp_path: Path) -> None:
     np.savez(tmp_path / "images.npz", images=PICTURES.images_NCHW, labels=np.array(PICTURES.labels))
 
     def read(kind: str, name: str, most: int) -> TaskData:
-        return read_task_data(family(kind), (str(tmp_path / name),), ("source", "target"), LineCounter(), most)
+        return read_task_data(family(kind), Source((str(tmp_path / name),)), LineCounter(), most)
 
     assert read("lm", "text.txt", 1) == TEXT + "\n" and read("masked", "text.txt", 9) == TEXT + "\n" + TEXT + "\n"
     assert read("classes", "labels.tsv", 1) == [Example("abc", "one")]

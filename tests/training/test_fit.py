@@ -17,7 +17,7 @@ from regard.errors import UserError
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run
 from regard.training.fit import fit
-from regard.training.report import SilentReporter, read_log
+from regard.training.report import Reporter, read_log
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0}
 
@@ -36,7 +36,7 @@ def tables(pairs: Path, **settings: Any) -> dict[str, Any]:
     return {"model": {"encoder": TINY, "decoder": TINY}, "data": {"train": str(pairs)}, "train": train}
 
 
-class CollectingReporter(SilentReporter):
+class CollectingReporter(Reporter):
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.closed = False
@@ -93,7 +93,7 @@ def test_a_model_learns_and_its_score_is_true(pairs: Path, tmp_path: Path) -> No
     stack = {**TINY, "width": 32, "position": "sinusoid"}  # turned positions need more than one layer to find places
     order = tables(pairs, steps=120, validate_every=20, metric="accuracy", lr=0.004, warmup=20)
     order["model"] = {"encoder": stack, "decoder": stack}
-    report = fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
+    report = fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
     losses = [event["loss"] for event in read_log(tmp_path / "run/log.jsonl") if event["event"] == "valid"]
     assert losses[-1] < 0.6 * losses[0]
     assert report.value is not None and report.value > 10
@@ -108,7 +108,7 @@ def test_two_processes_compute_what_one_does(pairs: Path, tmp_path: Path, precis
     settings = {"steps": 6, "accumulate": 3, "batch_examples": 3, "metric": "per", "label_smoothing": 0.1}
     settings["precision"] = precision  # fp32 after all on a machine without the other
     for workers in (1, 2):  # batches of an odd number of rows, and of one
-        fit(load_recipe(tables(pairs, workers=workers, **settings)), tmp_path / str(workers), reporter=SilentReporter())
+        fit(load_recipe(tables(pairs, workers=workers, **settings)), tmp_path / str(workers), reporter=Reporter())
     one, two = (read_log(tmp_path / name / "log.jsonl") for name in "12")
     for a, b in zip(one[1:], two[1:], strict=True):
         assert a.keys() == b.keys()
@@ -118,12 +118,12 @@ def test_two_processes_compute_what_one_does(pairs: Path, tmp_path: Path, precis
 
 def test_an_existing_run_is_not_touched(pairs: Path, tmp_path: Path) -> None:
     order, run = load_recipe(tables(pairs)), tmp_path / "run"
-    fit(order, run, reporter=SilentReporter())
+    fit(order, run, reporter=Reporter())
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     with pytest.raises(UserError, match=r"--resume.*another --out"):
-        fit(order, run, reporter=SilentReporter())
+        fit(order, run, reporter=Reporter())
     with pytest.raises(UserError, match=r"train\.lr: now 0\.5, then 0\.001"):
-        fit(load_recipe(tables(pairs, lr=0.5)), run, resume=True, reporter=SilentReporter())
+        fit(load_recipe(tables(pairs, lr=0.5)), run, resume=True, reporter=Reporter())
     reporter = CollectingReporter()
     assert fit(order, run, resume=True, reporter=reporter).progress.step == 4
     assert "finished" in reporter.lines[0]
@@ -132,11 +132,11 @@ def test_an_existing_run_is_not_touched(pairs: Path, tmp_path: Path) -> None:
 
 def test_a_larger_budget_goes_on(pairs: Path, tmp_path: Path) -> None:
     rate = {"schedule": "constant"}  # others know the budget from the start
-    fit(load_recipe(tables(pairs, **rate)), tmp_path / "run", reporter=SilentReporter())
-    report = fit(load_recipe({"train": {"steps": 6}}), tmp_path / "run", resume=True, reporter=SilentReporter())
+    fit(load_recipe(tables(pairs, **rate)), tmp_path / "run", reporter=Reporter())
+    report = fit(load_recipe({"train": {"steps": 6}}), tmp_path / "run", resume=True, reporter=Reporter())
     assert report.progress.step == 6
     assert "steps = 6" in (tmp_path / "run/recipe.toml").read_text()
-    longer = fit(load_recipe(tables(pairs, steps=6, **rate)), tmp_path / "uninterrupted", reporter=SilentReporter())
+    longer = fit(load_recipe(tables(pairs, steps=6, **rate)), tmp_path / "uninterrupted", reporter=Reporter())
     assert longer.progress.best is not None and report.progress.best is not None
     assert longer.progress.best.scores == report.progress.best.scores
 
@@ -144,7 +144,7 @@ def test_a_larger_budget_goes_on(pairs: Path, tmp_path: Path) -> None:
 def test_mistakes_are_reported_before_anything_is_written(pairs: Path, tmp_path: Path) -> None:
     def refused(order: dict[str, Any], match: str) -> None:
         with pytest.raises(UserError, match=match):
-            fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
+            fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
         assert not (tmp_path / "run/config.json").exists()
 
     refused(tables(tmp_path / "missing.tsv"), "missing.tsv: no such file")
@@ -152,15 +152,15 @@ def test_mistakes_are_reported_before_anything_is_written(pairs: Path, tmp_path:
     refused({**tables(pairs), "model": {"encoder": {"layer": 2}}}, "did you mean 'layers'")
     if not torch.cuda.is_available():
         refused(tables(pairs, device="cuda"), "no CUDA GPU")
-    fit(load_recipe(tables(pairs)), tmp_path / "run", reporter=SilentReporter())  # and nothing of it is in the way
+    fit(load_recipe(tables(pairs)), tmp_path / "run", reporter=Reporter())  # and nothing of it is in the way
 
 
 def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file"):
-        fit(load_recipe(tables(pairs)), tmp_path / "file" / "run", reporter=SilentReporter())
+        fit(load_recipe(tables(pairs)), tmp_path / "file" / "run", reporter=Reporter())
     with pytest.raises(UserError, match="is a file"):
-        fit(load_recipe(tables(pairs)), tmp_path / "file", reporter=SilentReporter())
+        fit(load_recipe(tables(pairs)), tmp_path / "file", reporter=Reporter())
 
 
 def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkey
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", reporter=reporter)
     assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in reporter.lines
     assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
-    again = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, reporter=SilentReporter())
+    again = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, reporter=Reporter())
     assert again.progress.step == 4  # the same order goes on with what was settled
 
 
@@ -179,7 +179,7 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
     problems: list[str | None] = [None, "a trial crashed with SIGILL"]
     monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: problems.pop(0))
     order = {"precision": "bf16", "schedule": "constant"}
-    fit(load_recipe(tables(pairs, **order)), tmp_path / "run", reporter=SilentReporter())
+    fit(load_recipe(tables(pairs, **order)), tmp_path / "run", reporter=Reporter())
     assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()
     for budget, message in (
         (6, "fp32 instead of bf16: a trial crashed with SIGILL"),
@@ -196,8 +196,8 @@ TOGETHER = """
 import json, sys
 from regard.training.fit import fit
 from regard.recipe import load_recipe
-from regard.training.report import SilentReporter
-print(fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], reporter=SilentReporter()).progress.step)
+from regard.training.report import Reporter
+print(fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], reporter=Reporter()).progress.step)
 """
 
 
@@ -215,5 +215,5 @@ def test_processes_started_by_torchrun(pairs: Path, tmp_path: Path) -> None:
 def test_the_recipe_is_a_value(pairs: Path, tmp_path: Path) -> None:
     order = load_recipe(tables(pairs))
     before = order.model_dump()
-    fit(order, tmp_path / "run", reporter=SilentReporter())
+    fit(order, tmp_path / "run", reporter=Reporter())
     assert order.model_dump() == before and isinstance(order, Recipe)

@@ -18,7 +18,7 @@ from regard.recipe import load_recipe
 from regard.run import Run, weights_of
 from regard.training.checkpoint import TRAINING, Checkpoints
 from regard.training.fit import fit
-from regard.training.report import SilentReporter
+from regard.training.report import Reporter
 from regard.training.start import UNCUT
 from regard.training.trainer import Stopped, Trainer
 
@@ -50,7 +50,7 @@ def heads(run: Run) -> int:
 
 def test_a_cost_of_heads_removes_heads(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    fit(recipe(pairs, steps=40, l0=30.0, ema=0.5), out, reporter=SilentReporter())
+    fit(recipe(pairs, steps=40, l0=30.0, ema=0.5), out, reporter=Reporter())
     run = Run.load(out)
     assert heads(run) < 12 and not head_gates(run.model)
     assert run.config.encoder is not None and run.config.encoder.kept_heads is not None
@@ -67,8 +67,8 @@ def test_a_cost_of_heads_removes_heads(pairs: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_cost_nothing_changes(pairs: Path, tmp_path: Path) -> None:
-    fit(recipe(pairs, steps=6), tmp_path / "plain", reporter=SilentReporter())
-    fit(recipe(pairs, steps=6, l0=0.0), tmp_path / "zero", reporter=SilentReporter())
+    fit(recipe(pairs, steps=6), tmp_path / "plain", reporter=Reporter())
+    fit(recipe(pairs, steps=6, l0=0.0), tmp_path / "zero", reporter=Reporter())
     plain, zero = (Run.load(tmp_path / name) for name in ("plain", "zero"))
     assert plain.config == zero.config
     for name, x in weights_of(plain.model).items():
@@ -77,7 +77,7 @@ def test_without_a_cost_nothing_changes(pairs: Path, tmp_path: Path) -> None:
 
 def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = recipe(pairs, steps=20, l0=10.0, ema=0.9, validate_every=7)
-    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     step = Trainer._step
 
     def stopping(self: Trainer) -> int:
@@ -87,8 +87,8 @@ def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, mon
     with monkeypatch.context() as context:
         context.setattr(Trainer, "_step", stopping)
         with pytest.raises(Stopped):
-            fit(order, tmp_path / "parts", reporter=SilentReporter())
-    fit(order, tmp_path / "parts", resume=True, reporter=SilentReporter())
+            fit(order, tmp_path / "parts", reporter=Reporter())
+    fit(order, tmp_path / "parts", resume=True, reporter=Reporter())
     uninterrupted, parts = (Run.load(tmp_path / name) for name in ("uninterrupted", "parts"))
     assert uninterrupted.config == parts.config and heads(uninterrupted) == heads(parts)
     for name, x in weights_of(uninterrupted.model).items():
@@ -97,11 +97,11 @@ def test_a_killed_run_continues_to_the_same_end(pairs: Path, tmp_path: Path, mon
 
 def test_a_pruned_run_resumes_with_all_its_heads(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    fit(recipe(pairs, steps=40, l0=30.0), out, reporter=SilentReporter())
+    fit(recipe(pairs, steps=40, l0=30.0), out, reporter=Reporter())
     cut = heads(Run.load(out))
-    fit(recipe(pairs, steps=40, l0=30.0), out, resume=True, reporter=SilentReporter())  # there is nothing left to do
+    fit(recipe(pairs, steps=40, l0=30.0), out, resume=True, reporter=Reporter())  # there is nothing left to do
     assert heads(Run.load(out)) == cut
-    fit(recipe(pairs, steps=50, l0=30.0), out, resume=True, reporter=SilentReporter())
+    fit(recipe(pairs, steps=50, l0=30.0), out, resume=True, reporter=Reporter())
     longer = Run.load(out)
     assert cut < 12 and heads(longer) < 12 and Checkpoints(out).progress().step == 50  # type: ignore[union-attr]
 

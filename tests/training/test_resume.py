@@ -22,16 +22,16 @@ from regard.recipe import Recipe
 from regard.run import Run
 from regard.training.distributed import WorkerDied, Workers
 from regard.training.fit import fit
-from regard.training.report import CLOCK_FIELDS, SilentReporter, read_log
+from regard.training.report import CLOCK_FIELDS, Reporter, read_log
 from regard.training.trainer import Stopped
 
 DRIVER = """
 import json, os, signal, sys, threading
 from regard.training.fit import fit
 from regard.recipe import load_recipe
-from regard.training.report import SilentReporter
+from regard.training.report import Reporter
 
-class Killer(SilentReporter):
+class Killer(Reporter):
     def tick(self, step, done, seconds):
         if step == int(sys.argv[3]):
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), int(sys.argv[5]))).start()
@@ -70,7 +70,7 @@ def others(run: Path) -> list[int]:
     return found
 
 
-class At(SilentReporter):
+class At(Reporter):
     """Does something after a step."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
@@ -93,7 +93,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
     order = recipe(steps=40, validate_every=6, workers=workers, **settings)
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
-    fit(order, uninterrupted, reporter=SilentReporter())
+    fit(order, uninterrupted, reporter=Reporter())
 
     at, delay = random.randint(1, 20), random.random() / 50
     assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
@@ -119,7 +119,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         with pytest.raises(WorkerDied, match="process 1 of 2 was killed by signal 9"):
             fit(order, run, resume=True, reporter=At(32, lambda: started[0]._processes[0].kill()))
 
-    fit(order, run, resume=True, reporter=SilentReporter())
+    fit(order, run, resume=True, reporter=Reporter())
     assert result(run) == result(uninterrupted), f"killed {delay} s after step {at}"
 
 
@@ -133,7 +133,7 @@ def test_a_crash_at_any_write_loses_nothing(
 ) -> None:
     """Stop before each single file operation in turn, and go on."""
     order = recipe(steps=2, validate_every=1, average=2, log_every=2, ema=0.5)
-    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     uninterrupted = result(tmp_path / "uninterrupted")
     run = tmp_path / "run"
     left = 0
@@ -159,7 +159,7 @@ def test_a_crash_at_any_write_loses_nothing(
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         left = stop_at
         try:
-            fit(order, run, reporter=SilentReporter())
+            fit(order, run, reporter=Reporter())
             break
         except Crash:
             left = 0
@@ -167,7 +167,7 @@ def test_a_crash_at_any_write_loses_nothing(
             Run.load(run)
         except UserError as error:
             assert any(text in str(error) for text in ("no weights yet", "not a run directory", "no such run"))
-        fit(order, run, resume=True, reporter=SilentReporter())
+        fit(order, run, resume=True, reporter=Reporter())
         assert result(run) == uninterrupted, f"crash at write {stop_at}"
     assert stop_at > 15
 
@@ -186,7 +186,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
     import regard.training.fit
 
     order = recipe(steps=8, validate_every=4, ema=0.5)
-    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     original = regard.training.validation.PairValidation.__call__
 
     def endless(self: Any, model: Any) -> Any:
@@ -196,7 +196,7 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
 
     monkeypatch.setattr(regard.training.validation.PairValidation, "__call__", endless)
     with pytest.raises(Stopped):
-        fit(order, tmp_path / "run", reporter=SilentReporter())
+        fit(order, tmp_path / "run", reporter=Reporter())
     monkeypatch.setattr(regard.training.validation.PairValidation, "__call__", original)
-    fit(order, tmp_path / "run", resume=True, reporter=SilentReporter())
+    fit(order, tmp_path / "run", resume=True, reporter=Reporter())
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")

@@ -17,12 +17,12 @@ from regard.nn.adapters import add_adapters
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run, saved_recipe, weights_of
 from regard.training.fit import fit
-from regard.training.report import SilentReporter
+from regard.training.report import Reporter
 from regard.training.start import require_free, resumed_recipe, save_recipe
 from regard.training.trainer import Stopped
 
 
-class CollectingReporter(SilentReporter):
+class CollectingReporter(Reporter):
     def __init__(self) -> None:
         self.text = ""
 
@@ -127,11 +127,11 @@ def test_adapters_resume_bit_for_bit_even_if_the_base_is_gone(bases: Path, tmp_p
     order = tuned("classify", tmp_path / "base", tmp_path, lora=2, ema=0.9, average=2)
     order["train"] |= {"steps": 8, "validate_every": 3}
     recipe = load_recipe(order)
-    fit(recipe, tmp_path / "uninterrupted", reporter=SilentReporter())
+    fit(recipe, tmp_path / "uninterrupted", reporter=Reporter())
     with pytest.raises(Stopped):
         fit(recipe, tmp_path / "run", reporter=At(4, lambda: send(signal.SIGTERM)))
     shutil.rmtree(tmp_path / "base")
-    fit(recipe, tmp_path / "run", resume=True, reporter=SilentReporter())
+    fit(recipe, tmp_path / "run", resume=True, reporter=Reporter())
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_reported(
     task: str, base: str, changes: dict[str, Any], message: str, bases: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", reporter=SilentReporter())
+        fit(load_recipe(tuned(task, bases / base, tmp_path) | changes), tmp_path / "run", reporter=Reporter())
     assert not (tmp_path / "run/config.json").exists()
 
 
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_reported(
 )
 def test_parts_that_are_not_there(settings: dict[str, Any], message: str, bases: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", reporter=SilentReporter())
+        fit(load_recipe(tuned("lm", bases / "lm", tmp_path, **settings)), tmp_path / "run", reporter=Reporter())
 
 
 @pytest.mark.parametrize("settings", [{"parts": ["decoder"]}, {"lora": 2}])
@@ -208,7 +208,7 @@ def test_a_rank_that_no_layer_has(bases: Path, tmp_path: Path) -> None:
     """It is reported before anything of that size is made."""
     order = tuned("lm", bases / "lm", tmp_path, lora=100_000_000)
     with pytest.raises(UserError, match=r"train\.lora: a rank of at most 32 fits decoder\.blocks\.0\.attention"):
-        fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
+        fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
 
 
 @pytest.mark.parametrize("text", [{"source_tokens": "byte"}, {"target_tokens": "bpe:50"}, {"min_count": 3}])
@@ -216,7 +216,7 @@ def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path
     order = tuned("lm", bases / "lm", tmp_path) | {"text": text}
     key, value = next(iter(text.items()))
     with pytest.raises(UserError, match=rf"brings its own tokens; leave out what differs\n  text\.{key}: {value} here"):
-        fit(load_recipe(order), tmp_path / "run", reporter=SilentReporter())
+        fit(load_recipe(order), tmp_path / "run", reporter=Reporter())
     own = Run.load(bases / "lm").codec.config.source_tokens
     order["text"] = {"source_tokens": own, "target_tokens": "auto", "min_count": 1}
     assert "tokens: those of" in messages_of(order, tmp_path / "run")

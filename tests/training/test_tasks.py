@@ -18,7 +18,7 @@ from regard.errors import UserError
 from regard.recipe import load_recipe
 from regard.run import Run
 from regard.training.fit import TrainingReport, fit
-from regard.training.report import SilentReporter, read_log
+from regard.training.report import Reporter, read_log
 from regard.training.trainer import Stopped
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "ff": 64, "dropout": 0.0, "attention_dropout": 0.0, "ff_dropout": 0.0}
@@ -77,7 +77,7 @@ def tables(task: str, folder: Path, model: dict[str, Any] | None = None, **setti
 
 
 def train(order: dict[str, Any], run: Path) -> TrainingReport:
-    return fit(load_recipe(order), run, reporter=SilentReporter())
+    return fit(load_recipe(order), run, reporter=Reporter())
 
 
 def entropy(path: Path) -> float:
@@ -134,12 +134,12 @@ def test_interrupted_runs_end_like_uninterrupted_ones(task: str, stack: dict[str
     shape = TINY | stack | {"dropout": 0.2}
     settings = {"steps": 12, "validate_every": 5, "log_every": 3, "ema": 0.9, "accumulate": 2}
     order = load_recipe(tables(task, tmp_path, {"encoder": shape, "decoder": shape}, **settings))
-    fit(order, tmp_path / "uninterrupted", reporter=SilentReporter())
+    fit(order, tmp_path / "uninterrupted", reporter=Reporter())
     with pytest.raises(Stopped):
         fit(order, tmp_path / "run", reporter=At(7, lambda: send(signal.SIGTERM)))
     saved = {path.name for path in (tmp_path / "run/training/step-00000008").iterdir()}
     assert ("carried.safetensors" in saved) == bool(stack)
-    fit(order, tmp_path / "run", resume=True, reporter=SilentReporter())
+    fit(order, tmp_path / "run", resume=True, reporter=Reporter())
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
 
 
@@ -196,9 +196,7 @@ def test_a_task_changes_defaults_and_resuming_need_not_repeat_them(tmp_path: Pat
     assert load_recipe({"task": "image"}).train.metric == "accuracy"
     assert load_recipe({"task": "lm", "train": {"label_smoothing": 0.3}}).train.label_smoothing == 0.3
     train(tables("lm", tmp_path, steps=2, label_smoothing=0.3), tmp_path / "run")
-    again = fit(
-        load_recipe({"task": "lm", "train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=SilentReporter()
-    )
+    again = fit(load_recipe({"task": "lm", "train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=Reporter())
     assert again.progress.step == 3
     assert "label_smoothing = 0.3" in (tmp_path / "run/recipe.toml").read_text()
 
@@ -219,7 +217,7 @@ def test_a_position_table_fits_the_longest_text(tmp_path: Path) -> None:
         train(order | {"model": {"encoder": short}}, tmp_path / "other")
     preset = load_recipe(order | {"preset": "bert-tiny", "model": {"encoder": TINY}, "data": {"train": str(path)}})
     path.write_text(path.read_text() + "x" * 510 + "l\tsea\n")
-    fit(preset, tmp_path / "long", reporter=SilentReporter())
+    fit(preset, tmp_path / "long", reporter=Reporter())
     encoder = Run.load(tmp_path / "long").config.encoder
     assert encoder is not None and encoder.max_length == 513
 
@@ -237,8 +235,5 @@ def test_runs_from_before_there_were_tasks_can_be_resumed(tmp_path: Path) -> Non
     lines = [line for line in recipe.read_text().splitlines() if not line.startswith(("task", "mask", "span", "lora"))]
     recipe.write_text("\n".join(lines))
     assert (
-        fit(
-            load_recipe({"train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=SilentReporter()
-        ).progress.step
-        == 3
+        fit(load_recipe({"train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=Reporter()).progress.step == 3
     )

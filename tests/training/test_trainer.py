@@ -13,7 +13,7 @@ from regard.recipe import Recipe
 from regard.run import Run
 from regard.training.checkpoint import Checkpoints
 from regard.training.fit import fit
-from regard.training.report import Event, SilentReporter, read_log
+from regard.training.report import Event, Reporter, read_log
 from regard.training.step import Stepper
 from regard.training.trainer import Trainer
 
@@ -38,7 +38,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {2, 5, 6, 8})
-    progress = fit(recipe(steps=9), tmp_path / "run", reporter=SilentReporter()).progress
+    progress = fit(recipe(steps=9), tmp_path / "run", reporter=Reporter()).progress
     assert (progress.skipped, progress.skipped_in_a_row) == (4, 0)
     assert [event["step"] for event in events(tmp_path / "run", "skip")] == [2, 5, 6, 8]
     model = Run.load(tmp_path / "run").model
@@ -51,7 +51,7 @@ def test_three_in_a_row_stop_the_run_with_advice(
 ) -> None:
     poison(monkeypatch, {2, 6, 7, 8})
     with pytest.raises(UserError, match=r"(?s)diverges.*step 8.*train\.lr.*warm-up"):
-        fit(recipe(steps=20), tmp_path / "run", reporter=SilentReporter())
+        fit(recipe(steps=20), tmp_path / "run", reporter=Reporter())
     assert Checkpoints(tmp_path / "run").steps() == [4]
     assert all(torch.isfinite(x).all() for x in Checkpoints(tmp_path / "run").tensors(4, "model").values())
 
@@ -79,7 +79,7 @@ def weights_at(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
 
 
 def train(order: Recipe, run: Path) -> torch.Tensor:
-    fit(order, run, reporter=SilentReporter())
+    fit(order, run, reporter=Reporter())
     return Run.load(run).model.output.weight.detach()
 
 
@@ -95,7 +95,7 @@ def test_the_best_step_is_the_model(recipe: MakeRecipe, tmp_path: Path, monkeypa
 def test_patience_ends_the_run(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [50.0, 30.0, 31.0, 30.0, 20.0])
     progress = fit(
-        recipe(steps=99, validate_every=2, metric="wer", patience=2), tmp_path / "run", reporter=SilentReporter()
+        recipe(steps=99, validate_every=2, metric="wer", patience=2), tmp_path / "run", reporter=Reporter()
     ).progress
     assert (progress.step, progress.finished) == (8, "patience")
 
@@ -124,7 +124,7 @@ def test_the_moving_average_is_what_is_validated_and_kept(recipe: MakeRecipe, tm
 def test_budgets(recipe: MakeRecipe, tmp_path: Path) -> None:
     def progress(name: str, **settings: Any) -> Any:
         found = fit(
-            recipe(**{"steps": None, "validate_every": None, **settings}), tmp_path / name, reporter=SilentReporter()
+            recipe(**{"steps": None, "validate_every": None, **settings}), tmp_path / name, reporter=Reporter()
         ).progress
         return found.finished, found.step, found.epoch
 

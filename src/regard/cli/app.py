@@ -75,28 +75,19 @@ app = typer.Typer(
 )
 
 
-def _placeholder() -> None:
-    """Stands for a verb that is not loaded yet."""
-
-
 for _name, _summary in VERBS.items():
-    app.command(_name, help=_summary)(_placeholder)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"regard {__version__}")
-        raise typer.Exit
+    app.command(_name, help=_summary)(lambda: None)  # until it is loaded
 
 
 @app.callback(invoke_without_command=True)
 def _start(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also: REGARD_DEBUG=1).")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
+    if version:
+        typer.echo(f"regard {__version__}")
+        raise typer.Exit
     if debug:
         os.environ["REGARD_DEBUG"] = "1"
     if context.invoked_subcommand is None:

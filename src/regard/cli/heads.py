@@ -52,8 +52,7 @@ def command(
     """
     (opened,) = open_runs([run], device, threads)
     counter = LineCounter(strict)
-    source = pairs_of(file, target, columns, opened.codec.columns)
-    data = read_task_data(opened, source.paths, source.columns, counter, examples)
+    data = read_task_data(opened, pairs_of(file, target, columns, opened.codec.columns), counter, examples)
     if counter.skipped:
         message(counter.summary())
     reference = None if links is None else read_links(links)[: len(data)]

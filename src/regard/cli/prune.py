@@ -12,11 +12,10 @@ from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, 
 from regard.cli.tables import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.errors import UserError, one_of
-from regard.inspect.inputs import TaskData, describe_size, read_task_data
+from regard.inspect.inputs import describe_size, read_task_data
 from regard.inspect.plots import draw_lines
 from regard.inspect.plots import save as save_picture
 from regard.inspect.prune import Criterion, PruneAmount
-from regard.run import Run
 from regard.training.tune import PruneReport, prune, save_pruned, split_data
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
@@ -65,11 +64,11 @@ def command(
     amount = PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
     counter = LineCounter(strict)
-    learn = _read(opened, data, target, columns, counter)
+    learn = read_task_data(opened, pairs_of(data, target, columns, opened.codec.columns), counter)
     if valid is None:
         learn, held_out = split_data(learn)
     else:
-        held_out = _read(opened, valid, None, columns, counter)
+        held_out = read_task_data(opened, pairs_of(valid, None, columns, opened.codec.columns), counter)
     if counter.skipped:
         message(counter.summary())
     if not len(learn) or not len(held_out):
@@ -94,11 +93,6 @@ def command(
     if picture:
         _draw_curve(report, picture)
     message(f"{new}: written")
-
-
-def _read(run: Run, path: str, target: str | None, columns: str | None, counter: LineCounter) -> TaskData:
-    source = pairs_of(path, target, columns, run.codec.columns)
-    return read_task_data(run, source.paths, source.columns, counter)
 
 
 def _print_report(report: PruneReport) -> None:

@@ -23,7 +23,6 @@ from regard.data.plain import read_pieces
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError, one_of
 from regard.inspect.logit_lens import OutputNames
-from regard.recipe import Column
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -198,19 +197,17 @@ TaskData = Sequence[Example] | str | LabelledImages  # pairs or texts with label
 Pair = tuple[TokenIds, TokenIds]
 
 
-def read_task_data(
-    run: Run, paths: tuple[str, ...], columns: tuple[Column, ...], counter: LineCounter, limit: int | None = None
-) -> TaskData:
+def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | None = None) -> TaskData:
     """The data of a file for a run's task; at most `limit` pairs, images, or windows of text."""
     if run.task.reads == "images":
-        pictures = read_images(paths[0])
+        pictures = read_images(source.paths[0])
         return LabelledImages(
             pictures.images_NCHW[:limit], None if pictures.labels is None else pictures.labels[:limit]
         )
     if not run.task.plain_text or run.task.seq2seq:
-        return [item.example for item in islice(Source(paths, columns).read(counter), limit)]
+        return [item.example for item in islice(source.read(counter), limit)]
     pieces, tokens = [], 0
-    for piece in read_pieces(Source(paths[:1]), counter):
+    for piece in read_pieces(Source(source.paths[:1]), counter):
         pieces.append(piece)
         tokens += len(run.codec.target.encode([piece])[0])
         if limit is not None and tokens > limit * WINDOW:

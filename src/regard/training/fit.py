@@ -21,12 +21,11 @@ from regard.model import on_meta
 from regard.recipe import Recipe
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
-from regard.text.learn import BaseText
 from regard.training.checkpoint import TRAINING, Progress
 from regard.training.distributed import ProcessGroup, Workers, exit_with_parent, form_group, has_launcher, join_group
 from regard.training.loader import make_loader
 from regard.training.plan import check_model, complete_processes, complete_recipe, model_config
-from regard.training.report import Reporter, SilentReporter, draw_curve, format_score, make_reporter, write_model_card
+from regard.training.report import Reporter, draw_curve, format_score, make_reporter, write_model_card
 from regard.training.start import (
     DATA,
     UNCUT,
@@ -94,15 +93,14 @@ def _fit(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> Traini
 def _fit_launched(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
     with join_group(recipe.train.device) as group:
-        reporter = reporter if group.first else SilentReporter()
+        reporter = reporter if group.first else Reporter()
         problem = None
         if group.first:
             try:
                 _set_up(recipe, path, resume, reporter, group.size)
             except UserError as error:
                 problem = str(error)
-        problem = group.broadcast(problem)
-        if problem:
+        if problem := group.broadcast(problem):
             raise UserError(problem)
         recipe = saved_recipe(path)
         return _finished(recipe, path) or _train(recipe, path, group, reporter)
@@ -125,15 +123,15 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, reporter: Reporter, launch
     else:
         require_free(path)
     # Mistakes in the settings are found before the data is read.
-    base = open_base(recipe)
+    base, base_text = open_base(recipe)
     device = choose_device(recipe.train.device)
-    check_model(recipe, base and base.config)
+    check_model(recipe, base)
     with removed_if_empty(path):
-        prepared = prepare(recipe, path / TRAINING / DATA, base=base and BaseText(base.codec, base.config.labels))
+        prepared = prepare(recipe, path / TRAINING / DATA, base=base_text)
         for note in prepared.notes:
             reporter.say(note)
         recipe = complete_recipe(recipe, prepared, device, reporter)
-        config = model_config(recipe, base and base.config, prepared)
+        config = model_config(recipe, base, prepared)
         loader = make_loader(recipe, prepared, config, ProcessGroup())
         recipe = complete_processes(recipe, loader, config, device, launched, reporter)
         fresh = plan_weights(recipe, config, prepared.labels, reporter)
@@ -209,7 +207,7 @@ def main() -> None:
     try:
         recipe = saved_recipe(path)
         with join_group(recipe.train.device) as group:
-            _train(recipe, path, group, SilentReporter())
+            _train(recipe, path, group, Reporter())
     except UserError as error:
         sys.exit(str(error))
 

@@ -12,9 +12,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from regard.errors import UserError
 from regard.files import replace_file
@@ -36,8 +37,8 @@ _PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
 Event = dict[str, Any]
 
 
-class Reporter(Protocol):
-    """Receives the progress of a training run. Only the first process calls it."""
+class Reporter:
+    """Receives the progress of a training run, from the first process alone. This one reports nothing."""
 
     def say(self, text: str) -> None:
         """Report a choice or a warning."""
@@ -52,19 +53,7 @@ class Reporter(Protocol):
         """End the display."""
 
 
-class SilentReporter:
-    """Reports nothing."""
-
-    def say(self, text: str) -> None: ...
-
-    def event(self, event: Event) -> None: ...
-
-    def tick(self, step: int, done: float, seconds: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Lines(SilentReporter):
+class Lines(Reporter):
     """Reports plain lines, as for a file."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -83,7 +72,7 @@ class Lines(SilentReporter):
         self._done, self._seconds = done, seconds
 
 
-class Live(SilentReporter):
+class Live(Reporter):
     """Reports by a progress bar with the latest numbers; validations scroll by above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -197,10 +186,8 @@ class Log:
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path = path
-        try:
+        with self._reported():
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise self._error(error) from None
         self._file.truncate(min(position, path.stat().st_size))
         self.position = path.stat().st_size
 
@@ -208,25 +195,27 @@ class Log:
         """Append an event; numbers that JSON does not know become null."""
         unknown = [key for key, value in event.items() if isinstance(value, float) and not math.isfinite(value)]
         data = (json.dumps(event | dict.fromkeys(unknown), ensure_ascii=False) + "\n").encode()
-        try:
+        with self._reported():
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise self._error(error) from None
         self.position += len(data)
 
     def sync(self) -> None:
         """Wait until it is on disk."""
-        try:
+        with self._reported():
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._error(error) from None
 
     def close(self) -> None:
         self._file.close()
 
-    def _error(self, error: OSError) -> UserError:
-        return UserError(f"{self.path}: cannot write: {error.strerror or error}; the last checkpoint is safe")
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot write: {error.strerror or error}; the last checkpoint is safe"
+            ) from None
 
 
 def read_log(path: Path) -> list[Event]:
@@ -287,10 +276,7 @@ MEANING = {
     "bleu": "BLEU",
     "chrf": "chrF",
 }
-_LABELS = {
-    "loss": "negative log-probability of a label, in nats",
-    "accuracy": "labels that are right, in percent",
-}
+_LABELS = {"loss": "negative log-probability of a label, in nats", "accuracy": "labels that are right, in percent"}
 TASK_MEANING = {
     "masked": {"accuracy": "masked tokens that are predicted right, in percent"},
     "classify": _LABELS,

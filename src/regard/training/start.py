@@ -22,6 +22,7 @@ from regard.recipe import Recipe, Text, Train
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
 from regard.tasks import TASKS
 from regard.text.codec import Codec
+from regard.text.learn import BaseText
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.plan import Budget
 from regard.training.report import LOG, MODEL_CARD, Reporter
@@ -151,41 +152,25 @@ def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
 # The base run and its weights
 
 
-class BaseRun(NamedTuple):
-    """The run to start from (train.start_from), without its weights."""
-
-    config: RunConfig
-    codec: Codec
-
-
-def open_base(recipe: Recipe) -> BaseRun | None:
-    """Open the run that a recipe starts from, if it does."""
+def open_base(recipe: Recipe) -> tuple[RunConfig, BaseText] | tuple[None, None]:
+    """The config and the text of the run that a recipe starts from (train.start_from), if it does."""
     if recipe.train.start_from is None:
         if setting := "lora" if recipe.train.lora else "parts" if recipe.train.parts is not None else None:
             rest = "the rest of the model would stay as random as it begins"
             raise UserError(f"train.{setting}: {rest}; name a run to start from (--from RUN)")
-        return None
+        return None, None
     if recipe.preset != "auto":
         raise UserError(f"{recipe.train.start_from} brings its own model; leave preset {recipe.preset} out")
     run = Path(recipe.train.start_from)
     config = read_config(run)
-    _same_text(recipe, config)
-    return BaseRun(config, Codec.load(run, config.text))
-
-
-def _same_text(recipe: Recipe, base: RunConfig) -> None:
-    """Refuse settings of text that would be ignored: the tokenizers are those of the base run."""
-    requested = {key: getattr(recipe.text, key) for key in sorted(recipe.text.model_fields_set)}
-    there = {key: getattr(base.text, key, Text.model_fields[key].default) for key in requested}
-    different = [
-        f"text.{key}: {value} here, {there[key]} there"
-        for key, value in requested.items()
-        if value not in ("auto", there[key])
-    ]
+    different = []  # settings that would be ignored, for the tokenizers are those of the base run
+    for key in sorted(recipe.text.model_fields_set):
+        here, there = getattr(recipe.text, key), getattr(config.text, key, Text.model_fields[key].default)
+        if here not in ("auto", there):
+            different.append(f"\n  text.{key}: {here} here, {there} there")
     if different and TASKS[recipe.task].reads != "images":
-        raise UserError(
-            f"{recipe.train.start_from} brings its own tokens; leave out what differs\n  " + "\n  ".join(different)
-        )
+        raise UserError(f"{run} brings its own tokens; leave out what differs{''.join(different)}")
+    return config, BaseText(Codec.load(run, config.text), config.labels)
 
 
 class WeightMatch(NamedTuple):
