@@ -121,8 +121,8 @@ def test_a_tree_knows_the_prefix_of_each_hypothesis(data: st.DataObject, sentenc
         rows = [i // width * each + parent for i, parent in enumerate(parents)]
         tree, paths = tree.select(torch.tensor(rows), None), [paths[row] for row in rows]
         if data.draw(st.booleans()):
-            slot_AL = tree.live_slots()
-            tree, names_AP = tree.gather(slot_AL), names_AP.gather(1, slot_AL)
+            slot_AL, tree = tree.compacted()
+            names_AP = names_AP.gather(1, slot_AL)
         for i, path in enumerate(paths):
             prefix_P = tree.prefix_AWP[i // width, i % width]
             assert names_AP[i // width, prefix_P].tolist() == path

@@ -176,16 +176,13 @@ class PrefixTree:
         next_pos_A1 = self.next_pos_A1 if len(self.next_pos_A1) == 1 else self.next_pos_A1[sentences_A]
         return replace(tree, pos_AP=self.pos_AP[sentences_A], next_pos_A1=next_pos_A1)
 
-    def live_slots(self) -> Tensor:
-        """Slots (A, L) of the tokens in any prefix; a sentence with fewer than L is filled up with other slots."""
+    def compacted(self) -> tuple[Tensor, PrefixTree]:
+        """Slots (A, L) of the tokens in any prefix, and the tree of these; a row with fewer has other slots too."""
         live_AP = self.prefix_AWP.any(1)
         most = int(live_AP.sum(1).max())
-        return live_AP.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-
-    def gather(self, slot_AL: Tensor) -> PrefixTree:
-        """The tree after the cache was compacted to these slots, all live ones among them."""
-        slot_AWL = slot_AL.unsqueeze(1).expand(-1, self.prefix_AWP.shape[1], -1)
-        return replace(self, prefix_AWP=self.prefix_AWP.gather(2, slot_AWL), pos_AP=self.pos_AP.gather(1, slot_AL))
+        slot_AL = live_AP.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+        prefix_AWL = self.prefix_AWP.gather(2, slot_AL.unsqueeze(1).expand(-1, self.prefix_AWP.shape[1], -1))
+        return slot_AL, replace(self, prefix_AWP=prefix_AWL, pos_AP=self.pos_AP.gather(1, slot_AL))
 
 
 @dataclass(frozen=True)
@@ -295,11 +292,11 @@ class State:
         count, width, _ = tree.prefix_AWP.shape
         if sentences_A is None and not any(isinstance(layer, KV) and layer.free < width for layer in layers):
             return layers, tree
-        slot_AL = tree.live_slots()
+        slot_AL, tree = tree.compacted()
         rows_A = torch.arange(count, device=slot_AL.device) if sentences_A is None else sentences_A
         free = max(MIN_FREE_STEPS * width, slot_AL.shape[1] // 2)
         layers = tuple(layer.gather(rows_A, slot_AL, free) for layer in layers if isinstance(layer, KV))
-        return layers, tree.gather(slot_AL)
+        return layers, tree
 
     def advance(self, layers: tuple[LayerState, ...], count: int, keep_NT: Tensor | None) -> State:
         """The state `count` tokens later."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -79,13 +79,9 @@ def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
 
     Attention whose weights are recorded takes its eager path meanwhile; its results stay the same.
     """
-    matching = {name: tap for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
+    names = {tap: name for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
     recording = Recording()
-
-    def recorder(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        return lambda module, inputs, x: recording.add(name, x)
-
-    with _hooked({tap: recorder(name) for name, tap in matching.items()}):
+    with _hooked(names, lambda tap, inputs, x: recording.add(names[tap], x)):
         yield recording
 
 
@@ -102,16 +98,13 @@ def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
                 raise UserError(f"{name}: two patterns want to change it, the second being {pattern!r}; name it once")
             functions[tap] = change
 
-    def patcher(change: Change) -> Callable[[nn.Module, object, Tensor], Tensor]:
-        def hook(module: nn.Module, inputs: object, x: Tensor) -> Tensor:
-            new = change(x)
-            if new.shape != x.shape:
-                raise ValueError(f"a patch must keep the shape {tuple(x.shape)}, not make it {tuple(new.shape)}")
-            return new
+    def change_value(tap: Tap, inputs: object, x: Tensor) -> Tensor:
+        new = functions[tap](x)
+        if new.shape != x.shape:
+            raise ValueError(f"a patch must keep the shape {tuple(x.shape)}, not make it {tuple(new.shape)}")
+        return new
 
-        return hook
-
-    with _hooked({tap: patcher(change) for tap, change in functions.items()}):
+    with _hooked(functions, change_value):
         yield
 
 
@@ -153,16 +146,16 @@ def record_calls(model: nn.Module) -> Iterator[ForwardCalls]:
     Taps are left out, since a hook on them would select the eager path; `record` is for them.
     """
     calls = ForwardCalls()
-    modules = [module for name, module in model.named_modules() if name]
-    with _hooked({m: calls.add for m in modules if not isinstance(m, nn.ModuleList | Tap)}):
+    parts = [part for part in model.modules() if part is not model and not isinstance(part, nn.ModuleList | Tap)]
+    with _hooked(parts, calls.add):
         yield calls
 
 
 @contextmanager
-def _hooked(hooks: Mapping[Any, Callable[..., Tensor | None]]) -> Iterator[None]:
+def _hooked(modules: Iterable[nn.Module], hook: Callable[..., Tensor | None]) -> Iterator[None]:
     handles: list[RemovableHandle] = []
     try:
-        for module, hook in hooks.items():
+        for module in modules:
             handles.append(module.register_forward_hook(hook))
         yield
     finally:
