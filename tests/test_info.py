@@ -7,9 +7,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.activations import MemoryTracker, count_activations
 from regard.config import Config
-from regard.cost import cache_bytes, count_flops, count_parameters, describe, duration, measure_rate, si
+from regard.cost import (
+    MemoryTracker,
+    cache_bytes,
+    count_activations,
+    count_flops,
+    count_parameters,
+    describe,
+    duration,
+    measure_rate,
+    si,
+)
 from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
