@@ -133,12 +133,12 @@ def test_names_are_different_and_in_the_order_of_ids(scheme):
     text = "< pad >  <pad> < 12 > < feature N > äß" * 3
     codec = Codec(Tokenizer.train(scheme, [text]), tokenizer(), features=("N", "PL", "a"))
     run = random_run(codec=codec, spare=4)
-    names = names_of(run)
-    for side, vocab in ((names.source, run.config.source_vocab), (names.target, run.config.target_vocab)):
+    source, target = names_of(run)
+    for side, vocab in ((source, run.config.source_vocab), (target, run.config.target_vocab)):
         assert len(set(side)) == len(side) == vocab
-    assert names.target[4:12] == [codec.target.pieces([i])[0] for i in range(4, 12)]
-    pieces = {name for name in names.source[4 : codec.source.size]}
-    assert pieces.isdisjoint(names.source[:4]) and pieces.isdisjoint(names.source[codec.source.size :])
+    assert target[4:12] == [codec.target.pieces([i])[0] for i in range(4, 12)]
+    pieces = {name for name in source[4 : codec.source.size]}
+    assert pieces.isdisjoint(source[:4]) and pieces.isdisjoint(source[codec.source.size :])
 
 
 @pytest.mark.parametrize("frame", ["end", "both", "start", "none"])

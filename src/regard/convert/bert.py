@@ -6,31 +6,6 @@ from regard.config import Config
 from regard.convert.family import Family, Fields, Key
 from regard.convert.table import Table
 
-KEYS = (
-    Key.fixed("position_embedding_type", "absolute", write=False),
-    Key.fixed("is_decoder", False, write=False),
-    Key.fixed("add_cross_attention", False, write=False),
-    Key.fixed("tie_word_embeddings", True),
-    Key.fixed("problem_type", None, "single_label_classification", write=False),
-    Key.count("vocab_size", "source_vocab", "target_vocab"),
-    Key.count("num_hidden_layers", "encoder.layers"),
-    Key.count("hidden_size", "encoder.width"),
-    Key.count("num_attention_heads", "encoder.heads"),
-    Key.count("intermediate_size", "encoder.ff"),
-    Key.activation("hidden_act", "encoder.activation", default="gelu"),
-    Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
-    Key.count("max_position_embeddings", "encoder.max_length", default=512),
-    Key.value("hidden_dropout_prob", "encoder.dropout", default=0.1),
-    Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.1),
-    Key.of(
-        "type_vocab_size", "token_types", read=lambda hf: hf.count("type_vocab_size", 2), write=lambda types: types or 1
-    ),
-    Key.stored("bert.pooler.dense.weight", "pooler"),
-    Key.written("bos_token_id", lambda config: config.ids.sos),
-    Key.written("eos_token_id", lambda config: config.ids.eos),
-    Key.written("pad_token_id", lambda config: config.ids.pad),
-)
-
 
 def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "bert.encoder.layer.{n}.", "encoder.blocks.{n}."
@@ -60,7 +35,33 @@ BERT = Family(
         "BertForSequenceClassification": {"output": "classes", "output_bias": True, "pooler": True},
         "BertModel": {"output": "none"},
     },
-    config=KEYS,
+    config=(
+        Key.fixed("position_embedding_type", "absolute", write=False),
+        Key.fixed("is_decoder", False, write=False),
+        Key.fixed("add_cross_attention", False, write=False),
+        Key.fixed("tie_word_embeddings", True),
+        Key.fixed("problem_type", None, "single_label_classification", write=False),
+        Key.count("vocab_size", "source_vocab", "target_vocab"),
+        Key.count("num_hidden_layers", "encoder.layers"),
+        Key.count("hidden_size", "encoder.width"),
+        Key.count("num_attention_heads", "encoder.heads"),
+        Key.count("intermediate_size", "encoder.ff"),
+        Key.activation("hidden_act", "encoder.activation", default="gelu"),
+        Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+        Key.count("max_position_embeddings", "encoder.max_length", default=512),
+        Key.value("hidden_dropout_prob", "encoder.dropout", default=0.1),
+        Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.1),
+        Key.of(
+            "type_vocab_size",
+            "token_types",
+            read=lambda hf: hf.count("type_vocab_size", 2),
+            write=lambda types: types or 1,
+        ),
+        Key.stored("bert.pooler.dense.weight", "pooler"),
+        Key.written("bos_token_id", lambda config: config.ids.sos),
+        Key.written("eos_token_id", lambda config: config.ids.eos),
+        Key.written("pad_token_id", lambda config: config.ids.pad),
+    ),
     constants={"encoder": {"embed_norm": True, "position": "learned"}, "scale_embeddings": False},
     weights=_weights,
     prefix="bert.",

@@ -8,6 +8,7 @@ from regard.convert.table import Table
 from regard.errors import UserError
 
 BIASES = {(False, False): "none", (False, True): "ff", (True, True): "all"}  # of attention and feed-forward layers
+ROPE = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high"}  # their names and ours
 
 
 def _read_bias(hf: Fields) -> Json:
@@ -32,12 +33,8 @@ def _read_rotary(hf: Fields) -> Json:
     rope = Fields({**scaling, "rope_type": kind}, f"{hf.where}: {key}")
     rotary = {"base": rope.get("rope_theta", hf.get("rope_theta", 10000.0))}
     if rope.choice("rope_type", {"default": False, "llama3": True}, "default"):
-        rotary |= {
-            "factor": rope.get("factor"),
-            "low": rope.get("low_freq_factor"),
-            "high": rope.get("high_freq_factor"),
-            "original": rope.get("original_max_position_embeddings", hf.get("max_position_embeddings")),
-        }
+        rotary |= {ours: rope.get(theirs) for theirs, ours in ROPE.items()}
+        rotary["original"] = rope.get("original_max_position_embeddings", hf.get("max_position_embeddings"))
     return {"decoder.rotary": rotary}
 
 
@@ -45,37 +42,9 @@ def _write_rotary(config: Config) -> Json:
     rotary = config.top.rotary
     rope: Json = {"rope_theta": rotary.base, "rope_type": "default"}
     if rotary.factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": rotary.factor,
-            "low_freq_factor": rotary.low,
-            "high_freq_factor": rotary.high,
-            "original_max_position_embeddings": rotary.original,
-        }
+        rope |= {theirs: getattr(rotary, ours) for theirs, ours in ROPE.items()}
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": rotary.original}
     return {"rope_parameters": rope}
-
-
-KEYS = (
-    Key.count("vocab_size", "target_vocab", "source_vocab"),
-    Key.count("num_hidden_layers", "decoder.layers"),
-    Key.count("hidden_size", "decoder.width"),
-    Key.count("num_attention_heads", "decoder.heads"),
-    Key.count("num_key_value_heads", "decoder.kv_heads", default=lambda hf: hf.count("num_attention_heads")),
-    Key.count(
-        "head_dim",
-        "decoder.head_width",
-        default=lambda hf: max(hf.count("hidden_size") // hf.count("num_attention_heads"), 1),
-    ),
-    Key.count("intermediate_size", "decoder.ff"),
-    Key.activation("hidden_act", "decoder.activation", default="silu"),
-    Key.value("rms_norm_eps", "decoder.norm_eps", default=1e-6),
-    Key(_read_bias, _write_bias),
-    Key(_read_rotary, _write_rotary),
-    Key.count("max_position_embeddings", "decoder.max_length", default=2048),
-    Key.value("attention_dropout", "decoder.attention_dropout", default=0.0),
-    Key.tied("lm_head.weight"),
-    Key.special_ids("bos_token_id", "sos"),
-)
 
 
 def _weights(config: Config, hf: Fields) -> Table:
@@ -98,7 +67,27 @@ def _weights(config: Config, hf: Fields) -> Table:
 LLAMA = Family(
     model_type="llama",
     architectures={"LlamaForCausalLM": {}},
-    config=KEYS,
+    config=(
+        Key.count("vocab_size", "target_vocab", "source_vocab"),
+        Key.count("num_hidden_layers", "decoder.layers"),
+        Key.count("hidden_size", "decoder.width"),
+        Key.count("num_attention_heads", "decoder.heads"),
+        Key.count("num_key_value_heads", "decoder.kv_heads", default=lambda hf: hf.count("num_attention_heads")),
+        Key.count(
+            "head_dim",
+            "decoder.head_width",
+            default=lambda hf: max(hf.count("hidden_size") // hf.count("num_attention_heads"), 1),
+        ),
+        Key.count("intermediate_size", "decoder.ff"),
+        Key.activation("hidden_act", "decoder.activation", default="silu"),
+        Key.value("rms_norm_eps", "decoder.norm_eps", default=1e-6),
+        Key(_read_bias, _write_bias),
+        Key(_read_rotary, _write_rotary),
+        Key.count("max_position_embeddings", "decoder.max_length", default=2048),
+        Key.value("attention_dropout", "decoder.attention_dropout", default=0.0),
+        Key.tied("lm_head.weight"),
+        Key.special_ids("bos_token_id", "sos"),
+    ),
     constants={
         "decoder": {"gated": True, "norm": "rms", "norm_at": "pre", "position": "rotary", "dropout": 0.0},
         "scale_embeddings": False,

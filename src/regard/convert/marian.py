@@ -26,34 +26,6 @@ def _stack(name: str) -> tuple[Key, ...]:
     )
 
 
-KEYS = (
-    Key.fixed("tie_word_embeddings", True),
-    Key.fixed("normalize_before", False, write=False),
-    Key.fixed("normalize_embedding", False, write=False),
-    Key.fixed("add_final_layer_norm", False, write=False),
-    Key.fixed("static_position_embeddings", True, write=False),
-    Key.written("is_encoder_decoder", lambda config: True),
-    Key.flag("share_encoder_decoder_embeddings", "share_embeddings", default=True),
-    Key.count("vocab_size", "source_vocab"),
-    Key.of("decoder_vocab_size", "target_vocab", read=_target_vocab),
-    *_stack("encoder"),
-    *_stack("decoder"),
-    Key.count("d_model", *both("width")),
-    Key.activation("activation_function", *both("activation"), default="gelu"),
-    Key(
-        lambda hf: dict.fromkeys(both("max_length"), hf.count("max_position_embeddings", 1024)),
-        lambda config: {"max_position_embeddings": max(stack.max_length for stack in config.stacks.values())},
-    ),
-    Key.value("dropout", *both("dropout"), default=0.1),
-    Key.value("attention_dropout", *both("attention_dropout"), default=0.0),
-    Key.value("activation_dropout", *both("ff_dropout"), default=0.0),
-    Key.flag("scale_embedding", "scale_embeddings", default=False),
-    Key.stored("final_logits_bias", "output_bias"),
-    Key.special_ids("decoder_start_token_id", "pad"),
-    Key.written("forced_eos_token_id", lambda config: config.ids.eos),
-)
-
-
 def _weights(config: Config, hf: Fields) -> Table:
     rows: Table = {"final_logits_bias": Transformed("output.bias", shaped(1, config.target_vocab))}
     if config.share_embeddings:
@@ -87,7 +59,32 @@ def _aliases(hf: Fields) -> dict[str, str]:
 MARIAN = Family(
     model_type="marian",
     architectures={"MarianMTModel": {}},
-    config=KEYS,
+    config=(
+        Key.fixed("tie_word_embeddings", True),
+        Key.fixed("normalize_before", False, write=False),
+        Key.fixed("normalize_embedding", False, write=False),
+        Key.fixed("add_final_layer_norm", False, write=False),
+        Key.fixed("static_position_embeddings", True, write=False),
+        Key.written("is_encoder_decoder", lambda config: True),
+        Key.flag("share_encoder_decoder_embeddings", "share_embeddings", default=True),
+        Key.count("vocab_size", "source_vocab"),
+        Key.of("decoder_vocab_size", "target_vocab", read=_target_vocab),
+        *_stack("encoder"),
+        *_stack("decoder"),
+        Key.count("d_model", *both("width")),
+        Key.activation("activation_function", *both("activation"), default="gelu"),
+        Key(
+            lambda hf: dict.fromkeys(both("max_length"), hf.count("max_position_embeddings", 1024)),
+            lambda config: {"max_position_embeddings": max(stack.max_length for stack in config.stacks.values())},
+        ),
+        Key.value("dropout", *both("dropout"), default=0.1),
+        Key.value("attention_dropout", *both("attention_dropout"), default=0.0),
+        Key.value("activation_dropout", *both("ff_dropout"), default=0.0),
+        Key.flag("scale_embedding", "scale_embeddings", default=False),
+        Key.stored("final_logits_bias", "output_bias"),
+        Key.special_ids("decoder_start_token_id", "pad"),
+        Key.written("forced_eos_token_id", lambda config: config.ids.eos),
+    ),
     constants={stack: {"position": "sinusoid_halves"} for stack in ("encoder", "decoder")},
     weights=_weights,
     aliases=_aliases,

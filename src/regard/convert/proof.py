@@ -19,6 +19,7 @@ from regard.files import replace_directory
 from regard.model import Model
 
 LONGEST = 24  # tokens of a sample
+UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models whose outputs have no padding
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,15 @@ def write_reported(out: Path, write: Callable[[Path], ConversionReport]) -> Conv
     return reports[0]
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Random inputs of different lengths, padded."""
-
-    source: Tensor  # ids (N, S) or pixels (N, C, H, W)
-    keep_NS: Tensor | None
-    types_NS: Tensor | None
-    input_NT: Tensor | None
+Samples = dict[str, Tensor]  # the inputs of a model, ids (N, S) or pixels (N, C, H, W), by their names in transformers
 
 
 def draw_samples(config: Config, count: int) -> Samples:
-    """The same random inputs each time."""
+    """Random inputs of different lengths, padded; the same each time."""
     generator = torch.Generator().manual_seed(1)
     if (patches := config.patches) is not None:
         shape = (count, patches.channels, patches.height, patches.width)
-        return Samples(torch.rand(shape, generator=generator), None, None, None)
+        return {"pixel_values": torch.rand(shape, generator=generator)}
     longest = LONGEST
     for stack in config.stacks.values():
         # A sequence within a chunk is not hashed: hashes are random, and differ between the libraries.
@@ -99,21 +93,22 @@ def draw_samples(config: Config, count: int) -> Samples:
     lengths_N[0] = longest
     keep_NS = torch.arange(longest) < lengths_N[:, None]
     vocab = config.source_vocab if "encoder" in config.stacks else config.target_vocab
-    source = torch.randint(vocab, (count, longest), generator=generator).masked_fill(~keep_NS, config.ids.pad)
-    types_NS = input_NT = None
+    ids_NS = torch.randint(vocab, (count, longest), generator=generator).masked_fill(~keep_NS, config.ids.pad)
+    samples = {"input_ids": ids_NS, "attention_mask": keep_NS}
     if config.token_types:
-        types_NS = torch.randint(config.token_types, (count, longest), generator=generator)
+        samples["token_type_ids"] = torch.randint(config.token_types, (count, longest), generator=generator)
     if len(config.stacks) == 2:
-        input_NT = torch.randint(config.target_vocab, (count, longest), generator=generator)
-        input_NT[:, 0] = config.start_id
-    return Samples(source, keep_NS, types_NS, input_NT)
+        samples["decoder_input_ids"] = torch.randint(config.target_vocab, (count, longest), generator=generator)
+        samples["decoder_input_ids"][:, 0] = config.start_id
+    return samples
 
 
 @torch.inference_mode()
 def our_outputs(model: Model, samples: Samples) -> list[Tensor]:
     """Logits of every token that is not padding (or of the image or text as a whole), or vectors without an LM head."""
     config = model.config
-    x = model.hidden(samples.source, samples.keep_NS, samples.input_NT, samples.types_NS)
+    source, *_ = samples.values()
+    x = model.hidden(source, *map(samples.get, ("attention_mask", "decoder_input_ids", "token_type_ids")))
     logits = model.predict(x)
     outputs = [_without_padding(logits.squeeze(1) if config.output == "classes" else logits, samples)]
     if config.output == "none" and config.pooler:
@@ -124,22 +119,14 @@ def our_outputs(model: Model, samples: Samples) -> list[Tensor]:
 @torch.inference_mode()
 def their_outputs(model: Any, config: Config, samples: Samples) -> list[Tensor]:
     """The same from a model of transformers."""
-    if config.patches is not None:
-        return [model(pixel_values=samples.source).logits]
-    inputs = {
-        "input_ids": samples.source,
-        "attention_mask": samples.keep_NS,
-        "token_type_ids": samples.types_NS,
-        "decoder_input_ids": samples.input_NT,
-    }
-    out = model(**{name: ids_NS.long() for name, ids_NS in inputs.items() if ids_NS is not None})
+    out = model(**{name: x.long() if x.dtype == torch.bool else x for name, x in samples.items()})
     if config.output != "none":
         return [_without_padding(out.logits, samples)]
     return [_without_padding(out.last_hidden_state, samples), *([out.pooler_output] if config.pooler else [])]
 
 
 def _without_padding(x: Tensor, samples: Samples) -> Tensor:
-    return x if x.ndim < 3 or samples.input_NT is not None or samples.keep_NS is None else x[samples.keep_NS]
+    return x[samples["attention_mask"]] if x.ndim == 3 and samples.keys().isdisjoint(UNPADDED) else x
 
 
 def prove(model: Model, directory: Path, architecture: str, count: int, tolerance: float) -> Proof | None:

@@ -48,30 +48,6 @@ def _write_positions(config: Config) -> Json:
     }
 
 
-KEYS = (
-    Key.fixed("is_decoder", True),
-    Key.of("attn_layers", "decoder.layers", read=_layers, write=lambda layers: ["lsh"] * layers),
-    Key.count("vocab_size", "target_vocab", "source_vocab"),
-    Key.count("hidden_size", "decoder.width"),
-    Key.count("num_attention_heads", "decoder.heads"),
-    Key.count("attention_head_size", "decoder.head_width", default=64),
-    Key.count("feed_forward_size", "decoder.ff"),
-    Key.activation("hidden_act", "decoder.activation", default="relu"),
-    Key.value("layer_norm_eps", "decoder.norm_eps", default=1e-12),
-    Key.count("max_position_embeddings", "decoder.max_length", default=4096),
-    Key(_read_positions, _write_positions),
-    Key.count("num_hashes", "decoder.lsh.hashes", default=1),
-    Key.of("num_buckets", "decoder.lsh.buckets", read=_buckets),
-    Key.count("lsh_attn_chunk_length", "decoder.lsh.chunk", default=64),
-    Key.value("lsh_num_chunks_before", "decoder.lsh.before", default=1),
-    Key.value("lsh_num_chunks_after", "decoder.lsh.after", default=0),
-    Key.value("hidden_dropout_prob", "decoder.dropout", default=0.05),
-    Key.value("lsh_attention_probs_dropout_prob", "decoder.attention_dropout", default=0.0),
-    Key.written("tie_word_embeddings", lambda config: False),
-    Key.special_ids("bos_token_id", "eos"),
-)
-
-
 def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "reformer.encoder.layers.{n}.", "decoder.blocks.{n}."
     positions = "reformer.embeddings.position_embeddings."
@@ -99,7 +75,28 @@ def _weights(config: Config, hf: Fields) -> Table:
 REFORMER = Family(
     model_type="reformer",
     architectures={"ReformerModelWithLMHead": {}},
-    config=KEYS,
+    config=(
+        Key.fixed("is_decoder", True),
+        Key.of("attn_layers", "decoder.layers", read=_layers, write=lambda layers: ["lsh"] * layers),
+        Key.count("vocab_size", "target_vocab", "source_vocab"),
+        Key.count("hidden_size", "decoder.width"),
+        Key.count("num_attention_heads", "decoder.heads"),
+        Key.count("attention_head_size", "decoder.head_width", default=64),
+        Key.count("feed_forward_size", "decoder.ff"),
+        Key.activation("hidden_act", "decoder.activation", default="relu"),
+        Key.value("layer_norm_eps", "decoder.norm_eps", default=1e-12),
+        Key.count("max_position_embeddings", "decoder.max_length", default=4096),
+        Key(_read_positions, _write_positions),
+        Key.count("num_hashes", "decoder.lsh.hashes", default=1),
+        Key.of("num_buckets", "decoder.lsh.buckets", read=_buckets),
+        Key.count("lsh_attn_chunk_length", "decoder.lsh.chunk", default=64),
+        Key.value("lsh_num_chunks_before", "decoder.lsh.before", default=1),
+        Key.value("lsh_num_chunks_after", "decoder.lsh.after", default=0),
+        Key.value("hidden_dropout_prob", "decoder.dropout", default=0.05),
+        Key.value("lsh_attention_probs_dropout_prob", "decoder.attention_dropout", default=0.0),
+        Key.written("tie_word_embeddings", lambda config: False),
+        Key.special_ids("bos_token_id", "eos"),
+    ),
     constants={
         "decoder": {"mixer": "lsh", "norm_at": "pre", "bias": "ff", "residual": "reversible"},
         "tie_output": False,

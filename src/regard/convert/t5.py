@@ -27,26 +27,6 @@ def _write_feed_forward(config: Config) -> Json:
     return {"feed_forward_proj": name}
 
 
-KEYS = (
-    Key.fixed("relative_attention_num_buckets", 32),
-    Key.fixed("relative_attention_max_distance", 128),
-    Key.written("is_encoder_decoder", lambda config: True),
-    Key.count("vocab_size", "source_vocab", "target_vocab"),
-    Key.count("num_layers", "encoder.layers"),
-    Key.count("num_decoder_layers", "decoder.layers", default=lambda hf: hf.count("num_layers")),
-    Key.count("d_model", *both("width")),
-    Key.count("num_heads", *both("heads")),
-    Key.count("d_kv", *both("head_width")),
-    Key.count("d_ff", *both("ff")),
-    Key(_read_feed_forward, _write_feed_forward),
-    Key.value("layer_norm_epsilon", *both("norm_eps"), default=1e-6),
-    Key.value("dropout_rate", *both("dropout"), *both("attention_dropout"), *both("ff_dropout"), default=0.1),
-    Key.tied("lm_head.weight"),
-    Key.written("scale_decoder_outputs", lambda config: config.tie_output),  # read by the weight table
-    Key.special_ids("decoder_start_token_id", "pad"),
-)
-
-
 def _weights(config: Config, hf: Fields) -> Table:
     # Theirs divides what the decoder gives by sqrt(width), where the LM head is tied or the config says so; ours has
     # this factor in the weights of the last norm.
@@ -87,7 +67,24 @@ STACK = {"score": "dot", "norm": "rms", "norm_at": "pre", "bias": "none", "posit
 T5 = Family(
     model_type="t5",
     architectures={"T5ForConditionalGeneration": {}},
-    config=KEYS,
+    config=(
+        Key.fixed("relative_attention_num_buckets", 32),
+        Key.fixed("relative_attention_max_distance", 128),
+        Key.written("is_encoder_decoder", lambda config: True),
+        Key.count("vocab_size", "source_vocab", "target_vocab"),
+        Key.count("num_layers", "encoder.layers"),
+        Key.count("num_decoder_layers", "decoder.layers", default=lambda hf: hf.count("num_layers")),
+        Key.count("d_model", *both("width")),
+        Key.count("num_heads", *both("heads")),
+        Key.count("d_kv", *both("head_width")),
+        Key.count("d_ff", *both("ff")),
+        Key(_read_feed_forward, _write_feed_forward),
+        Key.value("layer_norm_epsilon", *both("norm_eps"), default=1e-6),
+        Key.value("dropout_rate", *both("dropout"), *both("attention_dropout"), *both("ff_dropout"), default=0.1),
+        Key.tied("lm_head.weight"),
+        Key.written("scale_decoder_outputs", lambda config: config.tie_output),  # read by the weight table
+        Key.special_ids("decoder_start_token_id", "pad"),
+    ),
     constants={"encoder": STACK, "decoder": STACK, "share_embeddings": True, "scale_embeddings": False},
     weights=_weights,
     aliases=lambda hf: dict.fromkeys(

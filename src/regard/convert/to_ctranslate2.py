@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,19 +43,14 @@ def library() -> Any:
         raise UserError("ctranslate2 is not installed: pip install 'regard[ctranslate2]'") from None
 
 
-class TokenNames(NamedTuple):
-    """The tokens of both sides by id, as CTranslate2 wants them: different strings."""
+def names_of(run: Run) -> tuple[list[str], list[str]]:
+    """The source and the target tokens by id, as the tokenizers write them; CTranslate2 wants different strings.
 
-    source: list[str]
-    target: list[str]
-
-
-def names_of(run: Run) -> TokenNames:
-    """The tokens as the tokenizers write them; no text is cut into one of the names that are made up."""
+    No text is cut into one of the names that are made up.
+    """
     codec, config = run.codec, run.config
     source = _token_names(codec.source, codec.features, config.source_vocab)
-    target = _token_names(codec.target, codec.features if codec.shared else (), config.target_vocab)
-    return TokenNames(source, target)
+    return source, _token_names(codec.target, codec.features if codec.shared else (), config.target_vocab)
 
 
 def _token_names(tokenizer: Tokenizer, features: Sequence[str], size: int) -> list[str]:
@@ -154,11 +149,11 @@ def specification(run: Run, add_special_tokens: bool) -> Any:
     for stack_spec, stack in ((encoder, config.encoder), (decoder, config.decoder)):
         stack_spec.scale_embeddings = config.scale_embeddings
         _set_positions(stack_spec, stack)
-    names, ids, settings = names_of(run), config.ids, spec.config
-    spec.register_source_vocabulary(names.source)
-    spec.register_target_vocabulary(names.target)
-    settings.unk_token, settings.bos_token, settings.eos_token = (names.target[i] for i in (ids.unk, ids.sos, ids.eos))
-    settings.decoder_start_token = names.target[config.start_id]
+    (source, target), ids, settings = names_of(run), config.ids, spec.config
+    spec.register_source_vocabulary(source)
+    spec.register_target_vocabulary(target)
+    settings.unk_token, settings.bos_token, settings.eos_token = (target[i] for i in (ids.unk, ids.sos, ids.eos))
+    settings.decoder_start_token = target[config.start_id]
     settings.layer_norm_epsilon = config.decoder.norm_eps
     before, after = ids.around(run.codec.frame)
     settings.add_source_bos, settings.add_source_eos = (add_special_tokens and bool(x) for x in (before, after))
@@ -256,16 +251,13 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
 @torch.inference_mode()
 def largest_difference(run: Run, directory: Path, count: int, precision: Precision) -> float:
     """Of the log-probability of any token of random outputs, or of the end after them; relative where it is above 1."""
-    config, names, device = run.config, names_of(run), run.model.device
-    sources, targets = (_draw(config, vocab, count) for vocab in (config.source_vocab, config.target_vocab))
-    theirs = open_translator(directory, precision).score_batch(
-        [[names.source[i] for i in row] for row in sources],
-        [[names.target[i] for i in row] for row in targets],
-        max_input_length=0,
-    )
+    config, device = run.config, run.model.device
+    drawn = [_draw(config, vocab, count) for vocab in (config.source_vocab, config.target_vocab)]
+    named = ([[names[i] for i in row] for row in rows] for names, rows in zip(names_of(run), drawn, strict=True))
+    theirs = open_translator(directory, precision).score_batch(*named, max_input_length=0)
     before, after = config.ids.around(run.codec.frame)
     largest = 0.0
-    for source, target, result in zip(sources, targets, theirs, strict=True):
+    for source, target, result in zip(*drawn, theirs, strict=True):
         source_1S = torch.tensor([[*before, *source, *after]], device=device)
         input_1T = torch.tensor([[config.start_id, *target]], device=device)
         logp_TV = run.model(source_1S, None, input_1T)[0].float().log_softmax(-1).cpu()

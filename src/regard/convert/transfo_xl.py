@@ -45,29 +45,6 @@ def _reach(hf: Fields) -> int | None:
     return None if type(clamp) is int and clamp <= 0 else clamp
 
 
-KEYS = (
-    Key(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
-    Key.fixed("attn_type", 0),
-    Key.fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
-    Key.written("untie_r", lambda config: True),  # read by the weight table
-    Key.count("vocab_size", "target_vocab", "source_vocab"),
-    Key.count("n_layer", "decoder.layers", default=18),
-    Key.count("d_model", "decoder.width", default=1024),
-    Key.count("n_head", "decoder.heads", default=16),
-    Key.count("d_head", "decoder.head_width", default=64),
-    Key.count("d_inner", "decoder.ff", default=4096),
-    Key.value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
-    Key.value("mem_len", "decoder.memory", default=1600),
-    Key.of("same_length", "decoder.window", read=_window, write=lambda window: window is not None),
-    Key.of("clamp_len", "decoder.reach", read=_reach, write=lambda reach: -1 if reach is None else reach),
-    Key.value("dropout", "decoder.dropout", "decoder.ff_dropout", default=0.1),
-    Key.value("dropatt", "decoder.attention_dropout", default=0.0),
-    Key.tied("crit.out_layers.0.weight"),
-    Key.stored("crit.out_layers.0.bias", "output_bias"),
-    Key.special_ids("bos_token_id", "eos"),
-)
-
-
 def _weights(config: Config, hf: Fields) -> Table:
     layer, block = "transformer.layers.{n}.", "decoder.blocks.{n}."
     attention = f"{block}attention."
@@ -112,7 +89,27 @@ def _extra(config: Config) -> dict[str, torch.Tensor]:
 TRANSFO_XL = Family(
     model_type="transfo-xl",
     architectures={"TransfoXLLMHeadModel": {}},
-    config=KEYS,
+    config=(
+        Key(_refuse_adaptive, lambda config: {"cutoffs": [], "div_val": 1, "d_embed": config.top.width}),
+        Key.fixed("attn_type", 0),
+        Key.fixed("pre_lnorm", False),  # theirs has no norm at the end then, as ours has
+        Key.written("untie_r", lambda config: True),  # read by the weight table
+        Key.count("vocab_size", "target_vocab", "source_vocab"),
+        Key.count("n_layer", "decoder.layers", default=18),
+        Key.count("d_model", "decoder.width", default=1024),
+        Key.count("n_head", "decoder.heads", default=16),
+        Key.count("d_head", "decoder.head_width", default=64),
+        Key.count("d_inner", "decoder.ff", default=4096),
+        Key.value("layer_norm_epsilon", "decoder.norm_eps", default=1e-5),
+        Key.value("mem_len", "decoder.memory", default=1600),
+        Key.of("same_length", "decoder.window", read=_window, write=lambda window: window is not None),
+        Key.of("clamp_len", "decoder.reach", read=_reach, write=lambda reach: -1 if reach is None else reach),
+        Key.value("dropout", "decoder.dropout", "decoder.ff_dropout", default=0.1),
+        Key.value("dropatt", "decoder.attention_dropout", default=0.0),
+        Key.tied("crit.out_layers.0.weight"),
+        Key.stored("crit.out_layers.0.bias", "output_bias"),
+        Key.special_ids("bos_token_id", "eos"),
+    ),
     constants={"decoder": {"bias": "ff", "position": "relative"}},
     weights=_weights,
     prefix="transformer.",

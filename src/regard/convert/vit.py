@@ -44,22 +44,6 @@ def _write_patches(config: Config) -> Json:
     return {"image_size": sides[0] if sides[0] == sides[1] else sides, "patch_size": patches.size}
 
 
-KEYS = (
-    Key.fixed("qkv_bias", True),
-    Key.fixed("problem_type", None, "single_label_classification", write=False),
-    Key(_read_patches, _write_patches),
-    Key.count("num_channels", "patches.channels", default=3),
-    Key.count("num_hidden_layers", "encoder.layers"),
-    Key.count("hidden_size", "encoder.width"),
-    Key.count("num_attention_heads", "encoder.heads"),
-    Key.count("intermediate_size", "encoder.ff"),
-    Key.activation("hidden_act", "encoder.activation", default="gelu"),
-    Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
-    Key.value("hidden_dropout_prob", "encoder.dropout", default=0.0),
-    Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.0),
-)
-
-
 def _weights(config: Config, hf: Fields) -> Table:
     encoder, patches = config.top, config.patches
     assert patches is not None
@@ -87,7 +71,20 @@ def _weights(config: Config, hf: Fields) -> Table:
 VIT = Family(
     model_type="vit",
     architectures={"ViTForImageClassification": {"output": "classes", "output_bias": True}},
-    config=KEYS,
+    config=(
+        Key.fixed("qkv_bias", True),
+        Key.fixed("problem_type", None, "single_label_classification", write=False),
+        Key(_read_patches, _write_patches),
+        Key.count("num_channels", "patches.channels", default=3),
+        Key.count("num_hidden_layers", "encoder.layers"),
+        Key.count("hidden_size", "encoder.width"),
+        Key.count("num_attention_heads", "encoder.heads"),
+        Key.count("intermediate_size", "encoder.ff"),
+        Key.activation("hidden_act", "encoder.activation", default="gelu"),
+        Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+        Key.value("hidden_dropout_prob", "encoder.dropout", default=0.0),
+        Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.0),
+    ),
     constants={"encoder": {"norm_at": "pre", "position": "learned"}, "scale_embeddings": False},
     weights=_weights,
     reads_images=True,

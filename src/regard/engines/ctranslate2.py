@@ -51,9 +51,8 @@ class CTranslate2Engine(Engine):
         computed = any(s.position in ("none", "sinusoid", "sinusoid_halves") for s in run.config.stacks.values())
         self.preparer = Preparer([run], self.options, POSITIONS - 1 if computed else UNBOUNDED)
         self._check_supported(workers)
-        names = names_of(run)
-        self._source, self._target = names.source, names.target
-        self._id = {name: index for index, name in enumerate(names.target)}
+        self._source, self._target = names_of(run)
+        self._id = {name: index for index, name in enumerate(self._target)}
         self._blocked = frozenset(self.preparer.blocked)
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later

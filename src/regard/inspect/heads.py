@@ -159,10 +159,11 @@ def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Attention
         with record(model, "*.weights") as maps:
             model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         sides = {"source": (batch.source_BS, batch.source_keep_BS), "target": (batch.input_BT, batch.keep_BT)}
+        kept = {side: (x, torch.ones_like(x).bool() if keep is None else keep) for side, (x, keep) in sides.items()}
         for name, attention_sums in sums.items():
             kind, _ = kind_and_layer(name)
             queries, keys = TOKEN_SIDES[kind]
-            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, *sides[queries], *sides[keys])
+            _add_tokens(attention_sums, maps[f"{name}.weights"], kind, *kept[queries], *kept[keys])
     return sums
 
 
@@ -171,12 +172,10 @@ def _add_tokens(
     weights_BHTS: Tensor,
     kind: str,
     query_BT: Tensor,
-    query_keep: Tensor | None,
+    query_keep_BT: Tensor,
     key_BS: Tensor,
-    key_keep: Tensor | None,
+    key_keep_BS: Tensor,
 ) -> None:
-    query_keep_BT = torch.ones_like(query_BT, dtype=torch.bool) if query_keep is None else query_keep
-    key_keep_BS = torch.ones_like(key_BS, dtype=torch.bool) if key_keep is None else key_keep
     t_T1 = torch.arange(query_BT.shape[1], device=query_BT.device).unsqueeze(1)
     s_S = torch.arange(key_BS.shape[1], device=query_BT.device)
     mask_BTS = query_keep_BT.unsqueeze(2) & key_keep_BS.unsqueeze(1)

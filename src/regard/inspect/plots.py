@@ -32,8 +32,7 @@ SMALLEST, LARGEST = 2.2, 14.0  # inches of a side
 MAX_LABELS = 60  # tokens named on an axis
 LABEL_LENGTH = 16  # characters
 # Families that cover what the default font lacks; those that are not installed are left out.
-SCRIPTS = ("Arabic", "Hebrew", "Devanagari", "CJK JP")
-FALLBACKS = ("DejaVu Sans", "Noto Sans", *(f"Noto Sans {script}" for script in SCRIPTS))
+FALLBACKS = ("DejaVu Sans", *(f"Noto Sans{script}" for script in ("", " Arabic", " Hebrew", " Devanagari", " CJK JP")))
 INK, SOFT, LINE = "#1c2026", "#5d6470", "#d9d6cf"
 RAMP = ["#ffffff", "#d6e4f1", "#80b2d8", "#2c70b0", "#082d63"]  # one hue: the lightness carries the number
 LINE_COLOURS = ("#1a5a9e", "#d08a3c", "#5d6470", "#082d63")

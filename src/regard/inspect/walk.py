@@ -84,52 +84,36 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
     return Walk(name, "source" if name == "encoder" else "input", tuple(layers))
 
 
-class AttentionCall:
-    """The inside of an attention over a whole pass, computed again from its recorded inputs; no batch dimension."""
-
-    def __init__(self, calls: ForwardCalls, attention: Attention) -> None:
-        inputs = calls.inputs[attention]  # (x, keys and values, attention mask, position) of each forward call
-        _, kv, mask, position, *_ = inputs[-1]
-        x_1TD = torch.cat([args[0] for args in inputs], dim=1)
-        pos_1T = torch.cat([args[2].q_pos_BT.reshape(1, -1) for args in inputs], dim=1)
-        masks = [args[2].mask_B1TS for args in inputs]
-        self.mask_TS: Tensor | None = None if masks[0] is None else torch.cat([m[0, 0] for m in masks if m is not None])
-        self.scale = attention.score.scale
-        q_1HTE = attention.query(x_1TD).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
-        q_1HTE = position.rotate(q_1HTE, pos_1T)
-        if attention.relative is not None:  # the part of the scores that depends on distance depends on the query too
-            q_1HTE, mask = attention.relative(q_1HTE, mask, self.scale)
-        k_1HSE, v_1HSE = (x[:, attention.kv_indices] for x in kv)
-        scores_1HTS = attention.score.compare(attention.score.query(q_1HTE), k_1HSE, mask.k_pos_BS)
-        bias_BHTS = attention.own_bias(mask.bias_BHTS)
-        self.q_HTE, self.k_HSE, self.v_HSE = q_1HTE[0], k_1HSE[0], v_1HSE[0]
-        self.raw_HTS = scores_1HTS[0] / self.scale
-        self.bias_HTS: Tensor | None = None if bias_BHTS is None else bias_BHTS[0]
-
-    def scores(self, name: str) -> AttentionScores:
-        """The scores of the first tokens, for the attention map of this name."""
-        raw_HTS = self.raw_HTS[:, :WALK_TOKENS].float().cpu().numpy()
-        bias_HTS, mask_TS = self.bias_HTS, self.mask_TS
-        if bias_HTS is not None:
-            bias_HTS = bias_HTS[:, :WALK_TOKENS].float().cpu().expand(raw_HTS.shape)
-        if mask_TS is not None and mask_TS.shape[0] == 1:
-            mask_TS = mask_TS.expand(raw_HTS.shape[1], -1)
-        return AttentionScores(
-            name,
-            raw_HTS,
-            self.scale,
-            None if bias_HTS is None else bias_HTS.numpy(),
-            None if mask_TS is None or bool(mask_TS.all()) else mask_TS[:WALK_TOKENS].cpu().numpy(),
-            Vector.of("k", self.k_HSE, None),
-            Vector.of("v", self.v_HSE, None),
-        )
+def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> tuple[Tensor, AttentionScores]:
+    """The queries (H, T, E) of an attention and what comes before its weights, computed again from recorded inputs."""
+    inputs = calls.inputs[attention]  # (x, keys and values, attention mask, position) of each forward call
+    _, kv, mask, position, *_ = inputs[-1]
+    x_1TD = torch.cat([args[0] for args in inputs], dim=1)
+    pos_1T = torch.cat([args[2].q_pos_BT.reshape(1, -1) for args in inputs], dim=1)
+    masks = [args[2].mask_B1TS for args in inputs]
+    scale = attention.score.scale
+    q_1HTE = attention.query(x_1TD).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+    q_1HTE = position.rotate(q_1HTE, pos_1T)
+    if attention.relative is not None:  # the part of the scores that depends on distance depends on the query too
+        q_1HTE, mask = attention.relative(q_1HTE, mask, scale)
+    k_1HSE, v_1HSE = (x[:, attention.kv_indices] for x in kv)
+    scores_1HTS = attention.score.compare(attention.score.query(q_1HTE), k_1HSE, mask.k_pos_BS)
+    raw_HTS = (scores_1HTS[0] / scale)[:, :WALK_TOKENS].float().cpu()
+    bias_BHTS, bias_HTS, mask_TS = attention.own_bias(mask.bias_BHTS), None, None
+    if bias_BHTS is not None:
+        bias_HTS = bias_BHTS[0, :, :WALK_TOKENS].float().cpu().expand_as(raw_HTS).numpy()
+    if masks[0] is not None:
+        all_TS = torch.cat([mask_B1TS[0, 0] for mask_B1TS in masks])
+        if not bool(all_TS.all()):
+            mask_TS = all_TS.expand(q_1HTE.shape[2], -1)[:WALK_TOKENS].cpu().numpy()
+    keys, values = Vector.of("k", k_1HSE[0], None), Vector.of("v", v_1HSE[0], None)
+    return q_1HTE[0], AttentionScores(name, raw_HTS.numpy(), scale, bias_HTS, mask_TS, keys, values)
 
 
 def _attention_cards(
     name: str, attention: Attention, stack: Stack, calls: ForwardCalls, position: Position, kind: str
 ) -> list[Card]:
-    call = AttentionCall(calls, attention)
-    scores = call.scores(name)
+    q_HTE, scores = _attention_inside(name, attention, calls)
     cross, heads = kind == "cross", attention.heads
     width, head, value = stack.width, attention.head_width, stack.value
     width_in = attention.key_value.in_features if attention.key_value is not None else width
@@ -151,11 +135,11 @@ def _attention_cards(
             text,
             f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value};"
             f" all {heads} heads are one matrix",
-            vectors_of({x: calls.input(attention), "q": call.q_HTE}),
+            vectors_of({x: calls.input(attention), "q": q_HTE}),
             scores,
             "qkv",
         ),
-        _score_card(prefix, stack, attention, call, scores, kind),
+        _score_card(prefix, stack, attention, q_HTE.shape[1], scores, kind),
         Card(
             prefix + "weighted sum",
             "z_t = Σ_s a_{ts} v_s",
@@ -177,7 +161,7 @@ def _attention_cards(
 
 
 def _score_card(
-    prefix: str, stack: Stack, attention: Attention, call: AttentionCall, scores: AttentionScores, kind: str
+    prefix: str, stack: Stack, attention: Attention, queries: int, scores: AttentionScores, kind: str
 ) -> Card:
     formula = f"score_{{ts}} = {FORMULAS[stack.score]}"
     text = "How well the query fits each key."
@@ -189,15 +173,14 @@ def _score_card(
         text += " A bias for the distance is added."
     if attention.relative is not None:
         text += " It depends on this query: (q_t + v) · W_R r_{t−s}, and the keys met q_t + u."
-    if kind == "decoder":
-        text += " Later tokens are masked: a score of −∞, a weight of 0."
-    elif scores.mask_TS is not None:
-        text += " Tokens outside the window are masked: a score of −∞, a weight of 0."
+    if kind == "decoder" or scores.mask_TS is not None:
+        masked = "Later tokens" if kind == "decoder" else "Tokens outside the window"
+        text += f" {masked} are masked: a score of −∞, a weight of 0."
     formula += "    a_t = softmax(score_t)"
     if attention.center is not None:
         text += " Weights fade with the distance from a predicted position."
     heads = f"{attention.heads} heads, each " if attention.heads > 1 else ""
-    shape = f"{heads}{call.raw_HTS.shape[1]} × {call.raw_HTS.shape[2]}"
+    shape = f"{heads}{queries} × {scores.raw_HTS.shape[2]}"
     return Card(prefix + "scores, mask, softmax", formula, text, shape, (), scores, "scores")
 
 
@@ -234,8 +217,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     decoder = model.decoder
     assert isinstance(decoder, RecurrentDecoder) and model.target_embedding is not None
     stack, cross, width = decoder.stack, decoder.cross, decoder.stack.width
-    call = AttentionCall(calls, cross)
-    scores = call.scores(f"decoder.blocks.{stack.layers - 1}.cross")
+    q_HTE, scores = _attention_inside(f"decoder.blocks.{stack.layers - 1}.cross", cross, calls)
     scores = replace(scores, keys=scores.values)  # one vector is both, whatever the score makes of it
     embedded_TD = model.embed(model.target_embedding, torch.tensor(list(ids), device=model.device))
     embedding = Card(
@@ -261,8 +243,8 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         "Query, keys and values",
         f"q_t = {'h_{t−1}' if stack.attend_first else 'h_t'}    k_s = v_s = e_s",
         "The query is the decoder's state; keys and values are the encoder's output, a vector e per source token.",
-        f"q: 1 × {width}, e: {call.v_HSE.shape[1]} × {width}",
-        vectors_of({"q": call.q_HTE}),
+        f"q: 1 × {width}, e: {scores.raw_HTS.shape[2]} × {width}",
+        vectors_of({"q": q_HTE}),
         scores,
         "qkv",
     )
@@ -283,7 +265,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
         vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
     )
-    attend = [query, _score_card("", stack, cross, call, scores, "cross"), context]
+    attend = [query, _score_card("", stack, cross, q_HTE.shape[1], scores, "cross"), context]
     order = [*attend, state] if stack.attend_first else [state, *attend]
     cards = (embedding, *order, combine, prediction_card(model, calls, nn.Identity()))
     return Walk("decoder", "input", (cards,))
