@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from regard.errors import UserError, closest
 
-Mixer = Literal["attention", "lsh", "gru", "lstm"]
 ScoreName = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
-Center = Literal["step", "predicted"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
 PositionKind = Literal[
     "none", "sinusoid", "sinusoid_halves", "learned", "axial", "rotary", "alibi", "bucket", "relative"
@@ -115,7 +113,7 @@ class PatchConfig(Value):
 class Stack(Value):
     """The layers of an encoder or a decoder."""
 
-    mixer: Mixer = Field("attention", description="what mixes tokens: attention, LSH attention or a recurrence")
+    mixer: Literal["attention", "lsh", "gru", "lstm"] = Field("attention", description="what mixes tokens")
     layers: Few = 6
     width: Width = Field(512, description="width of the hidden states")
     heads: Few = 8
@@ -125,7 +123,7 @@ class Stack(Value):
     score: ScoreName = Field("scaled_dot", description="how attention compares a query with a key")
     window: Count | None = Field(None, description="largest distance that self-attention reaches")
     cross_window: Count | None = Field(None, description="the same for cross-attention")
-    cross_center: Center = Field(
+    cross_center: Literal["step", "predicted"] = Field(
         "step", description="centre of cross_window: the output step (local-m) or a predicted one (local-p)"
     )
     ff: Width = Field(2048, description="width of the feed-forward layer")

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 from regard.config import Config
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
-from regard.nn.lsh import LSHAttention
 
 BYTES = 4  # of a number in fp32
 ADAM_BYTES = 16  # a weight, its gradient and two moments
@@ -208,7 +207,7 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
     for name, attention in model.attentions().items():
         compared = keys if isinstance(attention, Attention) else min(keys, attention.compared_keys)
         relative = isinstance(attention, Attention) and attention.relative is not None  # distances are scored apart
-        per_key = attention.heads * (attention.head_width * (2 if relative else 1) + _value_width(attention))
+        per_key = attention.heads * (attention.head_width * (2 if relative else 1) + attention.value_width)
         flops_of[name.partition(".")[0]] += 2 * compared * per_key
     prediction = 2 * prediction_size(model) // (length if config.output == "classes" else 1)
     flops_of["decoder" if "decoder" in config.stacks else "encoder"] += prediction
@@ -229,11 +228,6 @@ def _source_share(config: Config, name: str) -> float:
     return 0.5 if config.decoder.score == "concat" and name.endswith(".cross.score.weight") else 0.0
 
 
-def _value_width(attention: Attention | LSHAttention) -> int:
-    out = attention.out
-    return out.in_features // attention.heads if isinstance(out, nn.Linear) else attention.head_width
-
-
 # Memory: of decoding, and of a training step beside weights and optimizer
 
 
@@ -244,7 +238,7 @@ def cache_bytes(model: Model) -> tuple[int, int]:
     """
     per_source = per_target = 0
     for name, attention in model.attentions().items():
-        size = BYTES * attention.kv_heads * (attention.head_width + _value_width(attention))
+        size = BYTES * attention.kv_heads * (attention.head_width + attention.value_width)
         if name.endswith("cross"):
             per_source += size
         elif name.startswith("decoder"):

@@ -138,10 +138,8 @@ def _key(key: str) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        return repr(value)  # the shortest that reads back the same; 1e-09, inf and nan are TOML too
+    if isinstance(value, int | float):
+        return repr(value)  # of floats, the shortest that reads back the same; 1e-09, inf and nan are TOML too
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, Mapping):

@@ -112,12 +112,8 @@ def compare_sums(ours: Sums, theirs: Sums, samples: int = SAMPLES) -> float:
     """The same for a ratio of sums: how often a difference this large arises when there is none."""
     picks = _picks(len(ours[0]), samples)
     differences = _shares(*_resample(ours, picks)) - _shares(*_resample(theirs, picks))
-    actual = _percent(ours) - _percent(theirs)
+    actual = float(_shares(ours[0].sum(), ours[1].sum()) - _shares(theirs[0].sum(), theirs[1].sum()))
     return float((np.sum(np.abs(differences - actual) >= abs(actual)) + 1) / (samples + 1))
-
-
-def _percent(sums: Sums) -> float:
-    return float(_shares(sums[0].sum(), sums[1].sum()))
 
 
 def _shares(amounts: Any, totals: Any) -> np.ndarray:

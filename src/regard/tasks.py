@@ -49,10 +49,6 @@ class Task:
         return _TRAIN[self.reads]
 
     @property
-    def plain_text(self) -> bool:
-        return self.reads == "text"
-
-    @property
     def labels(self) -> bool:
         """Whether the answer is one of a few labels."""
         return self.reads in ("labelled", "images")

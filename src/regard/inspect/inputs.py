@@ -204,7 +204,7 @@ def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | 
         return LabelledImages(
             pictures.images_NCHW[:limit], None if pictures.labels is None else pictures.labels[:limit]
         )
-    if not run.task.plain_text or run.task.seq2seq:
+    if run.task.reads != "text" or run.task.seq2seq:
         return [item.example for item in islice(source.read(counter), limit)]
     pieces, tokens = [], 0
     for piece in read_pieces(Source(source.paths[:1]), counter):

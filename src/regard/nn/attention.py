@@ -118,15 +118,15 @@ class Attention(nn.Module):
         # The key/value head of each query head; None when all serve equally many, which the fused kernel supports.
         even = len(set(Counter(groups).values())) == 1
         self._groups = None if even else [sorted(set(groups)).index(group) for group in groups]
-        self.head_width = stack.head if project else stack.width
+        self.head_width, self.value_width = (stack.head, stack.value) if project else (stack.width, context_width)
         key_width = self.head_width if project else context_width
         self.query: nn.Module = nn.Identity()
         self.key_value: Linear | None = None
         self.out: nn.Module = nn.Identity()
         if project:
             self.query = Linear(stack.width, self.heads * self.head_width, bias=bias)
-            self.key_value = Linear(context_width, self.kv_heads * (self.head_width + stack.value), bias=bias)
-            self.out = Linear(self.heads * stack.value, stack.width, bias=bias)
+            self.key_value = Linear(context_width, self.kv_heads * (self.head_width + self.value_width), bias=bias)
+            self.out = Linear(self.heads * self.value_width, stack.width, bias=bias)
         self.score = make_score(stack.score, self.heads, self.kv_heads, self.head_width, key_width, stack.max_length)
         window = stack.predicted_window if cross else None
         self.center = Center(self.heads, self.head_width, window) if window else None

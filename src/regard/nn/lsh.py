@@ -45,7 +45,7 @@ class LSHAttention(nn.Module):
         super().__init__()
         bias = stack.bias == "all"
         self.heads = self.kv_heads = stack.heads
-        self.head_width = stack.head
+        self.head_width, self.value_width = stack.head, stack.value
         self.lsh = stack.lsh
         self.compared_keys = stack.lsh.hashes * stack.lsh.chunk * (1 + stack.lsh.before + stack.lsh.after)  # per query
         self.seed = index

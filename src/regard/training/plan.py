@@ -299,7 +299,7 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
     for name, stack in config.stacks.items():
         most, longest = stack.max_positions, lengths.get(name, 0)
         if most is not None and longest > most:
-            setting = "train.context" if task.plain_text else "data.max_length"
+            setting = "train.context" if task.reads == "text" else "data.max_length"
             raise UserError(
                 f"{setting}: rows of {longest} tokens are more than the {most} positions of the {name}; "
                 f"lower it, or raise model.{name}.max_length"
