@@ -104,14 +104,10 @@ class Evaluation:
             "metrics": {name: measured.to_json() for name, measured in self.metrics.items()},
         }
         if self.others:
-            result["against"] = {
-                name: {
-                    **measured.to_json(),
-                    "difference": self.metrics[name].score - measured.score,
-                    "p": self.p_values[name],
-                }
-                for name, measured in self.others.items()
-            }
+            result["against"] = {}
+            for name, measured in self.others.items():
+                difference = self.metrics[name].score - measured.score
+                result["against"][name] = {**measured.to_json(), "difference": difference, "p": self.p_values[name]}
         return {**result, "unknown": self.unknown} if self.unknown else result
 
 
@@ -212,13 +208,11 @@ def evaluate_labels(
 
     Examples that were too long to get a label are left out; `skip` is called for each.
     """
-    problems = [["".join(each.flags.values()) for each in labels] for labels in classified]
-    kept = _usable(problems, skip)
+    kept = _usable([["".join(each.flags.values()) for each in labels] for labels in classified], skip)
     if not kept:
         raise UserError("there is nothing to evaluate: not one usable example was found")
-    results = [
-        Outputs([labels[index].label for index in kept], [references[index] for index in kept]) for labels in classified
-    ]
+    right = [references[index] for index in kept]
+    results = [Outputs([labels[index].label for index in kept], right) for labels in classified]
     return _evaluation(len(kept), ["accuracy"], results, samples)
 
 
@@ -318,10 +312,10 @@ class EvaluationRequest:
 
     def noted(self, evaluation: Evaluation, unknown: dict[str, int], remarks: list[list[str]]) -> Evaluation:
         """An evaluation with the remarks on each run; if those on two runs differ, with the runs' names."""
-        if len(remarks) == 1 or remarks[0] == remarks[1]:
-            return replace(evaluation, unknown=unknown, remarks=remarks[0])
-        named = [f"{run.path}: {remark}" for run, each in zip(self.runs, remarks, strict=True) for remark in each]
-        return replace(evaluation, unknown=unknown, remarks=named)
+        notes = remarks[0]
+        if remarks[-1] != notes:
+            notes = [f"{run.path}: {remark}" for run, each in zip(self.runs, remarks, strict=True) for remark in each]
+        return replace(evaluation, unknown=unknown, remarks=notes)
 
     def noted_parts(self, evaluation: Evaluation, parts: list[UnknownParts]) -> Evaluation:
         return self.noted(evaluation, parts[0].to_json(), [each.remarks() for each in parts])
@@ -336,10 +330,8 @@ def _evaluate_pairs(request: EvaluationRequest) -> Evaluation:
     examples, skip = request.read()
     unknown = [UnknownParts(run, examples) for run in request.runs]
     run, against = request.runs[0], request.runs[1] if len(request.runs) > 1 else None
-    evaluation = evaluate(
-        run, examples, request.options, request.metrics, against, request.samples, request.open_engine, skip
-    )
-    return request.noted_parts(evaluation, unknown)
+    settings = request.options, request.metrics, against, request.samples, request.open_engine
+    return request.noted_parts(evaluate(run, examples, *settings, skip), unknown)
 
 
 def _evaluate_labelled(request: EvaluationRequest) -> Evaluation:

@@ -127,14 +127,12 @@ class Recipe(Value):
     @model_validator(mode="after")
     def _one_source(self) -> Recipe:
         data = self.data
-        if data.train and (data.source or data.target):
-            raise ValueError("data: give either train (a TSV) or source and target, not both")
-        if (data.source is None) != (data.target is None):
-            raise ValueError("data: source and target belong together")
-        if data.valid and (data.valid_source or data.valid_target):
-            raise ValueError("data: give either valid (a TSV) or valid_source and valid_target, not both")
-        if (data.valid_source is None) != (data.valid_target is None):
-            raise ValueError("data: valid_source and valid_target belong together")
+        for table, source, target in (("train", "source", "target"), ("valid", "valid_source", "valid_target")):
+            sides = getattr(data, source), getattr(data, target)
+            if getattr(data, table) and any(sides):
+                raise ValueError(f"data: give either {table} (a TSV) or {source} and {target}, not both")
+            if (sides[0] is None) != (sides[1] is None):
+                raise ValueError(f"data: {source} and {target} belong together")
         if self.task != "pairs" and (data.source or data.valid_source):
             raise ValueError(f"data: task {self.task} takes one file (train, and valid), not source and target")
         return self

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -77,11 +76,14 @@ def command(
     evaluation = evaluate(run, [located.example for located in test], Options(beam=4), ("wer", "per"))
     console = Console()
     _show_scores(console, evaluation)
-    pronounced = pronounce(run, choose_words(words))
-    for each in pronounced:
-        _show_word(console, each)
+    chosen = choose_words(words)
+    # Probabilities are shown, so they rank: no reward for length.
+    options = Options(beam=5, nbest=3, alignment=True, length_penalty=0.0)
+    pronounced = list(generate(run, [word for word, _ in chosen], options))
+    for (word, reference), hypotheses in zip(chosen, pronounced, strict=True):
+        _show_word(console, word, hypotheses, reference)
     page = directory / "attention.html"
-    html = trace(run, Example(pronounced[0].word), pronounced[0].hypotheses[0].ids).to_html()
+    html = trace(run, Example(chosen[0][0]), pronounced[0][0].ids).to_html()
     replace_file(page, lambda temporary: temporary.write_text(html, encoding="utf-8"))
     _show_next(console, directory, page)
 
@@ -103,15 +105,6 @@ class Words:
     valid: list[Pair]
     test: list[Pair]
     known: frozenset[str]  # every word of the dictionary, used or not
-
-
-@dataclass(frozen=True)
-class Pronounced:
-    """A word, its most probable pronunciations, and the right one if it is known."""
-
-    word: str
-    hypotheses: list[Hypothesis]
-    reference: str | None = None
 
 
 def dictionary() -> dict[str, list[list[str]]]:
@@ -163,52 +156,37 @@ def choose_words(words: Words) -> list[tuple[str, str | None]]:
     return [*new[:SHOWN_NEW], *held_out[:SHOWN_KNOWN]]
 
 
-def pronounce(run: Run, words: Iterable[tuple[str, str | None]]) -> list[Pronounced]:
-    """The best pronunciations of each word, with their alignments."""
-    words = list(words)
-    # Probabilities are shown, so they rank: no reward for length.
-    options = Options(beam=5, nbest=3, alignment=True, length_penalty=0.0)
-    answers = generate(run, [word for word, _ in words], options)
-    return [Pronounced(word, best, reference) for (word, reference), best in zip(words, answers, strict=True)]
-
-
 def _show_scores(console: Console, result: Evaluation) -> None:
-    wer, per = result.metrics["wer"], result.metrics["per"]
+    meanings = {"per": "of the phones need an edit", "wer": "of the words have at least one wrong phone"}
     console.print()
     console.rule(f"{result.examples:,} words it has never seen", align="left", characters="─")
-    for measured, meaning in ((per, "of the phones need an edit"), (wer, "of the words have at least one wrong phone")):
-        name = "PER" if measured is per else "WER"
+    for name, meaning in meanings.items():
+        measured = result.metrics[name]
         interval = f"(95%: {measured.low:.1f} to {measured.high:.1f})"
-        console.print(f" {name} [bold]{measured.score:5.1f} %[/]  {meaning} [dim]{interval}[/]")
+        console.print(f" {name.upper()} [bold]{measured.score:5.1f} %[/]  {meaning} [dim]{interval}[/]")
 
 
-def _show_word(console: Console, pronounced: Pronounced) -> None:
-    origin = "not in the dictionary" if pronounced.reference is None else "held out"
+def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], reference: str | None) -> None:
+    """Show a word, its most probable pronunciations the alignment of the best, and the right one if known."""
+    origin = "not in the dictionary" if reference is None else "held out"
     console.print()
-    console.print(Text.assemble((f" {pronounced.word}", "bold"), (f"  {origin}", "dim")))
+    console.print(Text.assemble((f" {word}", "bold"), (f"  {origin}", "dim")))
     table = Table(box=None, show_header=False, padding=(0, 1))
-    for hypothesis in pronounced.hypotheses:
-        mark = Text("✓", style="green") if hypothesis.text == pronounced.reference else Text(" ")
+    for hypothesis in hypotheses:
+        mark = Text("✓", style="green") if hypothesis.text == reference else Text(" ")
         table.add_row(Text(f"{exp(hypothesis.score):6.1%}", style="cyan"), Text(hypothesis.text), mark)
-    if pronounced.reference not in (None, *(h.text for h in pronounced.hypotheses)):
-        table.add_row(Text("should be", style="dim"), Text(str(pronounced.reference), style="dim"), "")
+    if reference not in (None, *(h.text for h in hypotheses)):
+        table.add_row(Text("should be", style="dim"), Text(str(reference), style="dim"), "")
     console.print(table)
-    picture = _picture(console, pronounced)
-    if picture is not None:
-        console.print(picture)
-
-
-def _picture(console: Console, pronounced: Pronounced) -> RenderableType | None:
-    best = pronounced.hypotheses[0]
-    if best.alignment is None or not best.alignment.soft.size:
-        return None
-    source = ["∎" if piece == "<eos>" else piece for piece in best.alignment.source]
-    target = best.tokens[: len(best.alignment.soft)]
-    weights = best.alignment.soft.tolist()
-    width = console.width - 3
+    alignment, width = hypotheses[0].alignment, console.width - 3
+    if alignment is None or not alignment.soft.size:
+        return
+    source = ["∎" if piece == "<eos>" else piece for piece in alignment.source]
+    target, weights = hypotheses[0].tokens[: len(alignment.soft)], alignment.soft.tolist()
     if console.is_terminal:
-        return Padding(draw_in_colour(source, target, weights, width), (0, 0, 0, 3))
-    return Text("\n".join("   " + line for line in draw(source, target, weights, width)))
+        console.print(Padding(draw_in_colour(source, target, weights, width), (0, 0, 0, 3)))
+    else:
+        console.print(Text("\n".join("   " + line for line in draw(source, target, weights, width))))
 
 
 def _show_next(console: Console, directory: Path, page: Path) -> None:

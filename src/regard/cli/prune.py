@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -61,7 +61,7 @@ def command(
         raise one_of("--by", by, get_args(Criterion))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
-    amount = PruneAmount.parse(heads, threshold)
+    criterion, amount = cast(Criterion, by), PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
     counter = LineCounter(strict)
     learn = read_task_data(opened, pairs_of(data, target, columns, opened.codec.columns), counter)
@@ -79,7 +79,7 @@ def command(
         held_out,
         amount,
         greedy=greedy,
-        by=by,  # type: ignore[arg-type]
+        by=criterion,
         tune_steps=tune,
         judge_on=examples,
         lr=lr,

@@ -144,12 +144,10 @@ class Checkpoints:
 
         replace_directory(path, write)
 
-    def tensors(self, step: int, part: str) -> Tensors:
-        """One group of tensors of a saved step."""
-        return read_tensors(self._directory(step) / f"{part}.safetensors")
-
-    def has(self, step: int, part: str) -> bool:
-        return (self._directory(step) / f"{part}.safetensors").is_file()
+    def tensors(self, step: int, part: str, optional: bool = False) -> Tensors:
+        """One group of tensors of a saved step; an `optional` one may be missing."""
+        path = self._directory(step) / f"{part}.safetensors"
+        return {} if optional and not path.is_file() else read_tensors(path)
 
     def keep(self, step: int, weights: Tensors) -> None:
         """Keep weights for averaging."""
@@ -237,8 +235,8 @@ class CheckpointManager:
         _fill(weights_of(self._model), self.files.tensors(step, "model"))
         if stepper.ema is not None:
             _fill(stepper.ema.weights, self.files.tensors(step, "ema"))
-        if self.files.has(step, "carried"):
-            carried, device = self.files.tensors(step, "carried"), self._model.device
+        if carried := self.files.tensors(step, "carried", optional=True):
+            device = self._model.device
             stepper.objective.segment_memory = tuple(carried[name].to(device) for name in sorted(carried))
 
 

@@ -77,10 +77,6 @@ class ProcessGroup:
         """The value of rank 0, for all."""
         return self.gather_json(value if self.first else None)[0]
 
-    def barrier(self) -> None:
-        """Wait until every process has come this far."""
-        self.gather([0.0])
-
     def __enter__(self) -> ProcessGroup:
         return self
 

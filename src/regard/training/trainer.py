@@ -313,17 +313,17 @@ class Trainer:
         if len(progress.kept) > 1:
             self._average()
         progress.finished = reason
-        best: Event = {}
-        if progress.best is not None:
-            best = {"best_step": progress.best.step, self.train.metric: progress.best.value}
-        self._event("end", step=progress.step, reason=reason, skipped=progress.skipped, **best, seconds=self._rounded())
+        best = progress.best and {"best_step": progress.best.step, self.train.metric: progress.best.value}
+        self._event(
+            "end", step=progress.step, reason=reason, skipped=progress.skipped, **(best or {}), seconds=self._rounded()
+        )
         if self._log is not None:
             progress.log_bytes = self._log.position
 
     def _average(self) -> None:
         """The mean of the last validated weights becomes the model if it is at least as good as the best of them."""
         progress = self.progress
-        self.group.barrier()  # the first process may still be writing them
+        self.group.gather([0.0])  # wait for the first process, which may still be writing them
         weights = mean_weights(map(self.checkpoints.files.kept, progress.kept))
         scores, count = self._scores(weights), len(progress.kept)
         same = progress.best is not None and scores == progress.best.scores
