@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from familykit import shrunk
 from regard.config import Config, parse
 from regard.convert.family import Family, Fields, read_labels, write_labels
-from regard.convert.hf import FAMILIES, find_architecture
+from regard.convert.hf import FAMILIES, identify
 from regard.convert.table import expand
 from regard.errors import UserError
 from regard.model import on_meta
@@ -133,7 +133,7 @@ def read_again(family: Family, config: Config) -> Config:
     table = family.weights(config, Fields(data, "here"))
     names = {name for rule in expand(table, weights_of(on_meta(config))) for name in rule.theirs}
     hf = Fields(data, "here", names, config.ids)
-    return family.read(hf, find_architecture(hf, family), config.frame)
+    return family.read(hf, identify(hf)[1], config.frame)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

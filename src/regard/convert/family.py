@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,7 +33,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "tanh": "tanh",
 }
-USUAL_IDS = SpecialIds()
 # Fields that may be None, and the property that says what None means there.
 RESOLVED = {"kv_heads": "kv", "head_width": "head", "value_width": "value"}
 
@@ -45,7 +44,7 @@ class Fields:
     data: Json
     where: str
     names: Set[str] = frozenset()  # of the tensors of its model
-    ids: SpecialIds = USUAL_IDS  # of its tokenizer
+    ids: SpecialIds = field(default_factory=SpecialIds)  # of its tokenizer
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value as it is."""

@@ -47,8 +47,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         log(message)
 
     hf = Fields(open_directory(source, note), str(source / CONFIG))
-    family = find_family(hf)
-    architecture = find_architecture(hf, family)
+    family, architecture = identify(hf)
     checkpoint = open_weights(source, family, hf, note)
     codec = _read_text(source, family, hf, note)
     config = family.read(Fields(hf.data, hf.where, checkpoint.shapes.keys(), codec.ids), architecture, codec.frame)
@@ -146,29 +145,21 @@ def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:
     replace_file(path / "README.md", lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def find_family(hf: Fields) -> Family:
-    """The family of a config.json."""
-    model_type = hf.get("model_type")
+def identify(hf: Fields) -> tuple[Family, str]:
+    """The family of a config.json, and which of its models it is; where the config does not tell, the first."""
+    model_type, named = hf.get("model_type"), hf.get("architectures", [])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near = closest(str(model_type), FAMILIES)
+        near, known = closest(str(model_type), FAMILIES), ", ".join(sorted(FAMILIES))
+        raise UserError(f"{hf.where}: model_type {model_type!r} is not known{near}\n  known: {known}")
+    family = FAMILIES[model_type]
+    architectures = list(family.architectures)
+    name = named[0] if isinstance(named, list) and named else architectures[0]
+    if name not in architectures:
+        near, known = closest(str(name), architectures), ", ".join(architectures)
         raise UserError(
-            f"{hf.where}: model_type {model_type!r} is not known{near}\n  known: {', '.join(sorted(FAMILIES))}"
+            f"{hf.where}: architectures {name!r} is not supported{near}\n  supported for {model_type}: {known}"
         )
-    return FAMILIES[model_type]
-
-
-def find_architecture(hf: Fields, family: Family) -> str:
-    """Which of a family's models it is; where the config does not tell, the first."""
-    named = hf.get("architectures", [])
-    known = list(family.architectures)
-    if not isinstance(named, list) or not named:
-        return known[0]
-    if named[0] not in known:
-        raise UserError(
-            f"{hf.where}: architectures {named[0]!r} is not supported{closest(str(named[0]), known)}"
-            f"\n  supported for {family.model_type}: {', '.join(known)}"
-        )
-    return str(named[0])
+    return family, name
 
 
 def their_config(config: Config, where: str) -> tuple[Family, Json, Table]:
@@ -176,16 +167,14 @@ def their_config(config: Config, where: str) -> tuple[Family, Json, Table]:
     failed: list[tuple[bool, int, str, list[str]]] = []
     for family in FAMILIES.values():
         misfits = _wrong_stacks(config, family)
-        if misfits:
-            failed.append((True, len(misfits), family.model_type, misfits))
-            continue
-        settings = family.write(config)
-        hf = Fields(settings, family.model_type)
-        table = family.weights(config, hf)
-        misfits = _changed_fields(config, family, hf, table)
-        if not misfits:
-            return family, settings, table
-        failed.append((False, len(misfits), family.model_type, misfits))
+        other_stacks = bool(misfits)
+        if not other_stacks:
+            hf = Fields(family.write(config), family.model_type)
+            table = family.weights(config, hf)
+            misfits = _changed_fields(config, family, hf, table)
+            if not misfits:
+                return family, hf.data, table
+        failed.append((other_stacks, len(misfits), family.model_type, misfits))
     _, _, nearest, misfits = min(failed)
     raise UserError(
         f"{where}: this model has no counterpart in transformers. Nearest is {nearest}, where these settings have no"
@@ -208,7 +197,7 @@ def _changed_fields(config: Config, family: Family, hf: Fields, table: Table) ->
     """The fields that differ when the config.json that would be written is read again."""
     names = {name for rule in expand(table, weights_of(on_meta(config))) for name in rule.theirs}
     try:
-        again = family.read(Fields(hf.data, hf.where, names, config.ids), find_architecture(hf, family), config.frame)
+        again = family.read(Fields(hf.data, hf.where, names, config.ids), hf.data["architectures"][0], config.frame)
     except UserError as error:
         return [str(error)]
     before, after = effective_fields(config), effective_fields(again)
@@ -225,14 +214,10 @@ def effective_fields(config: Config) -> Json:
         stack: Any = getattr(config, key)
         if isinstance(stack, Stack):
             resolved = {name: getattr(stack, meaning) for name, meaning in RESOLVED.items()}
-            limited = stack.position in ("learned", "axial") or stack.score == "location"
-            idle = {
-                *("dropout", "attention_dropout", "ff_dropout"),  # of training alone
-                *(() if limited else ("max_length",)),
-                *(() if stack.position == "rotary" else ("rotary",)),
-                *(() if stack.mixer == "lsh" else ("lsh",)),
-            }
-            fields |= {f"{key}.{name}": x for name, x in (value | resolved).items() if name not in idle}
+            used = dict.fromkeys(("dropout", "attention_dropout", "ff_dropout"), False)  # only in training
+            used |= {"rotary": stack.position == "rotary", "lsh": stack.mixer == "lsh"}
+            used["max_length"] = stack.position in ("learned", "axial") or stack.score == "location"
+            fields |= {f"{key}.{name}": x for name, x in (value | resolved).items() if used.get(name, True)}
         else:
             fields[key] = value
     if "decoder" in config.stacks:

@@ -18,14 +18,6 @@ def _target_vocab(hf: Fields) -> int:
     return vocab if _shared(hf) else hf.count("decoder_vocab_size", vocab)
 
 
-def _stack(name: str) -> tuple[Key, ...]:
-    return (
-        Key.count(f"{name}_layers", f"{name}.layers"),
-        Key.count(f"{name}_attention_heads", f"{name}.heads"),
-        Key.count(f"{name}_ffn_dim", f"{name}.ff"),
-    )
-
-
 def _weights(config: Config, hf: Fields) -> Table:
     rows: Table = {"final_logits_bias": Transformed("output.bias", shaped(1, config.target_vocab))}
     if config.share_embeddings:
@@ -69,8 +61,11 @@ MARIAN = Family(
         Key.flag("share_encoder_decoder_embeddings", "share_embeddings", default=True),
         Key.count("vocab_size", "source_vocab"),
         Key.of("decoder_vocab_size", "target_vocab", read=_target_vocab),
-        *_stack("encoder"),
-        *_stack("decoder"),
+        *(
+            Key.count(f"{stack}_{key}", f"{stack}.{field}")
+            for stack in ("encoder", "decoder")
+            for key, field in (("layers", "layers"), ("attention_heads", "heads"), ("ffn_dim", "ff"))
+        ),
         Key.count("d_model", *both("width")),
         Key.activation("activation_function", *both("activation"), default="gelu"),
         Key(

@@ -27,8 +27,13 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
         raise UserError(f"{path}: no such directory")
     if not (path / CONFIG).is_file():
         raise UserError(f"{path}: not a Hugging Face directory: it has no {CONFIG}")
+    home = path.resolve()
+    # A download cache consists of links into its blobs; no other link may lead out of the directory.
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     for entry in sorted(path.rglob("*")):
-        _require_inside(entry, path)
+        target = entry.resolve()
+        if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+            raise UserError(f"{entry}: leads out of its directory; only a directory's own files are read")
     data = read_json(path / CONFIG)
     if not isinstance(data, dict):
         raise UserError(f"{path / CONFIG}: must hold a table of settings")
@@ -48,15 +53,6 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
     if beyond:
         log(f"ignored: {', '.join(sorted(beyond))} (beyond the vocabulary)")
     return {key: value for key, value in data.items() if key not in beyond}
-
-
-def _require_inside(entry: Path, directory: Path) -> None:
-    """Refuse a link out of the directory, unless into the blobs of a download cache, which consists of such links."""
-    home = directory.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    target = entry.resolve()
-    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-        raise UserError(f"{entry}: leads out of its directory; only a directory's own files are read")
 
 
 @dataclass

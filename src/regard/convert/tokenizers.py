@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from regard.config import Frame, SpecialIds
-from regard.convert.vocabularies import JSON, SETTINGS, TARGET, Json, OpenedVocabulary, open_vocabulary, read_settings
+from regard.convert.family import Json
+from regard.convert.vocabularies import JSON, SETTINGS, TARGET, OpenedVocabulary, open_vocabulary, read_settings
 from regard.errors import UserError
 from regard.files import write_json
 from regard.text.codec import Codec
@@ -30,7 +31,6 @@ NAMES = {
     "sep_token": ("[SEP]",),
     "mask_token": ("[MASK]", "<mask>"),
 }
-TOKEN_TYPES = ("bert",)  # models that read token types
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -204,7 +204,7 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
     roles = {"pad_token": ids.pad, "unk_token": ids.unk, "mask_token": ids.mask, first: ids.sos, last: ids.eos}
     if ids.sos == ids.pad:  # no token of its own
         roles = {role: index for role, index in roles.items() if index != ids.sos or role == "pad_token"}
-    token_types = ["token_type_ids"] if model_type in TOKEN_TYPES else []
+    token_types = ["token_type_ids"] if model_type == "bert" else []
     settings: Json = {
         **{role: library.id_to_token(index) for role, index in roles.items() if index is not None},
         "tokenizer_class": "PreTrainedTokenizerFast",

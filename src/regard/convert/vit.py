@@ -110,14 +110,13 @@ def read_image_processor(directory: Path, patches: PatchConfig) -> Pixels:
 
 def image_processor(pixels: Pixels | None, patches: PatchConfig) -> Json:
     """The same as a preprocessor_config.json has it."""
-    mean = pixels.mean if pixels else (0.0,) * patches.channels
-    scale = pixels.scale if pixels else (1.0,) * patches.channels
+    pixels = pixels or Pixels(mean=(0.0,) * patches.channels, scale=(1.0,) * patches.channels)
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
         "size": {"height": patches.height, "width": patches.width},
         "do_rescale": False,
         "do_normalize": True,
-        "image_mean": list(mean),
-        "image_std": list(scale),
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.scale),
     }

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from regard.convert.family import Json
 from regard.errors import UserError
 from regard.files import read_json
 from regard.text.tokenizer import HIDDEN, read_text
@@ -18,9 +19,6 @@ JSON, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_t
 ADDED = "added_tokens.json"
 TARGET = "target"  # the directory beside tokenizer.json in which we put the tokenizer of the target
 MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
-SENTINELS = 100  # of T5
-
-Json = dict[str, Any]
 
 
 class OpenedVocabulary(NamedTuple):
@@ -55,7 +53,7 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
     if model is not None:
         library = build(read_sentencepiece(directory / model))
         if model_type == "t5":
-            count = settings.get("extra_ids", SENTINELS)
+            count = settings.get("extra_ids", 100)
             library.add_special_tokens([f"<extra_id_{index}>" for index in reversed(range(count))])
     elif has("vocab.txt"):
         library = _word_piece(directory / "vocab.txt", settings)

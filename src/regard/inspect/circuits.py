@@ -277,9 +277,8 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     chosen = surprise_F.topk(min(count, len(surprise_F))).indices.tolist()
     neurons = []
     for promoted_V, index in zip(_promoted(model, decoder, layer, chosen), chosen, strict=True):
-        activations = zip(top_KF.values[:, index].tolist(), top_KF.indices[:, index].tolist(), strict=True)
         strongest = []
-        for value, n in activations:
+        for value, n in zip(*(x_KF[:, index].tolist() for x_KF in top_KF), strict=True):
             if value > 0:
                 row, position = rows[n // width], n % width
                 context = run.codec.decode_target(row[max(0, position - CONTEXT) : position])
@@ -301,8 +300,7 @@ def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]
         down_ND = down_ND - down_ND.mean(-1, keepdim=True)
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         down_ND = down_ND * norm.weight
-    logits_NV: Tensor = down_ND @ model.output.weight.T
-    return logits_NV
+    return down_ND @ model.output.weight.T
 
 
 # Attention rollout

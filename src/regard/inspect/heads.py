@@ -257,7 +257,6 @@ def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
     return (patches_BHSS * distance_SS).sum(-1) / patches_BHSS.sum(-1).clamp(min=1e-9)
 
 
-INDUCTION_ROWS = 8
 INDUCTION_TOKENS = 24  # that are then repeated
 
 
@@ -268,7 +267,7 @@ def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) 
     The model reads random tokens twice over, so that nothing but the repetition helps. `tokens` are the ids to draw
     from; by default all that are not special.
     """
-    config, rows = model.config, INDUCTION_ROWS
+    config, rows = model.config, 8
     if config.decoder is None or len(config.stacks) > 1:
         raise UserError("induction is measured in language models: a decoder alone")
     if tokens is None:

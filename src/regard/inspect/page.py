@@ -24,10 +24,9 @@ NONE = -32768  # in signed arrays: no number
 
 
 class Packer:
-    """Turns values into JSON, and collects their arrays as bytes: one or two per number, times a scale."""
+    """Turns values into JSON, and collects their arrays as bytes times a scale: two, or for weights only one, each."""
 
     def __init__(self, two_bytes: bool) -> None:
-        """`two_bytes` are spent on each attention weight, else one."""
         self._two_bytes = two_bytes
         self._parts: list[bytes] = []
         self._offset = 0

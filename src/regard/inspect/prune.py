@@ -44,8 +44,7 @@ def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGro
     total = {name: torch.zeros(count, device=device) for name, count in heads.items()}
     tokens = 0
     frozen = [p for p in model.parameters() if p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     try:
         for batch in batches:
             batch = batch.to(device)
