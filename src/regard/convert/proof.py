@@ -93,8 +93,8 @@ def draw_samples(config: Config, count: int) -> Samples:
     lengths_N[0] = longest
     keep_NS = torch.arange(longest) < lengths_N[:, None]
     vocab = config.source_vocab if "encoder" in config.stacks else config.target_vocab
-    ids_NS = torch.randint(vocab, (count, longest), generator=generator).masked_fill(~keep_NS, config.ids.pad)
-    samples = {"input_ids": ids_NS, "attention_mask": keep_NS}
+    ids_NS = torch.randint(vocab, (count, longest), generator=generator)
+    samples = {"input_ids": ids_NS.masked_fill(~keep_NS, config.ids.pad), "attention_mask": keep_NS}
     if config.token_types:
         samples["token_type_ids"] = torch.randint(config.token_types, (count, longest), generator=generator)
     if len(config.stacks) == 2:

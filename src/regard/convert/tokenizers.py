@@ -95,8 +95,7 @@ class _SpecialTokens:
         """The id that the library itself gives for an unknown token."""
         model = json.loads(self._library.to_str())["model"]
         name = model.get("unk_token")
-        index: int | None = model.get("unk_id") if name is None else self._library.token_to_id(name)
-        return index
+        return model.get("unk_id") if name is None else self._library.token_to_id(name)
 
 
 def _around(

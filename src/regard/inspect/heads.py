@@ -206,8 +206,7 @@ def _add_tokens(
         last_B11 = (key_keep_BS.sum(1) - 1).view(-1, 1, 1)
         add_target("last token", (s_S == last_B11).expand_as(mask_BTS))
     if kind != "cross":
-        same_BTS = query_BT.unsqueeze(2) == key_BS.unsqueeze(1)
-        add_target("same token elsewhere", same_BTS & (offset_BTS != 0))
+        add_target("same token elsewhere", (query_BT.unsqueeze(2) == key_BS.unsqueeze(1)) & (offset_BTS != 0))
 
 
 @torch.no_grad()

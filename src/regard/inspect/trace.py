@@ -251,8 +251,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
 def _facts(model: Model) -> dict[str, str]:
     config = model.config
     facts = {name: _describe(stack) for name, stack in config.stacks.items()}
-    if config.patches is not None:
-        p = config.patches
+    if (p := config.patches) is not None:
         facts["image"] = f"{p.height} × {p.width}, {p.count} patches of {p.size} × {p.size}"
     elif len(config.stacks) > 1:
         facts["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target tokens"
