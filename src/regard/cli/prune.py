@@ -61,29 +61,20 @@ def command(
         raise one_of("--by", by, get_args(Criterion))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
-    criterion, amount = cast(Criterion, by), PruneAmount.parse(heads, threshold)
+    method, amount = cast(Criterion, by), PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
     counter = LineCounter(strict)
     learn = read_task_data(opened, pairs_of(data, target, columns, opened.codec.columns), counter)
     if valid is None:
-        learn, held_out = split_data(learn)
+        learn, held = split_data(learn)
     else:
-        held_out = read_task_data(opened, pairs_of(valid, None, columns, opened.codec.columns), counter)
+        held = read_task_data(opened, pairs_of(valid, None, columns, opened.codec.columns), counter)
     if counter.skipped:
         message(counter.summary())
-    if not len(learn) or not len(held_out):
+    if not len(learn) or not len(held):
         raise UserError(f"{data}: {describe_size(learn)} are too few to judge heads and measure the result")
     smaller, report = prune(
-        opened,
-        learn,
-        held_out,
-        amount,
-        greedy=greedy,
-        by=criterion,
-        tune_steps=tune,
-        judge_on=examples,
-        lr=lr,
-        notify=message,
+        opened, learn, held, amount, greedy=greedy, by=method, tune_steps=tune, judge_on=examples, lr=lr, notify=message
     )
     save_pruned(smaller, report, new, opened.path)
     if json:

@@ -180,14 +180,6 @@ class WeightMatch(NamedTuple):
     grown: list[str]  # of which the run has the first rows
     unused: list[str]  # not in the new model
 
-    def notes(self) -> list[str]:
-        """A line for each list; names inside a block are shortened to the name of the block."""
-        notes, meanings = [], ("fresh", "longer than there, the new rows fresh", "not used")
-        for meaning, names in zip(meanings, self, strict=True):
-            short = {".".join(name.split(".")[:3]) if ".blocks." in name else name for name in names}
-            notes += [f"{meaning}: {', '.join(sorted(short))}"] if short else []
-        return notes
-
 
 def match_weights(config: Config, labels: tuple[str, ...], run: str | Path) -> WeightMatch:
     """See whether a run's weights fit; all weights of another shape are listed in one error.
@@ -222,8 +214,11 @@ def plan_weights(recipe: Recipe, config: Config, labels: tuple[str, ...], report
     if recipe.train.start_from is not None:
         match = match_weights(config, labels, recipe.train.start_from)
         fresh = match.fresh
-        for note in (f"weights: those of {recipe.train.start_from}", *match.notes()):
-            reporter.say(note)
+        reporter.say(f"weights: those of {recipe.train.start_from}")
+        for meaning, names in zip(("fresh", "longer than there, the new rows fresh", "not used"), match, strict=True):
+            short = {".".join(name.split(".")[:3]) if ".blocks." in name else name for name in names}
+            if short:
+                reporter.say(f"{meaning}: {', '.join(sorted(short))}")
     choose_trained(on_meta(config), recipe.train, fresh)  # finds mistakes before anything is written
     return fresh
 
