@@ -345,10 +345,9 @@ def _evaluate_labelled(request: EvaluationRequest) -> Evaluation:
 
 def _evaluate_images(request: EvaluationRequest) -> Evaluation:
     _check_metrics(request.metrics, request.runs[0].task.evaluation)
-    pictures = read_images(request.source.paths[0])
-    labels = pictures.labels or []
+    images_NCHW, labels = read_images(request.source.paths[0])
     unknown = [UnknownParts(run, labels=labels) for run in request.runs]
-    classified = [classify_images(run, pictures.images_NCHW) for run in request.runs]
+    classified = [classify_images(run, images_NCHW) for run in request.runs]
     return request.noted_parts(evaluate_labels(labels, classified, request.samples), unknown)
 
 

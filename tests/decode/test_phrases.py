@@ -18,7 +18,7 @@ vocabularies = st.lists(st.lists(letters, max_size=3).map(tuple), min_size=1, ma
 
 def spelling(tokens: list[Letters], usable: list[bool] | None = None, end: Letters = ()) -> Spelling:
     """A vocabulary whose last token is the end."""
-    return Spelling.of([*tokens, end], [*(usable or [True] * len(tokens))[: len(tokens)], False], len(tokens))
+    return Spelling([*tokens, end], [*(usable or [True] * len(tokens))[: len(tokens)], False], len(tokens))
 
 
 def occurs(phrase: Letters, text: Letters) -> bool:

@@ -137,7 +137,7 @@ def test_what_is_required_wins_over_ngram_blocking(chosen: dict[str, object]) ->
 
 
 def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
-    spelling = Spelling.of([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
+    spelling = Spelling([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
     item = SearchInput(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
     rule = PhraseConstraint([item], 3, 9, torch.device("cpu"), redistribute=True)
     here, alive = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)

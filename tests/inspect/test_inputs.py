@@ -107,7 +107,7 @@ def test_attention_distance_of_patches_follows_from_the_weights() -> None:
     [
         ("lm", "", "there is none"),
         ("classes", [Example("abc", "on")], "did you mean 'one'"),
-        ("image", LabelledImages(PICTURES.images_NCHW, None), "these have none"),
+        ("image", LabelledImages(PICTURES.images_NCHW, []), "these have none"),
         ("image", LabelledImages(PICTURES.images_NCHW[:1], ["four"]), "label"),
     ],
 )

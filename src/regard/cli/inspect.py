@@ -101,12 +101,12 @@ def command(
 
 
 def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
-    pictures = read_images(path, labelled=False)
-    if index >= len(pictures.images_NCHW):
-        raise UserError(f"--index {index}: {path} has {len(pictures.images_NCHW):,} images, the first being 0")
-    if label is None and pictures.labels is not None and pictures.labels[index] in run.labels:
-        label = pictures.labels[index]
-    traced = trace_image(run, pictures.images_NCHW[index], label, f"{Path(path).name}, {index}")
+    images = read_images(path, labelled=False)
+    if index >= len(images.images_NCHW):
+        raise UserError(f"--index {index}: {path} has {len(images.images_NCHW):,} images, the first being 0")
+    if label is None and images.labels and images.labels[index] in run.labels:
+        label = images.labels[index]
+    traced = trace_image(run, images.images_NCHW[index], label, f"{Path(path).name}, {index}")
     message(", ".join(f"{name}: {text}" for name, text in traced.texts.items()))
     return traced
 

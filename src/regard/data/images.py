@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,10 @@ class LabelledImages(NamedTuple):
     """Images and the names of their labels; no labels where a file has none."""
 
     images_NCHW: NDArray[Any]
-    labels: list[str] | None
+    labels: list[str]
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> LabelledImages:
+        return LabelledImages(self.images_NCHW[rows], [self.labels[row] for row in rows] if self.labels else [])
 
 
 def read_images(path: str, labelled: bool = True) -> LabelledImages:
@@ -48,7 +52,7 @@ def read_images(path: str, labelled: bool = True) -> LabelledImages:
             raise UserError(f"{path}: not a readable .npz file: {reason}") from None
     images_NCHW = _channels_first(images, path)
     if labels is None:
-        return LabelledImages(images_NCHW, None)
+        return LabelledImages(images_NCHW, [])
     if labels.shape != images.shape[:1]:
         raise UserError(f"{path}: labels has shape {labels.shape}, which does not fit {len(images):,} images")
     if labels.dtype.kind not in "iuU":
@@ -106,46 +110,36 @@ def make_images(
     recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None
 ) -> dict[str, Any]:
     """Write images into `path`; return the record of it. A base run changes nothing."""
-    pictures = read_images(train.paths[0])
-    assert pictures.labels is not None
-    labels = label_names(pictures.labels)
+    training = read_images(train.paths[0])
+    labels = label_names(training.labels)
     if len(labels) < 2:
         raise UserError(f"{train.name}: every image has the same label, {labels[0]!r}; there is nothing to learn")
-    count = len(pictures.labels)
     if valid:
-        other = read_images(valid.paths[0])
-        assert other.labels is not None
-        if other.images_NCHW.shape[1:] != pictures.images_NCHW.shape[1:]:
+        held_out = read_images(valid.paths[0])
+        shape, expected = held_out.images_NCHW.shape[1:], training.images_NCHW.shape[1:]
+        if shape != expected:
             raise UserError(
-                f"{valid.name}: its images have (channels, height, width) {other.images_NCHW.shape[1:]}, those of "
-                f"{train.name} {pictures.images_NCHW.shape[1:]}"
+                f"{valid.name}: its images have (channels, height, width) {shape}, those of {train.name} {expected}"
             )
-        if unknown := sorted(set(other.labels) - set(labels)):
+        if unknown := sorted(set(held_out.labels) - set(labels)):
             raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(unknown[:10])}")
-        rows, held_out = np.arange(count), np.arange(len(other.labels))
-        note = f"validation: {len(held_out):,} images from {valid.name}"
     else:
-        other = pictures
-        if count < 2:
-            raise UserError(f"{train.name}: a single image; nothing can be set apart for validation")
+        count = len(training.labels)
         shuffled = np.random.Generator(np.random.Philox(recipe.train.seed)).permutation(count)
-        held_out, rows = np.split(shuffled, [valid_count(count)])
-        note = f"validation: {len(held_out):,} images split off at random"
-    training = pictures.images_NCHW[rows]
-    _write(path / "train", training, pictures.labels, rows, labels)
-    _write(path / "valid", other.images_NCHW[held_out], other.labels or [], held_out, labels)
-    channels, height, width = training.shape[1:]
-    spread = float(training.max()) - float(training.min()) or 1.0
-    pixels = Pixels(
-        mean=tuple(float(training[:, channel].mean(dtype=np.float64)) for channel in range(channels)),
-        scale=(spread,) * channels,
-    )
+        held_out, training = map(training.take, np.split(shuffled, [valid_count(count)]))
+    _write(path / "train", training, labels)
+    _write(path / "valid", held_out, labels)
+    images = training.images_NCHW
+    count, channels, height, width = images.shape
+    spread = float(images.max()) - float(images.min()) or 1.0
+    mean = tuple(float(images[:, channel].mean(dtype=np.float64)) for channel in range(channels))
+    pixels = Pixels(mean=mean, scale=(spread,) * channels)
     notes = [
         f"labels: {few(labels, 10)}",
-        f"training: {len(rows):,} images of {height} x {width}, {channels} channel{'s' * (channels > 1)}, "
+        f"training: {count:,} images of {height} x {width}, {channels} channel{'s' * (channels > 1)}, "
         f"from {train.name}",
-        note,
-        f"pixels: minus their mean ({', '.join(f'{x:.4g}' for x in pixels.mean)}), divided by their range ({spread:g})",
+        f"validation: {len(held_out.labels):,} images " + (f"from {valid.name}" if valid else "split off at random"),
+        f"pixels: minus their mean ({', '.join(f'{x:.4g}' for x in mean)}), divided by their range ({spread:g})",
     ]
     return {"labels": labels, "pixels": pixels.model_dump(), "notes": notes}
 
@@ -156,8 +150,8 @@ def label_names(labels: list[str]) -> list[str]:
     return sorted(distinct, key=int) if all(x.lstrip("-").isdigit() for x in distinct) else sorted(distinct)
 
 
-def _write(path: Path, images: NDArray[Any], names: list[str], rows: NDArray[np.int64], labels: list[str]) -> None:
+def _write(path: Path, images: LabelledImages, labels: list[str]) -> None:
     path.mkdir()
     numbers = {label: number for number, label in enumerate(labels)}
-    np.save(path / "images.npy", images, allow_pickle=False)
-    np.save(path / "labels.npy", np.asarray([numbers[names[row]] for row in rows], np.int64), allow_pickle=False)
+    np.save(path / "images.npy", images.images_NCHW, allow_pickle=False)
+    np.save(path / "labels.npy", np.asarray([numbers[label] for label in images.labels], np.int64), allow_pickle=False)

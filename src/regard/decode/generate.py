@@ -25,7 +25,7 @@ from regard.decode.hypothesis import (
 from regard.decode.options import Options
 from regard.decode.request import Input, Preparer, SearchInput
 from regard.decode.scorer import Scorer
-from regard.decode.search import Step, make_choice, make_rules, search, steps
+from regard.decode.search import make_choice, make_rules, search, steps
 from regard.errors import UserError
 from regard.run import Run
 
@@ -144,7 +144,9 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
     loop = steps(scorer, [prepared], rules, make_choice(scorer, [prepared], options, 1))
     ids: list[int] = []
     sent = ""
-    while (step := _next(loop)) is not None:
+    while True:
+        with torch.inference_mode():  # not around the caller's code between two steps
+            step = next(loop)
         index, score = int(step.tokens_N[0]), float(step.scores_N[0])
         if score == -torch.inf:
             raise UserError("stream: nothing is left that the options allow to come next")
@@ -160,9 +162,3 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
         if last:
             return
         sent = text if len(text) > len(sent) else sent
-
-
-@torch.inference_mode()
-def _next(loop: Iterator[Step]) -> Step | None:
-    """One step; inference mode must not reach the caller's code between two steps."""
-    return next(loop, None)

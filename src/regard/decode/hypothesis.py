@@ -110,7 +110,7 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
         output.score,
         tuple(codec.target_pieces(output.ids)),
         output.token_scores,
-        normalize(output.score, len(output.ids), options.length_penalty),
+        output.score / max(1, len(output.ids)) ** options.length_penalty,
         output.ids,
         flags=flags,
     )
@@ -122,11 +122,6 @@ def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:
         return codec.decode_target(ids)
     prompt, text = (codec.decode_target([*item.sources[0], *more]) for more in ((), ids))
     return text.removeprefix(prompt) if text.startswith(prompt) else codec.decode_target(ids)
-
-
-def normalize(score: float, length: int, penalty: float) -> float:
-    """A score made comparable between lengths."""
-    return score / length**penalty if length else score
 
 
 def flag_segmentation(codec: Codec, rows: list[list[Hypothesis]]) -> None:

@@ -22,21 +22,14 @@ NEVER = 30_000  # tokens: more than any output has
 BOUNDARY = 0x110000  # a letter beyond all characters: the character before is complete
 
 
-@dataclass(frozen=True)
 class Spelling:
     """The letters of every token of a vocabulary, the end token included, and which tokens may come before it."""
 
-    letters_VL: np.ndarray  # padded with -1
-    usable_V: np.ndarray
-    eos: int
-
-    @classmethod
-    def of(cls, letters: Sequence[Sequence[int]], usable: Sequence[bool] | np.ndarray, eos: int) -> Spelling:
-        longest = max(map(len, letters), default=0)
-        table = np.full((len(letters), longest), -1, dtype=np.int64)
-        for row, word in zip(table, letters, strict=True):
+    def __init__(self, letters: Sequence[Sequence[int]], usable: Sequence[bool], eos: int) -> None:
+        self.letters_VL = np.full((len(letters), max(map(len, letters), default=0)), -1, dtype=np.int64)  # padded: -1
+        for row, word in zip(self.letters_VL, letters, strict=True):
             row[: len(word)] = list(word)
-        return cls(table, np.asarray(usable, dtype=bool), eos)
+        self.usable_V, self.eos = np.asarray(usable, dtype=bool), eos
 
 
 class Speller:
@@ -59,7 +52,7 @@ class Speller:
         letters += [[] for _ in range(vocab - tokenizer.size)]
         letters[eos] = [BOUNDARY] if self.decomposed else []
         unusable = {*blocked, eos}
-        self.spelling = Spelling.of(letters, [index not in unusable for index in range(vocab)], eos)
+        self.spelling = Spelling(letters, [index not in unusable for index in range(vocab)], eos)
 
     def spell(self, phrase: str) -> Letters:
         """The letters of a phrase."""

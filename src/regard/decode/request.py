@@ -229,20 +229,15 @@ def check_ensemble(runs: Sequence[Run]) -> Config:
         raise UserError("no run to generate with")
     first = runs[0]
     for run in runs:
-        if run.codec.target.to_json() != first.codec.target.to_json():
-            raise UserError(
-                f"ensemble: {run.path} has another target vocabulary than {first.path};"
-                " train both with the same target tokens"
-            )
         if "decoder" not in run.task.stacks:
             raise UserError("only a run with a decoder can generate or score a text; this one has an encoder alone")
         if run.task.seq2seq != first.task.seq2seq:
             raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
-        vocab, expected = run.config.target_vocab, first.config.target_vocab
-        if vocab != expected or run.config.ids != first.config.ids:
+        ours, theirs = ((x.config.target_vocab, x.config.ids, x.codec.target.to_json()) for x in (run, first))
+        if ours != theirs:
             raise UserError(
-                f"ensemble: the runs differ in their target vocabulary ({vocab} tokens against {expected});"
-                " train them with the same target tokens"
+                f"ensemble: {run.path} has another target vocabulary than {first.path};"
+                " train both with the same target tokens"
             )
     return first.config
 

@@ -200,10 +200,8 @@ Pair = tuple[TokenIds, TokenIds]
 def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | None = None) -> TaskData:
     """The data of a file for a run's task; at most `limit` pairs, images, or windows of text."""
     if run.task.reads == "images":
-        pictures = read_images(source.paths[0])
-        return LabelledImages(
-            pictures.images_NCHW[:limit], None if pictures.labels is None else pictures.labels[:limit]
-        )
+        images = read_images(source.paths[0])
+        return LabelledImages(images.images_NCHW[:limit], images.labels[:limit])
     if run.task.reads != "text" or run.task.seq2seq:
         return [item.example for item in islice(source.read(counter), limit)]
     pieces, tokens = [], 0
@@ -291,11 +289,11 @@ def _window_length(run: Run, text: str, special: int) -> tuple[list[int], int]:
     return ids, min([WINDOW, len(ids), *limits])
 
 
-def _image_batches(run: Run, pictures: LabelledImages, tokens: int) -> list[Batch]:
-    if pictures.labels is None:
+def _image_batches(run: Run, images: LabelledImages, tokens: int) -> list[Batch]:
+    if not images.labels:
         raise UserError("heads are judged by images with labels, and these have none")
-    scaled_NCHW = pictures.images_NCHW if run.pixels is None else run.pixels(pictures.images_NCHW)
-    labels = np.asarray(_class_ids(run, pictures.labels))
+    scaled_NCHW = images.images_NCHW if run.pixels is None else run.pixels(images.images_NCHW)
+    labels = np.asarray(_class_ids(run, images.labels))
     parts = [slice(start, start + BATCH_IMAGES) for start in range(0, len(labels), BATCH_IMAGES)]
     return [image_batch(scaled_NCHW[part], labels[part]) for part in parts]
 

@@ -155,12 +155,9 @@ class Codec:
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizers; `config` is the caller's to keep."""
-        directory = Path(directory)
-        if self.shared:
-            self.source.save(directory / SHARED)
-        else:
-            self.source.save(directory / SOURCE)
-            self.target.save(directory / TARGET)
+        sides = {SHARED: self.source} if self.shared else {SOURCE: self.source, TARGET: self.target}
+        for name, tokenizer in sides.items():
+            tokenizer.save(Path(directory) / name)
 
     @classmethod
     def load(cls, directory: str | Path, config: TextConfig) -> Codec:

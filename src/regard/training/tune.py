@@ -348,7 +348,7 @@ def _size(data: Sequence[Example] | LabelledImages) -> int:
 
 def _take(data: Sequence[Example] | LabelledImages, rows: Sequence[int]) -> TaskData:
     if isinstance(data, LabelledImages):
-        return LabelledImages(data.images_NCHW[list(rows)], data.labels and [data.labels[row] for row in rows])
+        return data.take(rows)
     return [data[row] for row in rows]
 
 
