@@ -25,10 +25,11 @@ CODEC = Codec(
 
 def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCounter | None = None) -> CorpusWriter:
     counter = counter or LineCounter()
-    with CorpusWriter(path, codec, Source(("pairs.tsv",)), counter, limit, keep=True) as writer:
-        for number, example in enumerate(EXAMPLES, 1):
-            counter.read += 1
-            writer.add(Located(number, example))
+    writer = CorpusWriter(path, codec, Source(("pairs.tsv",)), counter, limit, keep=True)
+    for number, example in enumerate(EXAMPLES, 1):
+        counter.read += 1
+        writer.add(Located(number, example))
+    writer.finish()
     return writer
 
 

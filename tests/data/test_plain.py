@@ -80,9 +80,10 @@ def test_what_is_written_is_what_was_read(
     monkeypatch.setattr(corpus, "SMALL", small)
     monkeypatch.setattr(stream, "CHUNK_TEXT", 200)
     tokenizer = Tokenizer.train(scheme, TEXT.splitlines(keepends=True))
-    with StreamWriter(tmp_path / "s", tokenizer) as writer:
-        for line in TEXT.splitlines(keepends=True):
-            writer.add(line)
+    writer = StreamWriter(tmp_path / "s", tokenizer)
+    for line in TEXT.splitlines(keepends=True):
+        writer.add(line)
+    writer.finish()
     opened = Stream.open(tmp_path / "s")
     (ids,) = opened.windows(np.asarray([0]), len(opened))
     assert ids[0] == ids[-1] == tokenizer.ids.eos and tokenizer.ids.eos not in ids[1:-1]

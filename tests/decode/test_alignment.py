@@ -87,7 +87,7 @@ def test_coverage_ranks_by_the_attention_of_the_whole_path(name: str) -> None:
 def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
     run = run_of("transformer-tiny", 1)
     pairs = list(zip(sources(1, 30), sources(2, 30), strict=True))
-    chosen = choose_heads(run, pairs)
+    chosen = choose_heads(run, [Example(*pair) for pair in pairs])
     assert 1 <= len(chosen) <= 4 and set(chosen) <= {(layer, head) for layer in (0, 1) for head in (0, 1)}
 
     def merit(head: tuple[int, int]) -> float:
@@ -99,7 +99,7 @@ def test_heads_are_chosen_by_sharpness_and_coverage() -> None:
     merits = {(layer, head): merit((layer, head)) for layer in (0, 1) for head in (0, 1)}
     assert max(merits, key=lambda head: merits[head]) in chosen
     with pytest.raises(UserError, match="needs pairs"):
-        choose_heads(run, [("", "")])
+        choose_heads(run, [Example("", "")])
 
 
 def test_heads_are_kept_with_the_run(tmp_path: Path) -> None:

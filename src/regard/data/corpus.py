@@ -111,7 +111,7 @@ class _Side:
 
 
 class CorpusWriter:
-    """Tokenise examples and write them as a corpus, chunk by chunk; at the end of the `with` block it is complete.
+    """Tokenise examples and write them as a corpus, chunk by chunk; after `finish` it is complete.
 
     With `labels`, the target of an example is one of them, and its row their number.
     """
@@ -179,12 +179,8 @@ class CorpusWriter:
         if side == "source" or not self._label_ids:
             self.unknown[side] += int(np.count_nonzero(flat == self._codec.ids.unk))
 
-    def __enter__(self) -> CorpusWriter:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            self._flush()
-            counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
-            meta = {"format": FORMAT, **counts, "dtype": self._dtype}
-            (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    def finish(self) -> None:
+        self._flush()
+        counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
+        meta = {"format": FORMAT, **counts, "dtype": self._dtype}
+        (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")

@@ -43,7 +43,9 @@ def make_pairs(
     codec.save(path)
     labels: tuple[str, ...] = ()
     if labelled:
-        labels = _choose_labels(scan.labels, train, base)
+        labels = base.labels if base and scan.labels <= set(base.labels) else tuple(sorted(scan.labels))
+        if len(labels) < 2:
+            raise UserError(f"{train.name}: every text has the same label, {labels[0]!r}; there is nothing to learn")
         notes.append(f"labels: {few(labels)}")
         known = set(labels)
         for located in valid_rows:
@@ -57,22 +59,22 @@ def make_pairs(
     limit = recipe.data.max_length
     train_writer = CorpusWriter(path / "train", codec, train, counter, limit, labels)
     valid_writer = CorpusWriter(path / "valid", codec, valid or train, held_counter, limit, labels, keep=True)
-    with train_writer, valid_writer:
-        for located in valid_rows:
+    for located in valid_rows:
+        valid_writer.add(located)
+    for index, located in enumerate(train.read(counter)):
+        if splitter is not None and splitter.held_out(located.example.source):
             valid_writer.add(located)
-        for index, located in enumerate(train.read(counter)):
-            if splitter is not None and splitter.held_out(located.example.source):
+        else:
+            train_writer.add(located)
+            if unsplit and index < MAX_VALID:
                 valid_writer.add(located)
-            else:
-                train_writer.add(located)
-                if unsplit and index < MAX_VALID:
-                    valid_writer.add(located)
+    train_writer.finish()
+    valid_writer.finish()
     _require_examples("training", train_writer, train, counter, limit)
     _require_examples("validation", valid_writer, valid or train, held_counter, limit)
 
     examples = valid_writer.examples or []
-    lines = "".join(json.dumps(example) + "\n" for example in examples)
-    (path / VALID_EXAMPLES).write_bytes(lines.encode())
+    (path / VALID_EXAMPLES).write_bytes("".join(json.dumps(example) + "\n" for example in examples).encode())
     notes.append(f"training: {train_writer.count:,} examples from {train.name}, {counter.summary()}")
     notes.extend(filter(None, [train.hint(counter)]))
     if valid:
@@ -89,14 +91,6 @@ def make_pairs(
 def read_examples(path: Path) -> list[Example]:
     """The validation examples that `make_pairs` wrote into `path`."""
     return [Example(*json.loads(row)) for row in (path / VALID_EXAMPLES).read_bytes().split(b"\n")[:-1]]
-
-
-def _choose_labels(labels: set[str], train: Source, base: BaseText | None) -> tuple[str, ...]:
-    if base is not None and labels <= set(base.labels):
-        return base.labels
-    if len(labels) < 2:
-        raise UserError(f"{train.name}: every text has the same label, {min(labels)!r}; there is nothing to learn")
-    return tuple(sorted(labels))
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

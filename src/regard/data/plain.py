@@ -38,11 +38,12 @@ def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, b
     codec.save(path)
     train_writer = StreamWriter(path / "train", codec.source)
     valid_writer = StreamWriter(path / "valid", codec.source)
-    with train_writer, valid_writer:
-        for piece, held_out in divide(read_pieces(train, LineCounter()), split):
-            (valid_writer if held_out else train_writer).add(piece)
-        for piece in read_pieces(valid, valid_counter) if valid else ():
-            valid_writer.add(piece)
+    for piece, held_out in divide(read_pieces(train, LineCounter()), split):
+        (valid_writer if held_out else train_writer).add(piece)
+    for piece in read_pieces(valid, valid_counter) if valid else ():
+        valid_writer.add(piece)
+    train_writer.finish()
+    valid_writer.finish()
     notes.append(f"training: {train_writer.summary()} from {train.name}, {counter.summary()}")
     if valid:
         if not valid_writer.characters:
@@ -81,14 +82,9 @@ def _make_codec(
         pieces = divide(read_pieces(train, LineCounter()), split)
         return draw((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), wanted, sample.count)
 
+    rare, mask = recipe.text.min_count, task.name == "masked"
     tokenizer, note = learn_tokenizer(
-        scheme,
-        sample.column(),
-        sample.count,
-        texts,
-        min_count=recipe.text.min_count,
-        mask=task.name == "masked",
-        line_ends=True,
+        scheme, sample.column(), sample.count, texts, min_count=rare, mask=mask, line_ends=True
     )
     return Codec(tokenizer, frame=task.frame), [note]
 
@@ -170,7 +166,7 @@ def divide(pieces: Iterator[str], at: int) -> Iterator[tuple[str, bool]]:
 
 
 class StreamWriter:
-    """Tokenise a text and write it, chunk by chunk; at the end of the `with` block it is complete."""
+    """Tokenise a text and write it, chunk by chunk, between two end tokens; after `finish` it is complete."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         self.path = directory
@@ -180,6 +176,7 @@ class StreamWriter:
         self._dtype = dtype_for(tokenizer.size)
         self._waiting: list[str] = []
         self._text = 0  # characters waiting
+        self._write([tokenizer.ids.eos])
 
     def summary(self) -> str:
         return f"{self.tokens:,} tokens ({self.characters:,} characters)"
@@ -202,16 +199,11 @@ class StreamWriter:
         self.tokens += len(flat)
         self.unknown += int(np.count_nonzero(flat == self._tokenizer.ids.unk))
 
-    def __enter__(self) -> StreamWriter:
+    def finish(self) -> None:
+        self._flush()
         self._write([self._tokenizer.ids.eos])
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            self._flush()
-            self._write([self._tokenizer.ids.eos])
-            meta = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
-            (self.path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        meta = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
+        (self.path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 class Stream:

@@ -163,10 +163,9 @@ class Coverage:
         self.sum_NS = self.sum_NS[rows_N]
 
 
-def choose_heads(run: Run, pairs: Iterable[tuple[str, str] | Example]) -> tuple[HeadIndex, ...]:
+def choose_heads(run: Run, pairs: Iterable[Example]) -> tuple[HeadIndex, ...]:
     """The decoder heads (layer, head) that align best on the first usable pairs."""
-    examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in islice(pairs, EXAMPLES)]
-    examples = [example for example in examples if example.source.strip() and example.target]
+    examples = [pair for pair in islice(pairs, EXAMPLES) if pair.source.strip() and pair.target]
     if not examples:
         raise UserError("choosing alignment heads needs pairs with a source and a target")
     sources = run.codec.encode_source(examples)

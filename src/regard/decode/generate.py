@@ -75,7 +75,7 @@ class TorchEngine(Engine):
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         codec = self.runs[0].codec
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
-        for batch in self.batches(inputs):
+        for batch in self.preparer.batches(dict(enumerate(inputs))):
             decoded = search(self.scorer, [inputs[i] for i in batch], self.options)
             for i, outputs in zip(batch, decoded, strict=True):
                 results[i] = make_hypotheses(codec, self.options, inputs[i], outputs)
@@ -83,10 +83,6 @@ class TorchEngine(Engine):
             self._align(inputs, results)
         flag_segmentation(codec, results)
         return results
-
-    def batches(self, inputs: Sequence[SearchInput]) -> Iterator[list[int]]:
-        """The indices of inputs that are decoded together."""
-        return self.preparer.batches({i: item for i, item in enumerate(inputs) if not item.flags})
 
     def _align(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
         from regard.decode.alignment import align, load_heads  # where asked for, like the coverage penalty

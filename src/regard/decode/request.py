@@ -97,9 +97,9 @@ class Preparer:
         return [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
 
     def batches(self, inputs: Mapping[int, SearchInput]) -> Iterator[list[int]]:
-        """The keys of inputs that are decoded together: of similar length, within `batch_tokens`."""
-        keys = list(inputs)
-        for batch in by_length([self._size(item) for item in inputs.values()], self.options.batch_tokens):
+        """The keys of inputs that are decoded together: not flagged, of similar length, within `batch_tokens`."""
+        keys = [key for key, item in inputs.items() if not item.flags]
+        for batch in by_length([self._size(inputs[key]) for key in keys], self.options.batch_tokens):
             yield [keys[j] for j in batch]
 
     def _size(self, item: SearchInput) -> int:

@@ -41,7 +41,7 @@ class WorkerPool(Engine):
         self._pool = ProcessPoolExecutor(workers - 1, context, _start_worker, arguments)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        indices = list(self.engine.batches(inputs))
+        indices = list(self.preparer.batches(dict(enumerate(inputs))))
         batches = [[inputs[i] for i in batch] for batch in indices]
         with _ignore_interrupts():
             futures = [self._pool.submit(_decode, batch) for batch in batches]
