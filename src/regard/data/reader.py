@@ -24,7 +24,7 @@ LONGEST = 1_000_000  # bytes of a line
 CHUNK = 1 << 18
 BOM = b"\xef\xbb\xbf"
 STDIN = "-"
-MANY = 10  # columns; more are not told apart
+MANY = 10  # columns; more are counted together
 
 # Reasons to skip a line
 BLANK = "blank line"
@@ -66,7 +66,7 @@ def shown(path: str) -> str:
 
 @contextmanager
 def open_bytes(path: str) -> Iterator[BinaryIO]:
-    """Open a file, gzip or not (told by its first bytes), or `-` for stdin; every failure is a UserError."""
+    """Open a file, gzip or not (by its first bytes), or `-` for stdin; every failure is a UserError."""
     with open_raw(path) as raw:
         try:
             head = raw.peek(8)[:8]  # type: ignore[attr-defined]

@@ -41,11 +41,7 @@ class Picked(NamedTuple):
     ended_parent_AC: Tensor
 
 
-class Stages(NamedTuple):
-    """Progress towards required phrases: the stage that each token leads to, and whether it comes nearer."""
-
-    stage_AWV: Tensor
-    nearer_AWV: Tensor
+Stages = tuple[Tensor, Tensor]  # towards required phrases (A, W, V): the stage after a token, and if it comes nearer
 
 
 def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages | None = None) -> Picked:
@@ -61,7 +57,8 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
     if stages is None:
         top_NK, token_NK = best(value_AWV.reshape(-1, vocab), each)
     else:
-        steps = [best(value_AWV.masked_fill(m, -math.inf).flatten(0, 1), each) for m in (stages[1], ~stages[1])]
+        stage_AWV, nearer_AWV = stages
+        steps = [best(value_AWV.masked_fill(m, -math.inf).flatten(0, 1), each) for m in (nearer_AWV, ~nearer_AWV)]
         top_NK, token_NK = (torch.cat(both, 1) for both in zip(*steps, strict=True))
         each *= 2
     token_AC = token_NK.view(sentences, -1)
@@ -69,7 +66,7 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
     # Ends come first and rows in order: equal values are taken in the order end, row, rank, in any batch.
     sum_AC, index_AC = torch.cat((end_AW, go_AC), 1).sort(dim=1, descending=True, stable=True)
     if stages is not None:
-        stage_AWK = stages.stage_AWV.gather(2, token_NK.view(sentences, rows, each))
+        stage_AWK = stage_AWV.gather(2, token_NK.view(sentences, rows, each))
         stage_AC = torch.cat((torch.zeros_like(token_AC[:, :rows]), stage_AWK.flatten(1)), 1).gather(1, index_AC)
         turn_AC = _turns(stage_AC).masked_fill(sum_AC == -math.inf, sum_AC.shape[1])
         order_AC = turn_AC.argsort(dim=1, stable=True)
@@ -120,11 +117,8 @@ class BackPointers:
     """The parents and tokens chosen at every step, from which the hypotheses are read back at the end."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # per row: its parent, token, score
+        self.steps: list[list[np.ndarray]] = []  # per row: its parent, token, score
         self.ends: list[np.ndarray] = []  # per row of a step: the score of ending there
-
-    def append(self, parents_N: Tensor, tokens_N: Tensor, scores_N: Tensor) -> None:
-        self.steps.append((parents_N.numpy(force=True), tokens_N.numpy(force=True), scores_N.numpy(force=True)))
 
     def read(self, at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and scores of the hypotheses that end at steps `at` in `rows`, left-aligned, without their ends."""
@@ -178,9 +172,7 @@ def beam_search(
         if coverage is not None:
             coverage.add()
         value_AGWV = steer(logp_NV, rules, t, alive_A).view(*sum_AGW.shape, -1)
-        stages = None
-        if constraint is not None:
-            stages = Stages(*(x.view_as(value_AGWV) for x in constraint.stages(alive_A)))
+        stages = None if constraint is None else constraint.stages(alive_A)
         picks = _pick_groups(sum_AGW, value_AGWV, scorer.eos, width, options.diversity, stages)
         parent_AGW = torch.stack([p.parent_AW for p in picks], 1)
         sum_next_AGW = torch.stack([p.sum_AW for p in picks], 1)
@@ -213,7 +205,7 @@ def beam_search(
                 stay_N = stay_A.repeat_interleave(len(rows_N) // len(alive_A))
                 rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
                 alive_A, sum_next_AGW = alive_A[sentences], sum_next_AGW[sentences]
-        pointers.append(rows_N, tokens_N, logp_NV[rows_N, tokens_N])
+        pointers.steps.append([x.numpy(force=True) for x in (rows_N, tokens_N, logp_NV[rows_N, tokens_N])])
         states = select(states, rows_N, sentences)
         if coverage is not None:
             coverage.select(rows_N)
@@ -231,7 +223,7 @@ def _pick_groups(
     taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if sum_AGW.shape[1] > 1 else None
     for g in range(sum_AGW.shape[1]):
         value_AWV = value_AGWV[:, g]
-        here = None if stages is None else Stages(*(x[:, g] for x in stages))
+        here = None if stages is None else (stages[0].view_as(value_AGWV)[:, g], stages[1].view_as(value_AGWV)[:, g])
         if taken_AV is None:
             return [pick(sum_AGW[:, g], value_AWV, eos, width, here)]
         picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, here)

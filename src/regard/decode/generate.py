@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         return results
 
     def _align(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
-        from regard.decode.alignment import align, load_heads  # where asked for, like the coverage penalty
+        from regard.decode.alignment import align, load_heads  # as in search: few outputs are aligned
 
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         sources = [inputs[i].sources[0] for i, _ in entries]

@@ -177,9 +177,7 @@ def attention_flags(alignment: Alignment) -> dict[str, str]:
     if share[top] > PARKED:
         return {"attention": f"{100 * share[top]:.0f}% of it on source token {top} ({alignment.source[top]!r})"}
     entropy = -(soft * np.log(np.maximum(soft, 1e-12))).sum(1).mean() / np.log(soft.shape[1])
-    if entropy > UNIFORM:
-        return {"attention": "spread evenly over the source"}
-    return {}
+    return {"attention": "spread evenly over the source"} if entropy > UNIFORM else {}
 
 
 def _minimum_risk(codec: Codec, options: Options, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -116,11 +116,7 @@ class Options(Value):
             raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}")
         if self.max_ratio is not None and self.min_ratio > self.max_ratio:
             raise ValueError(f"min_ratio {self.min_ratio} is more than max_ratio {self.max_ratio}")
-        self._check_used()
-        return self
-
-    def _check_used(self) -> None:
-        """Refuse options that would be ignored. A seed without sampling is no mistake: every seed gives the same."""
+        # Options that would be ignored; a seed without sampling is no mistake, since every seed gives the same.
         sampling, beam = "sample, or mbr without a beam", "a beam of at least 2"
         for name, used, needed in (
             ("temperature", self.samples, sampling),
@@ -135,6 +131,7 @@ class Options(Value):
         ):
             if not used and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs {needed}")
+        return self
 
     @property
     def samples(self) -> bool:

@@ -257,8 +257,7 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
 def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:
     """A flag if a side of so many tokens is longer than the positions of a model, or than `most` (max_source)."""
     if length > min(positions, most):
-        bound = (
-            f"the {positions} that fit the model's learned positions" if positions < most else f"{most} (max_source)"
-        )
+        learned = f"the {positions} that fit the model's learned positions"
+        bound = learned if positions < most else f"{most} (max_source)"
         return {"too_long": f"the {side} has {length} tokens, more than {bound}"}
     return {}

@@ -54,7 +54,7 @@ def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra
     rules = make_rules(scorer, inputs, options, one_path=False)
     if not options.coverage_penalty:
         return beam_search(scorer, inputs, rules, options, extra)
-    from regard.decode.alignment import Coverage  # with its hooks, for few searches: most read no attention
+    from regard.decode.alignment import Coverage  # most searches read no attention
 
     coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
     with coverage.record():

@@ -30,11 +30,7 @@ SPECIALS = tuple(f"< {name} >" for name in ("pad", "unk", "sos", "eos", "mask"))
 EVERY = 2**40  # more tokens than any text has
 
 _INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits and the joiners that some scripts write in words
-PATTERNS = {
-    "char": r"[\s\S]",
-    "nfd": r"[\s\S]",
-    "word": rf" ?[{_INSIDE}]+| ?[^\s{_INSIDE}]|[\s\S]",
-}
+PATTERNS = {"char": r"[\s\S]", "nfd": r"[\s\S]", "word": rf" ?[{_INSIDE}]+| ?[^\s{_INSIDE}]|[\s\S]"}
 
 # Left alone the library starts threads at its first call, and a process forked later warns or waits for them for ever.
 SWITCH = "TOKENIZERS_PARALLELISM"
