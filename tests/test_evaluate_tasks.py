@@ -123,6 +123,7 @@ def test_masked_tokens_are_the_same_each_time_and_text_only(folder: Path) -> Non
     again = score_text(run, ids, 16)
     assert all(np.array_equal(a, b) for a, b in zip(token_scores, again, strict=True))
     assert token_scores.predicted.mean() == pytest.approx(0.15, abs=0.03)
+    assert set(token_scores.predicted.tolist()) == {0, 1}  # once, although the last two windows overlap
     assert (token_scores.nll[token_scores.predicted == 0] == 0).all() and (
         token_scores.nll[token_scores.predicted == 1] > 0
     ).all()

@@ -247,11 +247,16 @@ def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[Non
 def _score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
     """Mask some tokens, the same ones every time, and score those."""
     masking = TokenMasking(Stream(ids[1:], 0), run.codec, run.config, Train(context=context))
+    nll, correct, masked = (np.zeros(len(ids) - 1, dtype) for dtype in (float, float, bool))
     for starts, _, batch in _text_batches(masking, len(ids) - 1, context):
         assert batch.keep_BT is not None
         nll_BS, correct_BS = _score_batch(run.model, batch)
         for row, (start, keep) in enumerate(zip(starts, batch.keep_BT.numpy(), strict=True)):
-            yield start + np.flatnonzero(keep) - masking.text_offset, nll_BS[row, keep], correct_BS[row, keep]
+            index = start + np.flatnonzero(keep) - masking.text_offset
+            # The last window overlaps the one before; what both mask counts once, as the last one scores it.
+            nll[index], correct[index], masked[index] = nll_BS[row, keep], correct_BS[row, keep], True
+    (index,) = masked.nonzero()
+    yield index, nll[index], correct[index]
 
 
 def _score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
