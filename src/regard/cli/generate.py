@@ -23,8 +23,6 @@ from regard.cli.input import (
     with_workers,
 )
 from regard.cli.tables import flush, message, out, out_json
-from regard.data.images import read_images
-from regard.decode.classify import Classification, classify_ids, classify_images
 from regard.decode.generate import Engine, TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
@@ -175,6 +173,10 @@ def _line(hypothesis: Hypothesis) -> str:
 
 def _print_labels(run: Run, file: str, options: Options, given: Collection[str], json: bool) -> None:
     """Print the label of every line, or of every image; `given` are the names of the options that were given."""
+    # here, since generating text needs none of it
+    from regard.data.images import read_images
+    from regard.decode.classify import Classification, classify_ids, classify_images
+
     supported = LABEL_OPTIONS[run.task.reads]
     if unsupported := [option_name(name) for name in given if name not in supported]:
         names = [option_name(name) for name in (*supported, "json", "threads", "device")]
@@ -183,7 +185,7 @@ def _print_labels(run: Run, file: str, options: Options, given: Collection[str],
         )
     if run.task.reads == "images":
         for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
-            _print_label({}, answer, json)
+            _print_label(answer.label, answer.as_dict(), json)
         return
     empty = Classification("", {}, {"empty": "the text is empty"})
     lines, number = InputLines(file, run.codec), 0
@@ -196,17 +198,17 @@ def _print_labels(run: Run, file: str, options: Options, given: Collection[str],
             number += 1
             answer = next(answers) if request.source.strip() else empty
             lines.note_flags(number, answer.flags)
-            _print_label({"source": request.source}, answer, json)
+            _print_label(answer.label, {"source": request.source, **answer.as_dict()}, json)
         flush()
     for remark in lines.remarks():
         message(remark)
 
 
-def _print_label(item: dict[str, Any], answer: Classification, json: bool) -> None:
+def _print_label(label: str, answer: dict[str, Any], json: bool) -> None:
     if json:
-        out_json({**item, **answer.as_dict()})
+        out_json(answer)
     else:
-        out(_one_line(answer.label))
+        out(_one_line(label))
 
 
 def _one_line(text: str) -> str:
