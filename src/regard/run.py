@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from regard.batch import Pixels
@@ -136,8 +136,9 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write tensors, atomically."""
-    replace_file(path, lambda temporary: write_tensors(weights, temporary))
+    """Write tensors, atomically; as bytes, for the library's own writer leaves a temporary file if it is killed."""
+    tensors = {name: x.contiguous().cpu() for name, x in weights.items()}
+    replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
 
 
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:

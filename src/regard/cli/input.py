@@ -192,7 +192,7 @@ class InputLines:
         self.path = path
         self.is_file = _is_file(path)
         self.codec = codec
-        self.account = LineCounter()
+        self.counter = LineCounter()
         self.unknown = UnknownTokens()
         self.targets_ignored = 0
         self._names = [name for name in codec.columns if name != "target"]
@@ -215,13 +215,13 @@ class InputLines:
         """Count a line whose output is empty for the reason that these flags give."""
         for name, reason in (("too_long", LONG), ("unsatisfied", UNMET)):
             if name in flags:
-                self.account.skip(reason, f"{shown(self.path)}:{number}", flags[name], tell=True)
+                self.counter.skip(reason, f"{shown(self.path)}:{number}", flags[name], tell=True)
 
     def remarks(self) -> list[str]:
         """Messages about lines that could not be used, ignored columns and unknown tokens."""
         remarks = []
-        if self.account.skipped:
-            remarks.append(f"{self.account.summary()}; their outputs are empty")
+        if self.counter.skipped:
+            remarks.append(f"{self.counter.summary()}; their outputs are empty")
         if self.targets_ignored:
             lines = "line has" if self.targets_ignored == 1 else "lines have"
             remarks.append(f"{self.targets_ignored:,} {lines} a target column, which was ignored")
@@ -230,10 +230,10 @@ class InputLines:
         return remarks
 
     def _request(self, line: Line) -> Request:
-        self.account.read += 1
+        self.counter.read += 1
         location = f"{shown(self.path)}:{line.number}"
         if line.problem:
-            self.account.skip(line.problem, location)
+            self.counter.skip(line.problem, location)
             return Request("", skip=True)
         cells = line.text.split("\t")
         prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
@@ -244,7 +244,7 @@ class InputLines:
             self.targets_ignored += 1
         if len(cells) != len(self._names):
             if line.text.strip():
-                self.account.skip(COLUMNS, location)
+                self.counter.skip(COLUMNS, location)
             return Request("")
         row = dict(zip(self._names, cells, strict=True))
         return Request(row["source"], row.get("features"), prefix)
