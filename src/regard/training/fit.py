@@ -81,7 +81,7 @@ def _fit(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> Traini
     if report := _finished(recipe, path):
         reporter.say(f"{path}: this run is finished ({report.progress.finished}); a larger budget would let it go on")
         return report
-    device, size = choose_device(recipe.train.device), recipe.train.workers
+    device, size = torch.device(recipe.train.device), recipe.train.workers  # chosen when the run was set up
     if size == 1:
         return _train(recipe, path, ProcessGroup(device=device), reporter)
     with Workers(size, "regard.training.fit", [str(path)]) as workers:
