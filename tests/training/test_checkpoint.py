@@ -115,7 +115,8 @@ def test_no_space_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("regard.run.save_file", full)
+    monkeypatch.setattr("regard.run.save_file", full)  # of checkpoints
+    monkeypatch.setattr("regard.run.save", full)  # of weights
     for write in (
         lambda: checkpoints.save(Progress(step=2), {"model": WEIGHTS}),
         lambda: checkpoints.keep(2, WEIGHTS),
