@@ -15,7 +15,7 @@ from regard.data.objectives import SpanCorruption
 from regard.data.plain import Stream, TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
-from regard.decode.score import score_text, scoring_context
+from regard.decode.scoring import score_text, scoring_context
 from regard.errors import UserError
 from regard.evaluate import evaluate_text, judge_text
 from regard.model import Model

@@ -109,7 +109,8 @@ def test_no_import_cycle():
 
 
 def test_no_two_modules_have_the_same_name():
-    stems = [file.stem for file in FILES if file.stem not in (*VERBS, "__init__")]
+    verbs = [SOURCE / "cli" / f"{verb}.py" for verb in VERBS]  # named for what the user types
+    stems = [file.stem for file in FILES if file not in verbs and file.stem != "__init__"]
     assert sorted({stem for stem in stems if stems.count(stem) > 1}) == []
 
 

@@ -18,7 +18,7 @@ from regard.decode.generate import Piece, generate, stream
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.request import Input, Request
-from regard.decode.score import Pair, Scored, score
+from regard.decode.scoring import Pair, Scored, score
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text

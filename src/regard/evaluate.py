@@ -19,7 +19,7 @@ from regard.data.reader import LONG, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import Engine, TorchEngine
 from regard.decode.options import Options
-from regard.decode.score import overlong, score, score_text, scoring_context
+from regard.decode.scoring import overlong, score, score_text, scoring_context
 from regard.errors import UserError, one_of
 from regard.metrics import (
     METRICS,

@@ -18,8 +18,8 @@ from regard.decode.generate import TorchEngine, generate
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.options import Options
 from regard.decode.request import SearchInput
-from regard.decode.score import force
 from regard.decode.scorer import Scorer, States, best
+from regard.decode.scoring import force
 from regard.decode.search import decode_paths, make_rules, search
 from regard.nn.cache import KV, KVCache
 from regard.run import Run

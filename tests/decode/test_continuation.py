@@ -12,7 +12,7 @@ from test_batch_independence import STRATEGIES
 from regard.decode.generate import generate, stream
 from regard.decode.options import Options
 from regard.decode.request import Request
-from regard.decode.score import score
+from regard.decode.scoring import score
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State

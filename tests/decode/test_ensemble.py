@@ -10,7 +10,7 @@ from decode_kit import NAMES, blank, run_of, same, sources, tokenizer
 
 from regard.decode.generate import generate
 from regard.decode.options import Options
-from regard.decode.score import score
+from regard.decode.scoring import score
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example

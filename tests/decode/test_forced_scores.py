@@ -13,7 +13,7 @@ from test_batch_independence import STRATEGIES
 
 from regard.decode.generate import generate
 from regard.decode.options import Options
-from regard.decode.score import score
+from regard.decode.scoring import score
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Example

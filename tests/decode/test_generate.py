@@ -17,7 +17,7 @@ from regard.batch import by_length, windows
 from regard.decode.generate import TorchEngine, generate
 from regard.decode.options import Options
 from regard.decode.request import Request
-from regard.decode.score import score
+from regard.decode.scoring import score
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset

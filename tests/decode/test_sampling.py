@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from regard.decode.generate import generate
 from regard.decode.options import Options
 from regard.decode.request import SearchInput
-from regard.decode.score import score
+from regard.decode.scoring import score
 from regard.decode.search import Sampler, truncate
 
 

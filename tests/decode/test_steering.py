@@ -18,7 +18,7 @@ from regard.decode.options import Options
 from regard.decode.phrases import Spelling, is_combining, make_phrases
 from regard.decode.request import Request, SearchInput
 from regard.decode.rules import PhraseConstraint
-from regard.decode.score import score
+from regard.decode.scoring import score
 
 STRATEGIES: list[dict[str, object]] = [
     {},

@@ -25,7 +25,7 @@ from regard.cli.input import (
 from regard.cli.tables import message, out, out_json
 from regard.data.reader import BLANK, COLUMNS, LONG, LineCounter, Located, read_lines, shown
 from regard.decode.options import Options
-from regard.decode.score import score
+from regard.decode.scoring import score
 from regard.evaluate import UnknownParts
 from regard.text.codec import Example
 
