@@ -54,7 +54,7 @@ def test_an_environment_that_does_not_add_up(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
-        join_group("cpu")
+        join_group(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", ["abc", "", "-1", "2.5"])

@@ -22,28 +22,28 @@ from regard.presets import preset
 from regard.recipe import Recipe, Train
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
-from regard.training.distributed import ProcessGroup
 from regard.training.loader import DataLoader, make_loader, text_loader
 
 
 @pytest.fixture
-def loaders(recipe: MakeRecipe, tmp_path: Path):  # type: ignore[no-untyped-def]
+def loader_of(recipe: MakeRecipe, tmp_path: Path):  # type: ignore[no-untyped-def]
     prepared = prepare(recipe(), tmp_path / "data")
     config = preset("transformer-tiny", 50)
 
-    def make(size: int, **settings: int) -> list[DataLoader]:
-        return [make_loader(recipe(**settings), prepared, config, ProcessGroup(rank, size)) for rank in range(size)]
+    def make(**settings: int) -> DataLoader:
+        return make_loader(recipe(**settings), prepared, config)
 
     return make
 
 
-def test_an_epoch_has_every_example_once_however_it_is_shared(loaders) -> None:  # type: ignore[no-untyped-def]
+def test_an_epoch_has_every_example_once_however_it_is_shared(loader_of) -> None:  # type: ignore[no-untyped-def]
     def rows(size: int, accumulate: int) -> list[tuple[int, ...]]:
         found = []
-        for loader in loaders(size, accumulate=accumulate, batch_examples=7):
+        loader = loader_of(accumulate=accumulate, batch_examples=7)
+        for rank in range(size):
             batch = 0
             while batch < loader.batches_in(0):
-                step = loader.step(0, batch)
+                step = loader.step(0, batch, rank, size)
                 batch += step.batches
                 for share, weight in step.shares:
                     keep = share.source_keep_BS
@@ -56,8 +56,9 @@ def test_an_epoch_has_every_example_once_however_it_is_shared(loaders) -> None: 
     assert rows(3, 2) == alone
 
 
-def test_every_rank_knows_the_total_before_it_computes(loaders) -> None:  # type: ignore[no-untyped-def]
-    steps = [loader.step(1, 2) for loader in loaders(3, accumulate=4)]
+def test_every_rank_knows_the_total_before_it_computes(loader_of) -> None:  # type: ignore[no-untyped-def]
+    loader = loader_of(accumulate=4)
+    steps = [loader.step(1, 2, rank, 3) for rank in range(3)]
     real = sum(share.tokens for step in steps for share, weight in step.shares if weight)
     assert {share.total for step in steps for share, _ in step.shares} == {real}
     rows = sum(len(share.source_BS) for step in steps for share, weight in step.shares if weight)
@@ -65,14 +66,15 @@ def test_every_rank_knows_the_total_before_it_computes(loaders) -> None:  # type
     assert len({p.all_tokens for p in steps}) == 1 and steps[0].all_tokens > real
 
 
-def test_a_rank_without_examples_takes_part(loaders) -> None:  # type: ignore[no-untyped-def]
-    steps = [loader.step(0, 0) for loader in loaders(3, batch_examples=2)]
+def test_a_rank_without_examples_takes_part(loader_of) -> None:  # type: ignore[no-untyped-def]
+    loader = loader_of(batch_examples=2)
+    steps = [loader.step(0, 0, rank, 3) for rank in range(3)]
     assert [weight for step in steps for _, weight in step.shares] == [1.0, 1.0, 0.0]
     assert all(share.source_BS.shape[0] == 1 for step in steps for share, _ in step.shares)
 
 
-def test_steps_of_an_epoch(loaders) -> None:  # type: ignore[no-untyped-def]
-    (loader,) = loaders(1, accumulate=5, batch_examples=10)
+def test_steps_of_an_epoch(loader_of) -> None:  # type: ignore[no-untyped-def]
+    loader = loader_of(accumulate=5, batch_examples=10)
     count = loader.batches_in(0)
     assert 10 < count <= 15
     assert [loader.step(0, batch).batches for batch in (0, 5, 10)] == [5, 5, count - 10]
@@ -88,19 +90,17 @@ MEMORY = Config(source_vocab=31, target_vocab=31, decoder=STACK.model_copy(updat
 BOTH = Config(source_vocab=131, target_vocab=131, encoder=STACK, decoder=STACK)
 
 
-def make(kind: str, rank: int = 0, size: int = 1, **settings: Any) -> DataLoader:
+def make(kind: str, **settings: Any) -> DataLoader:
     train = Train(**({"context": 16, "batch_examples": 4} | settings))
     recipe = Recipe(task="lm" if kind == "lanes" else kind, train=train)
     config = {"masked": ENCODER, "lanes": MEMORY}.get(kind, BOTH)
-    return text_loader(
-        recipe, Prepared(codec=CODEC, train=STREAM, valid=STREAM, notes=[]), config, ProcessGroup(rank, size)
-    )
+    return text_loader(recipe, Prepared(codec=CODEC, train=STREAM, valid=STREAM, notes=[]), config)
 
 
-def epoch(loader: DataLoader, number: int) -> list[Any]:
+def epoch(loader: DataLoader, number: int, rank: int = 0, size: int = 1) -> list[Any]:
     found, batch = [], 0
     while batch < loader.batches_in(number):
-        step = loader.step(number, batch)
+        step = loader.step(number, batch, rank, size)
         batch += step.batches
         found.append(step)
     return found
@@ -124,8 +124,8 @@ def test_a_step_depends_on_seed_epoch_and_batch_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["lm", "masked", "span"])
 def test_shares_make_up_the_whole(kind: str) -> None:
     def rows(size: int) -> tuple[Counter[Any], list[Any]]:
-        loaders = [make(kind, rank, size, accumulate=2, batch_examples=5) for rank in range(size)]
-        steps = [epoch(loader, 3) for loader in loaders]
+        loader = make(kind, accumulate=2, batch_examples=5)
+        steps = [epoch(loader, 3, rank, size) for rank in range(size)]
         found: Counter[Any] = Counter()
         for step in (step for steps in steps for step in steps):
             for batch, weight in step.shares:

@@ -102,7 +102,12 @@ def _number(name: str, default: int | None = None) -> int:
     return int(value)
 
 
-def join_group(device: str) -> ProcessGroup:
+def process_device(request: str) -> torch.device:
+    """The device that this process trains on; of several processes on a machine with GPUs, each gets its own."""
+    return choose_device(request, _number("LOCAL_RANK", _number("RANK", 0)))
+
+
+def join_group(device: torch.device) -> ProcessGroup:
     """Join the process group that the environment describes (rank, size, address)."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if rank >= size:
@@ -113,7 +118,7 @@ def join_group(device: str) -> ProcessGroup:
         raise UserError(f"{missing[0]}: is not set, so the {size} processes of WORLD_SIZE cannot meet; use torchrun")
     if store_file is not None:
         ready_file(store_file, rank).touch()
-    return form_group(rank, size, choose_device(device, _number("LOCAL_RANK", rank)), store_file)
+    return form_group(rank, size, device, store_file)
 
 
 def ready_file(store_file: str, rank: int) -> Path:

@@ -14,7 +14,7 @@ import torch
 
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.decode.alignment import choose_heads, save_heads
-from regard.device import choose_device, cores, tune_allocator
+from regard.device import cores, tune_allocator
 from regard.errors import UserError
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
@@ -22,8 +22,16 @@ from regard.recipe import Recipe
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
 from regard.training.checkpoint import TRAINING, Progress
-from regard.training.distributed import ProcessGroup, Workers, exit_with_parent, form_group, has_launcher, join_group
-from regard.training.loader import make_loader
+from regard.training.distributed import (
+    ProcessGroup,
+    Workers,
+    exit_with_parent,
+    form_group,
+    has_launcher,
+    join_group,
+    process_device,
+)
+from regard.training.loader import DataLoader, make_loader
 from regard.training.plan import check_model, complete_processes, complete_recipe, model_config
 from regard.training.report import Reporter, draw_curve, format_score, make_reporter, write_model_card
 from regard.training.start import (
@@ -58,6 +66,21 @@ class TrainingReport(NamedTuple):
         return None if self.progress.best is None else self.progress.best.value
 
 
+class _Setup(NamedTuple):
+    """A run directory that is set up, with its data, which each process opens once."""
+
+    path: Path
+    recipe: Recipe
+    prepared: Prepared[Any]
+    loader: DataLoader
+
+
+def _open_setup(path: Path) -> _Setup:
+    """What another process, or an earlier session, has set up."""
+    recipe, prepared = saved_recipe(path), open_prepared(path / TRAINING / DATA)
+    return _Setup(path, recipe, prepared, make_loader(recipe, prepared, read_config(path).model))
+
+
 def fit(recipe: Recipe, out: str | Path, resume: bool = False, reporter: Reporter | None = None) -> TrainingReport:
     """Train as a recipe says and write a run directory; with `resume`, continue the one that is there.
 
@@ -77,54 +100,67 @@ def fit(recipe: Recipe, out: str | Path, resume: bool = False, reporter: Reporte
 
 def _fit(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> TrainingReport:
     """Train in this process, or as the first of several that are started here."""
-    recipe = _set_up(recipe, path, resume, reporter)
-    if report := _finished(recipe, path):
+    device = _device(recipe, path, resume)
+    setup = _set_up(recipe, path, resume, device, reporter)
+    if report := _finished(path):
         reporter.say(f"{path}: this run is finished ({report.progress.finished}); a larger budget would let it go on")
         return report
-    device, size = torch.device(recipe.train.device), recipe.train.workers  # chosen when the run was set up
+    setup = setup or _open_setup(path)
+    size = setup.recipe.train.workers
     if size == 1:
-        return _train(recipe, path, ProcessGroup(device=device), reporter)
+        return _train(setup, ProcessGroup(device=device), reporter)
     with Workers(size, "regard.training.fit", [str(path)]) as workers:
         workers.wait()
         with form_group(0, size, device, workers.store_file) as group, workers.name_failures():
-            return _train(recipe, path, group, reporter)
+            return _train(setup, group, reporter)
 
 
 def _fit_launched(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
-    with join_group(recipe.train.device) as group:
+    device = _device(recipe, path, resume)
+    with join_group(device) as group:
         reporter = reporter if group.first else Reporter()
-        problem = None
+        setup, problem = None, None
         if group.first:
             try:
-                _set_up(recipe, path, resume, reporter, group.size)
+                setup = _set_up(recipe, path, resume, device, reporter, group.size)
             except UserError as error:
                 problem = str(error)
         if problem := group.broadcast(problem):
             raise UserError(problem)
-        recipe = saved_recipe(path)
-        return _finished(recipe, path) or _train(recipe, path, group, reporter)
+        return _finished(path) or _train(setup or _open_setup(path), group, reporter)
 
 
-def _finished(recipe: Recipe, path: Path) -> TrainingReport | None:
+def _device(recipe: Recipe, path: Path, resume: bool) -> torch.device:
+    """The device to train on: the one that the recipe asks for, or that a resumed run began on."""
+    return process_device((saved_recipe(path) if resume and is_run(path) else recipe).train.device)
+
+
+def _finished(path: Path) -> TrainingReport | None:
     """The report of a run that has nothing left to do."""
+    recipe = saved_recipe(path)
     progress = finished_progress(recipe, path)
     if progress is None:
         return None
     return TrainingReport(path, progress, recipe.train.metric, on_meta(read_config(path).model).size)
 
 
-def _set_up(recipe: Recipe, path: Path, resume: bool, reporter: Reporter, launched: int = 1) -> Recipe:
-    """Make the run directory ready -> the complete recipe. `launched` is how many processes a launcher has started."""
+def _set_up(
+    recipe: Recipe, path: Path, resume: bool, device: torch.device, reporter: Reporter, launched: int = 1
+) -> _Setup | None:
+    """Make the run directory ready; None for a resumed run, whose data is opened when it has anything left to do.
+
+    `launched` is how many processes a launcher has started.
+    """
     if resume and is_run(path):
-        return resume_run(recipe, path, reporter)
+        resume_run(recipe, path, device, reporter)
+        return None
     if resume:
         reporter.say(f"{path}: no run to resume, a new one begins")
     else:
         require_free(path)
     # Mistakes in the settings are found before the data is read.
     base, base_text = open_base(recipe)
-    device = choose_device(recipe.train.device)
     check_model(recipe, base)
     with removed_if_empty(path):
         prepared = prepare(recipe, path / TRAINING / DATA, base=base_text)
@@ -132,23 +168,22 @@ def _set_up(recipe: Recipe, path: Path, resume: bool, reporter: Reporter, launch
             reporter.say(note)
         recipe = complete_recipe(recipe, prepared, device, reporter)
         config = model_config(recipe, base, prepared)
-        loader = make_loader(recipe, prepared, config, ProcessGroup())
+        loader = make_loader(recipe, prepared, config)
         recipe = complete_processes(recipe, loader, config, device, launched, reporter)
         fresh = plan_weights(recipe, config, prepared.labels, reporter)
         write_run(path, recipe, config, prepared, fresh)
-    return recipe
+    return _Setup(path, recipe, prepared, loader)
 
 
-def _train(recipe: Recipe, path: Path, group: ProcessGroup, reporter: Reporter) -> TrainingReport:
+def _train(setup: _Setup, group: ProcessGroup, reporter: Reporter) -> TrainingReport:
     """Train in this process, with the others of its group: every process calls this on the same run directory."""
+    path, recipe, prepared, loader = setup
     train = recipe.train
     if group.device.type == "cpu" and group.size > 1:
         torch.set_num_threads(max(1, cores() // group.size))
-    prepared = open_prepared(path / TRAINING / DATA)
     model = make_model(recipe, prepared.labels, path, group.device)
     parameters = model.size
     trained = add_trained_parts(model, train, path)
-    loader = make_loader(recipe, prepared, model.config, group)
     validation = make_validation(recipe, prepared, model.config, group)
     start = {
         "preset": recipe.preset,
@@ -205,9 +240,9 @@ def main() -> None:
     tune_allocator()
     path = Path(sys.argv[1])
     try:
-        recipe = saved_recipe(path)
-        with join_group(recipe.train.device) as group:
-            _train(recipe, path, group, Reporter())
+        setup = _open_setup(path)
+        with join_group(process_device(setup.recipe.train.device)) as group:
+            _train(setup, group, Reporter())
     except UserError as error:
         sys.exit(str(error))
 

@@ -19,7 +19,6 @@ from regard.data.plain import Stream
 from regard.data.prepare import Prepared
 from regard.recipe import Recipe, Train
 from regard.tasks import TASKS, Reads
-from regard.training.distributed import ProcessGroup
 
 IMAGES = 64  # in a batch, if the recipe does not say
 
@@ -45,12 +44,10 @@ class DataLoader:
     def __init__(
         self,
         train: Train,
-        group: ProcessGroup,
         cut: Callable[[int], list[Indices]],
         make: Callable[[int, int, Indices], GlobalBatch],
     ) -> None:
         self._train = train
-        self._group = group
         self._cut = cut
         self._make = make
         self._epoch = -1
@@ -66,12 +63,11 @@ class DataLoader:
     def batches_in(self, epoch: int) -> int:
         return len(self.batches(epoch))
 
-    def step(self, epoch: int, batch: int) -> StepBatches:
-        """The step that begins with this batch of this epoch."""
+    def step(self, epoch: int, batch: int, rank: int = 0, size: int = 1) -> StepBatches:
+        """The step that begins with this batch of this epoch, as the share of one of `size` processes."""
         indices = self.batches(epoch)[batch : batch + self._train.accumulate]
         global_batches = [self._make(epoch, batch + offset, rows) for offset, rows in enumerate(indices)]
         tokens = sum(each.tokens for each in global_batches)
-        rank, size = self._group.rank, self._group.size
         shares = []
         for each in global_batches:
             # Rows of a batch come sorted by length: every n-th of them is as much work as every other n-th.
@@ -83,7 +79,7 @@ class DataLoader:
         return StepBatches(shares, len(indices), examples, tokens, all_tokens, begins_epoch=batch == 0)
 
 
-def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> DataLoader:
+def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) -> DataLoader:
     """Pairs, or texts with labels, in batches of similar length."""
     train, corpus = recipe.train, prepared.train
     lengths = corpus.source_lengths, corpus.target_lengths
@@ -96,10 +92,10 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config, gr
     def cut(epoch: int) -> list[Indices]:
         return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
 
-    return DataLoader(train, group, cut, make)
+    return DataLoader(train, cut, make)
 
 
-def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config, group: ProcessGroup) -> DataLoader:
+def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> DataLoader:
     """Images in random order, `batch_examples` at a time."""
     train, images, pixels = recipe.train, prepared.train, prepared.pixels
     assert pixels is not None
@@ -113,10 +109,10 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config, gro
     def cut(epoch: int) -> list[Indices]:
         return chunks(generator(train.seed, epoch).permutation(len(images)), train.batch_examples or IMAGES)
 
-    return DataLoader(train, group, cut, make)
+    return DataLoader(train, cut, make)
 
 
-def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config, group: ProcessGroup) -> DataLoader:
+def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> DataLoader:
     """Windows of plain text in random order, whose offset differs by epoch, so that every token gets every context.
 
     For a model with segment memory they are lanes: each row of a batch continues the same row of the batch before.
@@ -133,7 +129,7 @@ def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config, grou
     def make(epoch: int, batch: int, starts: Indices) -> GlobalBatch:
         return objective.batch(starts, (train.seed, epoch, batch))
 
-    return DataLoader(train, group, cut, make)
+    return DataLoader(train, cut, make)
 
 
 def chunks(indices: Indices, size: int) -> list[Indices]:
@@ -141,11 +137,11 @@ def chunks(indices: Indices, size: int) -> list[Indices]:
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-LOADERS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config, ProcessGroup], DataLoader]] = MappingProxyType(
+LOADERS: Mapping[Reads, Callable[[Recipe, Prepared[Any], Config], DataLoader]] = MappingProxyType(
     {"pairs": corpus_loader, "labelled": corpus_loader, "text": text_loader, "images": image_loader}
 )
 
 
-def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config, group: ProcessGroup) -> DataLoader:
+def make_loader(recipe: Recipe, prepared: Prepared[Any], config: Config) -> DataLoader:
     """The training data as steps."""
-    return LOADERS[TASKS[recipe.task].reads](recipe, prepared, config, group)
+    return LOADERS[TASKS[recipe.task].reads](recipe, prepared, config)

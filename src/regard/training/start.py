@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from regard.config import Config
 from regard.data.prepare import Prepared
-from regard.device import choose_device, usable_precision
+from regard.device import usable_precision
 from regard.errors import UserError, closest
 from regard.files import read_json, replace_file, to_toml, write_json
 from regard.inspect.prune import gate_heads, restore_unpruned
@@ -76,21 +76,19 @@ def finished_progress(recipe: Recipe, path: Path) -> Progress | None:
     return progress if done >= 1 or progress.finished == "patience" else None
 
 
-def resume_run(recipe: Recipe, path: Path, reporter: Reporter) -> Recipe:
-    """Make a run ready to go on -> its recipe, with the requested budget."""
-    saved, precision = saved_recipe(path), recipe.train.precision
-    recipe = resumed_recipe(recipe, saved, path)
+def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter) -> None:
+    """Make a run ready to go on, with the requested budget."""
+    saved = saved_recipe(path)
+    recipe = resumed_recipe(requested, saved, path)
     if finished_progress(recipe, path) is None:
         restore_unpruned(path, path / TRAINING / UNCUT)
-        if precision != recipe.train.precision == "fp32":
+        if requested.train.precision != recipe.train.precision == "fp32":
             reporter.say("precision: fp32, which the run settled on")
         # The run may have come from another machine. Being slow is no reason to go on differently than it began.
-        device = choose_device(recipe.train.device)
         usable = usable_precision(recipe.train.precision, device, reporter.say, slow=False)
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": usable})})
     if recipe != saved:
         save_recipe(recipe, path)
-    return recipe
 
 
 def is_run(run: Path) -> bool:

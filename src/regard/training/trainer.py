@@ -152,7 +152,7 @@ class Trainer:
         The norm is not gathered: all processes have the same gradients.
         """
         progress, window = self.progress, self.progress.window
-        batches = self.loader.step(progress.epoch, progress.batch)
+        batches = self.loader.step(progress.epoch, progress.batch, self.group.rank, self.group.size)
         if batches.begins_epoch:
             self.stepper.objective.segment_memory = None
         step = progress.step + 1
