@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from regard.cli.decoding import Decoding, EngineName, Ensemble, PrefixColumn, decoding_options
 from regard.cli.input import (
     Device,
     InputLines,
@@ -16,61 +17,31 @@ from regard.cli.input import (
     Threads,
     Workers,
     chosen_options,
-    field_options,
     open_runs,
     option_name,
     with_options,
-    with_workers,
 )
 from regard.cli.tables import flush, message, out, out_json
-from regard.decode.generate import Engine, TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
-from regard.device import cores, usable_precision
-from regard.errors import UserError, one_of
+from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Example
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
 LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window"), "images": ()}  # by what a task reads
-SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
-FIELDS = {
-    SEARCH: (
-        "beam", "nbest", "length_penalty", "coverage_penalty", "exact", "groups", "diversity", "mbr", "utility",
-        "weights",
-    ),
-    SAMPLING: ("sample", "temperature", "top_k", "top_p", "min_p", "seed"),
-    STEERING: (
-        "prefix", "require", "forbid", "alternatives", "alternatives_at", "no_repeat_ngram", "repetition_penalty",
-        "unknown",
-    ),
-    OUTPUT: (
-        "min_length", "max_length", "min_ratio", "max_ratio", "max_source", "alignment", "alignment_heads",
-        "batch_tokens", "window", "precision",
-    ),
-}  # fmt: skip
 
 
-@with_options(
-    "options", *(option for panel, names in FIELDS.items() for option in field_options(Options, *names, panel=panel))
-)
+@with_options("options", *decoding_options())
 def command(
     run: RunPath,
     options: dict[str, Any],
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="Sources, one per line, or images (.npz); - is stdin.")
     ] = "-",
-    ensemble: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RUN", help="A further run to decode with. Repeatable.", rich_help_panel=SEARCH),
-    ] = None,
-    prefix_column: Annotated[
-        bool, typer.Option("--prefix-column", help="The last column of a line is its prefix.", rich_help_panel=STEERING)
-    ] = False,
-    engine: Annotated[
-        str | None,
-        typer.Option(help="regard (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
-    ] = None,
+    ensemble: Ensemble = None,
+    prefix_column: PrefixColumn = False,
+    engine: EngineName = None,
     json: Json = False,
     workers: Workers = None,
     threads: Threads = None,
@@ -83,33 +54,21 @@ def command(
     input line, score, text, separated by tabs. With --alignment the links follow, written source-target from 0. A
     classifier gives a label for every line, or for every image of an .npz.
     """
-    if "alignment_heads" in options:
-        options["alignment_heads"] = [_head(pair) for pair in options["alignment_heads"]]
-    if engine not in (None, "regard", "ctranslate2"):
-        raise one_of("--engine", str(engine), ["regard", "ctranslate2"])
-    ctranslate2 = engine == "ctranslate2"
-    chosen = Options.of(**{k: v for k, v in options.items() if not (ctranslate2 and k == "precision")})
+    decoding = Decoding.of(options, engine, workers, threads, device)
     runs = open_runs([run, *(ensemble or [])], device, threads)
     if runs[0].task.labels:
         others = chosen_options(prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine)
-        _print_labels(runs[0], file, chosen, [*options, *others], json)
+        _print_labels(runs[0], file, decoding.options, [*options, *others], json)
         return
-    usable = usable_precision(chosen.precision, runs[0].model.device, message)
-    chosen = chosen.model_copy(update={"precision": usable})
-    several = chosen.nbest > 1 or chosen.alternatives > 0
+    decoding = decoding.on(runs[0].model.device)
+    several = decoding.options.nbest > 1 or decoding.options.alternatives > 0
     lines, number = InputLines(file, runs[0].codec, prefix_column, prompts=not runs[0].task.seq2seq), 0
     with ExitStack() as stack:
-        decoder: Engine
-        if ctranslate2:
-            scores: Literal["tokens", "totals", "none"] = "tokens" if json else "totals" if several else "none"
-            precision = options.get("precision", "fp32")
-            decoder = stack.enter_context(_ctranslate2(runs, chosen, precision, device, workers, threads, scores))
-        else:
-            decoder = TorchEngine(runs, chosen)
-        for batch in lines.batches(chosen.window):
-            if not number and isinstance(decoder, TorchEngine):
+        decoder = stack.enter_context(decoding.open(runs, "tokens" if json else "totals" if several else "none"))
+        for batch in lines.batches(decoding.options.window):
+            if not number:
                 count = len(batch) if lines.is_file else 1  # from a pipe they may come one by one
-                decoder = stack.enter_context(with_workers(decoder, count, workers, threads))
+                decoder = stack.enter_context(decoding.share(decoder, count))
             inputs = decoder.prepare(batch)
             lines.note_unknown(batch, [item.sources[0] if item.sources else () for item in inputs])
             for request, hypotheses in zip(batch, decoder.decode(inputs), strict=True):
@@ -119,29 +78,6 @@ def command(
             flush()
     for remark in lines.remarks():
         message(remark)
-
-
-def _ctranslate2(
-    runs: list[Run],
-    options: Options,
-    precision: str,
-    device: str,
-    workers: int | None,
-    threads: int | None,
-    scores: Literal["tokens", "totals", "none"],
-) -> Engine:
-    """The engine CTranslate2, with a worker for every core unless told otherwise."""
-    from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
-
-    if precision not in ("fp32", "int8"):
-        raise one_of("--precision of engine ctranslate2", precision, ["fp32", "int8"])
-    if len(runs) > 1:
-        raise UserError("--ensemble: the engine ctranslate2 decodes with one run; use the engine regard")
-    if device != "cpu":
-        raise UserError(f"--device {device}: the engine ctranslate2 works on the CPU here; use the engine regard")
-    if workers is None:
-        workers = 1 if threads or options.sample else cores()
-    return CTranslate2Engine(runs[0], options, "int8" if precision == "int8" else "fp32", workers, threads or 1, scores)
 
 
 def _print_hypotheses(source: str, number: int, hypotheses: list[Hypothesis], json: bool, several: bool) -> None:
@@ -154,14 +90,6 @@ def _print_hypotheses(source: str, number: int, hypotheses: list[Hypothesis], js
             out(f"{number}\t{hypothesis.score:.4f}\t{_line(hypothesis)}")
     else:
         out(_line(hypotheses[0]))
-
-
-def _head(pair: str) -> tuple[int, int]:
-    """Layer and head, counted from 0, of a text that counts them from 1."""
-    layer, _, head = pair.strip().partition(".")
-    if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
-        raise UserError(f"--alignment-heads: {pair!r} is not LAYER.HEAD, both counted from 1, such as 2.1")
-    return int(layer) - 1, int(head) - 1
 
 
 def _line(hypothesis: Hypothesis) -> str:

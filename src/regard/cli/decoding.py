@@ -1,0 +1,121 @@
+"""Options of decoding, the same for every verb that decodes, and the engine that they open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from regard.cli.input import FieldOption, field_options, with_workers
+from regard.cli.tables import message
+from regard.decode.generate import Engine, TorchEngine
+from regard.decode.options import Options
+from regard.device import cores, usable_precision
+from regard.errors import UserError, one_of
+from regard.run import Run
+
+SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
+FIELDS = {
+    SEARCH: (
+        "beam", "nbest", "length_penalty", "coverage_penalty", "exact", "groups", "diversity", "mbr", "utility",
+        "weights",
+    ),
+    SAMPLING: ("sample", "temperature", "top_k", "top_p", "min_p", "seed"),
+    STEERING: (
+        "prefix", "require", "forbid", "alternatives", "alternatives_at", "no_repeat_ngram", "repetition_penalty",
+        "unknown",
+    ),
+    OUTPUT: (
+        "min_length", "max_length", "min_ratio", "max_ratio", "max_source", "alignment", "alignment_heads",
+        "batch_tokens", "window", "precision",
+    ),
+}  # fmt: skip
+ENGINES = ("regard", "ctranslate2")
+
+Ensemble = Annotated[
+    list[str] | None,
+    typer.Option("--ensemble", metavar="RUN", help="A further run to decode with. Repeatable.", rich_help_panel=SEARCH),
+]
+PrefixColumn = Annotated[
+    bool, typer.Option("--prefix-column", help="The last column of a line is its prefix.", rich_help_panel=STEERING)
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option("--engine", help="regard (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
+]
+
+
+def decoding_options(*left_out: str) -> list[FieldOption]:
+    """The options of decoding, in panels, without those that a verb has no use for."""
+    return [
+        option
+        for panel, names in FIELDS.items()
+        for option in field_options(Options, *(name for name in names if name not in left_out), panel=panel)
+    ]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a command line asks to decode: options of the search, and the engine with its processes and threads."""
+
+    options: Options
+    ctranslate2: bool
+    precision: str  # of the engine ctranslate2
+    workers: int | None
+    threads: int | None
+    device: str
+
+    @classmethod
+    def of(
+        cls, given: dict[str, Any], engine: str | None, workers: int | None, threads: int | None, device: str
+    ) -> Decoding:
+        """Check the options that were given."""
+        if engine not in (None, *ENGINES):
+            raise one_of("--engine", str(engine), ENGINES)
+        ctranslate2 = engine == "ctranslate2"
+        options = {key: value for key, value in given.items() if not (ctranslate2 and key == "precision")}
+        if "alignment_heads" in options:
+            options["alignment_heads"] = [_head(pair) for pair in options["alignment_heads"]]
+        precision = given.get("precision", "fp32") if ctranslate2 else "fp32"
+        return cls(Options.of(**options), ctranslate2, precision, workers, threads, device)
+
+    def on(self, device: torch.device) -> Decoding:
+        """The same with a precision that works on a device."""
+        precision = usable_precision(self.options.precision, device, message)
+        return replace(self, options=self.options.model_copy(update={"precision": precision}))
+
+    def open(self, runs: Sequence[Run], scores: Literal["tokens", "totals", "none"]) -> Engine:
+        """An engine in this process; `scores` are those that are needed."""
+        if not self.ctranslate2:
+            return TorchEngine(runs, self.options)
+        from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
+
+        if self.precision not in ("fp32", "int8"):
+            raise one_of("--precision of engine ctranslate2", self.precision, ["fp32", "int8"])
+        if len(runs) > 1:
+            raise UserError("--ensemble: the engine ctranslate2 decodes with one run; use the engine regard")
+        if self.device != "cpu":
+            raise UserError(
+                f"--device {self.device}: the engine ctranslate2 works on the CPU here; use the engine regard"
+            )
+        precision: Literal["fp32", "int8"] = "int8" if self.precision == "int8" else "fp32"
+        workers = self.workers or (1 if self.threads or self.options.sample else cores())
+        return CTranslate2Engine(runs[0], self.options, precision, workers, self.threads or 1, scores)
+
+    def share(self, engine: Engine, inputs: int) -> AbstractContextManager[Engine]:
+        """The engine with the processes that it was asked to have, or that pay off for so many inputs at a time."""
+        if isinstance(engine, TorchEngine):
+            return with_workers(engine, inputs, self.workers, self.threads)
+        return nullcontext(engine)  # it has its own
+
+
+def _head(pair: str) -> tuple[int, int]:
+    """Layer and head, counted from 0, of a text that counts them from 1."""
+    layer, _, head = pair.strip().partition(".")
+    if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
+        raise UserError(f"--alignment-heads: {pair!r} is not LAYER.HEAD, both counted from 1, such as 2.1")
+    return int(layer) - 1, int(head) - 1
