@@ -83,6 +83,20 @@ def test_train_is_a_function(toy, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
+def test_runs_of_two_seeds_can_be_joined(toy, tmp_path):
+    for seed in (1, 2):
+        order = ["--data", toy / "pairs.tsv", "--out", tmp_path / f"{seed}", "--steps", 2, "--workers", 1]
+        assert call("train", *order, "--seed", seed, *small()).code == 0
+    both = call("generate", tmp_path / "1", "--ensemble", tmp_path / "2", stdin="abc\n")
+    assert both.code == 0, both.err
+    mean = call("average", tmp_path / "mean", tmp_path / "1", tmp_path / "2")
+    assert mean.code == 0, mean.err
+    first, second, averaged = (regard.load(tmp_path / name).model.state_dict() for name in ("1", "2", "mean"))
+    name = "encoder.blocks.0.attention.query.weight"
+    assert not torch.equal(first[name], second[name])
+    assert torch.allclose(averaged[name], (first[name] + second[name]) / 2, atol=1e-6)
+
+
 def test_names_of_version_0_4_still_work(toy, tmp_path, capsys):
     with pytest.warns(DeprecationWarning, match="make_reporter") as warned:
         make_talk = regard.make_talk

@@ -56,6 +56,22 @@ def test_prepared_images(tmp_path: Path) -> None:
     assert open_prepared(tmp_path / "data").pixels == prepared.pixels
 
 
+def test_the_split_follows_from_the_images_alone(tmp_path: Path) -> None:
+    images, labels = np.concatenate([GREY, GREY[::3]]), np.concatenate([LABELS, LABELS[::3] + 1])
+    found = []
+    for seed in (1, 2):
+        order = np.random.default_rng(seed).permutation(len(images))
+        path = saved(tmp_path / f"{seed}.npz", images=images[order], labels=labels[order])
+        recipe = load_recipe({"task": "image", "data": {"train": path}, "train": {"seed": seed}})
+        prepared = prepare(recipe, tmp_path / str(seed))
+        train, valid = ([image.tobytes() for image in part.images_NCHW] for part in (prepared.train, prepared.valid))
+        assert len(train) + len(valid) == len(images) and not set(train) & set(valid)
+        found.append((sorted(train), sorted(valid)))
+    assert found[0] == found[1]
+    same = saved(tmp_path / "same.npz", images=GREY[[0, 0, 0]], labels=[1, 2, 1])
+    assert [len(part) for part in (made(tmp_path, train=same).train, made(tmp_path, train=same).valid)] == [3, 3]
+
+
 def test_validation_images_of_their_own(tmp_path: Path) -> None:
     train = saved(tmp_path / "a.npz", images=GREY, labels=[f"{n % 3} x" for n in range(60)])
     valid = saved(tmp_path / "b.npz", images=GREY[:5], labels=["2 x"] * 5)

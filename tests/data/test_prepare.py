@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import random
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,14 +85,13 @@ def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
 def test_changed_data_is_made_anew_or_stops_a_resume(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS)}
     made(tmp_path / "data", data)
-    for changed, text, seed, message in (
-        (PAIRS[:-1], {}, 1, "training file 1"),
-        (PAIRS, {"min_count": 2}, 1, "text.min_count"),
-        (PAIRS, {}, 2, "train.seed"),
+    for changed, text, message in (
+        (PAIRS[:-1], {}, "training file 1"),
+        (PAIRS, {"min_count": 2}, "text.min_count"),
     ):
         table(tmp_path / "t.tsv", changed)
         with pytest.raises(UserError, match=f"cannot resume: {message}"):
-            made(tmp_path / "data", data, text, seed, resume=True)
+            made(tmp_path / "data", data, text, resume=True)
     table(tmp_path / "t.tsv", PAIRS[:-1])
     anew = made(tmp_path / "data", data)
     assert len(anew.train) + len(anew.valid) == len(PAIRS) - 1
@@ -97,6 +99,60 @@ def test_changed_data_is_made_anew_or_stops_a_resume(tmp_path: Path) -> None:
     assert rows(made(tmp_path / "data", data, resume=True)) == rows(anew)  # the corpus is all a resume needs
     with pytest.raises(UserError, match="no such file"):
         made(tmp_path / "data", data)
+
+
+def test_data_that_an_earlier_version_split_by_its_seed(tmp_path: Path) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS)}
+    current = contents_after(made, tmp_path / "data", data)
+    record = tmp_path / "data" / "prepared.json"
+    old = json.loads(record.read_text())
+    old["made_from"]["train.seed"] = "2"
+    old["notes"] = ["as it was"]
+    record.write_text(json.dumps(old))
+    assert made(tmp_path / "data", data, seed=2, resume=True).notes == ["as it was"]
+    assert contents_after(made, tmp_path / "data", data, seed=2) == current  # a new run has the split of all others
+
+
+def contents_after(make: Callable[..., object], path: Path, *arguments: object, **options: Any) -> dict[str, bytes]:
+    make(path, *arguments, **options)
+    return contents(path)
+
+
+SENTENCES = [(" ".join(CHANCE.choices(WORDS, k=6)), " ".join(CHANCE.choices(WORDS, k=6))) for _ in range(150)]
+
+
+@pytest.mark.parametrize(
+    ("task", "scheme"),
+    [
+        *(("pairs", scheme) for scheme in ("char", "nfd", "space", "word", "byte", "bpe:300", "unigram:300", "auto")),
+        ("classify", "auto"),
+        ("lm", "auto"),
+        ("masked", "bpe:300"),
+        ("span", "char"),
+    ],
+)
+def test_the_seed_changes_nothing(task: str, scheme: str, tmp_path: Path) -> None:
+    labelled = [(source, target[:1]) for source, target in SENTENCES]
+    path = table(tmp_path / "t.tsv", labelled if task == "classify" else SENTENCES)
+    tables = {"task": task, "data": {"train": path}, "text": {"source_tokens": scheme, "target_tokens": scheme}}
+    for seed in (1, 2):
+        prepare(load_recipe({**tables, "train": {"seed": seed}}), tmp_path / str(seed))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+@pytest.mark.parametrize("scheme", ["char", "nfd", "space", "word", "byte", "bpe:300", "unigram:300"])
+def test_the_order_of_lines_changes_neither_split_nor_vocabulary(scheme: str, tmp_path: Path) -> None:
+    lines = SENTENCES + SENTENCES[::3] + [(source, target + " x") for source, target in SENTENCES[::4]]
+    found = []
+    for index in range(3):
+        shuffled = random.Random(index).sample(lines, len(lines))
+        text = {"source_tokens": scheme, "target_tokens": scheme}
+        prepared = made(tmp_path / str(index), {"train": table(tmp_path / "t", shuffled)}, text)
+        tokenizers = {path.name: path.read_bytes() for path in (tmp_path / str(index)).glob("*.tokenizer.json")}
+        found.append((sorted(prepared.valid_examples), sorted(rows(prepared)), tokenizers))
+        assert not {e.source for e in prepared.valid_examples} & {source for source, _ in rows(prepared)}
+        assert len(prepared.valid) + len(prepared.train) == len(lines)
+    assert found[0] == found[1] == found[2]
 
 
 def test_features_and_a_validation_file(tmp_path: Path) -> None:
@@ -221,7 +277,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(files.os, "rename", full)
     with pytest.raises(UserError, match=r"data: cannot write: No space left"):
-        made(tmp_path / "data", {"train": path}, seed=2)
+        made(tmp_path / "data", {"train": path}, {"min_count": 2})
     assert contents(tmp_path / "data") == before
     assert not (tmp_path / "data.tmp").exists()
 

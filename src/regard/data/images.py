@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.batch import Pixels
-from regard.data.pairs import few, valid_count
+from regard.data.pairs import Splitter, few
 from regard.data.reader import Source, open_raw
 from regard.errors import UserError, closest
 from regard.recipe import Recipe
@@ -124,9 +124,7 @@ def make_images(
         if unknown := sorted(set(held_out.labels) - set(labels)):
             raise UserError(f"{valid.name}: labels that the training images do not have: {', '.join(unknown[:10])}")
     else:
-        count = len(training.labels)
-        shuffled = np.random.Generator(np.random.Philox(recipe.train.seed)).permutation(count)
-        held_out, training = map(training.take, np.split(shuffled, [valid_count(count)]))
+        held_out, training = _split(training)
     _write(path / "train", training, labels)
     _write(path / "valid", held_out, labels)
     images = training.images_NCHW
@@ -138,10 +136,21 @@ def make_images(
         f"labels: {few(labels, 10)}",
         f"training: {count:,} images of {height} x {width}, {channels} channel{'s' * (channels > 1)}, "
         f"from {train.name}",
-        f"validation: {len(held_out.labels):,} images " + (f"from {valid.name}" if valid else "split off at random"),
+        f"validation: {len(held_out.labels):,} images " + (f"from {valid.name}" if valid else "split off"),
         f"pixels: minus their mean ({', '.join(f'{x:.4g}' for x in mean)}), divided by their range ({spread:g})",
     ]
     return {"labels": labels, "pixels": pixels.model_dump(), "notes": notes}
+
+
+def _split(images: LabelledImages) -> tuple[LabelledImages, LabelledImages]:
+    """Images to validate on and those to train on; equal images are on the same side."""
+    splitter = Splitter()
+    for image_CHW in images.images_NCHW:
+        splitter.see(image_CHW.tobytes())
+    if not splitter.choose():  # all are equal
+        return images, images
+    held_out = np.array([splitter.held_out(image_CHW.tobytes()) for image_CHW in images.images_NCHW])
+    return images.take(np.flatnonzero(held_out)), images.take(np.flatnonzero(~held_out))
 
 
 def label_names(labels: list[str]) -> list[str]:

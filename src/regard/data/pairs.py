@@ -25,6 +25,8 @@ FEATURES = 50_000  # likewise
 
 VALID_SHARE = 0.05  # of the examples are held out for validation
 MIN_VALID, MAX_VALID = 50, 2_000
+CANDIDATES = 2 * MAX_VALID  # sources with the smallest hashes, from which those to hold out are chosen
+KEY = b"1"  # of the hash; with it, the split is the one of earlier versions and their default seed
 LARGEST_SHARE = 0.2  # of a small file no larger part is taken, even if that makes fewer than MIN_VALID
 
 
@@ -37,7 +39,7 @@ def make_pairs(
     valid_rows = list(valid.read(valid_counter)) if valid else []
     if valid:
         valid.require(valid_counter)
-    splitter = None if valid else Splitter(recipe.train.seed)
+    splitter = None if valid else Splitter()
     scan = Scan(train, recipe.text.feature_separator, strict, splitter, labelled)
     codec, notes = _make_codec(recipe, train, scan, splitter, base)
     codec.save(path)
@@ -204,27 +206,30 @@ def valid_count(examples: int) -> int:
 
 
 class Splitter:
-    """Finds the sources to hold out while they stream by; memory holds only the candidates."""
+    """Finds the sources to hold out while they stream by; memory holds only the candidates.
 
-    def __init__(self, seed: int) -> None:
-        self._key = str(seed).encode()
+    The smallest hashes are held out: the choice follows from the contents alone, not from their order or a seed.
+    """
+
+    def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}  # hash of a source -> its examples
         self._bound = b"\xff" * 8  # hashes above are no candidates
         self._examples = 0
         self._chosen: frozenset[bytes] = frozenset()
 
-    def _hash(self, source: str) -> bytes:
-        return blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).digest()
+    def _hash(self, source: str | bytes) -> bytes:
+        content = source.encode("utf-8", "surrogatepass") if isinstance(source, str) else source
+        return blake2b(content, digest_size=8, key=KEY).digest()
 
-    def see(self, source: str) -> None:
-        """Count an example's source."""
+    def see(self, source: str | bytes) -> None:
+        """Count an example's source, a text or the bytes of an image."""
         self._examples += 1
         digest = self._hash(source)
         if digest > self._bound:
             return
         self._counts[digest] = self._counts.get(digest, 0) + 1
-        if len(self._counts) >= 4 * MAX_VALID:  # keep the smallest; what goes now could not come back
-            smallest = sorted(self._counts)[: 2 * MAX_VALID]
+        if len(self._counts) >= 2 * CANDIDATES:  # keep the smallest; what goes now could not come back
+            smallest = sorted(self._counts)[:CANDIDATES]
             self._bound = smallest[-1]
             self._counts = {digest: self._counts[digest] for digest in smallest}
 
@@ -235,17 +240,18 @@ class Splitter:
         want = valid_count(self._examples)
         chosen: list[bytes] = []
         total = 0
-        for digest in sorted(self._counts):
+        candidates = sorted(self._counts)[:CANDIDATES]  # which others are still there depends on the order
+        for digest in candidates:
             count = self._counts[digest]
             if total + count <= want:
                 chosen.append(digest)
                 total += count
         if not chosen:  # every source has more examples than wanted: take the rarest
-            chosen = [min(self._counts, key=lambda digest: (self._counts[digest], digest))]
+            chosen = [min(candidates, key=lambda digest: (self._counts[digest], digest))]
             total = self._counts[chosen[0]]
         self._chosen = frozenset(chosen)
         return total
 
-    def held_out(self, source: str) -> bool:
+    def held_out(self, source: str | bytes) -> bool:
         """Whether examples with this source belong to validation."""
         return self._hash(source) in self._chosen

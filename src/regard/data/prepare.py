@@ -82,8 +82,8 @@ def prepare(recipe: Recipe, directory: str | Path, resume: bool = False, base: B
     if record is not None:
         now, before = fingerprint(recipe, train, valid), record["made_from"]
         changed = sorted(key for key in {*now, *before} if now.get(key) != before.get(key))
-        if resume:
-            changed = [key for key in changed if now.get(key, "") is not None]
+        if resume:  # earlier versions split by the seed; what they split stays as it is
+            changed = [key for key in changed if now.get(key, "") is not None and key != "train.seed"]
         if not changed:
             return open_prepared(path)
         if resume:
@@ -160,8 +160,6 @@ def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str
         values["train.start_from"] = recipe.train.start_from
     values["data.columns"] = ",".join(train.columns)
     values["data.max_length"] = str(recipe.data.max_length)
-    if valid is None:
-        values["train.seed"] = str(recipe.train.seed)
     for role, source in (("training", train), ("validation", valid)):
         for index, path in enumerate(source.paths if source else ()):
             values[f"{role} file {index + 1}"] = _digest(path)
