@@ -226,8 +226,7 @@ class Stack(Value):
         absolute = self.memory > 0 and self.position not in ("none", "relative", "rotary", "alibi", "bucket")
         yield absolute, f"memory needs positions that count distances (relative, rotary ...), not {self.position}"
         for name, kept in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
-            known = set(range(self.heads))
-            wrong = any(not heads or list(heads) != sorted(known & set(heads)) for heads in kept or ())
+            wrong = any(not heads or list(heads) != sorted(set(range(self.heads)) & set(heads)) for heads in kept or ())
             wrong = wrong or (kept is not None and len(kept) != self.layers)
             yield wrong, f"{name} must list, for each of {self.layers} layers, some of {self.heads} heads in order"
         only_recurrent = self.input_feeding or self.attend_first
@@ -279,6 +278,12 @@ class Config(Value):
         top = self.decoder or self.encoder
         assert top is not None
         return top
+
+    @property
+    def image_patches(self) -> PatchConfig:
+        """The patches of a model that reads images."""
+        assert self.patches is not None
+        return self.patches
 
     @property
     def output_vocab(self) -> int:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from regard.config import Config
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
+from regard.tasks import infer_task
 
 BYTES = 4  # of a number in fp32
 ADAM_BYTES = 16  # a weight, its gradient and two moments
@@ -111,8 +112,8 @@ class Info:
 def describe(config: Config, workload: Workload | None = None) -> Info:
     """Parameters, FLOPs and memory of a model, which is not built."""
     workload = workload or Workload()
-    if config.patches is not None:
-        workload = replace(workload, length=1 + config.patches.count)
+    if infer_task(config) == "image":
+        workload = replace(workload, length=1 + config.image_patches.count)
     model = on_meta(config)
     parameters = count_parameters(model)
     total = sum(parameters.values())
@@ -209,8 +210,8 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
         relative = isinstance(attention, Attention) and attention.relative is not None  # distances are scored apart
         per_key = attention.heads * (attention.head_width * (2 if relative else 1) + attention.value_width)
         flops_of[name.partition(".")[0]] += 2 * compared * per_key
-    prediction = 2 * prediction_size(model) // (length if config.output == "classes" else 1)
-    flops_of["decoder" if "decoder" in config.stacks else "encoder"] += prediction
+    prediction = 2 * prediction_size(model) // (length if model.classifies else 1)
+    flops_of[model.top_name] += prediction
     return int(flops_of["encoder"]), int(flops_of["decoder"])
 
 
@@ -221,11 +222,11 @@ def prediction_size(model: Model) -> int:
 
 def _source_share(config: Config, name: str) -> float:
     """How much of a matrix is used per source token: all of the encoder, and the decoder's keys and values."""
-    if config.decoder is None:
+    if "decoder" not in config.stacks:
         return 1.0
     if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
         return 1.0
-    return 0.5 if config.decoder.score == "concat" and name.endswith(".cross.score.weight") else 0.0
+    return 0.5 if config.top.score == "concat" and name.endswith(".cross.score.weight") else 0.0
 
 
 # Memory: of decoding, and of a training step beside weights and optimizer
@@ -251,7 +252,8 @@ def count_activations(config: Config, length: int, batch_tokens: int) -> int:
     model = on_meta(config).train()
     rows = max(1, batch_tokens // length)
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
-    if (patches := config.patches) is not None:
+    if infer_task(config) == "image":
+        patches = config.image_patches
         ids = torch.zeros(rows, patches.channels, patches.height, patches.width, device="meta")
     for module in model.modules():
         if isinstance(module, Attention):  # one by one: a backward pass that runs a layer again is outside all modes

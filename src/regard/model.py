@@ -61,6 +61,20 @@ class Model(nn.Module):
         self._tie()
 
     @property
+    def top_name(self) -> str:
+        """The name of the stack whose hidden states the output layer reads."""
+        return "encoder" if self.decoder is None else "decoder"
+
+    @property
+    def decoder_only(self) -> bool:
+        """Whether it is a language model, whose output goes on where its input stops."""
+        return self.encoder is None
+
+    @property
+    def classifies(self) -> bool:
+        return self.config.output == "classes"
+
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
@@ -107,7 +121,7 @@ class Model(nn.Module):
         if self.decoder is None:
             assert self.encoder is not None
             x_BSD = self.encoder.encode(self._embed_source(source_BS, types_BS), keep_BS).states_BSD
-            return self.pool(x_BSD).unsqueeze(1) if self.config.output == "classes" else x_BSD
+            return self.pool(x_BSD).unsqueeze(1) if self.classifies else x_BSD
         if self.encoder is None:
             tokens_BT, keep_BT = (source_BS, keep_BS) if input_BT is None else (input_BT, None)
             return self.read(tokens_BT, State(()), keep_BT)[0]

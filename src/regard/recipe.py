@@ -15,40 +15,40 @@ from regard.tasks import TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
+Schedule = Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"]
 FOLDER = Path(__file__).parent / "recipes"
 
 
-def _key(default: Any, description: str, **settings: Any) -> Any:
-    """A key of a recipe; its description is the help of the option that sets it."""
-    return Field(default=default, description=description, **settings)
+def option(default: Any, description: str, metavar: str | None = None, **settings: Any) -> Any:
+    """A field whose description is the help of the command line's option that sets it."""
+    extra: Any = {"metavar": metavar} if metavar else None
+    return Field(default=default, description=description, json_schema_extra=extra, **settings)
 
 
 class Text(Value):
     """How text becomes tokens."""
 
-    source_tokens: str = _key("auto", "char, nfd, space, word, byte, bpe:N, unigram:N or auto.")
-    target_tokens: str = _key("auto", "The same for the targets.")
-    shared: bool = _key(False, "One vocabulary for both sides.")
-    min_count: Count = _key(1, "Rarer tokens are unknown (char, space, word).")
-    feature_separator: str = _key(";", "Between the features of an example.", min_length=1)
+    source_tokens: str = option("auto", "char, nfd, space, word, byte, bpe:N, unigram:N or auto.")
+    target_tokens: str = option("auto", "The same for the targets.")
+    shared: bool = option(False, "One vocabulary for both sides.")
+    min_count: Count = option(1, "Rarer tokens are unknown (char, space, word).")
+    feature_separator: str = option(";", "Between the features of an example.", min_length=1)
 
 
 class Data(Value):
     """Where examples come from. Either `train` or `source` and `target` (parallel files); `.gz` of either."""
 
-    train: str | None = _key(None, "A TSV of pairs, plain text, or an .npz of images, as the task has it.")
-    source: str | None = _key(None, "Sources, one per line; goes with --target.")
-    target: str | None = _key(None, "Targets, one per line.")
-    valid: str | None = _key(None, "Validation data of the same kind; without it some is set apart.")
-    valid_source: str | None = _key(None, "Validation sources.")
-    valid_target: str | None = _key(None, "Validation targets.")
-    columns: tuple[Column, ...] = _key(
-        ("source", "target"),
-        "What the TSV's columns are: source, features, target.",
-        json_schema_extra={"metavar": "NAMES"},
+    train: str | None = option(None, "A TSV of pairs, plain text, or an .npz of images, as the task has it.")
+    source: str | None = option(None, "Sources, one per line; goes with --target.")
+    target: str | None = option(None, "Targets, one per line.")
+    valid: str | None = option(None, "Validation data of the same kind; without it some is set apart.")
+    valid_source: str | None = option(None, "Validation sources.")
+    valid_target: str | None = option(None, "Validation targets.")
+    columns: tuple[Column, ...] = option(
+        ("source", "target"), "What the TSV's columns are: source, features, target.", metavar="NAMES"
     )
-    max_length: Count = _key(512, "Tokens on either side; a longer example is skipped and counted.")
-    strict: bool = _key(False, "Stop at the first bad line instead of skipping it.")
+    max_length: Count = option(512, "Tokens on either side; a longer example is skipped and counted.")
+    strict: bool = option(False, "Stop at the first bad line instead of skipping it.")
 
     @field_validator("columns")
     @classmethod
@@ -61,44 +61,44 @@ class Data(Value):
 class Train(Value):
     """How a model is trained. The first budget to run out ends the run; with none set, `minutes` is 10."""
 
-    minutes: Annotated[float, Field(gt=0)] | None = _key(None, "Stop after so many minutes.")
-    steps: Count | None = _key(None, "Stop after so many steps.")
-    epochs: Count | None = _key(None, "Stop after so many epochs.")
-    batch_tokens: Count = _key(4096, "Padded tokens of a batch, of the longer side.")
-    batch_examples: Count | None = _key(None, "Examples of a batch, instead of tokens.")
-    accumulate: Count = _key(1, "Batches per step.")
-    optimizer: Literal["adam", "adamw"] = _key("adamw", "adam or adamw.")
-    lr: float = _key(1e-3, "Peak of the learning rate; a factor for noam.", gt=0)
-    schedule: Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"] = _key("cosine", "Of the learning rate.")
-    warmup: int = _key(400, "Steps in which the learning rate rises.", ge=0)
-    beta1: Rate = _key(0.9, "Of Adam.")
-    beta2: Rate = _key(0.98, "Of Adam.")
-    eps: float = _key(1e-9, "Of Adam.", gt=0)
-    weight_decay: float = _key(0.0, "Of matrices.", ge=0)
-    clip: float = _key(1.0, "Largest norm of the gradient; 0: any.", ge=0)
-    label_smoothing: Rate = _key(0.1, "Share of the probability that goes to all tokens alike.")
-    scheduled_sampling: float = _key(0.0, "How often the model's own prediction is fed back.", ge=0, le=1)
-    average: int = _key(0, "At the end, average the last N validated checkpoints.", ge=0)
-    ema: Rate = _key(0.0, "Validate and keep an exponential moving average of the weights, with this decay.")
-    metric: Metric = _key("loss", "What the best checkpoint is chosen by.")
-    patience: int = _key(0, "Validations without a better metric before stopping; 0: never.", ge=0)
-    validate_every: Count | None = _key(None, "Steps; by default about once per epoch, at most 40 times in a run.")
-    validate_beam: Count = _key(1, "Beam of the decoding that validates.")
-    log_every: Count = _key(50, "Steps.")
-    seed: Id = _key(1, "Of weights, order and dropout.")
-    precision: Literal["fp32", "bf16"] = _key("fp32", "Of matrix products.")
-    device: str = _key("auto", "auto, cpu, cuda, cuda:N or mps.")
-    workers: int = _key(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0)
-    context: Count | None = _key(None, "lm, masked, span: tokens of text in a row of a batch.")
-    mask_rate: float = _key(0.15, "masked: share of tokens to predict.", gt=0, lt=1)
-    span_rate: float = _key(0.15, "span: share of tokens that are masked.", gt=0, lt=1)
-    span_mean: float = _key(3.0, "span: mean length of a masked span.", ge=1)
-    l0: float = _key(0.0, "Penalty on open head gates: loss per token that all heads together cost.", ge=0)
-    start_from: str | None = _key(None, "Start from a run's weights and text.", json_schema_extra={"metavar": "RUN"})
-    parts: tuple[str, ...] | None = _key(None, "Names of weights (or how they begin) that are trained; else all.")
-    lora: int = _key(0, "Rank of adapters, which are then all that is trained; 0: none.", ge=0)
-    lora_alpha: Annotated[float, Field(gt=0)] | None = _key(None, "Scale of the adapters; by default twice the rank.")
-    lora_on: tuple[str, ...] = _key(("attention", "cross", "feed_forward"), "What gets adapters.")
+    minutes: Annotated[float, Field(gt=0)] | None = option(None, "Stop after so many minutes.")
+    steps: Count | None = option(None, "Stop after so many steps.")
+    epochs: Count | None = option(None, "Stop after so many epochs.")
+    batch_tokens: Count = option(4096, "Padded tokens of a batch, of the longer side.")
+    batch_examples: Count | None = option(None, "Examples of a batch, instead of tokens.")
+    accumulate: Count = option(1, "Batches per step.")
+    optimizer: Literal["adam", "adamw"] = option("adamw", "adam or adamw.")
+    lr: float = option(1e-3, "Peak of the learning rate; a factor for noam.", gt=0)
+    schedule: Schedule = option("cosine", "Of the learning rate.")
+    warmup: int = option(400, "Steps in which the learning rate rises.", ge=0)
+    beta1: Rate = option(0.9, "Of Adam.")
+    beta2: Rate = option(0.98, "Of Adam.")
+    eps: float = option(1e-9, "Of Adam.", gt=0)
+    weight_decay: float = option(0.0, "Of matrices.", ge=0)
+    clip: float = option(1.0, "Largest norm of the gradient; 0: any.", ge=0)
+    label_smoothing: Rate = option(0.1, "Share of the probability that goes to all tokens alike.")
+    scheduled_sampling: float = option(0.0, "How often the model's own prediction is fed back.", ge=0, le=1)
+    average: int = option(0, "At the end, average the last N validated checkpoints.", ge=0)
+    ema: Rate = option(0.0, "Validate and keep an exponential moving average of the weights, with this decay.")
+    metric: Metric = option("loss", "What the best checkpoint is chosen by.")
+    patience: int = option(0, "Validations without a better metric before stopping; 0: never.", ge=0)
+    validate_every: Count | None = option(None, "Steps; by default about once per epoch, at most 40 times in a run.")
+    validate_beam: Count = option(1, "Beam of the decoding that validates.")
+    log_every: Count = option(50, "Steps.")
+    seed: Id = option(1, "Of weights, order and dropout.")
+    precision: Literal["fp32", "bf16"] = option("fp32", "Of matrix products.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
+    workers: int = option(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0)
+    context: Count | None = option(None, "lm, masked, span: tokens of text in a row of a batch.")
+    mask_rate: float = option(0.15, "masked: share of tokens to predict.", gt=0, lt=1)
+    span_rate: float = option(0.15, "span: share of tokens that are masked.", gt=0, lt=1)
+    span_mean: float = option(3.0, "span: mean length of a masked span.", ge=1)
+    l0: float = option(0.0, "Penalty on open head gates: loss per token that all heads together cost.", ge=0)
+    start_from: str | None = option(None, "Start from a run's weights and text.", metavar="RUN")
+    parts: tuple[str, ...] | None = option(None, "Names of weights (or how they begin) that are trained; else all.")
+    lora: int = option(0, "Rank of adapters, which are then all that is trained; 0: none.", ge=0)
+    lora_alpha: Annotated[float, Field(gt=0)] | None = option(None, "Scale of the adapters; by default twice the rank.")
+    lora_on: tuple[str, ...] = option(("attention", "cross", "feed_forward"), "What gets adapters.")
 
     @field_validator("parts", "lora_on", mode="before")
     @classmethod
@@ -117,8 +117,8 @@ class Train(Value):
 class Recipe(Value):
     """A complete order: task, model, text, data, training."""
 
-    task: TaskName = _key("pairs", "; ".join(f"{task.name}: {task.summary}" for task in TASKS.values()) + ".")
-    preset: str = _key("auto", "The model to start from; `regard info` lists them.")
+    task: TaskName = option("pairs", "; ".join(f"{task.name}: {task.summary}" for task in TASKS.values()) + ".")
+    preset: str = option("auto", "The model to start from; `regard info` lists them.")
     model: dict[str, Any] = Field(default_factory=dict)  # keys of Config to change; checked when the model is made
     text: Text = Text()
     data: Data = Data()

@@ -16,8 +16,6 @@ TaskName = Literal["pairs", "lm", "masked", "span", "classify", "image"]
 # What the files of a task hold: a table of sources and targets, a table of texts and labels, plain text, or images.
 Reads = Literal["pairs", "labelled", "text", "images"]
 CONTEXT = 256  # tokens of plain text in a row of a batch
-
-
 BOTH = ("encoder", "decoder")
 
 # Defaults of [train] that differ from those of pairs.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from little import TINY, letters, tiny
 
+from modelkit import TINY, letters, tiny
 from regard.model import Model
 from regard.run import Run
 

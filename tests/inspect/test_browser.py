@@ -10,8 +10,8 @@ from typing import Any
 
 import chromium
 import pytest
-from little import FAMILIES, family, picture
 
+from modelkit import FAMILIES, family, picture
 from regard.inspect.circuits import rollout
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run

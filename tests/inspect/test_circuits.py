@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from little import LITTLE, family
 
+from modelkit import LITTLE, family
 from regard.errors import UserError
 from regard.inspect.circuits import attribute, ov, qk, rollout, top_neurons
 from regard.inspect.heads import induction_heads, induction_scores, measure_heads

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from little import FAMILIES, LANGUAGE, family, picture
 
+from modelkit import FAMILIES, LANGUAGE, family, picture
 from regard.cli import heads
 from regard.config import PatchConfig
 from regard.data.images import LabelledImages

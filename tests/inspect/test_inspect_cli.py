@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from little import family, letters, picture
 
+from modelkit import family, letters, picture
 from regard.cli import heads, inspect, prune
 from regard.decode.alignment import load_heads
 from regard.errors import UserError

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from little import letters
 
+from modelkit import letters
 from regard.inspect.page import Packer
 from regard.inspect.trace import Trace, trace
 from regard.run import Run

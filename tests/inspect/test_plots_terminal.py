@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from regard.inspect.plots import LTR_MARK, SHADES, colour, draw, draw_in_colour, shade, visible
+from regard.inspect.plots import LTR_MARK, SHADES, colour, draw_in_colour, draw_in_shades, shade, visible
 
 PIECES = st.lists(st.text(max_size=5), min_size=1, max_size=9)
 
@@ -17,12 +17,12 @@ def eye(rows, columns):
 
 
 def test_a_diagonal():
-    assert draw(list("ab"), ["AH", "B"], eye(2, 2)) == ["   a  b", "AH ██", "B     ██"]
+    assert draw_in_shades(list("ab"), ["AH", "B"], eye(2, 2)) == ["   a  b", "AH ██", "B     ██"]
 
 
 @given(PIECES, PIECES, st.integers(10, 60))
 def test_every_cell_stands_under_its_letter(source, target, width):
-    lines = draw(source, target, [[1.0] * len(source)] * len(target), width)
+    lines = draw_in_shades(source, target, [[1.0] * len(source)] * len(target), width)
     assert all("\n" not in line and cell_len(line) <= max(width, 13 + 13 + 2) for line in lines)
     bands = [band.split("\n") for band in "\n".join(lines).split("\n\n")]
     assert all(len(band) == len(target) + 1 for band in bands)
@@ -34,9 +34,9 @@ def test_every_cell_stands_under_its_letter(source, target, width):
 
 
 def test_wide_combining_and_right_to_left_characters():
-    lines = draw(["日", "e", "\u0301"], ["に"], [[0.0, 0.0, 1.0]])
+    lines = draw_in_shades(["日", "e", "\u0301"], ["に"], [[0.0, 0.0, 1.0]])
     assert lines == ["   日 e  ◌\u0301", "に       ██"]
-    assert draw(["ש"], ["s"], [[1.0]])[0] == f"  {LTR_MARK}ש{LTR_MARK}"
+    assert draw_in_shades(["ש"], ["s"], [[1.0]])[0] == f"  {LTR_MARK}ש{LTR_MARK}"
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_shades_rise():
 def test_colour_and_plain_have_the_same_letters():
     source, target, weights = list("thought"), ["TH", "AO", "T"], eye(3, 7)
     coloured = draw_in_colour(source, target, weights).plain.split("\n")
-    plain = draw(source, target, weights)
+    plain = draw_in_shades(source, target, weights)
     assert [line.split("  ")[0] for line in coloured] == [line.split("  ")[0].rstrip("█ ") for line in plain]
 
 
 def test_wrong_shape_is_refused():
     with pytest.raises(ValueError, match="rows and columns"):
-        draw(["a"], ["b"], [[1.0, 2.0]])
+        draw_in_shades(["a"], ["b"], [[1.0, 2.0]])

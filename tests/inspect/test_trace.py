@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from little import check_scores
 
+from modelkit import check_scores
 from regard.decode.alignment import alignment_quality
 from regard.errors import UserError
 from regard.inspect.trace import Trace, trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from little import FAMILIES, LABELS, LANGUAGE, TEXT_ALONE, check_scores, family, picture
 
+from modelkit import FAMILIES, LABELS, LANGUAGE, TEXT_ALONE, check_scores, family, picture
 from regard.errors import UserError
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.nn.hooks import record, taps

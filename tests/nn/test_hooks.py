@@ -1,11 +1,30 @@
-"""Taps and recordings."""
+"""Taps, recordings and patches."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from regard.nn.hooks import Tap, record
+from modelkit import TINY, tiny
+from regard.config import Stack
+from regard.errors import UserError
+from regard.model import Model
+from regard.nn.hooks import Tap, patch, record, taps, without
+
+SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
+KEEP = SOURCE != 0
+INPUT = torch.tensor([[2, 4, 5, 6], [2, 7, 8, 9]])
+
+
+@pytest.fixture(params=list(TINY))
+def model(request: pytest.FixtureRequest) -> Model:
+    return tiny(request.param)
+
+
+@pytest.fixture
+def transformer() -> Model:
+    return tiny()
 
 
 def test_a_tap_is_watched_while_it_is_hooked() -> None:
@@ -31,3 +50,110 @@ def test_a_recording_concatenates_passes_and_can_be_cleared() -> None:
         tap(torch.ones(1, 2, 1, 5))
     tap(torch.ones(1, 2, 1, 6))
     assert [x.shape[-1] for x in recording.passes("weights")] == [5]
+
+
+def hooks(model: Model) -> int:
+    return sum(len(tap._forward_hooks) for tap in taps(model).values())
+
+
+def test_recording_changes_nothing(model: Model) -> None:
+    plain = model(SOURCE, KEEP, INPUT)
+    with record(model, "*") as maps:
+        watched = model(SOURCE, KEEP, INPUT)
+    assert torch.allclose(plain, watched, atol=1e-5)
+    assert torch.equal(plain, model(SOURCE, KEEP, INPUT))
+    assert hooks(model) == 0
+    assert set(maps) == set(taps(model))
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "general", "cosine", "additive"])
+@pytest.mark.parametrize("position", ["sinusoid", "rotary", "alibi", "bucket"])
+def test_watched_equals_fast_for_every_score(score: str, position: str) -> None:
+    model = tiny(score=score, position=position)
+    plain = model(SOURCE, KEEP, INPUT)
+    with record(model, "*.weights") as maps:
+        assert torch.allclose(plain, model(SOURCE, KEEP, INPUT), atol=1e-5)
+    for name, weights_BHTS in maps.items():
+        assert torch.allclose(weights_BHTS.sum(-1), torch.ones(()), atol=1e-5), name
+
+
+def test_weights_are_distributions_over_what_may_be_seen(model: Model) -> None:
+    with record(model, "decoder.*.cross.weights") as maps:
+        model(SOURCE, KEEP, INPUT)
+    for weights_BHTS in maps.values():
+        assert weights_BHTS.shape[0] == 2 and weights_BHTS.shape[2:] == (4, 5)
+        assert torch.allclose(weights_BHTS.sum(-1), torch.ones(()), atol=1e-5)
+        assert not weights_BHTS[1, :, :, 3:].any()
+
+
+def test_steps_are_joined_as_one_pass(model: Model) -> None:
+    with record(model, "decoder.*") as at_once:
+        model(SOURCE, KEEP, INPUT)
+    with record(model, "decoder.*") as by_step:
+        state = model.encode(SOURCE, KEEP)
+        for tokens_N in INPUT.unbind(1):
+            _, state = model.step(tokens_N, state)
+    for name, x in at_once.items():
+        assert torch.allclose(x, by_step[name], atol=1e-5), name
+        assert len(by_step.passes(name)) == INPUT.shape[1]
+
+
+def test_hooks_go_when_something_breaks(transformer: Model) -> None:
+    with pytest.raises(ZeroDivisionError), record(transformer, "*"), patch(transformer, {"*.mixed": without(0)}):
+        raise ZeroDivisionError
+    assert hooks(transformer) == 0
+    with pytest.raises(UserError), patch(transformer, {"*.mixed": without(0), "no.such": without(0)}):
+        pass
+    assert hooks(transformer) == 0
+
+
+def test_an_unknown_place_is_told_with_a_suggestion(transformer: Model) -> None:
+    with (
+        pytest.raises(UserError, match=r"did you mean 'decoder\.blocks\.0\.cross\.weights'"),
+        record(transformer, "decoder.block.0.cross.weight"),
+    ):
+        pass
+
+
+def test_patching_silences_a_head(transformer: Model) -> None:
+    plain = transformer(SOURCE, KEEP, INPUT)
+    with patch(transformer, {"decoder.blocks.1.cross.mixed": without(2)}), record(transformer, "*cross.mixed") as seen:
+        silenced = transformer(SOURCE, KEEP, INPUT)
+    mixed = seen["decoder.blocks.1.cross.mixed"]
+    assert not mixed[:, 2].any() and mixed[:, [0, 1, 3]].any()
+    assert not torch.allclose(plain, silenced, atol=1e-4)
+    assert torch.equal(plain, transformer(SOURCE, KEEP, INPUT))
+
+
+def test_an_activation_moves_from_one_input_to_another(transformer: Model) -> None:
+    """Putting back everything the last layer said for another input gives that input's output."""
+    other = torch.tensor([[9, 8, 7, 6, 3], [4, 4, 3, 0, 0]])
+    with record(transformer, "decoder.blocks.1.output") as there:
+        wanted = transformer(other, KEEP, INPUT)
+    with patch(transformer, {"decoder.blocks.1.output": lambda x: there["decoder.blocks.1.output"]}):
+        assert torch.equal(transformer(SOURCE, KEEP, INPUT), wanted)
+
+
+def test_a_patch_keeps_shapes_and_a_place_has_one(transformer: Model) -> None:
+    with pytest.raises(ValueError, match="keep the shape"), patch(transformer, {"*.mixed": lambda x: x[:, :1]}):
+        transformer(SOURCE, KEEP, INPUT)
+    twice = {"decoder.*.mixed": without(0), "*.cross.mixed": without(1)}
+    with pytest.raises(UserError, match="two patterns"), patch(transformer, twice):
+        pass
+
+
+def test_gradients_pass_through_a_patch(transformer: Model) -> None:
+    gate_H = torch.ones(4, requires_grad=True)
+    with patch(transformer, {"decoder.blocks.0.cross.mixed": lambda x: x * gate_H.view(-1, 1, 1)}):
+        transformer(SOURCE, KEEP, INPUT).logsumexp(-1).sum().backward()
+    assert gate_H.grad is not None and gate_H.grad.abs().min() > 0
+
+
+def test_a_stack_without_heads_to_spare() -> None:
+    """Grouped and pruned heads are recorded as they are."""
+    model = tiny(heads=4, kv_heads=2, kept_heads=((0, 3), (1,)))
+    assert isinstance(model.config.encoder, Stack)
+    plain = model(SOURCE, KEEP, INPUT)
+    with record(model, "encoder.*.weights") as maps:
+        assert torch.allclose(plain, model(SOURCE, KEEP, INPUT), atol=1e-5)
+    assert [x.shape[1] for x in maps.values()] == [2, 1]

@@ -27,7 +27,7 @@ from regard.decode.options import Options
 from regard.errors import UserError
 from regard.evaluate import Evaluation, evaluate
 from regard.files import replace_file
-from regard.inspect.plots import draw, draw_in_colour
+from regard.inspect.plots import draw_in_colour, draw_in_shades
 from regard.inspect.trace import trace
 from regard.presets import merge
 from regard.recipe import Recipe, load_recipe
@@ -186,7 +186,7 @@ def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], refere
     if console.is_terminal:
         console.print(Padding(draw_in_colour(source, target, weights, width), (0, 0, 0, 3)))
     else:
-        console.print(Text("\n".join("   " + line for line in draw(source, target, weights, width))))
+        console.print(Text("\n".join("   " + line for line in draw_in_shades(source, target, weights, width))))
 
 
 def _show_next(console: Console, directory: Path, page: Path) -> None:

@@ -15,6 +15,7 @@ from regard.errors import UserError, closest
 from regard.presets import PRESETS, changed_recipe, model_without_data
 from regard.recipe import Train, load_recipe, recipe_names
 from regard.run import read_config
+from regard.tasks import infer_task
 
 EXAMPLE = "regard info transformer-base --vocab 37000"
 
@@ -107,9 +108,9 @@ def _parts(info: Info) -> list[tuple[int, str, int]]:
 
 def _costs(config: Config, info: Info, rate: float, tokens: int | None) -> list[tuple[str, str, str]]:
     """(name, amount, remark) of FLOPs, memory and time, in terms of what the model reads and writes."""
-    workload, both = info.workload, len(config.stacks) == 2
-    unit = "patches" if config.patches else "target tokens" if both else "tokens"
-    if config.patches:
+    workload, both, image = info.workload, len(config.stacks) == 2, infer_task(config) == "image"
+    unit = "patches" if image else "target tokens" if both else "tokens"
+    if image:
         each = f"one of the {workload.length} patches of an image, counting the class token"
     else:
         each = f"{'a source and a target token' if both else 'a token'} at length {workload.length}"

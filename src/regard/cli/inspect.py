@@ -14,7 +14,7 @@ from regard.cli.tables import message, out
 from regard.data.images import read_images
 from regard.errors import UserError, one_of
 from regard.files import replace_file
-from regard.inspect.plots import draw, draw_all_heads, draw_in_colour, draw_matrix, save
+from regard.inspect.plots import draw_all_heads, draw_in_colour, draw_in_shades, draw_matrix, save
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.run import Run
 from regard.text.codec import Example
@@ -118,5 +118,5 @@ def _draw_at_terminal(traced: Trace, kind: str | None, layer: int | None, head: 
     if console.is_terminal:
         console.print(draw_in_colour(columns, rows, matrix.weights_TS.tolist(), console.width))
     else:
-        for line in draw(columns, rows, matrix.weights_TS.tolist()):
+        for line in draw_in_shades(columns, rows, matrix.weights_TS.tolist()):
             out(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regard.config import Config
-from regard.convert.family import Family, Fields, Key
+from regard.convert.family import ENCODER_KEYS, Family, Fields, Key
 from regard.convert.table import Table
 
 
@@ -42,12 +42,7 @@ BERT = Family(
         Key.fixed("tie_word_embeddings", True),
         Key.fixed("problem_type", None, "single_label_classification", write=False),
         Key.count("vocab_size", "source_vocab", "target_vocab"),
-        Key.count("num_hidden_layers", "encoder.layers"),
-        Key.count("hidden_size", "encoder.width"),
-        Key.count("num_attention_heads", "encoder.heads"),
-        Key.count("intermediate_size", "encoder.ff"),
-        Key.activation("hidden_act", "encoder.activation", default="gelu"),
-        Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+        *ENCODER_KEYS,
         Key.count("max_position_embeddings", "encoder.max_length", default=512),
         Key.value("hidden_dropout_prob", "encoder.dropout", default=0.1),
         Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.1),

@@ -177,6 +177,17 @@ def tied_alias(first: str, second: str = "lm_head.weight") -> Callable[[Fields],
     return lambda hf: {} if hf.get("tie_word_embeddings") is False else {second: first}
 
 
+# What families with an encoder alone have in common.
+ENCODER_KEYS = (
+    Key.count("num_hidden_layers", "encoder.layers"),
+    Key.count("hidden_size", "encoder.width"),
+    Key.count("num_attention_heads", "encoder.heads"),
+    Key.count("intermediate_size", "encoder.ff"),
+    Key.activation("hidden_act", "encoder.activation", default="gelu"),
+    Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """The two tables of a family, and how its tensors are named."""

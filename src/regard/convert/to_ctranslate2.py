@@ -134,9 +134,8 @@ def specification(run: Run, add_special_tokens: bool) -> Any:
     if wrong := misfits(config):
         raise UserError(f"{run.path}: CTranslate2 has no place for these settings:\n  " + "\n  ".join(wrong))
     specs = library().specs
-    assert config.encoder is not None and config.decoder is not None
-    encoder = specs.TransformerEncoderSpec(**_stack_options(config.encoder, specs))
-    decoder = specs.TransformerDecoderSpec(**_stack_options(config.decoder, specs))
+    encoder = specs.TransformerEncoderSpec(**_stack_options(config.stacks["encoder"], specs))
+    decoder = specs.TransformerDecoderSpec(**_stack_options(config.stacks["decoder"], specs))
     spec = specs.TransformerSpec(encoder, decoder)
     for name, tensor in export_weights(weights_of(run.model), weight_table(config)).items():
         if not bool(tensor.isfinite().all()):
@@ -146,7 +145,7 @@ def specification(run: Run, add_special_tokens: bool) -> Any:
         decoder.embeddings.weight = encoder.embeddings[0].weight
     if config.tie_output:
         decoder.projection.weight = decoder.embeddings.weight
-    for stack_spec, stack in ((encoder, config.encoder), (decoder, config.decoder)):
+    for stack_spec, stack in zip((encoder, decoder), config.stacks.values(), strict=True):
         stack_spec.scale_embeddings = config.scale_embeddings
         _set_positions(stack_spec, stack)
     (source, target), ids, settings = names_of(run), config.ids, spec.config
@@ -154,7 +153,7 @@ def specification(run: Run, add_special_tokens: bool) -> Any:
     spec.register_target_vocabulary(target)
     settings.unk_token, settings.bos_token, settings.eos_token = (target[i] for i in (ids.unk, ids.sos, ids.eos))
     settings.decoder_start_token = target[config.start_id]
-    settings.layer_norm_epsilon = config.decoder.norm_eps
+    settings.layer_norm_epsilon = config.top.norm_eps
     before, after = ids.around(run.codec.frame)
     settings.add_source_bos, settings.add_source_eos = (add_special_tokens and bool(x) for x in (before, after))
     return spec

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard.batch import Pixels
 from regard.config import Config, PatchConfig, parse
-from regard.convert.family import Family, Fields, Json, Key
+from regard.convert.family import ENCODER_KEYS, Family, Fields, Json, Key
 from regard.convert.table import Table, Transformed, shaped
 from regard.errors import UserError
 from regard.files import read_json
@@ -38,15 +38,13 @@ def _read_patches(hf: Fields) -> Json:
 
 
 def _write_patches(config: Config) -> Json:
-    patches = config.patches
-    assert patches is not None
+    patches = config.image_patches
     sides = [patches.height, patches.width]
     return {"image_size": sides[0] if sides[0] == sides[1] else sides, "patch_size": patches.size}
 
 
 def _weights(config: Config, hf: Fields) -> Table:
-    encoder, patches = config.top, config.patches
-    assert patches is not None
+    encoder, patches = config.top, config.image_patches
     kernel = shaped(encoder.width, patches.channels, patches.size, patches.size)
     layer, block = "vit.encoder.layer.{n}.", "encoder.blocks.{n}."
     return {
@@ -76,12 +74,7 @@ VIT = Family(
         Key.fixed("problem_type", None, "single_label_classification", write=False),
         Key(_read_patches, _write_patches),
         Key.count("num_channels", "patches.channels", default=3),
-        Key.count("num_hidden_layers", "encoder.layers"),
-        Key.count("hidden_size", "encoder.width"),
-        Key.count("num_attention_heads", "encoder.heads"),
-        Key.count("intermediate_size", "encoder.ff"),
-        Key.activation("hidden_act", "encoder.activation", default="gelu"),
-        Key.value("layer_norm_eps", "encoder.norm_eps", default=1e-12),
+        *ENCODER_KEYS,
         Key.value("hidden_dropout_prob", "encoder.dropout", default=0.0),
         Key.value("attention_probs_dropout_prob", "encoder.attention_dropout", default=0.0),
     ),

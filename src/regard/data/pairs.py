@@ -15,7 +15,7 @@ from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec, Example, UnknownTokens, split_features
-from regard.text.learn import BaseText, Sample, draw, learn_tokenizer, one_request, requests
+from regard.text.learn import BaseText, Sample, draw_sample, learn_tokenizer, one_request, requests
 from regard.text.tokenizer import Tokenizer
 
 NO_LABEL = "label that training does not have"
@@ -112,8 +112,8 @@ def _make_codec(
     sample["shared"] = sample["source"] + sample["target"]
 
     def texts(side: str, wanted: int) -> Iterator[str]:
-        examples = (example for _, example in train.read(LineCounter()))
-        for example in draw((e for e in examples if not (splitter and splitter.held_out(e.source))), wanted, lines):
+        kept = (e for _, e in train.read(LineCounter()) if not (splitter and splitter.held_out(e.source)))
+        for example in draw_sample(kept, wanted, lines):
             if side != "target":
                 yield example.source
             if side != "source":

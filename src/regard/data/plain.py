@@ -17,7 +17,7 @@ from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec
-from regard.text.learn import BaseText, Sample, draw, learn_tokenizer, one_request
+from regard.text.learn import BaseText, Sample, draw_sample, learn_tokenizer, one_request
 from regard.text.scheme import threads
 from regard.text.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def _make_codec(
 
     def texts(wanted: int) -> Iterator[str]:
         pieces = divide(read_pieces(train, LineCounter()), split)
-        return draw((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), wanted, sample.count)
+        return draw_sample((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), wanted, sample.count)
 
     rare, mask = recipe.text.min_count, task.name == "masked"
     tokenizer, note = learn_tokenizer(

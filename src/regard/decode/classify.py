@@ -79,14 +79,12 @@ def _too_long(run: Run, tokens: int, most: int) -> dict[str, str]:
 
 def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]:
     """The labels of images, whose numbers are as in the file that the run was trained on."""
-    patches, pixels = run.config.patches, run.pixels
-    if patches is None:
+    if run.task.reads != "images":
         raise UserError(f"{run.path}: its model reads text, not images")
+    patches, pixels = run.config.image_patches, run.pixels
     shape = (patches.channels, patches.height, patches.width)
-    if images_NCHW.shape[1:] != shape:
-        raise UserError(
-            f"images of (channels, height, width) {images_NCHW.shape[1:]}, but the model of {run.path} reads {shape}"
-        )
+    if (actual := images_NCHW.shape[1:]) != shape:
+        raise UserError(f"images of (channels, height, width) {actual}, but the model of {run.path} reads {shape}")
     results: list[Classification] = []
     for start in range(0, len(images_NCHW), BATCH_IMAGES):
         images = images_NCHW[start : start + BATCH_IMAGES]

@@ -7,17 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from regard.config import Count, Value, parse
+from regard.recipe import option
 
 Utility = Literal["chrf", "bleu", "edit", "exact"]
 HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
-
 Phrase = Annotated[str, Field(min_length=1)]
-
-
-def _option(default: Any, description: str, metavar: str | None = None, **bounds: Any) -> Any:
-    """An option; its description is the help of the command line."""
-    extra: Any = {"metavar": metavar} if metavar else None
-    return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 
 class Options(Value):
@@ -27,56 +21,56 @@ class Options(Value):
     """
 
     # strategy: greedy search unless something here says otherwise
-    beam: Count = _option(1, "Hypotheses kept at each step; 1 is greedy search.")
-    nbest: Count = _option(1, "Outputs per line.")
-    sample: bool = _option(False, "Draw tokens instead of searching for the best.")
-    mbr: int = _option(
+    beam: Count = option(1, "Hypotheses kept at each step; 1 is greedy search.")
+    nbest: Count = option(1, "Outputs per line.")
+    sample: bool = option(False, "Draw tokens instead of searching for the best.")
+    mbr: int = option(
         0, "Choose by expected utility from so many candidates: samples, or with a beam its n-best.", ge=0
     )
-    utility: Utility = _option("chrf", "Of --mbr: chrf, bleu, edit or exact.")
-    weights: tuple[Annotated[float, Field(gt=0)], ...] = _option(
+    utility: Utility = option("chrf", "Of --mbr: chrf, bleu, edit or exact.")
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = option(
         (), "Of RUN and each --ensemble. (default: equal)", metavar="W,W,..."
     )
 
     # beam search
-    length_penalty: float = _option(1.0, "Rank by score / length ** PENALTY.", ge=0)
-    coverage_penalty: float = _option(0.0, "Rank lower what leaves source tokens unattended.", ge=0)
-    groups: Count = _option(1, "Diverse beam search: groups that avoid each other's tokens.")
-    diversity: float = _option(0.5, "Cost of a token that an earlier group chose at this step.", ge=0)
-    exact: bool = _option(False, "Stop only when no hypothesis can overtake any more, not when a beam has ended.")
+    length_penalty: float = option(1.0, "Rank by score / length ** PENALTY.", ge=0)
+    coverage_penalty: float = option(0.0, "Rank lower what leaves source tokens unattended.", ge=0)
+    groups: Count = option(1, "Diverse beam search: groups that avoid each other's tokens.")
+    diversity: float = option(0.5, "Cost of a token that an earlier group chose at this step.", ge=0)
+    exact: bool = option(False, "Stop only when no hypothesis can overtake any more, not when a beam has ended.")
 
     # sampling
-    temperature: float = _option(1.0, "Below 1 sharper, above 1 flatter.", gt=0)
-    top_k: int = _option(0, "Draw from the K most probable tokens; 0: from all.", ge=0)
-    top_p: float = _option(1.0, "Draw from the most probable tokens that make up P.", gt=0, le=1)
-    min_p: float = _option(0.0, "Leave out tokens below P times the probability of the best.", ge=0, lt=1)
-    seed: int = _option(1, "Of the draws.", ge=0)
+    temperature: float = option(1.0, "Below 1 sharper, above 1 flatter.", gt=0)
+    top_k: int = option(0, "Draw from the K most probable tokens; 0: from all.", ge=0)
+    top_p: float = option(1.0, "Draw from the most probable tokens that make up P.", gt=0, le=1)
+    min_p: float = option(0.0, "Leave out tokens below P times the probability of the best.", ge=0, lt=1)
+    seed: int = option(1, "Of the draws.", ge=0)
 
     # steering
-    prefix: str = _option("", "Every output starts so, unless its line has a prefix of its own.")
-    require: tuple[Phrase, ...] = _option((), "The output contains it. Repeatable.", metavar="PHRASE")
-    forbid: tuple[Phrase, ...] = _option((), "The output lacks it. Repeatable.", metavar="PHRASE")
-    alternatives: int = _option(0, "The K best tokens at one position, each completed.", ge=0)
-    alternatives_at: int | None = _option(
+    prefix: str = option("", "Every output starts so, unless its line has a prefix of its own.")
+    require: tuple[Phrase, ...] = option((), "The output contains it. Repeatable.", metavar="PHRASE")
+    forbid: tuple[Phrase, ...] = option((), "The output lacks it. Repeatable.", metavar="PHRASE")
+    alternatives: int = option(0, "The K best tokens at one position, each completed.", ge=0)
+    alternatives_at: int | None = option(
         None, "That position, in output tokens from 0. (default: after the prefix)", ge=0
     )
-    min_length: int = _option(0, "Fewest output tokens, the end token not counted.", ge=0)
-    max_length: Count | None = _option(None, "Most output tokens. (default: 3 times the source and 50)")
-    min_ratio: float = _option(0.0, "Fewest output tokens per source token.", ge=0)
-    max_ratio: float | None = _option(None, "Most output tokens per source token.", gt=0)
-    no_repeat_ngram: int = _option(0, "No N tokens in a row occur twice; 0: no such rule.", ge=0)
-    repetition_penalty: float = _option(1.0, "Above 1: avoid tokens already in the output.", ge=1)
-    unknown: bool = _option(False, "Let the unknown token be produced.")
+    min_length: int = option(0, "Fewest output tokens, the end token not counted.", ge=0)
+    max_length: Count | None = option(None, "Most output tokens. (default: 3 times the source and 50)")
+    min_ratio: float = option(0.0, "Fewest output tokens per source token.", ge=0)
+    max_ratio: float | None = option(None, "Most output tokens per source token.", gt=0)
+    no_repeat_ngram: int = option(0, "No N tokens in a row occur twice; 0: no such rule.", ge=0)
+    repetition_penalty: float = option(1.0, "Above 1: avoid tokens already in the output.", ge=1)
+    unknown: bool = option(False, "Let the unknown token be produced.")
 
     # reporting and batching
-    alignment: bool = _option(False, "Show which source tokens each output token is aligned with.")
-    alignment_heads: tuple[HeadIndex, ...] = _option(  # of the decoder, from 0; none: see `decode.alignment`
+    alignment: bool = option(False, "Show which source tokens each output token is aligned with.")
+    alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; none: see `decode.alignment`
         (), "Layers and heads that the alignment is read from, counted from 1.", metavar="L.H,L.H,..."
     )
-    max_source: Count = _option(2048, "A longer source is not decoded, a longer source or target not scored.")
-    batch_tokens: Count = _option(8192, "Padded source tokens times hypotheses in a batch.")
-    window: Count = _option(4096, "Lines read ahead, to be sorted by length.")
-    precision: Literal["fp32", "bf16"] = _option(
+    max_source: Count = option(2048, "A longer source is not decoded, a longer source or target not scored.")
+    batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
+    window: Count = option(4096, "Lines read ahead, to be sorted by length.")
+    precision: Literal["fp32", "bf16"] = option(
         "fp32", "bf16: faster where the processor has it, scores less exact. int8: of engine ctranslate2."
     )
 

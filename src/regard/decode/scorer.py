@@ -37,7 +37,7 @@ class Scorer:
         total = math.fsum(weights)
         self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
         config = self.models[0].config
-        self.continues = self.models[0].encoder is None  # a language model: the output goes on where the source stops
+        self.continues = self.models[0].decoder_only  # the output goes on where the source stops
         self.eos = config.ids.eos
         self.vocab = config.target_vocab
         self.device = self.models[0].device

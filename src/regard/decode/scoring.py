@@ -112,7 +112,7 @@ def force(
 
 def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:
     """The vectors (N, D) from which the tokens of all targets are predicted, one target after the other."""
-    if model.encoder is not None:
+    if not model.decoder_only:
         batch = collate(sources, targets, model.config).to(model.device)
         x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         return x_BTD.flatten(0, 1) if batch.keep_BT is None else x_BTD[batch.keep_BT]

@@ -83,8 +83,8 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
     """The input of the first layer of a stack; without ids it is made from the patches of an image."""
     stack: Transformer = getattr(model, name)
     if ids is None:
-        patches, image = model.config.patches, model.image
-        assert patches is not None and image is not None
+        patches, image = model.config.image_patches, model.image
+        assert image is not None
         pixels, width = image.project.in_features, image.project.out_features
         embedded_TD = calls.output(image)
         title, formula = "Patch and position", "x_t = W pixels_t + b"
@@ -127,11 +127,11 @@ def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
     assert model.output is not None
     vocab, width = model.output.weight.shape
     normed = "" if isinstance(norm, nn.Identity) else " after a last normalisation"
-    if model.config.output == "classes":
+    if model.classifies:
         pooled = " and the pooler, tanh(W x + b)," if model.pooler is not None else ""
         text = f"The first vector{normed}{pooled} stands for the whole input, and is compared with every class."
     else:
-        side = " of the target" if model.encoder is not None else ""
+        side = " of the target" if len(model.config.stacks) == 2 else ""
         tied = f" W is the embedding table{side}, used a second time." if model.config.tie_output else ""
         text = f"The vector of the last layer{normed} is compared with every token of the vocabulary.{tied}"
     bias = "" if model.output.bias is None else " + b"

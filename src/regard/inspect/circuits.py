@@ -226,8 +226,7 @@ def _token_names(run: Run) -> tuple[str, ...]:
 def _plain_decoder(model: Model) -> Transformer:
     """The decoder of a language model whose parts add up."""
     decoder = model.decoder
-    lm = model.encoder is None and model.output is not None
-    if not lm or not isinstance(decoder, Transformer) or not has_plain_blocks(decoder):
+    if not (model.decoder_only and isinstance(decoder, Transformer) and has_plain_blocks(decoder)):
         raise UserError("circuits are read off language models: a decoder alone, with plain attention and layers")
     return decoder
 
@@ -257,7 +256,7 @@ class Neuron:
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
     """The neurons of a layer (from 0) of a language model that stood out most in a text, each against its own mean."""
     model, decoder = run.model, run.model.decoder
-    if model.encoder is not None or not isinstance(decoder, Transformer) or model.output is None:
+    if not (model.decoder_only and isinstance(decoder, Transformer)):
         raise UserError("neurons are read off language models: a decoder alone")
     if not 0 <= layer < len(decoder.blocks):
         raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, the first being 0")

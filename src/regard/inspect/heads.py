@@ -212,8 +212,7 @@ def _add_tokens(
 @torch.no_grad()
 def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
     """What the patches of images attend to in every attention; distances are in pixels."""
-    patches, device = model.config.patches, model.device
-    assert patches is not None
+    patches, device = model.config.image_patches, model.device
     distance_SS = patch_distances(patches).to(device)
     row_S, column_S = patch_grid(patches).to(device).unbind(1)
     own_SS = torch.eye(patches.count, dtype=torch.bool, device=device)
@@ -267,13 +266,13 @@ def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) 
     from; by default all that are not special.
     """
     config, rows = model.config, 8
-    if config.decoder is None or len(config.stacks) > 1:
+    if not model.decoder_only:
         raise UserError("induction is measured in language models: a decoder alone")
     if tokens is None:
         special = torch.tensor(sorted({x for x in config.ids.model_dump().values() if x is not None}))
         tokens = torch.arange(config.target_vocab)
         tokens = tokens[~torch.isin(tokens, special)]
-    limit = config.decoder.max_positions or 2 * INDUCTION_TOKENS + 1
+    limit = config.top.max_positions or 2 * INDUCTION_TOKENS + 1
     length = max(1, min(INDUCTION_TOKENS, len(tokens), (limit - 1) // 2))
     draws = torch.Generator().manual_seed(seed)
     once_NT = torch.stack([tokens[torch.randperm(len(tokens), generator=draws)[:length]] for _ in range(rows)])

@@ -129,9 +129,9 @@ _INPUTS: dict[str, Callable[[Run, Example, Sequence[int], int], InspectionInput]
 
 def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, limit: int) -> InspectionInput:
     """An image with the numbers of its file; at most `limit` patches."""
-    patches = run.config.patches
-    if patches is None:
+    if run.task.reads != "images":
         raise UserError(f"{run.path}: this model reads text, not images")
+    patches = run.config.image_patches
     expected = (patches.channels, patches.height, patches.width)
     if image_CHW.shape != expected:
         raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}, the model reads {expected}")
@@ -145,7 +145,7 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
         {},
         {"source": (CLASS_TOKEN, *patch_names)},
         {"image": name} | _label_text(label),
-        _label_ids(run, label) if run.config.output == "classes" else [],
+        _label_ids(run, label) if run.model.classifies else [],
         _class_names(run),
         image=ImageInput(_displayed_pixels(image_CHW, patches), patches.size),
     )
@@ -161,7 +161,7 @@ def _displayed_pixels(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray
 
 
 def _class_names(run: Run) -> OutputNames:
-    names = run.label_names if run.config.output == "classes" else ()
+    names = run.label_names if run.model.classifies else ()
     return lambda ids: [names[i] for i in ids]
 
 

@@ -78,10 +78,9 @@ def output_steps(logits_TV: Tensor, labels: Sequence[int], names: OutputNames) -
 
 def lens_hooks(model: Model) -> dict[str, str]:
     """The hook points whose vectors the LM head can read, by label; the last is the one that it does read."""
-    name = "encoder" if model.decoder is None else "decoder"
     recurrent = isinstance(model.decoder, RecurrentDecoder)
     word = "state" if recurrent else "layer"
-    hooks = {f"{word} {i + 1}": f"{name}.blocks.{i}.output" for i in range(model.config.top.layers)}
+    hooks = {f"{word} {i + 1}": f"{model.top_name}.blocks.{i}.output" for i in range(model.config.top.layers)}
     return hooks | ({"state and context": "decoder.attentional"} if recurrent else {})
 
 
@@ -90,12 +89,12 @@ def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) 
     """What each layer would predict; `vectors` are (T, D), by the name of their hook point."""
     if model.output is None:
         return ()
-    top = model.encoder if model.decoder is None else model.decoder
+    top = model.get_submodule(model.top_name)
     norm = top.norm if isinstance(top, Transformer) else nn.Identity()
     layers = []
     for label, hook in lens_hooks(model).items():
         x_TD = norm(vectors[hook])
-        if model.config.output == "classes":
+        if model.classifies:
             x_TD = model.pool(x_TD.unsqueeze(0))
         logits_TV = model.predict(x_TD).float()
         steps = tuple(top_predictions(logits_V, LENS_CANDIDATES, names) for logits_V in logits_TV)

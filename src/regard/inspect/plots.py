@@ -190,7 +190,7 @@ Weights = Sequence[Sequence[float]]  # a row per target token, a column per sour
 Cell = tuple[str, float | None]  # text to print; or blanks of the cell's width, with their weight
 
 
-def draw(source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80) -> list[str]:
+def draw_in_shades(source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80) -> list[str]:
     """Draw as plain lines: source across, target down; source tokens that do not fit `width` columns go on below."""
     return [
         "".join(text if weight is None else shade(weight) * len(text) for text, weight in row).rstrip()

@@ -25,7 +25,7 @@ from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text
 from regard.inspect.logit_lens import LensLayer, OutputStep, lens_hooks, logit_lens, mask_each_token, output_steps
 from regard.inspect.page import Packer, render_frame, render_page
 from regard.inspect.walk import make_walks
-from regard.model import Model, kind_and_layer
+from regard.model import kind_and_layer
 from regard.nn.cache import State
 from regard.nn.hooks import record, record_calls
 from regard.nn.transformer import Transformer
@@ -196,7 +196,6 @@ def trace_image(run: Run, image_CHW: np.ndarray, label: str | None = None, name:
 @torch.no_grad()
 def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, int]] = ()) -> Trace:
     model, config = run.model, run.config
-    classes = config.output == "classes"
     was_training = model.training
     model.eval()
     try:
@@ -220,8 +219,8 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         weights_HTS = recorded[f"{name}.weights"][0].float().cpu().numpy()
         maps.append(AttentionMap(name, kind, layer, weights_HTS, *TOKEN_ROWS[kind], attention.head_numbers))
     distances = {}
-    if config.patches is not None:
-        distance_SS = patch_distances(config.patches)
+    if run.task.reads == "images":
+        distance_SS = patch_distances(config.image_patches)
         for m in maps:
             distance_BHS = mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)
             distances[m.name] = distance_BHS[0].mean(-1).numpy()
@@ -231,8 +230,8 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
     heatmaps = [position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
         title=run.path.name or "model",
-        facts=_facts(model),
-        texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if classes else {}),
+        facts=_facts(run),
+        texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
         tokens=tokens,
         maps=tuple(maps),
         alignment=_alignments(maps, heads) if "source" in tokens else {},
@@ -242,24 +241,25 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         walks=walks,
         notes=tuple(inputs.notes),
         score=float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0,
-        unit="class" if classes else "token",
+        unit="class" if model.classifies else "token",
         image=inputs.image,
         distances=distances,
     )
 
 
-def _facts(model: Model) -> dict[str, str]:
-    config = model.config
+def _facts(run: Run) -> dict[str, str]:
+    config = run.config
     facts = {name: _describe(stack) for name, stack in config.stacks.items()}
-    if (p := config.patches) is not None:
+    if run.task.reads == "images":
+        p = config.image_patches
         facts["image"] = f"{p.height} × {p.width}, {p.count} patches of {p.size} × {p.size}"
-    elif len(config.stacks) > 1:
+    elif len(config.stacks) == 2:
         facts["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target tokens"
     else:
         facts["vocabulary"] = f"{config.output_vocab:,} tokens"
     if config.classes is not None:
         facts["classes"] = str(config.classes)
-    return facts | {"parameters": f"{model.size:,}"}
+    return facts | {"parameters": f"{run.model.size:,}"}
 
 
 def _describe(stack: Stack) -> str:

@@ -78,7 +78,7 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
         cards += [_feed_forward_card(block, stack, calls)]
         cards += [_residual_card(block.feed_forward_residual, block.feed_forward, calls, stack, "feed-forward")]
         # A masked language model predicts with each token masked in turn, which this forward pass did not do.
-        if index == stack.layers - 1 and (name == "decoder" or model.config.output == "classes"):
+        if index == stack.layers - 1 and (name == "decoder" or model.classifies):
             cards.append(prediction_card(model, calls, transformer.norm))
         layers.append(tuple(cards))
     return Walk(name, "source" if name == "encoder" else "input", tuple(layers))

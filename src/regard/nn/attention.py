@@ -114,6 +114,7 @@ class Attention(nn.Module):
         self.kept = list(kept) if kept is not None and len(kept) < stack.heads else None
         groups = [head * stack.kv // stack.heads for head in kept or range(stack.heads)] if project else [0]
         self.heads = len(groups)
+        self.head_numbers = tuple(kept or range(self.heads))  # those that its heads had before any pruning
         self.kv_heads = len(set(groups))
         # The key/value head of each query head; None when all serve equally many, which the fused kernel supports.
         even = len(set(Counter(groups).values())) == 1
@@ -134,11 +135,6 @@ class Attention(nn.Module):
         self.dropout = Dropout(stack.attention_dropout)
         self.weights = Tap()  # (B, H, T, S) after the softmax
         self.mixed = Tap()  # (B, H, T, E): the output of each head
-
-    @property
-    def head_numbers(self) -> tuple[int, ...]:
-        """The numbers of its heads: those that they had before any pruning."""
-        return tuple(range(self.heads)) if self.kept is None else tuple(self.kept)
 
     @property
     def kv_indices(self) -> list[int]:

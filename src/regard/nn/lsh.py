@@ -45,6 +45,7 @@ class LSHAttention(nn.Module):
         super().__init__()
         bias = stack.bias == "all"
         self.heads = self.kv_heads = stack.heads
+        self.head_numbers = tuple(range(stack.heads))
         self.head_width, self.value_width = stack.head, stack.value
         self.lsh = stack.lsh
         self.compared_keys = stack.lsh.hashes * stack.lsh.chunk * (1 + stack.lsh.before + stack.lsh.after)  # per query
@@ -55,10 +56,6 @@ class LSHAttention(nn.Module):
         self.dropout = Dropout(stack.attention_dropout)
         self.weights = Tap()  # (B, H, T, S) after the softmax
         self.mixed = Tap()  # (B, H, T, E): the output of each head
-
-    @property
-    def head_numbers(self) -> tuple[int, ...]:
-        return tuple(range(self.heads))
 
     def project_kv(self, context_BSD: Tensor, pos_BS: Tensor, position: Position) -> KV:
         """The projection that queries and keys share, and values."""

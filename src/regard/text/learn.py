@@ -60,7 +60,7 @@ class Sample:
         return [row[index] for row in self.rows]
 
 
-def draw(items: Iterable[T], wanted: int, total: int) -> Iterator[T]:
+def draw_sample(items: Iterable[T], wanted: int, total: int) -> Iterator[T]:
     """About `wanted` of `total` items, from all over."""
     random = Random(0)
     return (item for item in items if wanted >= total or random.random() * total < wanted)

@@ -1,18 +1,20 @@
+"""Gates on the heads of a trained model, learned by `learn_gates`."""
+
 from __future__ import annotations
 
 import torch
 
+from modelkit import tiny
 from regard.inspect.inputs import pair_batches
-from regard.model import Model
 from regard.nn.adapters import head_gates
 from regard.training.tune import learn_gates
 
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]
 
 
-def test_pressure_closes_the_gates_of_heads_that_are_not_needed(transformer: Model) -> None:
+def test_pressure_closes_the_gates_of_heads_that_are_not_needed() -> None:
     """A head without output has nothing to keep its gate open; without a cost, no gate closes."""
-    name = "encoder.blocks.0.attention"
+    transformer, name = tiny(), "encoder.blocks.0.attention"
     batches = pair_batches(PAIRS, transformer.config)
     with torch.no_grad():
         transformer.get_parameter(f"{name}.out.weight")[:, :4] = 0.0
