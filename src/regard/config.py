@@ -6,13 +6,12 @@ A decoder is causal, an encoder is not. A decoder attends to the encoder if ther
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from regard.errors import UserError, closest
+from regard.errors import UserError, explain
 
 ScoreName = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
@@ -364,32 +363,5 @@ def parse(kind: type[V], data: dict[str, Any], where: str) -> V:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        lines = [_explain(kind, dict(item)) for item in error.errors(include_url=False)]
+        lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
         raise UserError(f"{where}: " + "\n  ".join(["not valid", *lines])) from None
-
-
-def _explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
-    path = [str(part) for part in item["loc"]]
-    key = ".".join(path) or kind.__name__
-    if item["type"] == "extra_forbidden":
-        fields = _fields_at(kind, path[:-1])
-        return f"{key}: no such key{closest(path[-1], fields)} (known: {', '.join(sorted(fields))})"
-    if item["type"] == "value_error":
-        return f"{key}: {item['ctx']['error']}"
-    if item["type"] == "missing":
-        return f"{key}: is required"
-    given = repr(item["input"])
-    if item["type"] == "literal_error" and isinstance(item["input"], str):
-        allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        return f"{key}: {given[:80]} is not known{closest(item['input'], allowed)} (allowed: {', '.join(allowed)})"
-    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, not {given[:80]}"
-
-
-def _fields_at(kind: type[BaseModel], path: list[str]) -> list[str]:
-    for part in path:
-        field = kind.model_fields.get(part)
-        if field is None:
-            break
-        inner = [t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(t, type)]
-        kind = next((t for t in inner if issubclass(t, BaseModel)), kind)
-    return list(kind.model_fields)

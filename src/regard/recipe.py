@@ -221,29 +221,38 @@ def put(tables: dict[str, Any], path: Sequence[str], value: Any) -> str | None:
     return None
 
 
+SECTIONS: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
+
+
+def setting_names() -> list[str]:
+    """The keys that `--set` knows by their bare names."""
+    tables: list[type[Value]] = [Stack, Config, *SECTIONS.values()]
+    return ["preset", "task", *(name for table in tables for name in table.model_fields)]
+
+
 def _paths(key: str) -> list[list[str]]:
     """Where a key of `--set` belongs: one path, or one in each stack."""
     parts = key.split(".")
-    sections: dict[str, type[Value]] = {"text": Text, "data": Data, "train": Train}
     if len(parts) > 1:
         if parts[0] in ("encoder", "decoder", "ids", "patches"):
             parts = ["model", *parts]
         if parts[0] in ("rotary", "axial", "lsh"):
             return _in_both_stacks(*parts)
-        if parts[0] not in ("model", *sections):
-            raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *sections])}")
-        if parts[0] == "model" and len(parts) == 2 and parts[1] in Stack.model_fields:
-            return _in_both_stacks(parts[1])
+        if parts[0] not in ("model", *SECTIONS):
+            raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *SECTIONS])}")
+        if parts[0] == "model" and len(parts) == 2:
+            if parts[1] not in {**Stack.model_fields, **Config.model_fields}:
+                hint = closest(parts[1], [*Stack.model_fields, *Config.model_fields])
+                raise UserError(f"--set {key}: the model has no such key{hint}")
+            return _in_both_stacks(parts[1]) if parts[1] in Stack.model_fields else [parts]
         return [parts]
     if key in ("preset", "task"):
         return [[key]]
-    homes = [f"{name}.{key}" for name, section in sections.items() if key in section.model_fields]
+    homes = [f"{name}.{key}" for name, section in SECTIONS.items() if key in section.model_fields]
     if key in {**Stack.model_fields, **Config.model_fields}:
         homes.append(f"model.{key}")
     if not homes:
-        tables: list[type[Value]] = [Stack, Config, *sections.values()]
-        known = [name for table in tables for name in table.model_fields]
-        raise UserError(f"--set {key}: no such key{closest(key, ['preset', 'task', *known])}")
+        raise UserError(f"--set {key}: no such key{closest(key, setting_names())}")
     if len(homes) > 1:
         raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")
     return _in_both_stacks(key) if key in Stack.model_fields else [homes[0].split(".")]

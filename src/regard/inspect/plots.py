@@ -17,7 +17,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.text import Text
 
-from regard.errors import UserError
+from regard.errors import UserError, missing_extra
 from regard.files import replace_file
 from regard.inspect.trace import AttentionMatrix, Trace
 
@@ -43,7 +43,7 @@ KIND_NAMES = {"encoder": "Encoder self-attention", "decoder": "Decoder self-atte
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of so many inches."""
     if find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install 'regard[plot]'")
+        raise missing_extra("a picture", "matplotlib", "plot")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,147 @@
+"""What is suggested to who writes another toolkit's word, and how messages count."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from regard.cli.app import VERBS, load_verb
+from regard.config import Config, Stack
+from regard.decode.options import Options
+from regard.errors import SYNONYMS, UserError, closest, nearest, plural
+from regard.recipe import Data, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
+from toykit import call
+
+ROOT = Path(__file__).parent.parent
+FIELDS = {name for value in (Config, Stack, Data, Recipe, Text, Train, Options) for name in value.model_fields}
+
+
+def test_every_synonym_means_something_that_there_is():
+    options = {option for verb in VERBS for parameter in load_verb(verb).params for option in parameter.opts}
+    known = FIELDS | set(VERBS) | {option.removeprefix("--").replace("-", "_") for option in options}
+    assert set(SYNONYMS) - known == set()
+
+
+def test_no_synonym_is_a_setting_itself():
+    """A word that is right where it stands is never explained by another."""
+    for name in [*setting_names(), *Options.model_fields]:
+        assert nearest(name, FIELDS) == name
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("learning_rate", "lr"),
+        ("hidden_size", "width"),
+        ("d_model", "width"),
+        ("embed_dim", "width"),
+        ("num_layers", "layers"),
+        ("n_layer", "layers"),
+        ("num_heads", "heads"),
+        ("ffn_dim", "ff"),
+        ("intermediate_size", "ff"),
+        ("batch_size", "batch_examples"),
+        ("warmup_steps", "warmup"),
+        ("num_epochs", "epochs"),
+        ("max_steps", "steps"),
+        ("lr_scheduler", "schedule"),
+        ("grad_clip", "clip"),
+        ("max_len", "max_length"),
+        ("vocab_size", "source_tokens"),
+        ("learningRate", "lr"),
+        ("dropuot", "dropout"),
+    ],
+)
+def test_settings_by_the_words_of_other_toolkits(word, key):
+    with pytest.raises(UserError, match=f"did you mean '{key}'"):
+        assign({}, f"{word}=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[train]\nlearning_rate = 0.1", "train.learning_rate: no such key; did you mean 'lr'?"),
+        ("[text]\ntokenizer = 'char'", "text.tokenizer: no such key; did you mean 'source_tokens'?"),
+        ("[data]\ntrain_file = 'x'", "data.train_file: no such key; did you mean 'train'?"),
+        ("learning_rate = 0.1", "learning_rate: no such key; did you mean 'train.lr'?"),
+        ("batch_tokens = 8", "batch_tokens: no such key; did you mean 'train.batch_tokens'?"),
+    ],
+)
+def test_keys_of_a_recipe(text, hint, tmp_path):
+    (tmp_path / "my.toml").write_text(text)
+    with pytest.raises(UserError, match=re.escape(hint)):
+        load_recipe(read_recipe(tmp_path / "my.toml"))
+
+
+def test_keys_of_a_model_are_sought_in_its_stacks():
+    from regard.presets import preset
+
+    with pytest.raises(UserError, match=r"did you mean 'encoder\.width' and 'decoder\.width'"):
+        preset("transformer-tiny", changes={"hidden_size": 64})
+    with pytest.raises(UserError, match="the model has no such key; did you mean 'width'"):
+        assign({}, "model.hidden_size=64")
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("beam_size", "beam"),
+        ("num_beams", "beam"),
+        ("max_new_tokens", "max_length"),
+        ("no_repeat_ngram_size", "no_repeat_ngram"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("num_return_sequences", "nbest"),
+        ("do_sample", "sample"),
+        ("batch_size", "batch_tokens"),
+    ],
+)
+def test_keywords_and_options_of_decoding(word, key):
+    with pytest.raises(UserError, match=f"{word}: no such key; did you mean '{key}'"):
+        Options.of(**{word: 1})
+    option, right = (f"--{name.replace('_', '-')}" for name in (word, key))
+    assert f"no such option: {option}; did you mean '{right}'?" in call("generate", "run", option, 1).err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("predict", "run"), "no verb 'predict'; did you mean 'generate'?"),
+        (("evalute", "run"), "no verb 'evalute'; did you mean 'evaluate'?"),
+        (("train", "--learning-rate", 1), "no such option: --learning-rate; did you mean --set lr=VALUE?"),
+        (("train", "--lr", 1), "no such option: --lr; did you mean --set lr=VALUE?"),
+        (("train", "--batch-size=8"), "no such option: --batch-size; did you mean --set batch_examples=VALUE?"),
+        (("train", "--train", "x"), "no such option: --train; did you mean '--data'?"),
+        (("train", "--output-dir", "x"), "no such option: --output-dir; did you mean '--out'?"),
+        (("train", "--zzz"), "no such option: --zzz\n"),
+    ],
+)
+def test_verbs_and_options(words, hint):
+    result = call(*words)
+    assert result.code == 2 and hint in result.err, result.err
+
+
+def test_an_allowed_word_nearby_comes_after_a_synonym():
+    assert closest("max_len", ["max_length", "max_lens"]) == "; did you mean 'max_length'?"
+    assert closest("nothing_like_it", ["lr"]) == ""
+
+
+def test_plural():
+    assert [plural(n, "batch") for n in (0, 1, 2, 3000)] == ["0 batches", "1 batch", "2 batches", "3,000 batches"]
+    words = ["line", "process", "hypothesis", "patch", "prefix"]
+    assert [plural(2, w)[2:] for w in words] == ["lines", "processes", "hypotheses", "patches", "prefixes"]
+
+
+def test_extras_are_installed_by_a_command_that_works_in_a_clone():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")]
+    assert not [file for file in (*files, *ROOT.glob("src/**/*.py")) if "regard[" in file.read_text(encoding="utf-8")]
+    named = {extra for file in files for extra in re.findall(r"'\.\[([a-z0-9,]+)\]'", file.read_text(encoding="utf-8"))}
+    for file in ROOT.glob("src/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("missing_extra", "install"):
+                named |= {node.args[-1].value} if isinstance(node.args[-1], ast.Constant) else set()
+    assert named == set(extras)
