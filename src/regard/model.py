@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from regard.config import Config
 from regard.nn.attention import Attention
@@ -197,16 +199,31 @@ class Model(nn.Module):
                     module.query.weight.mul_(module.head_width**-0.5)
 
 
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out `normal_`: on the meta device it does nothing, but imports 800 modules in as long as torch itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.normal_, nn.init.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def on_meta(config: Config) -> Model:
     """A model on the meta device: shapes without memory, for any size."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NothingDrawn():
         return Model(config)
 
 
 def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
     """Allocate a model on the meta device; its weights are arbitrary, yet to be loaded."""
-    model.to_empty(device=device)  # there are no buffers, whose values would be lost
-    model._tie()  # to_empty made two tensors of a shared one
+    for module in model.modules():  # there are no buffers
+        for name, x in module.named_parameters(recurse=False):
+            # not to_empty: its empty_like of a meta tensor imports sympy
+            empty = torch.empty(x.shape, dtype=x.dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, x.requires_grad))
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    model._tie()  # a tensor of two modules became two
     return model
 
 

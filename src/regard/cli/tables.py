@@ -8,10 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.box import ROUNDED
-from rich.console import Console
-from rich.table import Table
-
 from regard.errors import UserError
 
 
@@ -56,6 +52,8 @@ def report_write_errors() -> Iterator[None]:
 
 def at_terminal() -> bool:
     """Whether stdout is a terminal, where tables are drawn with frames."""
+    from rich.console import Console  # most verbs print plain lines, and start sooner without it
+
     return Console().is_terminal
 
 
@@ -74,11 +72,14 @@ def print_table(
     `left` and `bold` are numbers of columns, `styles` are those of the rows, and a line is drawn before each row that
     `sections` names. A table without a header has no frame.
     """
-    console = Console()
-    if not console.is_terminal:
+    if not at_terminal():
         for row in (header, *rows) if header else rows:
             out("\t".join(row))
         return
+    from rich.box import ROUNDED
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(
         title=title, title_justify="left", title_style="bold", header_style="dim", box=ROUNDED if header else None,
         show_header=bool(header), padding=(0, 1),
@@ -93,4 +94,4 @@ def print_table(
         if number in sections:
             table.add_section()
         table.add_row(*row, style=styles[number] if styles else None)
-    console.print(table)
+    Console().print(table)

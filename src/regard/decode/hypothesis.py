@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from rapidfuzz.distance import Levenshtein
-from sacrebleu.metrics.bleu import BLEU
-from sacrebleu.metrics.chrf import CHRF
 
 from regard.decode.options import Options, Utility
 from regard.decode.request import SearchInput
@@ -220,8 +217,14 @@ def expected_utility(
 def _utility(name: Utility, spaced: bool) -> Callable[[str, str], float]:
     if name == "exact":
         return lambda text, other: 0.0  # a text has utility 1 for itself by every measure
+    # imported here, since few searches compare texts
     if name == "edit":
+        from rapidfuzz.distance import Levenshtein
+
         split: Callable[[str], Sequence[str]] = (lambda text: text.split(" ")) if spaced else (lambda text: text)
         return lambda text, other: float(Levenshtein.normalized_similarity(split(text), split(other)))
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
     metric = CHRF() if name == "chrf" else BLEU(effective_order=True)
     return lambda text, other: float(metric.sentence_score(text, [other]).score) / 100
