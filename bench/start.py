@@ -1,7 +1,9 @@
-"""Time to the first answer: the command line on one word, beside `import torch` alone, interleaved.
+"""Time to the first answer: the command line on one word, beside `import torch` alone, taking turns.
 
-The ratio of seconds is what a user waits; that of processor seconds and the number of modules depend less on what else
-the machine does.
+    python bench/start.py RUN
+
+The ratio of seconds is what a user notices; processor seconds and the number of imported modules depend less on what
+else the machine does.
 """
 
 from __future__ import annotations
@@ -12,58 +14,61 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
-PROGRAM = "import sys; from regard.cli.app import run; sys.argv[0] = 'regard'; code = run()"
-COUNT = "; print('modules', len(sys.modules), file=sys.stderr)"
-
-
-def timed(code: str, arguments: list[str], text: str) -> tuple[float, float]:
-    """Seconds on the clock and of processor time of one process."""
-    before, start = os.times(), time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", code, *arguments], input=text, text=True, check=True, stdout=subprocess.DEVNULL
-    )
-    after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return time.perf_counter() - start, cpu
+PROGRAM = "import sys; from regard.cli.app import main; sys.argv[0] = 'regard'; main()"
+COUNT = "import atexit, sys; atexit.register(lambda: print(len(sys.modules), file=sys.stderr)); "
+# As an installed package, which is compiled once.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def modules(code: str, arguments: list[str], text: str) -> int:
-    """Modules imported by the time the command is done."""
-    result = subprocess.run(
-        [sys.executable, "-c", code + COUNT, *arguments], input=text, text=True, check=True, capture_output=True
-    )
-    return int(result.stderr.split()[-1])
+class Command(NamedTuple):
+    """A Python program with its arguments and its input."""
+
+    code: str
+    arguments: tuple[str, ...] = ()
+    text: str = ""
+
+    def run(self, before: str = "") -> str:
+        """What it writes to stderr."""
+        line = [sys.executable, "-c", before + self.code, *self.arguments]
+        result = subprocess.run(line, input=self.text, text=True, check=True, capture_output=True, env=ENVIRONMENT)
+        return result.stderr
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds on the clock, and of processor time."""
+        before, began = os.times(), time.perf_counter()
+        self.run()
+        elapsed, after = time.perf_counter() - began, os.times()
+        return elapsed, sum(after[2:4]) - sum(before[2:4])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", help="a run that reads pairs of texts")
-    parser.add_argument("--word", default="word")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run that was trained on pairs of texts")
+    parser.add_argument("--source", default="word")
+    parser.add_argument("--target", default="w")
     parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    word, pair = options.word + "\n", f"{options.word}\t{options.word}\n"
-    contenders: dict[str, tuple[str, list[str], str]] = {
-        "import torch": ("import sys, torch", [], ""),
-        "regard generate": (PROGRAM, ["generate", options.run], word),
-        "regard score": (PROGRAM, ["score", options.run, "-"], pair),
-        "regard evaluate": (PROGRAM, ["evaluate", options.run, "-"], pair),
-        "regard info": (PROGRAM, ["info", options.run], ""),
-        "regard --help": (PROGRAM, ["--help"], ""),
+    settings = parser.parse_args()
+    pair = f"{settings.source}\t{settings.target}\n"
+    commands = {
+        "import torch": Command("import torch"),
+        "generate": Command(PROGRAM, ("generate", settings.run), settings.source + "\n"),
+        "score": Command(PROGRAM, ("score", settings.run, "-"), pair),
+        "evaluate": Command(PROGRAM, ("evaluate", settings.run, "-"), pair),
+        "info": Command(PROGRAM, ("info", settings.run)),
+        "--help": Command(PROGRAM, ("--help",)),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for call in contenders.values():
-        timed(*call)  # fill the disk cache
-    for _ in range(options.rounds):
-        for name, call in contenders.items():
-            times[name].append(timed(*call))
-    seconds = {name: statistics.median(wall for wall, _ in rows) for name, rows in times.items()}
-    cpu = {name: statistics.median(used for _, used in rows) for name, rows in times.items()}
-    print(f"{'':16} {'modules':>8} {'seconds':>8} {'ratio':>6} {'cpu':>6} {'ratio':>6}")
-    for name, call in contenders.items():
-        ratios = seconds[name] / seconds["import torch"], cpu[name] / cpu["import torch"]
-        row = f"{modules(*call):8} {seconds[name]:8.2f} {ratios[0]:6.2f} {cpu[name]:6.2f} {ratios[1]:6.2f}"
-        print(f"{name:16} {row}")
+    modules = {name: command.run(COUNT).split()[-1] for name, command in commands.items()}  # fills the disk cache too
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    for _ in range(settings.rounds):
+        for name, command in commands.items():
+            times[name].append(command.seconds())
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
+    print(f"{'':13}{'modules':>8}{'seconds':>9}{'ratio':>7}{'cpu':>7}{'ratio':>7}")
+    base = medians["import torch"]
+    for name, (wall, cpu) in medians.items():
+        print(f"{name:13}{modules[name]:>8}{wall:9.2f}{wall / base[0]:7.2f}{cpu:7.2f}{cpu / base[1]:7.2f}")
 
 
 if __name__ == "__main__":

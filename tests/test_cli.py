@@ -117,6 +117,24 @@ def test_our_own_faults_are_reported_apart(monkeypatch, toy):
 # Generate
 
 
+@pytest.mark.parametrize("verb", ["generate", "score"])
+def test_a_first_answer_waits_for_no_needless_import(toy, verb):
+    """What other work needs, and a garbage collection of all that was imported, would take longer than the answer."""
+    code = f"""
+import atexit, gc, sys
+from regard.cli.app import main
+sys.argv = ["regard", "{verb}", {str(toy / "run")!r}, "-"]
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000, *sys.modules, file=sys.stderr))
+main()
+"""
+    text = "abc\tx\n" if verb == "score" else "abc\n"
+    result = subprocess.run([sys.executable, "-c", code], input=text, text=True, capture_output=True, check=True)
+    enabled, frozen, *modules = result.stderr.splitlines()[-1].split()
+    assert (enabled, frozen) == ("True", "True") and "regard.run" in modules
+    needless = {"torch._dynamo", "torch._inductor", "sympy", "sacrebleu", "lxml", "rich", "matplotlib"}
+    assert not needless & set(modules)
+
+
 def test_several_processes_give_the_same(toy):
     for verb, options in (("generate", ["--json", "--batch-tokens", 64]), ("evaluate", ["--beam", 2])):
         one, two = (call(verb, toy / "run", toy / "test.tsv", *options, "--workers", n) for n in (1, 2))

@@ -5,6 +5,9 @@ Here those of two stacks; test_alone.py has the models that are an encoder or a 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -260,6 +263,20 @@ def test_on_meta_has_the_shapes_of_the_real_one(name: str) -> None:
     real, shadow = Model(config(name)), on_meta(config(name))
     assert all(p.is_meta for p in shadow.parameters())
     assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in shadow.named_parameters()}
+
+
+def test_on_meta_nothing_is_drawn() -> None:
+    """Random numbers without memory would import a compiler."""
+    code = """
+import sys
+from regard.model import on_meta
+from regard.presets import PRESETS, preset
+for name in PRESETS:
+    on_meta(preset(name, None if "vit" in name else 100))
+print(*sys.modules)
+"""
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "regard.model" in modules and not {"torch._dynamo", "sympy"} & set(modules)
 
 
 def test_stacks_of_a_config() -> None:

@@ -146,11 +146,12 @@ def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None)
     """Load runs onto a device and set the number of threads; small models are fastest with one."""
     tune_allocator()
     where = choose_device(device)
+    every = torch.get_num_threads()
+    torch.set_num_threads(1)  # starting threads takes longer than copying the weights
     runs = [Run.load(path, where) for path in paths]
-    if threads is None and sum(run.model.size for run in runs) < SMALL:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
+    small = sum(run.model.size for run in runs) < SMALL
+    if not small or threads is not None:
+        torch.set_num_threads(threads or every)
     return runs
 
 
