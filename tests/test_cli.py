@@ -414,7 +414,3 @@ def test_tables_have_frames_at_a_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich take any stream for a terminal
     framed = call("info", "transformer-tiny")
     assert "╭" in framed.out and "share" in framed.out and "\t" not in framed.out
-
-
-def test_info_lists_what_there_is():
-    assert {"preset\ttransformer-base", "recipe\tg2p"} <= set(call("info").lines)

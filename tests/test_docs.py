@@ -1,5 +1,7 @@
 """The documentation is run: every console and Python block, in a directory with the files that they name.
 
+The tour of the README makes its own files.
+
 Lines that start with `$` are commands; what follows must be found in their output, in order, where `...` stands for
 anything. Commands run as written, except that training is cut to a few steps of a small model.
 """
@@ -17,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from regard.cli import demo
 from regard.config import Config, Stack
 from regard.recipe import Data, Text, Train
 from toykit import SMALL, CliResult, call, small
@@ -27,6 +30,7 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 BLOCKS = [
     pytest.param(kind, text, id=f"{page.name}-{number}")
     for page in PAGES
+    if page.name != "README.md"
     for number, (kind, text) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
 ]
 
@@ -61,6 +65,22 @@ def directory(toy, tmp_path_factory):
 @pytest.mark.parametrize(("kind", "text"), BLOCKS)
 def test_block(kind, text, directory, monkeypatch):
     monkeypatch.chdir(directory)
+    run_block(kind, text)
+
+
+def test_the_tour_needs_nothing_but_the_demo(tmp_path, monkeypatch):
+    """The README from its first command to its last, in an empty directory."""
+    entries = sorted(demo.dictionary().items())[::400]
+    monkeypatch.setattr(demo, "dictionary", lambda: dict(entries))
+    monkeypatch.chdir(tmp_path)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (started,) = re.findall(r"\.venv/bin/(regard demo.*)$", readme, re.MULTILINE)
+    assert shell(f"{started} --minutes 0.05").code == 0
+    for kind, text in BLOCK.findall(readme):
+        run_block(kind, text)
+
+
+def run_block(kind: str, text: str) -> None:
     if kind == "python":
         exec(compile(text, "docs", "exec"), {})
         return

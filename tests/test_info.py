@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,8 +26,8 @@ from regard.errors import UserError
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.nn.cache import State
-from regard.presets import PRESETS, model_without_data, preset
-from regard.recipe import load_recipe
+from regard.presets import ABOUT, PRESETS, model_without_data, preset
+from regard.recipe import load_recipe, recipe_names
 from toykit import call
 
 SCORES = ("scaled_dot", "dot", "general", "additive", "concat", "cosine", "location")
@@ -249,3 +252,23 @@ def test_time_is_work_by_rate():
 
 def test_numbers_for_people():
     assert [si(0), si(999), si(201_326_592), si(1.5e9, "B")] == ["0", "999", "201.3M", "1.5 GB"]
+
+
+def test_the_list_says_what_there_is_and_what_for():
+    listed = [line.split("\t") for line in call("info").lines]
+    assert [name for kind, name, *_ in listed if kind == "preset"] == list(PRESETS)
+    assert [name for kind, name, *_ in listed if kind == "recipe"] == recipe_names()
+    assert all(len(about.split()) > 1 and len(about) < 120 for *_, about in listed)
+    entries = [json.loads(line) for line in call("info", "--json").lines]
+    assert [entry["about"] for entry in entries] == [about for *_, about in listed]
+    tiny = next(entry for entry in entries if entry.get("preset") == "gpt-tiny")
+    assert tiny["parameters"] == json.loads(call("info", "gpt-tiny", "--json").out)["parameters"]["total"]
+
+
+def test_the_list_fits_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", call("info").out)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert set(ABOUT["transformer-base"].split()) <= set(shown.split())  # no word is broken

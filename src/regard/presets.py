@@ -23,10 +23,12 @@ def merge(base: Table, changes: Table) -> Table:
     return merged
 
 
-def _load_presets() -> dict[str, Table]:
-    """The tables of presets.toml, without its keys `like`, `both` and `vocab`, which are explained there."""
+def _load_presets() -> tuple[dict[str, Table], dict[str, str]]:
+    """The values of presets.toml and what they are about; its other keys than those of a config are explained there."""
     presets: dict[str, Table] = {}
+    about: dict[str, str] = {}
     for name, table in tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")).items():
+        about[name] = table.pop("about")
         base = presets[table.pop("like")] if "like" in table else {}
         values = {key: value for key, value in base.items() if key not in ("source_vocab", "target_vocab")}
         if both := table.pop("both", None):
@@ -34,10 +36,10 @@ def _load_presets() -> dict[str, Table]:
         if vocab := table.pop("vocab", None):
             values |= {"source_vocab": vocab, "target_vocab": vocab}
         presets[name] = merge(values, table)
-    return presets
+    return presets, about
 
 
-PRESETS = _load_presets()
+PRESETS, ABOUT = _load_presets()
 
 
 def applicable_changes(base: Table, changes: Table) -> Table:

@@ -179,6 +179,12 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
+def recipe_summary(name: str) -> str:
+    """What a shipped recipe is for: its first line, a comment."""
+    with (FOLDER / f"{name}.toml").open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip().rstrip(".")
+
+
 def recipe_tables(recipe: str | Path) -> dict[str, Any]:
     """The tables of a recipe: a TOML file, or a shipped one by its name. A file of that name comes first."""
     path, names = Path(recipe), recipe_names()

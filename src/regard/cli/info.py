@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from regard.cli.input import Json, Set
-from regard.cli.tables import at_terminal, out_json, print_table
+from regard.cli.tables import at_terminal, message, out_json, print_table
 from regard.config import Config
-from regard.cost import Info, Workload, describe, duration, measure_rate, si
+from regard.cost import Info, Workload, count_parameters, describe, duration, measure_rate, si
 from regard.errors import UserError, closest
-from regard.presets import PRESETS, changed_recipe, model_without_data
-from regard.recipe import Train, load_recipe, recipe_names
+from regard.model import on_meta
+from regard.presets import ABOUT, PRESETS, changed_recipe, model_without_data, preset
+from regard.recipe import Train, load_recipe, recipe_names, recipe_summary
 from regard.run import read_config
 from regard.tasks import infer_task
 
@@ -39,8 +40,7 @@ def command(
     Nothing is built, so models that would not fit this machine can be described too.
     """
     if what is None:
-        names = [("preset", name) for name in PRESETS] + [("recipe", name) for name in recipe_names()]
-        print_table(names, left=(0, 1))
+        _list_all(json)
         return
     config, train = find_config(what, vocab, settings or [])
     info = describe(config, Workload(length, batch_tokens or train.batch_tokens, sentences, beam))
@@ -54,6 +54,24 @@ def command(
     else:
         _print_parts(what, info)
         print_table(_costs(config, info, rate, tokens), left=(0, 2), bold=(1,))
+
+
+def _list_all(json: bool) -> None:
+    """List presets, with their sizes, and recipes, and what they are for."""
+    if json:
+        for name, about in ABOUT.items():
+            out_json({"preset": name, "parameters": _size(name), "about": about})
+        for name in recipe_names():
+            out_json({"recipe": name, "about": recipe_summary(name)})
+        return
+    rows = [("preset", name, si(_size(name)), about) for name, about in ABOUT.items()]
+    rows += [("recipe", name, "", recipe_summary(name)) for name in recipe_names()]
+    print_table(rows, left=(0, 1, 3))
+    message("sizes: parameters, with the published vocabulary, else one of 8,000 tokens; regard info NAME tells more")
+
+
+def _size(name: str) -> int:
+    return sum(count_parameters(on_meta(preset(name))).values())
 
 
 def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Config, Train]:
