@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import xml.etree.ElementTree as xml
 from pathlib import Path
@@ -11,6 +12,7 @@ from backwards import MakeRecipe
 
 from regard.errors import UserError
 from regard.training.checkpoint import Best, Progress
+from regard.training.model_card import write_model_card
 from regard.training.report import (
     Lines,
     Live,
@@ -20,7 +22,6 @@ from regard.training.report import (
     format_duration,
     make_reporter,
     read_log,
-    write_model_card,
 )
 
 EVENTS = [
@@ -30,6 +31,11 @@ EVENTS = [
     {"event": "average", "checkpoints": 3, "loss": 2.0, "wer": 80.0, "best": False, "seconds": 10.0},
     {"event": "end", "step": 99, "reason": "patience", "skipped": 1, "wer": 81.234, "seconds": 75.0},
 ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def output(reporter: Reporter, stream: io.StringIO) -> str:
@@ -54,22 +60,66 @@ def test_lines() -> None:
 
 
 def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
     reporter = make_reporter(stream)
     assert isinstance(reporter, Live)
-    reporter.event(EVENTS[0])
+    reporter.loss(2.5, 5000)
     text = output(reporter, stream)
     assert "choice [not markup] of /a/path" in text
-    assert "loss 2.500" in text and "12,346 tokens/s" in text and "1 min 39 s left" in text
+    assert "loss 2.500" in text and "5,000 tokens/s" in text and "1 min 39 s left" in text  # at the first step
     assert "validation: loss 2.2500, wer 81.23" in text
     assert isinstance(make_reporter(io.StringIO()), Lines)
     assert isinstance(make_reporter(sys.__stderr__), Lines | Live)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_live_display_breaks_no_word(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("regard.training.report.REFRESH", 0.0)
+    stream = Terminal()
+    reporter = Live(stream)
+    message = "tokens: characters, for " + "a long-winded reason and " * 6 + "runs/" + "x" * 90
+    reporter.say(message)
+    reporter.event(EVENTS[1])
+    for step in (12_345, 12_346):
+        reporter.loss(12.3456, 98_765)
+        reporter.tick(step, 0.01, step / 1.0)
+    reporter.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", stream.getvalue())]
+    assert not [line for line in lines if len(line) > width and " " in line.strip()]
+    assert [word for line in lines for word in line.split()][: len(message.split())] == message.split()
+    shown = [line for line in lines if "12,346" in line]
+    whole = {"step 12,346", "loss 12.346", "98,765 tokens/s", "1,222,254 s left", "339 h 30 min left", "best wer 81.23"}
+    assert shown and set(shown[0].lstrip("━ ").split(" · ")) <= whole
+    assert "loss 12.346" in shown[0] and "98,765 tokens/s" in shown[0]
+    assert width < 200 or ("best wer 81.23" in shown[0] and "━" in shown[0])
+
+
+def test_lines_tell_soon_how_it_goes() -> None:
+    stream = io.StringIO()
+    reporter = Lines(stream)
+    for step in range(1, 81):  # a second each, and nothing is logged
+        reporter.loss(4.0, 100)
+        reporter.tick(step, step / 100, float(step))
+    assert stream.getvalue().splitlines() == [
+        "step 2 · loss 4.000 · 100 tokens/s · 1 min 38 s left",
+        "step 32 · loss 4.000 · 100 tokens/s · 1 min 08 s left",
+        "step 62 · loss 4.000 · 100 tokens/s · 38 s left",
+    ]
+
+
+def test_the_speed_is_that_of_training_alone() -> None:
+    stream = io.StringIO()
+    reporter = Lines(stream)
+    for step, seconds in ((1, 1.0), (2, 2.0), (3, 100.0), (4, 101.0), (5, 140.0)):  # resumed or validated before 3
+        reporter.loss(4.0, 100)
+        if step == 3:
+            reporter.event(EVENTS[1])
+        reporter.tick(step, step / 100, seconds)
+    assert "step 3 · loss 4.000 · 100 tokens/s" in stream.getvalue()
 
 
 def test_durations() -> None:

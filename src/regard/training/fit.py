@@ -32,8 +32,9 @@ from regard.training.distributed import (
     process_device,
 )
 from regard.training.loader import DataLoader, make_loader
+from regard.training.model_card import write_model_card
 from regard.training.plan import check_model, complete_processes, complete_recipe, model_config
-from regard.training.report import Reporter, draw_curve, format_score, make_reporter, write_model_card
+from regard.training.report import Reporter, draw_curve, format_score, make_reporter
 from regard.training.start import (
     DATA,
     UNCUT,

@@ -1,4 +1,4 @@
-"""What a run reports: messages and progress while it trains, its log, the learning curve and the model card.
+"""What a run reports: messages and progress while it trains, its log and the learning curve.
 
 Progress is a live display on a terminal, plain lines elsewhere, or nothing.
 """
@@ -9,29 +9,27 @@ import errno
 import json
 import math
 import os
-import shlex
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from regard.errors import UserError
 from regard.files import replace_file
-from regard.metrics import LOWER_IS_BETTER
-from regard.recipe import Recipe
-from regard.tasks import TASKS
-from regard.training.checkpoint import Progress
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
+    from rich.live import Live as Display
 
 LOG = "log.jsonl"
 CURVE = "curve.svg"
 MODEL_CARD = "README.md"
 CLOCK_FIELDS = ("seconds", "tokens_per_second", "examples_per_second")
 REFRESH = 0.25  # seconds between two updates of the live display
+BAR = 20  # characters
+FIRST_LINE, LINE_EVERY = 2.0, 30.0  # seconds until a line without a display, and between two
 _NOT_SCORES = frozenset({"event", "step", "epoch", "best", "seconds", "checkpoints"})
 _PERCENT = frozenset({"accuracy", "wer", "per", "bleu", "chrf"})
 Event = dict[str, Any]
@@ -46,6 +44,9 @@ class Reporter:
     def event(self, event: Event) -> None:
         """Report what was just written to the log."""
 
+    def loss(self, loss: float, tokens: int) -> None:
+        """Report the loss per predicted token of a step, and all its tokens; called before `tick`."""
+
     def tick(self, step: int, done: float, seconds: float) -> None:
         """Report a step, after which `done` of the budget (0 to 1) is used up. Called often: be quick."""
 
@@ -53,12 +54,49 @@ class Reporter:
         """End the display."""
 
 
+class Speed:
+    """Mean loss and tokens per second of the last steps, from the first step on."""
+
+    def __init__(self) -> None:
+        self._loss: float | None = None
+        self._since: tuple[float, int] | None = None
+        self._tokens = 0
+        self._rate: float | None = None
+
+    def loss(self, loss: float, tokens: int) -> None:
+        """Take in a step: its loss, and its tokens."""
+        self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
+        self._tokens += tokens
+
+    def clock(self, step: int, seconds: float) -> None:
+        """Take in the seconds of the run so far; the speed is that of about the last ten seconds."""
+        if self._since is None:  # only of a new run it is known when its first step began
+            self._since = (0.0, 0) if step == 1 else (seconds, self._tokens)
+        began, before = self._since
+        if seconds <= began or self._tokens <= before:
+            return
+        self._rate = (self._tokens - before) / (seconds - began)
+        if seconds - began > 10:  # halfway up to now
+            self._since = (began + seconds) / 2, (before + self._tokens) // 2
+
+    def pause(self) -> None:
+        """Leave out the time from the last step to the next."""
+        self._since = None
+
+    def parts(self) -> list[str]:
+        """What is known of loss and speed."""
+        loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
+        return loss if self._rate is None else [*loss, f"{self._rate:,.0f} tokens/s"]
+
+
 class Lines(Reporter):
-    """Reports plain lines, as for a file."""
+    """Reports plain lines, as for a file: what is logged, and how it goes meanwhile if that takes long."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._done = self._seconds = 0.0
+        self._speed = Speed()
+        self._next: float | None = None  # seconds of the run at which a line is due
 
     def say(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -67,13 +105,26 @@ class Lines(Reporter):
     def event(self, event: Event) -> None:
         left = _left(self._done, self._seconds)
         self.say(describe_event(event) + (f" · {left} left" if left and event["event"] == "train" else ""))
+        self._next = self._seconds + LINE_EVERY
+        if event["event"] == "valid":
+            self._speed.pause()
+
+    def loss(self, loss: float, tokens: int) -> None:
+        self._speed.loss(loss, tokens)
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         self._done, self._seconds = done, seconds
+        self._speed.clock(step, seconds)
+        if self._next is None:
+            self._next = FIRST_LINE + (0.0 if step == 1 else seconds)
+        if seconds >= self._next:
+            left = _left(done, seconds)
+            self.say(" · ".join([f"step {step:,}", *self._speed.parts(), *([f"{left} left"] if left else [])]))
+            self._next = seconds + LINE_EVERY
 
 
 class Live(Reporter):
-    """Reports by a progress bar with the latest numbers; validations scroll by above it."""
+    """Reports by a line with a progress bar and the latest numbers; validations scroll by above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from rich.console import Console
@@ -81,49 +132,62 @@ class Live(Reporter):
 
         self._console = Console(file=stream or sys.stderr)
         self._text = Text
-        self._bar: Bar | None = None
+        self._display: Display | None = None
         self._updated = 0.0
-        self._latest: dict[str, Any] = {"loss": "", "score": "", "speed": ""}
+        self._speed = Speed()
+        self._best = ""
 
     def say(self, text: str) -> None:
-        # Text: nothing in a message is markup, and file names stay in one piece.
-        self._console.print(self._text(text), soft_wrap=True, highlight=False)
+        # Text: nothing in a message is markup, and words, file names too, stay in one piece.
+        for line in text.split("\n"):
+            folded = textwrap.fill(
+                line, self._console.width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "
+            )
+            self._console.print(self._text(folded), soft_wrap=True, highlight=False)
 
     def event(self, event: Event) -> None:
         if event["event"] == "train":
-            self._latest["loss"] = f"loss {event['loss']:.3f}"
-            self._latest["speed"] = f"{event['tokens_per_second']:,.0f} tokens/s"
             return
-        if event["event"] == "valid" and event["best"]:
-            self._latest["score"] = "best " + ", ".join(_scores(event)[-1:])
+        if event["event"] == "valid":
+            self._speed.pause()
+            self._best = "best " + ", ".join(_scores(event)[-1:]) if event["best"] else self._best
         self.say(describe_event(event))
+
+    def loss(self, loss: float, tokens: int) -> None:
+        self._speed.loss(loss, tokens)
 
     def tick(self, step: int, done: float, seconds: float) -> None:
         now = time.monotonic()
         if now - self._updated < REFRESH:
             return
         self._updated = now
-        if self._bar is None:
-            self._bar = self._make_bar()
+        self._speed.clock(step, seconds)
+        if self._display is None:
+            from rich.live import Live as Display
+
+            self._display = Display(console=self._console, auto_refresh=False, transient=True)
+            self._display.start()
+        self._display.update(self._line(step, done, seconds), refresh=True)
+
+    def _line(self, step: int, done: float, seconds: float) -> Any:
+        """The line, with as much of it as the terminal has room for."""
         left = _left(done, seconds)
-        fields = {**self._latest, "left": f"{left} left" if left else ""}
-        self._bar.update(self._bar.task_ids[0], completed=done, description=f"step {step:,}", **fields)
-        self._bar.refresh()
-
-    def _make_bar(self) -> Bar:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        fields = [TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "score", "speed", "left")]
-        columns = (TextColumn("{task.description}"), BarColumn(20), *fields)
-        bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
-        bar.add_task("", total=1.0, left="", **self._latest)
-        bar.start()
-        return bar
+        parts = [f"step {step:,}", *self._speed.parts(), f"{left} left" if left else "", self._best]
+        room = self._console.width - 1  # a full line would wrap on some terminals
+        shown = ""
+        for part in filter(None, parts):
+            longer = f"{shown} · {part}" if shown else part
+            shown = longer if len(longer) <= room else shown
+        bar = min(BAR, room - len(shown) - 1)
+        if bar < BAR // 2:
+            return self._text(shown, no_wrap=True)
+        full = min(bar, round(done * bar))
+        return self._text.assemble(("━" * full, "green"), ("━" * (bar - full), "dim"), f" {shown}", no_wrap=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
 
 
 def make_reporter(stream: TextIO | None = None) -> Reporter:
@@ -262,104 +326,3 @@ def draw_curve(run: Path, metric: str) -> Path | None:
     path = run / CURVE
     replace_file(path, lambda temporary: figure.savefig(temporary, format="svg", metadata={"Date": None}))
     return path
-
-
-# The model card
-
-MEANING = {
-    "loss": "negative log-probability of a token of the target, in nats",
-    "perplexity": "exp(loss)",
-    "bits_per_char": "the same in bits, per character of the text",
-    "accuracy": "sequences that are right in full, in percent",
-    "wer": "sequences that are wrong, in percent",
-    "per": "edits per token of the reference, in percent",
-    "bleu": "BLEU",
-    "chrf": "chrF",
-}
-_LABELS = {"loss": "negative log-probability of a label, in nats", "accuracy": "labels that are right, in percent"}
-TASK_MEANING = {
-    "masked": {"accuracy": "masked tokens that are predicted right, in percent"},
-    "classify": _LABELS,
-    "image": _LABELS,
-}
-USES = {
-    "pairs": ("generate {run} input.txt", "evaluate {run} pairs.tsv", "inspect {run} TEXT -o page.html"),
-    "lm": ("generate {run} prompts.txt", "evaluate {run} text.txt"),
-    "masked": (
-        "evaluate {run} text.txt",
-        "train --task classify --data labelled.tsv --from {run} --out runs/classifier",
-    ),
-    "span": ("evaluate {run} text.txt", "train --data pairs.tsv --from {run} --out runs/tuned"),
-    "classify": ("generate {run} input.txt", "evaluate {run} labelled.tsv"),
-    "image": ("generate {run} images.npz", "evaluate {run} images.npz"),
-}
-
-
-def write_model_card(
-    run: Path,
-    recipe: Recipe,
-    progress: Progress,
-    *,
-    parameters: int,
-    examples: tuple[int, int],
-    notes: list[str],
-    signatures: Mapping[str, str],
-) -> None:
-    """Write the model card; `examples` are the numbers for training and validation, `notes` the choices made."""
-    data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
-    files = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
-    unit = {"text": "characters", "images": "images"}.get(task.reads, "examples")
-    origin = f"starting from `{train.start_from}`" if train.start_from else f"preset `{recipe.preset}`"
-    lines = [
-        f"# {run.resolve().name}",
-        "",
-        f"{task.model[0].upper()}{task.model[1:]}, trained with regard: {origin}, {parameters:,} parameters.",
-        "",
-        "## Scores",
-        "",
-        *_score_table(progress, recipe, signatures),
-        "",
-        *([f"![learning curve]({CURVE})", ""] if (run / CURVE).exists() else []),
-        "## Data",
-        "",
-        f"- files: {', '.join(f'`{name}`' for name in files if name)}",
-        f"- {examples[0]:,} {unit} to train on, {examples[1]:,} to validate",
-        *(f"- {note}" for note in notes),
-        "",
-        "## Training",
-        "",
-        f"- {progress.step:,} steps ({progress.epoch + 1} epochs begun, {progress.examples:,} examples), "
-        f"{format_duration(progress.seconds)}, {train.workers} process{'es' * (train.workers != 1)}, seed {train.seed}",
-        f"- ended by: {progress.finished}; skipped steps: {progress.skipped}",
-        "- every setting: `recipe.toml`; every number: `log.jsonl`",
-        "",
-        "## Use",
-        "",
-        "```sh",
-        *(f"regard {use.format(run=shlex.quote(str(run)))}" for use in USES[recipe.task]),
-        "```",
-    ]
-    if task.name in ("pairs", "lm"):
-        lines += ["", "```python", "import regard", f"regard.load({str(run)!r}).generate([...])", "```"]
-    text = "\n".join(lines) + "\n"
-    replace_file(run / MODEL_CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, str]) -> list[str]:
-    best, metric, beam = progress.best, recipe.train.metric, recipe.train.validate_beam
-    meanings = MEANING | TASK_MEANING.get(recipe.task, {})
-    if best is None:
-        return ["None: no validation gave a number."]
-    scores = dict(best.scores)
-    if not TASKS[recipe.task].labels:
-        scores["perplexity"] = math.exp(min(best.scores["loss"], 700))
-    rows = ["| on the validation examples | | |", "|---|---|---|"]
-    for name, value in scores.items():
-        meaning = meanings.get(name, "") + (f", `{signatures[name]}`" if name in signatures else "")
-        rows.append(f"| {name} | {value:.4g} | {meaning} |")
-    which = f"the mean of {best.averaged} checkpoints" if best.averaged else f"step {best.step:,}"
-    order = "lowest" if metric in LOWER_IS_BETTER else "highest"
-    search = ""
-    if TASKS[recipe.task].reads == "pairs" and metric != "loss":
-        search = f"; outputs by {'greedy search' if beam == 1 else f'beam search ({beam})'}"
-    return [*rows, "", f"The weights are those of {which}, chosen by the {order} {metric}{search}."]

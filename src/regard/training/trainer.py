@@ -178,6 +178,7 @@ class Trainer:
             window.nll += nll
             window.smoothed += smoothed
             window.norm += norm
+            self.reporter.loss(nll / batches.tokens, batches.all_tokens)
         else:
             self._skip(nll / batches.tokens, norm)
         if step % self.train.log_every == 0 and window.steps:
