@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import torch
 
 import regard
 from regard.decode.classify import classify
-from regard.recipe import assign
+from regard.decode.options import BatchSettings, OptionSettings, ScoringSettings
+from regard.recipe import Data, Recipe, Text, Train, assign
 from toykit import SMALL, call, small
 
 
@@ -58,6 +61,158 @@ def test_options_are_checked(toy):
         regard.load(toy / "nowhere")
 
 
+SETTINGS = {"generate": OptionSettings, "stream": OptionSettings, "evaluate": OptionSettings}
+SETTINGS |= {"score": ScoringSettings, "classify": BatchSettings}
+
+
+@pytest.mark.parametrize(("method", "settings"), SETTINGS.items())
+def test_signatures_name_the_options(method, settings):
+    """What editors read (the typed dict) and what a notebook reads (the signature) are the fields of Options."""
+    hints, plain = (get_type_hints(regard.Options, include_extras=extras) for extras in (True, False))
+    known = get_type_hints(settings, include_extras=True)
+    assert known == {name: hints[name] for name in known}
+    if settings is OptionSettings:
+        assert known.keys() == regard.Options.model_fields.keys()
+    function = getattr(regard.LoadedRun, method)
+    parameters = inspect.signature(function).parameters
+    assert [name for name in parameters if name in regard.Options.model_fields] == list(known)
+    for name in known:
+        field = regard.Options.model_fields[name]
+        assert (parameters[name].default, parameters[name].annotation) == (field.default, plain[name])
+        assert f"{name}: {field.description}" in function.__doc__
+    assert all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def test_the_keywords_of_train_are_keys_of_a_recipe():
+    parameters = inspect.signature(regard.train).parameters
+    keys = {"data", "valid", "out", "settings", "recipe", "resume", "reporter"}
+    for name in parameters.keys() - keys:
+        homes = [table for table in (Recipe, Data, Text, Train) if name in table.model_fields]
+        assert len(homes) == 1, name
+        assert parameters[name].default is None
+    assert next(iter(parameters)) == "recipe"
+
+
+WRONG_CALLS = [
+    (lambda run: regard.load(123), "load: takes the path of a run directory, not int 123"),
+    (lambda run: regard.load(run.path, device=3), "load: device is auto, cpu"),
+    (lambda run: regard.load(run.path, devise="cpu"), "load: no option 'devise'; did you mean 'device'"),
+    (lambda run: regard.load(), "load: missing a required argument: 'path'"),
+    (lambda run: run.generate(["abc"], 5), "generate: too many positional arguments"),
+    (lambda run: run.generate(["abc"], num_beams=5), "no option 'num_beams'; did you mean 'beam'"),
+    (lambda run: run.generate(["abc"], beam="five"), "beam: input should be a valid integer, not 'five'"),
+    (lambda run: run.generate(["abc"], ensemble=run), "ensemble: takes loaded runs"),
+    (lambda run: run.generate(["abc"], ensemble="runs/x"), "ensemble: takes loaded runs"),
+    (lambda run: run.generate([regard.Example("abc", features=["N"])]), "item 0: features is a text, as in its"),
+    (lambda run: run.generate([regard.Example(None)]), "item 0: source is a text, not NoneType"),
+    (lambda run: run.stream(regard.Example("abc", features=["N"])), "stream: features is a text"),
+    (lambda run: run.score([("a", "A")], beam=5), "score: no option 'beam'"),
+    (lambda run: run.classify(["a"], max_sourc=5), "no option 'max_sourc'; did you mean 'max_source'"),
+    (lambda run: run.embed(["a"], normalise=False), "no option 'normalise'; did you mean 'normalize'"),
+    (lambda run: run.attention("abc", 3), "attention: target is a text, not int 3"),
+    (lambda run: run.attention("abc", beam=0), "beam: input should be greater"),
+    (lambda run: run.attention("abc", more=-1), "more is a number of tokens, not int -1"),
+    (lambda run: run.attention("abc", more=2), "only a language model goes on"),
+    (lambda run: run.evaluate(["abc"]), r"data\[0\]: one text, str 'abc'"),
+    (lambda run: run.evaluate([("a", "A")], metrics="wer"), "metrics are a list of names"),
+    (lambda run: run.evaluate([("a", "A")], against="runs/x"), "against: takes loaded runs"),
+    (lambda run: run.evaluate([("a", "A")], bootstrap=-1), "bootstrap is a number of samples"),
+    (lambda run: regard.train(), "train: no training data: give data="),
+    (lambda run: regard.train(data="x.tsv", minuts=3), "no option 'minuts'; did you mean 'minutes'"),
+    (lambda run: regard.train(data="x.tsv", lr=3), r"no option 'lr' .*settings=\{'lr': 1e-3\}"),
+    (lambda run: regard.train(data="x.tsv", settings={"lrr": 3}), "settings: lrr: no such key; did you mean 'lr'"),
+    (lambda run: regard.train(data="x.tsv", settings="lr=3"), "settings are a mapping"),
+    (lambda run: regard.train(data="x.tsv", settings={"lr": object()}), "settings: lr cannot be object"),
+    (lambda run: regard.train(data="x.tsv", steps="many"), "train.steps: input should be a valid integer"),
+    (lambda run: regard.train(data="x.tsv", out=3), "out is the path of a run directory"),
+    (lambda run: regard.train(data="x.tsv", reporter=print), "reporter is a"),
+    (lambda run: regard.train({"train": 5}, data="x.tsv", steps=3), "train must be a table"),
+    (lambda run: regard.preset("transformer-tinny"), "did you mean 'transformer-tiny'"),
+    (lambda run: regard.preset(3), "preset: '3' is not known"),
+    (lambda run: regard.preset("transformer-tiny", vocb=3), "no option 'vocb'; did you mean 'vocab'"),
+    (lambda run: regard.preset("transformer-tiny", changes="width=3"), "changes are a table"),
+    (lambda run: regard.Model("transformer-tiny"), r"Model: takes a regard.Config, such as regard.preset\("),
+    (lambda run: regard.Options(beem=3), "Options: not valid\n  beem: no such key; did you mean 'beam'"),
+    (lambda run: regard.Options(5), "Options: takes keywords, such as beam=..., not 5"),
+    (lambda run: regard.Stack(layers=0), "Stack: not valid\n  layers: "),
+    (lambda run: regard.Config(source_vocab=9), "Config: not valid\n  target_vocab: is required"),
+    (lambda run: regard.Recipe(train={"lrr": 1}), "Recipe: not valid\n  train.lrr: no such key; did you mean 'lr'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_CALLS, ids=range(len(WRONG_CALLS)))
+def test_wrong_calls_are_explained(wrong, message, toy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(regard.UserError, match=message):
+        wrong(regard.load(toy / "run"))
+    assert not list(tmp_path.iterdir())
+
+
+def tiny(**changes):
+    """Keywords that make training a matter of a second."""
+    settings = dict(setting.split("=") for setting in SMALL)
+    settings = {key: float(value) if "." in value or "e" in value else int(value) for key, value in settings.items()}
+    return {"steps": 2, "workers": 1, "settings": settings} | changes
+
+
+def test_training_from_memory_is_training_from_a_file(toy, tmp_path):
+    rows = [tuple(line.split("\t")) for line in (toy / "pairs.tsv").read_text().splitlines()]
+    held_out = [tuple(line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
+    common = {"source_tokens": "char", "target_tokens": "space"}
+    from_file = regard.train(out=tmp_path / "file", data=toy / "pairs.tsv", valid=toy / "test.tsv", **common, **tiny())
+    from_memory = regard.train(out=tmp_path / "memory", data=rows, valid=iter(held_out), **common, **tiny())
+    first, second = from_file.model.state_dict(), from_memory.model.state_dict()
+    assert from_file.codec == from_memory.codec and all(torch.equal(first[name], second[name]) for name in first)
+    recipe = (tmp_path / "memory" / "recipe.toml").read_text()
+    assert 'train = "<memory>"' in recipe and 'valid = "<memory>"' in recipe
+    assert "from data" in (tmp_path / "memory" / "README.md").read_text()
+    # resuming needs no data, takes the same, and refuses another
+    for steps in (3, 4):
+        regard.train(out=tmp_path / "file", resume=True, steps=steps)
+    regard.train(out=tmp_path / "memory", resume=True, steps=3)
+    resumed = regard.train(out=tmp_path / "memory", data=rows, valid=held_out, resume=True, steps=4)
+    third = regard.load(tmp_path / "file").model.state_dict()
+    assert all(torch.equal(third[name], x) for name, x in resumed.model.state_dict().items())
+    with pytest.raises(regard.UserError, match="cannot resume: data changed"):
+        regard.train(out=tmp_path / "memory", data=rows[1:], resume=True, steps=5)
+    again = call("train", tmp_path / "memory" / "recipe.toml", "--out", tmp_path / "again")
+    assert again.code == 2 and "was in memory when it was trained; give it again" in again.err
+    assert call("train", "--out", tmp_path / "memory", "--resume", "--steps", 5).code == 0
+
+
+def test_every_task_trains_from_memory(tmp_path):
+    draw = np.random.default_rng(1)
+    images = {"images": draw.integers(0, 17, (20, 8, 8), np.uint8), "labels": np.arange(20) % 3}
+    texts = [{"label": i % 2, "text": "ab"[i % 2] * (1 + i % 5)} for i in range(40)]
+    for task, data in (("lm", ["the cat sat\non the mat"] * 30), ("classify", texts), ("image", images)):
+        run = regard.train(out=tmp_path / task, task=task, data=data, valid=data, **tiny())
+        evaluation = run.evaluate(data, bootstrap=0)
+        assert run.task.name == task and evaluation.examples == (
+            60 if task == "lm" else len(texts) if task == "classify" else 20
+        )
+        if task == "classify":
+            assert run.labels == ("0", "1")
+
+
+def test_features_come_with_their_names(tmp_path):
+    rows = [
+        {"target": w.upper(), "id": i, "features": "N;PL", "source": w} for i, w in enumerate(["ab", "cd", "ef"] * 9)
+    ]
+    run = regard.train(out=tmp_path / "run", data=rows, **tiny())
+    assert run.codec.columns == ("source", "features", "target") and run.codec.features == ("N", "PL")
+    assert run.evaluate(rows, bootstrap=0).examples == 27
+    with pytest.raises(regard.UserError, match="needed are source and features and target"):
+        run.evaluate([{"source": "ab", "target": "AB"}])
+
+
+def test_evaluation_in_memory_is_that_of_the_file(toy):
+    run = regard.load(toy / "run")
+    rows = [tuple(line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
+    from_file = run.evaluate(toy / "test.tsv", beam=3, bootstrap=20)
+    assert run.evaluate(rows, beam=3, bootstrap=20) == from_file
+    assert run.evaluate(rows, metrics=["wer"], against=run, bootstrap=0).p_values["wer"] == 1.0
+
+
 def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
     run = regard.load(toy / "run")
     expected = run.generate(["abc"])
@@ -95,18 +250,6 @@ def test_runs_of_two_seeds_can_be_joined(toy, tmp_path):
     name = "encoder.blocks.0.attention.query.weight"
     assert not torch.equal(first[name], second[name])
     assert torch.allclose(averaged[name], (first[name] + second[name]) / 2, atol=1e-6)
-
-
-def test_names_of_version_0_4_still_work(toy, tmp_path, capsys):
-    with pytest.warns(DeprecationWarning, match="make_reporter") as warned:
-        make_talk = regard.make_talk
-    assert make_talk is regard.make_reporter and warned[0].filename == __file__
-    tables = {"data": {"train": str(toy / "pairs.tsv")}, "train": {"steps": 1, "workers": 1}}
-    for setting in SMALL:
-        assign(tables, setting)
-    with pytest.warns(DeprecationWarning, match="reporter=") as warned:
-        regard.train(tables, tmp_path / "run", talk=make_talk())
-    assert warned[0].filename == __file__ and "step 1" in capsys.readouterr().err
 
 
 def test_a_stream_joins_to_the_output(toy):

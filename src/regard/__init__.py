@@ -5,7 +5,6 @@ Names are imported when they are first used, so that `import regard` is quick an
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +51,6 @@ __all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "make_talk":  # until version 0.6
-        warnings.warn("regard.make_talk is now called regard.make_reporter", DeprecationWarning, stacklevel=2)
-        name = "make_reporter"
     if name not in _HOMES:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -13,52 +14,90 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.batch import by_length, pad
+from regard.data.memory import in_memory, shown
+from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import Piece, generate, stream
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
+from regard.decode.options import BatchSettings, Options, OptionSettings, ScoringSettings
 from regard.decode.request import Input, Request
 from regard.decode.scoring import Pair, Scored, score
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError
+from regard.evaluate import Evaluation, EvaluationRequest, evaluate_file
+from regard.files import to_toml
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
-from regard.recipe import Recipe, load_recipe, recipe_tables
+from regard.metrics import SAMPLES
+from regard.presets import changed_recipe
+from regard.recipe import Column, Recipe, load_recipe
 from regard.run import Run
+from regard.signatures import checked_call
+from regard.tasks import TASKS, TaskName
 from regard.text.codec import Example
 from regard.training.fit import fit
 from regard.training.report import Reporter
 
+SCORING = tuple(ScoringSettings.__annotations__)
+BATCHING = tuple(BatchSettings.__annotations__)
+SETTINGS = "; keys of a recipe, such as lr, go into settings={'lr': 1e-3}"
+
 
 class LoadedRun(Run):
-    """A run that answers: `generate`, `stream`, `score`, `classify`, `attention`, `embed` and `logits`."""
+    """A run that answers: `generate`, `stream`, `score`, `classify`, `evaluate`, `attention`, `embed` and `logits`."""
 
+    @checked_call(Options)
     def generate(
-        self, inputs: Iterable[Input], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
+        self,
+        inputs: Iterable[Input],
+        *,
+        ensemble: Sequence[Run] = (),
+        options: Options | None = None,
+        **settings: Unpack[OptionSettings],
     ) -> list[list[Hypothesis]]:
-        """The best outputs for every input, a list for each; settings are those of `Options`, such as `beam=5`."""
-        requests = _checked("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        return list(generate([self, *ensemble], requests, self._options(options, settings)))
+        """The best outputs for every input, a list for each.
 
+        Inputs are texts, or `Example` and `Request`; runs of the `ensemble` decode together. `options` keeps settings
+        for many calls, and keywords change them.
+        """
+        requests = _checked("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
+        return list(generate(self._runs(ensemble), requests, self._options(options, settings)))
+
+    @checked_call(Options)
     def stream(
-        self, item: Input, *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
+        self,
+        item: Input,
+        *,
+        ensemble: Sequence[Run] = (),
+        options: Options | None = None,
+        **settings: Unpack[OptionSettings],
     ) -> Iterator[Piece]:
         """The output for one input as it is decided, token by token; greedy unless `sample` is set."""
         if not isinstance(item, str | Example | Request):
-            raise UserError(f"stream: takes one text or regard.Example, not {_shown(item)}")
-        return stream([self, *ensemble], item, self._options(options, settings))
+            raise UserError(f"stream: takes one text or regard.Example, not {shown(item)}")
+        _check_texts("stream", item)
+        return stream(self._runs(ensemble), item, self._options(options, settings))
 
+    @checked_call(Options, *SCORING)
     def score(
-        self, pairs: Iterable[Pair], *, ensemble: Sequence[Run] = (), options: Options | None = None, **settings: Any
+        self,
+        pairs: Iterable[Pair],
+        *,
+        ensemble: Sequence[Run] = (),
+        options: Options | None = None,
+        **settings: Unpack[ScoringSettings],
     ) -> list[Scored]:
         """The log-probability of each target given its source, in total and per token."""
         checked = _checked("score", "pairs", pairs, (tuple, list), '[("abc", "AH B K")]')
         for pair in checked:
             texts = pair[:2] if isinstance(pair, Example) else pair
             if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-                raise UserError(f"score: a pair is a source and a target, both texts, not {_shown(pair)}")
-        return list(score([self, *ensemble], checked, self._options(options, settings)))
+                raise UserError(f"score: a pair is a source and a target, both texts, not {shown(pair)}")
+        return list(score(self._runs(ensemble), checked, self._options(options, settings)))
 
-    def classify(self, inputs: Iterable[str] | NDArray[Any]) -> list[Classification]:
+    @checked_call(Options, *BATCHING)
+    def classify(
+        self, inputs: Iterable[str | Example] | NDArray[Any], **settings: Unpack[BatchSettings]
+    ) -> list[Classification]:
         """The label of every text, or image, with the probabilities of all labels.
 
         Images are an array (images, [channels,] height, width) with numbers as in the file of the training.
@@ -69,8 +108,48 @@ class LoadedRun(Run):
                     f"classify: images are an array (images, [channels,] height, width), not {inputs.shape}"
                 )
             return classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs)
-        return classify(self, _checked("classify", "texts", inputs, (str,), '["abc"]'))
+        options = Options.of(**settings)
+        texts = _checked("classify", "texts", inputs, (str, Example), '["abc"]')
+        return classify(self, texts, options.batch_tokens, options.max_source)
 
+    @checked_call(Options)
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        columns: Sequence[Column] | None = None,
+        metrics: Sequence[str] = (),
+        against: Run | None = None,
+        bootstrap: int = SAMPLES,
+        strict: bool = False,
+        options: Options | None = None,
+        **settings: Unpack[OptionSettings],
+    ) -> Evaluation:
+        """Scores on held-out data of the run's task: a file, or the same in memory, as `train` takes it.
+
+        Of pairs the sources are decoded, as the options say. Without `metrics` those are taken that fit; `against` is
+        another run to compare with; `bootstrap` is the number of samples for the 95 % intervals, 0 for none.
+        """
+        reads, chosen = self.task.reads, self._options(options, settings)
+        used = {"pairs": tuple(Options.model_fields), "labelled": BATCHING}.get(reads, ())
+        if foreign := [name for name in settings if name not in used]:
+            raise UserError(f"evaluate: {', '.join(foreign)}: no meaning for {self.task.model}")
+        if isinstance(metrics, str) or not all(isinstance(metric, str) for metric in metrics):
+            raise UserError(f'evaluate: metrics are a list of names, such as ["wer"], not {shown(metrics)}')
+        if isinstance(bootstrap, bool) or not isinstance(bootstrap, int) or bootstrap < 0:
+            raise UserError(f"evaluate: bootstrap is a number of samples, 0 or more, not {shown(bootstrap)}")
+        runs = self._runs([] if against is None else [against], "against")
+        if runs[-1].task != self.task:
+            raise UserError(f"against: {runs[-1].path} is {runs[-1].task.model}, {self.path} is {self.task.model}")
+        expected = tuple(columns or self.codec.columns)
+        with TemporaryDirectory() as temporary:
+            if isinstance(data, str | Path):
+                source = Source((str(data),), expected)
+            else:
+                source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
+            return evaluate_file(EvaluationRequest(runs, source, LineCounter(strict), chosen, metrics, bootstrap))
+
+    @checked_call()
     def attention(
         self, source: str | Example | NDArray[Any], target: str | None = None, *, beam: int = 5, more: int = 0
     ) -> Trace:
@@ -79,26 +158,40 @@ class LoadedRun(Run):
         For a language model `target` is the continuation, without it the model continues for `more` tokens; for a
         classifier it is a label. An image is an array as in its file, (channels, height, width).
         """
+        if target is not None and not isinstance(target, str):
+            raise UserError(f"attention: target is a text, not {shown(target)}")
+        Options.of(beam=beam)
+        if isinstance(more, bool) or not isinstance(more, int) or more < 0:
+            raise UserError(f"attention: more is a number of tokens, not {shown(more)}")
         if isinstance(source, np.ndarray):
             return trace_image(self, source, target)
         if not isinstance(source, str | Example):
-            raise UserError(f"attention: takes one text, regard.Example or image, not {_shown(source)}")
+            raise UserError(f"attention: takes one text, regard.Example or image, not {shown(source)}")
+        _check_texts("attention", source)
         example = Example(source) if isinstance(source, str) else source
+        if self.task.seq2seq and more:
+            raise UserError(f"{self.path}: only a language model goes on with a text (more={more})")
         if self.task.seq2seq:
             return trace_pair(self, example, target, beam)
         return trace_text(self, example.source, target or example.target, more, example.features)
 
-    def _options(self, options: Options | None, settings: dict[str, Any]) -> Options:
+    def _runs(self, others: Sequence[Run], name: str = "ensemble") -> list[Run]:
+        if isinstance(others, str | bytes | Run) or not all(isinstance(run, Run) for run in others):
+            raise UserError(f"{name}: takes loaded runs, such as regard.load(...), not {shown(others)}")
+        return [self, *others]
+
+    def _options(self, options: Options | None, settings: Mapping[str, Any]) -> Options:
         if options is not None and not isinstance(options, Options):
-            raise UserError(f"options: takes a regard.Options, not {_shown(options)}; or write beam=5 and the like")
+            raise UserError(f"options: takes a regard.Options, not {shown(options)}; or write beam=5 and the like")
         checked = options or Options.of(**settings)
         if options is not None and settings:
             checked = Options.of(**{**options.model_dump(), **settings})
         precision = usable_precision(
-            checked.precision, self.model.device, lambda message: warnings.warn(message, stacklevel=5)
+            checked.precision, self.model.device, lambda message: warnings.warn(message, stacklevel=6)
         )
         return checked.model_copy(update={"precision": precision})
 
+    @checked_call()
     @torch.inference_mode()
     def logits(
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
@@ -119,6 +212,7 @@ class LoadedRun(Run):
         logits: Tensor = self.model(source_BS, None, input_BT)
         return logits
 
+    @checked_call()
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_tokens: int = 4096) -> NDArray[np.float32]:
         """A vector for each text, (texts, width): the mean of an encoder's vectors of its tokens, of length one."""
@@ -126,6 +220,7 @@ class LoadedRun(Run):
         if self.task.name != "masked":
             raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every token")
         texts = _checked("embed", "texts", texts, (str,), '["abc"]')
+        Options.of(batch_tokens=batch_tokens)
         rows = self.codec.encode_source([Example(text) for text in texts])
         device = self.model.device
         vectors = np.zeros((len(rows), config.top.out_width), np.float32)
@@ -139,44 +234,131 @@ class LoadedRun(Run):
         return vectors
 
 
+@checked_call()
 def load(path: str | Path, device: str | torch.device = "cpu") -> LoadedRun:
     """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one."""
+    if not isinstance(path, str | Path):
+        raise UserError(f"load: takes the path of a run directory, not {shown(path)}")
+    if not isinstance(device, str | torch.device):
+        raise UserError(f"load: device is auto, cpu, cuda, cuda:N or mps, not {shown(device)}")
     return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device)
 
 
+@checked_call(hint=SETTINGS)
 def train(
-    recipe: Recipe | dict[str, Any] | str | Path,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     out: str | Path = "run",
     *,
+    data: Any = None,
+    valid: Any = None,
+    columns: Sequence[Column] | None = None,
+    task: TaskName | None = None,
+    preset: str | None = None,
+    start_from: str | Path | None = None,
+    source_tokens: str | None = None,
+    target_tokens: str | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int | None = None,
+    workers: int | None = None,
+    device: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     resume: bool = False,
     reporter: Reporter | None = None,
-    talk: Reporter | None = None,
 ) -> LoadedRun:
-    """Train as a recipe says: a `Recipe`, its tables, a TOML file or a shipped name. Silent without a `reporter`.
+    """Train, and open the run that is written to `out`. Silent without a `reporter`.
 
-    `talk` is the name that `reporter` had in version 0.4.
+    A recipe is a `Recipe`, its tables, a TOML file or a shipped name; without one, everything is chosen from the data.
+    Keywords change it, and `settings` all else, as `--set` does: {"lr": 1e-3, "decoder.layers": 2}. The data, and those
+    to validate on, are a file or in memory: pairs in a list, a frame, a dataset; texts for a language model.
     """
-    if talk is not None:
-        warnings.warn("regard.train: talk= is now called reporter=", DeprecationWarning, stacklevel=2)
-    if isinstance(recipe, str | Path):
-        recipe = load_recipe(recipe_tables(recipe), str(recipe))
-    elif isinstance(recipe, dict):
-        recipe = load_recipe(recipe)
-    elif not isinstance(recipe, Recipe):
-        raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {_shown(recipe)}")
-    fit(recipe, out, resume, reporter or talk or Reporter())
+    if isinstance(recipe, Recipe):
+        recipe = recipe.model_dump(exclude_unset=True)
+    elif recipe is not None and not isinstance(recipe, str | Path | Mapping):
+        raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {shown(recipe)}")
+    if not isinstance(out, str | Path):
+        raise UserError(f"train: out is the path of a run directory, not {shown(out)}")
+    if reporter is not None and not isinstance(reporter, Reporter):
+        raise UserError(f"train: reporter is a regard.Reporter, such as regard.make_reporter(), not {shown(reporter)}")
+    options = {
+        "task": task,
+        "preset": preset,
+        "data.columns": columns,
+        "text.source_tokens": source_tokens,
+        "text.target_tokens": target_tokens,
+        "train.start_from": None if start_from is None else str(start_from),
+        "train.minutes": minutes,
+        "train.steps": steps,
+        "train.epochs": epochs,
+        "train.seed": seed,
+        "train.workers": workers,
+        "train.device": device,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    changes = _as_settings(settings)
+    memory = {}
+    # What data in memory is taken for depends on the task, which only the recipe may name.
+    plain = _changed(recipe, given, changes)
+    if data is None and plain.data.train is None and plain.data.source is None and not resume:
+        raise UserError("train: no training data: give data=, a file or examples in memory")
+    fixed = "columns" in plain.data.model_fields_set or data is None or isinstance(data, str | Path)
+    expected = plain.data.columns if fixed else None
+    for role, name, each in (("train", "data", data), ("valid", "valid", valid)):
+        if isinstance(each, str | Path):
+            given[f"data.{role}"] = str(each)
+        elif each is not None:
+            memory[role] = in_memory(each, TASKS[plain.task].reads, name, expected)
+            given |= {f"data.{role}": MEMORY, "data.columns": memory[role].columns}
+            expected = memory[role].columns
+    fit(_changed(recipe, given, changes), out, resume, Reporter() if reporter is None else reporter, memory)
     return load(out)
+
+
+def _changed(recipe: Mapping[str, Any] | str | Path | None, given: dict[str, Any], settings: list[str]) -> Recipe:
+    """A recipe with what was given instead, and settings."""
+    try:
+        tables = changed_recipe(recipe, given, settings)
+    except UserError as error:
+        raise UserError(str(error).replace("--set ", "settings: ")) from None
+    return load_recipe(tables, str(recipe) if isinstance(recipe, str | Path) else "recipe")
+
+
+def _as_settings(settings: Mapping[str, Any] | None) -> list[str]:
+    """Settings as they are written on a command line."""
+    if settings is None:
+        return []
+    if not isinstance(settings, Mapping):
+        raise UserError(f"train: settings are a mapping, such as {{'lr': 1e-3}}, not {shown(settings)}")
+    lines = []
+    for key, value in settings.items():
+        try:
+            text = "none" if value is None else to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]")
+        except TypeError:
+            raise UserError(f"train: settings: {key} cannot be {shown(value)}") from None
+        lines.append(f"{key}={text}")
+    return lines
 
 
 def _checked(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
     """A list of what a verb takes; one text alone would be taken for a list of its letters."""
     if isinstance(items, str | bytes | Example | Request | dict) or not isinstance(items, Iterable):
-        raise UserError(f"{verb}: takes a list of {what}, such as {example}, not {_shown(items)}")
+        raise UserError(f"{verb}: takes a list of {what}, such as {example}, not {shown(items)}")
     checked = list(items)
     for index, item in enumerate(checked):
         if not isinstance(item, kinds):
-            raise UserError(f"{verb}: takes a list of {what}, such as {example}; item {index} is {_shown(item)}")
+            raise UserError(f"{verb}: takes a list of {what}, such as {example}; item {index} is {shown(item)}")
+        _check_texts(f"{verb}: item {index}", item)
     return checked
+
+
+def _check_texts(where: str, item: Any) -> None:
+    """Check the fields of an Example, or a Request: they are texts as in their columns."""
+    for name in ("source", "target", "features", "prefix") if isinstance(item, Example | Request) else ():
+        value = getattr(item, name, None)
+        if not isinstance(value, str) and (value is not None or name == "source"):
+            hint = ", as in its column: 'N;PL'" if name == "features" else ""
+            raise UserError(f"{where}: {name} is a text{hint}, not {shown(value)}")
 
 
 def _ids(name: str, ids: Any, vocab: int) -> Tensor:
@@ -186,14 +368,9 @@ def _ids(name: str, ids: Any, vocab: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         table = torch.empty(0)
     if table.ndim != 2 or table.numel() == 0 or table.dtype.is_floating_point or table.dtype == torch.bool:
-        raise UserError(f"logits: {name} are equally long rows of whole numbers, not {_shown(ids)}")
+        raise UserError(f"logits: {name} are equally long rows of whole numbers, not {shown(ids)}")
     least, most = int(table.min()), int(table.max())
     if least < 0 or most >= vocab:
         wrong = least if least < 0 else most
         raise UserError(f"logits: {name}: the ids of this vocabulary are 0 to {vocab - 1}, not {wrong}")
     return table.long()
-
-
-def _shown(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -7,7 +7,7 @@ A decoder is causal, an encoder is not. A decoder attends to the encoder if ther
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -32,7 +32,30 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 Problem = tuple[object, str]  # whether it is so, and the message
 
 
-class Value(BaseModel):
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # pydantic does not export it
+
+
+class _ReportsMistakes(ModelMetaclass):
+    """Turns the mistakes in a value that is made by its name, `Stack(layers=0)`, into a UserError.
+
+    Not done by `__init__`, which pydantic would call for values inside others too, whose keys it could not name then.
+    """
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        kind: Any = cls
+        if args:
+            example = next(iter(kind.model_fields))
+            raise UserError(f"{kind.__name__}: takes keywords, such as {example}=..., not {args[0]!r:.80}")
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            raise _mistakes(kind, error, kind.__name__) from None
+
+
+class Value(BaseModel, metaclass=_ReportsMistakes):
     """A frozen value that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -363,5 +386,9 @@ def parse(kind: type[V], data: dict[str, Any], where: str) -> V:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
-        raise UserError(f"{where}: " + "\n  ".join(["not valid", *lines])) from None
+        raise _mistakes(kind, error, where) from None
+
+
+def _mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserError:
+    lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
+    return UserError(f"{where}: " + "\n  ".join(["not valid", *lines]))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.config import Config
+from regard.errors import UserError
 from regard.nn.attention import Attention
 from regard.nn.block import ImageEmbedding, LmHeadTransform
 from regard.nn.cache import State
@@ -25,6 +26,9 @@ class Model(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        if not isinstance(config, Config):
+            example = "regard.preset('transformer-tiny', vocab=1000)"
+            raise UserError(f"Model: takes a regard.Config, such as {example}, not {config!r:.80}")
         self.config = config
         encoder, decoder = config.encoder, config.decoder
         self.encoder: Transformer | RecurrentEncoder | None = None

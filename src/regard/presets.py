@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from regard.config import Config, parse
 from regard.errors import UserError, one_of
 from regard.recipe import Recipe, assign, put, recipe_tables
+from regard.signatures import checked_call
 
 Table = dict[str, Any]
 
@@ -82,6 +84,7 @@ def refuse_unused(base: Table, changes: Table) -> None:
         raise UserError(f"model: {names}: not used by a recurrent stack (gru, lstm), only by attention layers")
 
 
+@checked_call(hint="; keys of the config go into changes={'tie_output': True}")
 def preset(
     name: str,
     vocab: int | None = None,
@@ -92,7 +95,9 @@ def preset(
 ) -> Config:
     """The config of a family, with vocabularies (`vocab` serves both sides) and changed keys."""
     if name not in PRESETS:
-        raise one_of("preset", name, PRESETS)
+        raise one_of("preset", str(name), PRESETS)
+    if changes is not None and not isinstance(changes, dict):
+        raise UserError(f"preset: changes are a table, such as {{'encoder': {{'layers': 2}}}}, not {changes!r:.80}")
     table = merge(PRESETS[name], applicable_changes(PRESETS[name], changes or {}))
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
         size = vocab if size is None else size
@@ -102,12 +107,15 @@ def preset(
     return parse(Config, table, f"preset {name}")
 
 
-def changed_recipe(recipe: str | None, options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+def changed_recipe(
+    recipe: str | Path | Mapping[str, Any] | None, options: Mapping[str, Any], settings: Sequence[str]
+) -> dict[str, Any]:
     """A recipe's tables with options (train.steps: 9) laid over them, and `--set` settings over both.
 
-    What a recipe sets for its own preset and another preset does not read is left out.
+    The recipe is a file, a shipped name, or its tables. What it sets for its own preset and another preset does not
+    read is left out.
     """
-    tables = recipe_tables(recipe) if recipe is not None else {}
+    tables = recipe_tables(recipe) if isinstance(recipe, str | Path) else deepcopy(dict(recipe or {}))
     chosen: dict[str, Any] = {"preset": options.get("preset", tables.get("preset"))}
     for setting in settings:
         if setting.partition("=")[0].strip() == "preset":
@@ -116,9 +124,10 @@ def changed_recipe(recipe: str | None, options: Mapping[str, Any], settings: Seq
         for stack, key in unused_changes(PRESETS.get(chosen["preset"], {}), tables["model"]):
             del tables["model"][stack][key]
     for table, alternatives in (("train", {"minutes", "steps", "epochs"}), ("data", {"train", "source", "target"})):
-        if any(f"{table}.{key}" in options for key in alternatives):  # a budget, or data, replaces the recipe's
-            for key in alternatives:
-                tables.get(table, {}).pop(key, None)
+        old = tables.get(table)
+        if isinstance(old, dict) and any(f"{table}.{key}" in options for key in alternatives):
+            for key in alternatives:  # a budget, or data, replaces the recipe's
+                old.pop(key, None)
     for path, value in options.items():
         put(tables, path.split("."), value)
     for setting in settings:

@@ -30,9 +30,10 @@ class LabelledImages(NamedTuple):
         return LabelledImages(self.images_NCHW[rows], [self.labels[row] for row in rows] if self.labels else [])
 
 
-def read_images(path: str, labelled: bool = True) -> LabelledImages:
-    """Read an .npz file; everything that can be wrong with it is a UserError."""
+def read_images(path: str, labelled: bool = True, name: str | None = None) -> LabelledImages:
+    """Read an .npz file; everything that can be wrong with it is a UserError, which calls it `name`."""
     with open_raw(path) as file:
+        path = name or path
         if not file.peek(8).startswith((b"PK", b"\x93NUMPY")):  # type: ignore[attr-defined]
             raise UserError(f"{path}: not an .npz file, as numpy.savez writes it")
         try:
@@ -110,12 +111,12 @@ def make_images(
     recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None
 ) -> dict[str, Any]:
     """Write images into `path`; return the record of it. A base run changes nothing."""
-    training = read_images(train.paths[0])
+    training = read_images(train.paths[0], name=train.name)
     labels = label_names(training.labels)
     if len(labels) < 2:
         raise UserError(f"{train.name}: every image has the same label, {labels[0]!r}; there is nothing to learn")
     if valid:
-        held_out = read_images(valid.paths[0])
+        held_out = read_images(valid.paths[0], name=valid.name)
         shape, expected = held_out.images_NCHW.shape[1:], training.images_NCHW.shape[1:]
         if shape != expected:
             raise UserError(

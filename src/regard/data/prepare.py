@@ -10,20 +10,23 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from regard.batch import Pixels
 from regard.config import parse
 from regard.data.corpus import Corpus
 from regard.data.images import Images, make_images
+from regard.data.memory import InMemory
 from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples
 from regard.data.plain import Stream, make_text
-from regard.data.reader import STDIN, Source, open_raw
+from regard.data.reader import MEMORY, STDIN, Source, open_raw
 from regard.errors import UserError
 from regard.files import replace_directory
 from regard.recipe import Recipe
@@ -33,6 +36,7 @@ from regard.text.learn import BaseText, requests
 from regard.text.tokenizer import Tokenizer
 
 FORMAT = 1
+NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
 Data = TypeVar("Data", bound=Corpus | Stream | Images)
 
@@ -67,12 +71,18 @@ KINDS: dict[Reads, _Kind] = {
 }
 
 
-def prepare(recipe: Recipe, directory: str | Path, resume: bool = False, base: BaseText | None = None) -> Prepared[Any]:
+def prepare(
+    recipe: Recipe,
+    directory: str | Path,
+    resume: bool = False,
+    base: BaseText | None = None,
+    memory: Mapping[str, InMemory] = NOTHING,
+) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
     What is there is used if it was made from the same text with the same settings. If not, it is made anew, or, with
     `resume`, it is an error; files that are gone or cannot be read twice are then taken to be the same. With a `base`,
-    text becomes ids as it does there.
+    text becomes ids as it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`.
     """
     path = Path(directory)
     train, valid = sources(recipe)
@@ -89,12 +99,20 @@ def prepare(recipe: Recipe, directory: str | Path, resume: bool = False, base: B
         if resume:
             raise UserError(f"cannot resume: {', '.join(changed)} changed since the run began; start a new run")
     # With a fixed name, what a killed process has left is removed by the next one; it may be large.
-    replace_directory(path, lambda to: _write(recipe, train, valid, to, base), path.with_name(path.name + ".tmp"))
+    temporary = path.with_name(path.name + ".tmp")
+    replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory), temporary)
     return open_prepared(path)
 
 
-def _write(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None) -> None:
-    train, valid = _spool(train, path), valid and _spool(valid, path)
+def _write(
+    recipe: Recipe,
+    train: Source,
+    valid: Source | None,
+    path: Path,
+    base: BaseText | None,
+    memory: Mapping[str, InMemory],
+) -> None:
+    train, valid = _spool(train, path, memory.get("train")), valid and _spool(valid, path, memory.get("valid"))
     before = _stamps(train, valid)
     record: dict[str, Any] = {"format": FORMAT, "task": recipe.task}
     record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base)
@@ -177,8 +195,25 @@ def _regular(path: str) -> bool:
     return path != STDIN and os.path.isfile(path)
 
 
-def _spool(source: Source, directory: Path) -> Source:
-    """Copy what can be read only once (stdin, a pipe) into `directory`, so that it can be read again."""
+def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
+    """Require that prepared data was made from the same data in memory."""
+    before = (_read_record(Path(directory)) or {}).get("made_from", {})
+    for role, data in memory.items():
+        with TemporaryDirectory() as temporary:
+            now = _digest(data.write(Path(temporary) / role).paths[0])
+        if now != before.get("training file 1" if role == "train" else "validation file 1", now):
+            raise UserError(f"cannot resume: {data.name} changed since the run began; start a new run")
+
+
+def _spool(source: Source, directory: Path, memory: InMemory | None = None) -> Source:
+    """Copy what can be read only once (stdin, a pipe, memory) into `directory`, so that it can be read again."""
+    if source.paths == (MEMORY,):
+        if memory is None:
+            raise UserError(
+                "the data of this recipe was in memory when it was trained; give it again: --data FILE, or data= of "
+                "regard.train"
+            )
+        return memory.write(directory / f"spool-{len(list(directory.iterdir()))}")
     paths = list(source.paths)
     for index, path in enumerate(source.paths):
         if path == STDIN or (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):

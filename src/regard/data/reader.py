@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import sys
 import zlib
 from collections import Counter
@@ -24,6 +25,7 @@ LONGEST = 1_000_000  # bytes of a line
 CHUNK = 1 << 18
 BOM = b"\xef\xbb\xbf"
 STDIN = "-"
+MEMORY = "<memory>"  # instead of a path: data that a program held in memory
 MANY = 10  # columns; more are counted together
 
 # Reasons to skip a line
@@ -184,10 +186,11 @@ class Source(NamedTuple):
     paths: tuple[str, ...]
     columns: tuple[Column, ...] = ("source", "target")
     names: tuple[str, ...] = ()  # what to call the files, where not by their paths
+    packed: bool = False  # rows that were in memory: the line of each is a JSON list of its cells
 
     def location(self, number: int, file: int = 0) -> str:
-        """Name a line."""
-        return f"{self.file_names[file]}:{number}"
+        """Name a line, or a row of what was in memory."""
+        return f"{self.file_names[file]}[{number - 1}]" if self.packed else f"{self.file_names[file]}:{number}"
 
     @property
     def name(self) -> str:
@@ -210,10 +213,10 @@ class Source(NamedTuple):
             if problem:
                 counter.skip(problem, self.location(number))
                 continue
-            cells = text.split("\t")
+            cells: list[str] = json.loads(text) if self.packed else text.split("\t")
             source = cells[source_at] if source_at < len(cells) else ""
             target = cells[target_at] if target_at is not None and target_at < len(cells) else None
-            if not text.strip():
+            if not any(map(str.strip, cells)):
                 counter.skip(BLANK, self.location(number))
             elif len(cells) != width:
                 counter.wrong_columns[min(len(cells), MANY)] += 1

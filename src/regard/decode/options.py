@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +12,7 @@ from regard.recipe import option
 Utility = Literal["chrf", "bleu", "edit", "exact"]
 HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
 Phrase = Annotated[str, Field(min_length=1)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 class Options(Value):
@@ -28,9 +29,7 @@ class Options(Value):
         0, "Choose by expected utility from so many candidates: samples, or with a beam its n-best.", ge=0
     )
     utility: Utility = option("chrf", "Of --mbr: chrf, bleu, edit or exact.")
-    weights: tuple[Annotated[float, Field(gt=0)], ...] = option(
-        (), "Of RUN and each --ensemble. (default: equal)", metavar="W,W,..."
-    )
+    weights: tuple[Weight, ...] = option((), "Of RUN and each --ensemble. (default: equal)", metavar="W,W,...")
 
     # beam search
     length_penalty: float = option(1.0, "Rank by score / length ** PENALTY.", ge=0)
@@ -141,3 +140,59 @@ class Options(Value):
     def of(cls, **settings: Any) -> Options:
         """Checked options; mistakes raise a UserError that names the option."""
         return parse(cls, settings, "options")
+
+
+class OptionSettings(TypedDict, total=False):
+    """The fields of Options as keywords, for editors and type checkers, which cannot read them off it."""
+
+    beam: Count
+    nbest: Count
+    sample: bool
+    mbr: int
+    utility: Utility
+    weights: tuple[Weight, ...]
+    length_penalty: float
+    coverage_penalty: float
+    groups: Count
+    diversity: float
+    exact: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    prefix: str
+    require: tuple[Phrase, ...]
+    forbid: tuple[Phrase, ...]
+    alternatives: int
+    alternatives_at: int | None
+    min_length: int
+    max_length: Count | None
+    min_ratio: float
+    max_ratio: float | None
+    no_repeat_ngram: int
+    repetition_penalty: float
+    unknown: bool
+    alignment: bool
+    alignment_heads: tuple[HeadIndex, ...]
+    max_source: Count
+    batch_tokens: Count
+    window: Count
+    precision: Literal["fp32", "bf16"]
+
+
+class ScoringSettings(TypedDict, total=False):
+    """Those that scoring reads."""
+
+    weights: tuple[Weight, ...]
+    max_source: Count
+    batch_tokens: Count
+    window: Count
+    precision: Literal["fp32", "bf16"]
+
+
+class BatchSettings(TypedDict, total=False):
+    """Those that classification reads."""
+
+    max_source: Count
+    batch_tokens: Count

@@ -7,12 +7,14 @@ writes the run directory and makes the model, `trainer` trains. `python -m regar
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from regard.data.prepare import Prepared, open_prepared, prepare
+from regard.data.memory import InMemory
+from regard.data.prepare import NOTHING, Prepared, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
 from regard.device import cores, tune_allocator
 from regard.errors import UserError
@@ -82,9 +84,16 @@ def _open_setup(path: Path) -> _Setup:
     return _Setup(path, recipe, prepared, make_loader(recipe, prepared, read_config(path).model))
 
 
-def fit(recipe: Recipe, out: str | Path, resume: bool = False, reporter: Reporter | None = None) -> TrainingReport:
+def fit(
+    recipe: Recipe,
+    out: str | Path,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    memory: Mapping[str, InMemory] = NOTHING,
+) -> TrainingReport:
     """Train as a recipe says and write a run directory; with `resume`, continue the one that is there.
 
+    `memory` is the data that the recipe says is in memory.
     Raises UserError for mistakes. On SIGTERM or SIGINT it saves and raises Stopped, a SystemExit with 128 + signal.
     """
     path = Path(out)
@@ -93,16 +102,18 @@ def fit(recipe: Recipe, out: str | Path, resume: bool = False, reporter: Reporte
     threads = torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):
-            return (_fit_launched if has_launcher() else _fit)(recipe, path, resume, reporter)
+            return (_fit_launched if has_launcher() else _fit)(recipe, path, resume, reporter, memory)
     finally:
         torch.set_num_threads(threads)
         reporter.close()
 
 
-def _fit(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> TrainingReport:
+def _fit(
+    recipe: Recipe, path: Path, resume: bool, reporter: Reporter, memory: Mapping[str, InMemory]
+) -> TrainingReport:
     """Train in this process, or as the first of several that are started here."""
     device = _device(recipe, path, resume)
-    setup = _set_up(recipe, path, resume, device, reporter)
+    setup = _set_up(recipe, path, resume, device, reporter, memory)
     if report := _finished(path):
         reporter.say(f"{path}: this run is finished ({report.progress.finished}); a larger budget would let it go on")
         return report
@@ -116,7 +127,9 @@ def _fit(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> Traini
             return _train(setup, group, reporter)
 
 
-def _fit_launched(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) -> TrainingReport:
+def _fit_launched(
+    recipe: Recipe, path: Path, resume: bool, reporter: Reporter, memory: Mapping[str, InMemory]
+) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
     device = _device(recipe, path, resume)
     with join_group(device) as group:
@@ -124,7 +137,7 @@ def _fit_launched(recipe: Recipe, path: Path, resume: bool, reporter: Reporter) 
         setup, problem = None, None
         if group.first:
             try:
-                setup = _set_up(recipe, path, resume, device, reporter, group.size)
+                setup = _set_up(recipe, path, resume, device, reporter, memory, group.size)
             except UserError as error:
                 problem = str(error)
         if problem := group.broadcast(problem):
@@ -147,13 +160,20 @@ def _finished(path: Path) -> TrainingReport | None:
 
 
 def _set_up(
-    recipe: Recipe, path: Path, resume: bool, device: torch.device, reporter: Reporter, launched: int = 1
+    recipe: Recipe,
+    path: Path,
+    resume: bool,
+    device: torch.device,
+    reporter: Reporter,
+    memory: Mapping[str, InMemory],
+    launched: int = 1,
 ) -> _Setup | None:
     """Make the run directory ready; None for a resumed run, whose data is opened when it has anything left to do.
 
     `launched` is how many processes a launcher has started.
     """
     if resume and is_run(path):
+        require_same(path / TRAINING / DATA, memory)
         resume_run(recipe, path, device, reporter)
         return None
     if resume:
@@ -164,7 +184,7 @@ def _set_up(
     base, base_text = open_base(recipe)
     check_model(recipe, base)
     with removed_if_empty(path):
-        prepared = prepare(recipe, path / TRAINING / DATA, base=base_text)
+        prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory)
         for note in prepared.notes:
             reporter.say(note)
         recipe = complete_recipe(recipe, prepared, device, reporter)

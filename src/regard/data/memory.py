@@ -1,0 +1,235 @@
+"""Data in memory: lists, frames and datasets as examples, texts or images.
+
+They are recognised by what they can do, never by their type, so that no library of frames is needed. What is read is
+written to a file once, and read from there as any other: memory stays flat, and the same rules hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain, islice
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regard.data.reader import Source
+from regard.errors import UserError, plural
+from regard.recipe import Column
+from regard.tasks import Reads
+from regard.text.codec import Example
+
+# What a column may be called instead, where targets are labels; and the column of plain text.
+LABELLED = {"text": "source", "label": "target"}
+TEXT = ("text", "source")
+Write = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Data of a program, ready to be written to a file."""
+
+    name: str  # in messages
+    columns: tuple[Column, ...]
+    packed: bool  # see Source
+    _write: Write
+
+    def write(self, path: Path) -> Source:
+        """Write it to a file; data that can be read only once is gone then."""
+        self._write(path)
+        return Source((str(path),), self.columns, (self.name,), self.packed)
+
+
+def in_memory(data: Any, reads: Reads, name: str = "data", columns: Sequence[Column] | None = None) -> InMemory:
+    """Recognise data of a kind; `columns` are those of rows without names, and which of the named ones are taken.
+
+    Pairs and labelled texts come as rows (tuples, lists, mappings, `Example`) or as columns (frames, a mapping of
+    lists), plain text as texts, images as a mapping of the arrays `images` and `labels`.
+    """
+    if not isinstance(data, Iterable) and hasattr(data, "collect"):  # a lazy frame
+        raise UserError(f"{name}: {type(data).__name__} is not computed yet; give what its collect() returns")
+    if isinstance(data, str | bytes) or (not isinstance(data, Iterable) and not hasattr(data, "__arrow_c_stream__")):
+        raise UserError(f"{name}: takes a file, or examples in memory, not {shown(data)}")
+    if reads == "images":
+        return InMemory(name, ("source", "target"), False, _image_writer(data, name))
+    names, rows = _open(data, name)
+    if reads == "text":
+        return InMemory(name, ("source", "target"), False, _text_writer(names, rows, name))
+    labelled = reads == "labelled"
+    found, positions = _find_columns(names, LABELLED if labelled else {}, name, columns)
+
+    def line(row: Any, where: str) -> str:
+        values = zip(found, _values(row, names, positions, found, where), strict=True)
+        cells = [_text(value, labelled and column == "target", column, where) for column, value in values]
+        return json.dumps(cells, ensure_ascii=False)
+
+    return InMemory(name, found, True, _line_writer(rows, line, name))
+
+
+def _line_writer(rows: Iterable[Any], line: Callable[[Any, str], str], name: str) -> Write:
+    """Write a line for every row; `line` makes it of the row and where it is."""
+
+    def write(path: Path) -> None:
+        index = -1
+        with path.open("w", encoding="utf-8", newline="\n") as file:
+            for index, row in enumerate(rows):
+                file.write(line(row, f"{name}[{index}]") + "\n")
+        if index < 0:
+            raise UserError(f"{name}: there is nothing in it")
+
+    return write
+
+
+def shown(value: Any) -> str:
+    """A value with its type, shortened."""
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _open(data: Any, name: str) -> tuple[list[str] | None, Iterable[Any]]:
+    """The names of the columns, if there are any, and the rows: sequences in their order, mappings, or texts."""
+    if isinstance(data, Mapping):
+        return _open_columns(data, name)
+    if hasattr(data, "itertuples") and hasattr(data, "columns"):  # as pandas has them
+        return [str(column) for column in data.columns], data.itertuples(index=False, name=None)
+    if hasattr(data, "iter_rows") and hasattr(data, "columns"):  # polars
+        return [str(column) for column in data.columns], data.iter_rows()
+    if hasattr(data, "to_batches") and hasattr(data, "column_names"):  # an Arrow table
+        return list(data.column_names), (row for batch in data.to_batches() for row in batch.to_pylist())
+    if not isinstance(data, Iterable):  # __arrow_c_stream__ alone
+        try:
+            return _open(import_module("pyarrow").table(data), name)
+        except ImportError:
+            needed = f"to read {type(data).__name__}, pyarrow is needed; or give a list of rows"
+            raise UserError(f"{name}: {needed}") from None
+    rows = iter(data)
+    start = list(islice(rows, 1))
+    first = start[0] if start else None
+    names = [str(key) for key in first] if isinstance(first, Mapping) else None
+    if isinstance(first, Example):
+        names = [*(Example._fields if first.features is not None else Example._fields[:2])]
+    return names, chain(start, rows)
+
+
+def _open_columns(data: Mapping[Any, Any], name: str) -> tuple[list[str], Iterable[Any]]:
+    for key, column in data.items():
+        if hasattr(column, "column_names"):
+            several = ", ".join(f"{name}[{key!r}]" for key in data)
+            raise UserError(f"{name}: holds several datasets; give one of them: {several}")
+        if isinstance(column, str | bytes) or not isinstance(column, Iterable):
+            raise UserError(f"{name}: a mapping has a list for each column; {key!r} is {shown(column)}")
+    columns = {str(key): list(column) for key, column in data.items()}
+    if len({len(column) for column in columns.values()}) != 1:
+        lengths = ", ".join(f"{key} {len(column):,}" for key, column in columns.items()) or "none"
+        raise UserError(f"{name}: columns of equal length are needed, not {lengths}")
+    return list(columns), zip(*columns.values(), strict=True)
+
+
+def _find_columns(
+    names: list[str] | None, synonyms: Mapping[str, str], name: str, columns: Sequence[Column] | None
+) -> tuple[tuple[Column, ...], list[int]]:
+    """The columns to take and where they are: by their names, or else all of them in order."""
+    if names is None:
+        chosen = tuple(columns or ("source", "target"))
+        return chosen, list(range(len(chosen)))
+    known = [synonyms.get(each, each) if synonyms.get(each) not in names else each for each in names]
+    wanted: tuple[Column, ...] = ("source", "features", "target") if "features" in known else ("source", "target")
+    wanted = tuple(columns) if columns else wanted
+    if set(wanted) <= set(known):
+        return wanted, [known.index(column) for column in wanted]
+    misplaced = any(column in known and known.index(column) != index for index, column in enumerate(wanted))
+    if len(names) != len(wanted) or misplaced or {"source", "features", "target"} & set(known) - set(wanted):
+        raise UserError(
+            f"{name}: has the columns {', '.join(names)}; needed are {' and '.join(wanted)}, by these names, or "
+            f"{len(wanted)} columns in this order"
+        )
+    return wanted, list(range(len(wanted)))
+
+
+def _values(
+    row: Any, names: list[str] | None, positions: list[int], columns: tuple[Column, ...], where: str
+) -> list[Any]:
+    """The values of a row, one for each column."""
+    if isinstance(row, Mapping):
+        if names is None:
+            raise UserError(f"{where}: a mapping, where the rows before have no names")
+        return [row.get(names[position]) for position in positions]
+    if isinstance(row, Example):
+        return [getattr(row, column) for column in columns]
+    if hasattr(row, "tolist"):
+        row = row.tolist()
+    if isinstance(row, str):
+        raise UserError(
+            f"{where}: one text, {shown(row)}, where a row has {' and '.join(columns)}; texts alone are data of a "
+            "language model (task='lm')"
+        )
+    if not isinstance(row, Sequence):
+        raise UserError(f"{where}: a row is a tuple, a list or a mapping, not {shown(row)}")
+    width = len(columns) if names is None else len(names)
+    if len(row) != width:
+        advice = "; name them: columns=('source', 'features', 'target')" if len(row) == 3 and names is None else ""
+        raise UserError(f"{where}: {plural(len(row), 'value')} instead of {width} ({', '.join(columns)}){advice}")
+    return [row[position] for position in positions]
+
+
+def _text(value: Any, label: bool, what: str, where: str) -> str:
+    """A value as text; a missing one is empty, as in a file."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{where}: {what} is not text: half a surrogate pair in {shown(value)}") from None
+        return str(value)
+    if value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType"):
+        return ""
+    if label and isinstance(value, Integral):
+        return str(value)
+    raise UserError(f"{where}: {what} is {shown(value)}, not text; turn it into text first")
+
+
+def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Write:
+    """Plain text: every text is a line, or several."""
+    position = 0
+    if names is not None:
+        found = [each for each in TEXT if each in names] or (names if len(names) == 1 else [])
+        if not found:
+            raise UserError(f"{name}: has the columns {', '.join(names)}; needed is one column, or one called text")
+        position = names.index(found[0])
+
+    def text(row: Any, where: str) -> str:
+        if isinstance(row, Mapping) and names is not None:
+            row = row.get(names[position])
+        elif isinstance(row, Example):
+            row = row.source
+        elif isinstance(row, list | tuple):
+            if len(row) != (1 if names is None else len(names)):
+                raise UserError(f"{where}: plain text is a list of texts, not of {shown(row)}")
+            row = row[position]
+        return _text(row, False, "text", where).removesuffix("\n")
+
+    return _line_writer(rows, text, name)
+
+
+def _image_writer(data: Any, name: str) -> Write:
+    """Images and labels, as in an .npz file."""
+    if not isinstance(data, Mapping):
+        raise UserError(f"{name}: images come as {{'images': array, 'labels': array}}, not {shown(data)}")
+    arrays = {}
+    for key, value in data.items():
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of different lengths
+            array = np.asarray(None)
+        if array.dtype.kind == "O":
+            raise UserError(f"{name}: {key} is not an array of numbers or texts")
+        arrays[str(key)] = array
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # names come as keywords
+
+    return write

@@ -1,0 +1,63 @@
+"""Signatures of public functions: options from the fields of a config value, and wrong calls as errors that help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, cleandoc, signature
+from textwrap import indent
+from typing import ParamSpec, TypeVar, get_type_hints
+
+from pydantic import BaseModel
+
+from regard.errors import UserError, closest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked_call(
+    value: type[BaseModel] | None = None, *names: str, hint: str = ""
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a public function so that a call that does not fit its parameters raises a UserError.
+
+    The function's `**settings` are fields of `value`, those with `names` or all. They stand in its signature with their
+    types and defaults and in its docstring with their descriptions, so that completion and help know them. The `hint`
+    says where else an unknown option may belong.
+    """
+    fields = {} if value is None else {name: value.model_fields[name] for name in names or value.model_fields}
+    types = get_type_hints(value) if value else {}
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        plain = signature(function)
+        own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        own += [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[name])
+            for name, field in fields.items()
+        ]
+        shown = plain.replace(parameters=own)
+
+        @wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            try:
+                shown.bind(*args, **keywords)
+            except TypeError as error:
+                raise UserError(f"{function.__name__}: {_explain(str(error), keywords, own, hint)}") from None
+            return function(*args, **keywords)
+
+        call.__signature__ = shown  # type: ignore[attr-defined]
+        if fields:
+            texts = (f"{name}: {field.description}" for name, field in fields.items())
+            call.__doc__ = cleandoc(function.__doc__ or "") + "\n\nOptions:\n" + indent("\n".join(texts), "    ")
+        return call
+
+    return decorate
+
+
+def _explain(message: str, keywords: dict[str, object], parameters: list[Parameter], hint: str) -> str:
+    """Why a call does not fit."""
+    named = [each.name for each in parameters if each.name != "self" and each.kind is not Parameter.POSITIONAL_ONLY]
+    unknown = [name for name in keywords if name not in named]
+    if not unknown:
+        return message
+    return f"no option {unknown[0]!r}{closest(unknown[0], named)} (known: {', '.join(named)}){hint}"
