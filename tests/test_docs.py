@@ -108,8 +108,13 @@ def shell(line: str) -> CliResult:
     for stage in line.split(" | "):
         words = shlex.split(stage)
         if words[0] == "regard":
+            stage, _, file = stage.partition(" > ")
+            words = shlex.split(stage)
             result = call(*words[1:], *(short_training(words) if words[1] == "train" else []), stdin=data)
             data, err, code = result.out.encode(), err + result.err, code or result.code
+            if file:
+                Path(file).write_bytes(data)
+                data = b""
         else:
             done = subprocess.run(["bash", "-c", stage], input=data, capture_output=True, check=False)
             data, err, code = done.stdout, err + done.stderr.decode(), code or done.returncode

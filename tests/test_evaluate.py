@@ -10,7 +10,7 @@ import regard
 from regard import metrics
 from regard.decode.options import Options
 from regard.errors import UserError
-from regard.evaluate import default_metrics, evaluate
+from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.text.codec import Example
 
 
@@ -53,6 +53,9 @@ def test_default_metrics_follow_the_task(run):
     assert default_metrics(run, ["AH B"])[:2] == ["wer", "per"]
 
     class Sentences:
+        class task:
+            labels = False
+
         class codec:
             class config:
                 target_tokens = "bpe:500"

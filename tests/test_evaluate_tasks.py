@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from regard.data.reader import LineCounter, Source
 from regard.decode.classify import classify, classify_images
 from regard.decode.scoring import score_text, scoring_context
 from regard.errors import UserError
-from regard.evaluate import evaluate_text, judge_text
+from regard.evaluate.evaluator import evaluate_text, judge_text
 from regard.model import Model
 from regard.run import Run, saved_recipe
 from regard.text.codec import Example
@@ -155,8 +156,9 @@ def test_masked_spans_are_scored_as_in_training(folder: Path) -> None:
 
 
 def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
-    def metrics(run: str, file: str, *args: object) -> dict:
-        result = call("evaluate", folder / run, folder / file, "--json", "--bootstrap", 20, *args)
+    def metrics(*args: object) -> dict:
+        files = [folder / arg if (folder / str(arg)).exists() else arg for arg in args]
+        result = call("evaluate", *files, "--json", "--bootstrap", 20)
         assert result.code == 0, result.err
         return json.loads(result.out)
 
@@ -171,9 +173,22 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
     assert scores["metrics"]["perplexity"]["score"] == pytest.approx(math.exp(scores["metrics"]["loss"]["score"]))
     shorter, longer = (metrics("xl", "text.txt", "--memory", n)["metrics"]["loss"]["score"] for n in (1, 64))
     assert shorter != longer
-    accuracy = metrics("classify", "labels.tsv")["metrics"]["accuracy"]
+    labels = metrics("classify", "labels.tsv")
+    told = call("generate", folder / "classify", folder / "labels.tsv").lines
+    right = [line.split("\t")[1] for line in (folder / "labels.tsv").read_text().splitlines()]
+    wrong = Counter((r, t) for r, t in zip(right, told, strict=True) if r != t)
+    assert wrong == {(each["reference"], each["output"]): each["count"] for each in labels["confusions"]}
+    (folder / "told.txt").write_text("".join(f"{label}\n" for label in told))
+    assert labels == metrics("labels.tsv", "--outputs", folder / "told.txt")
+    against = metrics("classify", "labels.tsv", "--against", folder / "told.txt")["against"]
+    assert against["accuracy"]["difference"] == 0
+    accuracy = labels["metrics"]["accuracy"]
     assert 0 <= accuracy["low"] <= accuracy["score"] <= accuracy["high"] <= 100
-    assert metrics("image", "images.npz")["examples"] == 40
+    images = metrics("image", "images.npz")
+    assert images["examples"] == 40
+    (first, *_) = images["confusions"]
+    number = int(first["example"]["location"].rpartition(" ")[2])
+    assert first["reference"] == str(number % 3) and first["output"] == first["example"]["output"]
 
 
 @pytest.mark.parametrize(
@@ -194,11 +209,16 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
         (("image", "labels.tsv"), "not an .npz file"),
         (("lm", "none.txt"), "no such file"),
         (("lm", "text.txt", "--against", "masked"), "is a masked language model"),
+        (("lm", "text.txt", "--against", "labels.tsv"), "is compared with another run"),
+        (("classify", "labels.tsv", "--lowercase", "--ensemble", "masked"), "--ensemble, --lowercase: no meaning for"),
+        (("classify", "none.tsv"), "none.tsv: no such file"),
     ],
 )
 def test_mistakes(folder: Path, args: tuple[str, ...], message: str) -> None:
     run, file, *options = args
-    result = call("evaluate", folder / run, folder / file, *[folder / o if o == "masked" else o for o in options])
+    result = call(
+        "evaluate", folder / run, folder / file, *[folder / o if o in ("masked", "labels.tsv") else o for o in options]
+    )
     assert result.code == 2 and message in result.err
 
 

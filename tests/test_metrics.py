@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard import metrics
+from regard.errors import UserError
+from regard.evaluate.confusions import count_confusions
 
 TEXT = st.text("ab ", max_size=6)
 PAIRS = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=12)
@@ -66,6 +70,92 @@ def test_sacrebleu_numbers_are_sacrebleus_own():
     assert score("ter", hyps, refs) == sacrebleu.corpus_ter(hyps, [refs]).score
     measured = metrics.measure("bleu", hyps, refs)
     assert "tok:13a" in measured.signature and "bs:1000" in measured.signature
+
+
+SENTENCE = st.lists(st.sampled_from(["the", "The", "cat", "sat.", "on,", "mat"]), min_size=1, max_size=7).map(" ".join)
+SEVERAL = st.lists(
+    st.tuples(SENTENCE, st.lists(SENTENCE, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=5
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEVERAL, st.booleans(), st.sampled_from(["13a", "intl", "zh", "char", "none"]))
+def test_several_references_and_settings_are_those_of_sacrebleu(examples, lowercase, tokenize):
+    from sacrebleu.metrics import BLEU, CHRF, TER
+
+    hyps, refs = [h for h, _ in examples], [r for _, r in examples]
+    streams = [[r[i] if i < len(r) else None for r in refs] for i in range(max(map(len, refs)))]
+    chosen = metrics.MetricSettings(lowercase=lowercase, bleu_tokenize=tokenize)
+    for name, metric in (
+        ("bleu", BLEU(lowercase=lowercase, tokenize=tokenize, force=True)),
+        ("chrf", CHRF(lowercase=lowercase)),
+        ("chrf++", CHRF(lowercase=lowercase, word_order=2)),
+        ("ter", TER()),
+    ):
+        measured = metrics.measure(name, hyps, refs, 0, chosen)
+        assert measured.score == metric.corpus_score(hyps, streams).score
+        assert measured.signature.replace("|bs:1|seed:12345", "") == str(metric.get_signature())
+
+
+def test_tokenizers_are_known_to_sacrebleu():
+    from sacrebleu.metrics import BLEU
+
+    assert set(get_args(metrics.BleuTokenizer)) <= set(BLEU.TOKENIZERS)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(RuntimeError("no MeCab"), "pip install 'sacrebleu\\[ja\\]'"), (OSError("offline"), "its model: offline")],
+)
+def test_a_tokenizer_that_cannot_be_had(monkeypatch, error, message):
+    import sacrebleu.metrics.bleu
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(sacrebleu.metrics.bleu, "BLEU", fail)
+    with pytest.raises(UserError, match=message):
+        metrics.measure("bleu", ["a"], ["a"], settings=metrics.MetricSettings(bleu_tokenize="ja-mecab"))
+
+
+@given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=8))
+def test_the_closest_reference_counts(examples):
+    hyps, refs = [h for h, _ in examples], [r for _, r in examples]
+    edits, lengths = metrics.ratio("cer", hyps, refs)
+    for h, r, count, length in zip(hyps, refs, edits, lengths, strict=True):
+        assert count == min(distance(h, each) for each in r)
+        assert length == max(len(each) for each in r if distance(h, each) == count)
+    assert score("accuracy", hyps, refs) == pytest.approx(100 * sum(h in r for h, r in examples) / len(examples))
+    for name in metrics.RATIOS:  # in any order, and as good as can be if the output is among them
+        assert score(name, hyps, refs) == score(name, hyps, [r[::-1] for r in refs])
+        assert score(name, hyps, [(*r, h) for h, r in examples]) == (100 if name == "accuracy" else 0)
+        upper = [h.upper() for h in hyps]
+        folded = metrics.measure(name, upper, refs, 0, metrics.MetricSettings(lowercase=True))
+        assert folded.score == score(name, hyps, refs) and "case:lc" in folded.signature
+
+
+@given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=3).map(tuple)), min_size=1, max_size=8))
+def test_confusions_are_all_the_edits(examples):
+    hyps, refs = [h for h, _ in examples], [r for _, r in examples]
+    found = count_confusions(hyps, refs, "character", 1000, hyps, list(map(str, range(len(hyps)))))
+    assert sum(each.count for each in found) == metrics.ratio("cer", hyps, refs)[0].sum()
+    lengths = {"a": 0, "b": 0, " ": 0}  # what is inserted and deleted accounts for every difference in counts
+    for h, r in examples:
+        _, closest = metrics.closest(h, r)
+        for character in lengths:
+            lengths[character] += h.count(character) - closest.count(character)
+    for each in found:
+        assert each.reference != each.output
+        for side, sign in ((each.reference, 1), (each.output, -1)):
+            if side is not None:
+                lengths[side] += sign * each.count
+        assert each.example.output == hyps[int(each.example.location)] == each.example.source
+        assert each.example.reference in refs[int(each.example.location)]
+    assert set(lengths.values()) == {0}
+    wrong = count_confusions(hyps, [r[0] for r in refs], "label", 1000)
+    pairs = Counter((r[0], h) for h, r in examples if h != r[0])
+    assert {(each.reference, each.output): each.count for each in wrong} == pairs
+    assert [each.count for each in wrong] == sorted(pairs.values(), reverse=True)
 
 
 def test_perplexity_is_of_a_uniform_guess():

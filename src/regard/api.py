@@ -24,7 +24,10 @@ from regard.decode.request import Input, Request
 from regard.decode.scoring import Pair, Scored, score
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError
-from regard.evaluate import Evaluation, EvaluationRequest, evaluate_file
+from regard.evaluate.by_task import EvaluationRequest, evaluate_file
+from regard.evaluate.evaluator import Judging, System
+from regard.evaluate.parallel import ParallelFiles
+from regard.evaluate.results import Evaluation
 from regard.files import to_toml
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.metrics import SAMPLES
@@ -147,7 +150,8 @@ class LoadedRun(Run):
                 source = Source((str(data),), expected)
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
-            return evaluate_file(EvaluationRequest(runs, source, LineCounter(strict), chosen, metrics, bootstrap))
+            systems, judging = [System([run], chosen) for run in runs], Judging(metrics, bootstrap)
+            return evaluate_file(EvaluationRequest(systems, ParallelFiles(source), LineCounter(strict), judging))
 
     @checked_call()
     def attention(

@@ -3,8 +3,10 @@
 accuracy    sequences that are right in full
 wer         sequences that are wrong, 100 - accuracy: the word error rate of pronunciation and inflection tasks
 per, cer    edits per token (separated by spaces) or character of the references
-bleu, chrf, ter    by sacrebleu, with its signature
+bleu, chrf, chrf++, ter    by sacrebleu, with its signature
 perplexity  exp of the mean negative log-probability of a token
+
+An example may have several references: sacrebleu takes them all, our own metrics the closest.
 
 For plain text also: loss, that mean itself; bits_per_char, the same sum in bits per character; pseudo_perplexity, the
 perplexity of masked tokens given all the others.
@@ -13,13 +15,19 @@ perplexity of masked tokens given all the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 
+from regard.config import Value
+from regard.errors import UserError
+
 Texts = Sequence[str]
+BleuTokenizer = Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab", "flores101", "flores200"]
+References = Sequence[str] | Sequence[tuple[str, ...]]  # one of each example, or several
 Sums = tuple[np.ndarray, np.ndarray]  # per example: numerator and denominator of a ratio of sums
 
 SAMPLES = 1000
@@ -39,39 +47,70 @@ class Measurement(NamedTuple):
         return {key: value for key, value in self._asdict().items() if value is not None}
 
 
-def edits(hypotheses: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Hashable]]) -> Sums:
-    """Insertions, deletions and substitutions of each pair, and the length of each reference."""
-    pairs = list(zip(hypotheses, references, strict=True))
-    counts = [Levenshtein.distance(hypothesis, reference) for hypothesis, reference in pairs]
-    return np.asarray(counts, float), np.asarray([len(reference) for _, reference in pairs], float)
+class MetricSettings(Value):
+    """Settings of the metrics that compare texts."""
+
+    bleu_tokenize: BleuTokenizer = Field(
+        "13a",
+        description="Of bleu, as sacrebleu has it: 13a, intl, zh, char or none; with further packages ja-mecab, "
+        "ko-mecab, flores101 or flores200.",
+    )
+    lowercase: bool = Field(False, description="Compare without regard to case.")
 
 
-def _matches(hypotheses: Texts, references: Texts, right: bool = True) -> Sums:
-    counts = np.asarray([(h == r) is right for h, r in zip(hypotheses, references, strict=True)], float)
-    return counts, np.ones_like(counts)
+DEFAULTS = MetricSettings()
+# The tokens of a text; text that is compared as a whole has none.
+UNITS: dict[str, Callable[[str], Sequence[Hashable]]] = {"per": str.split, "cer": str}
+RATIOS = ("accuracy", "wer", *UNITS)
+METRICS = (*RATIOS, "bleu", "chrf", "chrf++", "ter", "perplexity")
 
 
-RATIOS: dict[str, Callable[[Texts, Texts], Sums]] = {
-    "accuracy": _matches,
-    "wer": partial(_matches, right=False),
-    "per": lambda hypotheses, references: edits([h.split() for h in hypotheses], [r.split() for r in references]),
-    "cer": edits,
-}
-METRICS = (*RATIOS, "bleu", "chrf", "ter", "perplexity")
+def closest(output: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, Sequence[Hashable]]:
+    """Insertions, deletions and substitutions to the closest reference, and this; of equally close ones the longest."""
+    distances = [(Levenshtein.distance(output, reference), reference) for reference in references]
+    return min(distances, key=lambda item: (item[0], -len(item[1])))
 
 
-def measure(name: str, hypotheses: Texts, references: Texts, samples: int = SAMPLES) -> Measurement:
+def ratio(name: str, hypotheses: Texts, references: References, settings: MetricSettings = DEFAULTS) -> Sums:
+    """Of each example the numerator and the denominator of one of RATIOS."""
+    counts = []
+    for output, several in zip(hypotheses, alternatives(references), strict=True):
+        if settings.lowercase:
+            output, several = output.lower(), tuple(each.lower() for each in several)
+        if name in UNITS:
+            edits, reference = closest(UNITS[name](output), [UNITS[name](each) for each in several])
+            counts.append((edits, len(reference)))
+        else:
+            counts.append(((output in several) == (name == "accuracy"), 1))
+    amounts, totals = np.asarray(counts, float).T
+    return amounts, totals
+
+
+def alternatives(references: References) -> list[tuple[str, ...]]:
+    """All references of each example."""
+    return [(each,) if isinstance(each, str) else each for each in references]
+
+
+def measure(
+    name: str,
+    hypotheses: Texts,
+    references: References,
+    samples: int = SAMPLES,
+    settings: MetricSettings = DEFAULTS,
+) -> Measurement:
     """Compute a metric by name, with a bootstrap interval of that many samples (0: none)."""
     if not references:
         raise ValueError("a metric needs at least one example")
     if name in RATIOS:
-        return _interval(RATIOS[name](hypotheses, references), _shares, samples)
-    metric, samples = _sacrebleu(name), _affordable(samples, len(references))
-    result = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=max(1, samples))
-    signature = str(metric.get_signature())
+        measured = _interval(ratio(name, hypotheses, references, settings), _shares, samples)
+        return measured._replace(signature=_signature(references, settings))
+    metric, samples = _sacrebleu(name, settings), _affordable(samples, len(references))
+    result = metric.corpus_score(list(hypotheses), _streams(references), n_bootstrap=max(1, samples))
+    signature, value = str(metric.get_signature()), float(result.score)  # which may be one of numpy
     if samples < 2:
-        return Measurement(result.score, signature=signature)
-    return Measurement(result.score, result._mean - result._ci, result._mean + result._ci, signature)
+        return Measurement(value, signature=signature)
+    low, high = float(result._mean - result._ci), float(result._mean + result._ci)
+    return Measurement(value, low, high, signature)
 
 
 def measure_perplexity(
@@ -93,17 +132,25 @@ def measure_ratio(
     return _interval((amounts, totals), score, samples)
 
 
-def compare(name: str, hypotheses: Texts, others: Texts, references: Texts, samples: int = SAMPLES) -> float:
+def compare(
+    name: str,
+    hypotheses: Texts,
+    others: Texts,
+    references: References,
+    samples: int = SAMPLES,
+    settings: MetricSettings = DEFAULTS,
+) -> float:
     """p-value of the difference between two systems on the same examples, by paired bootstrap resampling."""
     if name in RATIOS:
-        return compare_sums(RATIOS[name](hypotheses, references), RATIOS[name](others, references), samples)
+        ours, theirs = (ratio(name, texts, references, settings) for texts in (hypotheses, others))
+        return compare_sums(ours, theirs, samples)
     if list(hypotheses) == list(others):
         return 1.0  # sacrebleu counts no larger difference here and would call that significant
     from sacrebleu.significance import PairedTest
 
     systems: list[tuple[str, Texts]] = [("base", list(others)), ("system", list(hypotheses))]
-    samples = _affordable(samples, len(references))
-    test = PairedTest(systems, {name: _sacrebleu(name)}, [list(references)], test_type="bs", n_samples=samples)
+    samples, metric = _affordable(samples, len(references)), {name: _sacrebleu(name, settings)}
+    test = PairedTest(systems, metric, _streams(references), test_type="bs", n_samples=samples)
     scores: dict[str, Any] = test()[1]
     return float(next(results[1].p_value for key, results in scores.items() if key != "System"))
 
@@ -144,13 +191,35 @@ def _affordable(samples: int, count: int) -> int:
     return min(samples, max(100, 5_000_000 // count))
 
 
-def _sacrebleu(name: str) -> Any:
+def _streams(references: References) -> list[list[str]]:
+    """The references as sacrebleu takes them: all first ones, all second ones; None where there are fewer."""
+    return [list(stream) for stream in zip_longest(*alternatives(references))]
+
+
+def _signature(references: References, settings: MetricSettings) -> str | None:
+    """How one of RATIOS was computed, in sacrebleu's words, if not in the plainest way."""
+    counts = {len(each) for each in alternatives(references)}
+    several = f"nrefs:{counts.pop() if len(counts) == 1 else 'var'}" if counts != {1} else ""
+    return "|".join(filter(None, [several, "case:lc" * settings.lowercase])) or None
+
+
+def _sacrebleu(name: str, settings: MetricSettings) -> Any:
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
     from sacrebleu.metrics.ter import TER
 
-    kinds: dict[str, type] = {"bleu": BLEU, "chrf": CHRF, "ter": TER}
-    if name not in kinds:
+    if name == "chrf" or name == "chrf++":
+        return CHRF(lowercase=settings.lowercase, word_order=2 if name == "chrf++" else 0)
+    if name == "ter":
+        return TER()  # which never regards case
+    if name != "bleu":
         raise ValueError(f"no such metric: {name}")
-    # force: no warning about text that looks tokenised, since tokens are compared as they are
-    return BLEU(force=True) if name == "bleu" else kinds[name]()
+    tokenize = settings.bleu_tokenize
+    try:
+        # force: no warning about text that looks tokenised, since tokens are compared as they are
+        return BLEU(force=True, lowercase=settings.lowercase, tokenize=tokenize)
+    except (ImportError, RuntimeError):
+        extra = {"ja-mecab": "'sacrebleu[ja]'", "ko-mecab": "'sacrebleu[ko]'"}.get(tokenize, "sentencepiece")
+        raise UserError(f"--bleu-tokenize {tokenize}: it needs a further package: pip install {extra}") from None
+    except OSError as error:  # a sentencepiece model that sacrebleu downloads once
+        raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None

@@ -25,7 +25,8 @@ from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.errors import UserError, missing_extra
-from regard.evaluate import Evaluation, evaluate
+from regard.evaluate.evaluator import evaluate
+from regard.evaluate.results import Evaluation
 from regard.files import replace_file
 from regard.inspect.plots import draw_in_colour, draw_in_shades
 from regard.inspect.trace import trace

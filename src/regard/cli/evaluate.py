@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Any
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, get_args
 
 import typer
 
+from regard.cli.decoding import FIELDS, Decoding, EngineName, Ensemble, PrefixColumn, decoding_options
 from regard.cli.input import (
-    Columns,
     Device,
     Json,
-    RunPath,
     Strict,
     Target,
     Threads,
@@ -20,53 +22,87 @@ from regard.cli.input import (
     field_options,
     open_runs,
     option_name,
-    pairs_of,
     with_options,
-    with_workers,
 )
 from regard.cli.tables import message, out, out_json, print_table
-from regard.data.reader import LineCounter, Source
+from regard.config import parse
+from regard.data.reader import STDIN, LineCounter, Source, shown
+from regard.decode.generate import Engine
 from regard.decode.options import Options
-from regard.errors import UserError
-from regard.evaluate import Evaluation, EvaluationRequest, evaluate_file
+from regard.errors import UserError, one_of
+from regard.evaluate.by_task import EvaluationRequest, evaluate_file
+from regard.evaluate.evaluator import Judging, System
+from regard.evaluate.parallel import ParallelFiles
+from regard.evaluate.results import Evaluation
+from regard.metrics import MetricSettings
+from regard.recipe import Column
+from regard.run import Run
+from regard.tasks import Reads
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
-SEARCH = ("beam", "length_penalty", "max_length", "max_source", "batch_tokens")
+LONGEST = 40  # characters of an example that are shown
+NONE = "-"  # in place of a token that was inserted or deleted
+ONE_OUTPUT = ("nbest", "alternatives", "alternatives_at", "alignment")  # fields of further outputs: one is judged
+SEARCH = tuple(name for names in FIELDS.values() for name in names if name not in ONE_OUTPUT)
+LINES = ("target", "columns", "reference", "strict", "confusions")
+READY = (*LINES, "outputs", *MetricSettings.model_fields)
 # The options of each kind of data, beside --metric, --against, --bootstrap, --json, --threads and --device.
 SUPPORTED: dict[str, tuple[str, ...]] = {
-    "pairs": ("target", "columns", *SEARCH, "strict", "workers"),
-    "labelled": ("target", "columns", "max_source", "batch_tokens", "strict"),
+    "pairs": (*READY, *SEARCH, "ensemble", "prefix_column", "engine", "workers"),
+    "labelled": (*LINES, "outputs", "max_source", "batch_tokens"),
     "text": ("context", "memory", "strict"),
-    "images": (),
+    "images": ("confusions",),
 }
 
 
-@with_options("options", *field_options(Options, *SEARCH))
+@with_options("options", *decoding_options(*ONE_OUTPUT))
+@with_options("settings", *field_options(MetricSettings, *MetricSettings.model_fields))
 def command(
-    run: RunPath,
     options: dict[str, Any],
+    settings: dict[str, Any],
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory; left out with --outputs.")] = None,
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Pairs or labelled texts (TSV), text, or images (.npz); - is stdin.")
-    ] = "-",
+        str | None,
+        typer.Argument(metavar="FILE", help="Pairs or labelled texts (TSV), text, or images (.npz); - is stdin."),
+    ] = None,
     target: Target = None,
-    columns: Columns = None,
+    reference: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Further references, one per line. Repeatable.")
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="What the columns are; target may be there several times. (default: as the run was trained)",
+        ),
+    ] = None,
+    outputs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Judge these outputs, one per line; no RUN is needed then.")
+    ] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            help="accuracy, wer, per, cer, bleu, chrf, ter, perplexity; of plain text also bits_per_char, loss, "
-            "pseudo_perplexity. Repeatable. (default: by the task)"
+            help="accuracy, wer, per, cer, bleu, chrf, chrf++, ter, perplexity; of plain text also bits_per_char, "
+            "loss, pseudo_perplexity. Repeatable. (default: by the task)"
         ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Compare with another run, with paired significance.")
+        str | None,
+        typer.Option(metavar="RUN|FILE", help="Compare with another run or outputs, with paired significance."),
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Samples for the 95% intervals; 0 for none.")] = 1000,
+    confusions: Annotated[
+        int | None, typer.Option(min=0, help="Most frequent confusions to tell. (default: 10, of sentences 0)")
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of text read at a time. (default: as in training)")
     ] = None,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Tokens of segment memory while reading on. (default: as in training)")
     ] = None,
+    ensemble: Ensemble = None,
+    prefix_column: PrefixColumn = False,
+    engine: EngineName = None,
     strict: Strict = False,
     json: Json = False,
     workers: Workers = None,
@@ -75,43 +111,146 @@ def command(
 ) -> None:
     """Score a run on what it has not seen.
 
-    Of pairs, the sources are decoded and compared with the targets. Language models are judged by the probability of a
-    text, masked language models by the masked tokens they predict, models trained by span corruption by the masked
-    spans, classifiers by their labels. Scores come with 95% bootstrap intervals. wer is the share of sequences that are
-    wrong, per and cer count edits per token and character. Shares are in percent.
+    Of pairs, the sources are decoded as by `regard generate` with the same options and compared with the targets.
+    Language models are judged by the probability of a text, masked language models by the masked tokens they predict,
+    models trained by span corruption by the masked spans, classifiers by their labels. Scores come with 95% bootstrap
+    intervals. wer is the share of sequences that are wrong, per and cer count edits per token and character. Shares are
+    in percent.
     """
-    search = Options.of(**options)
-    runs = open_runs([run, *([against] if against else [])], device, threads)
-    task, *other = [each.task for each in runs]
-    if other and other[0] != task:
-        raise UserError(f"--against: {against} is {other[0].model}, {run} is {task.model}")
-    others = dict(target=target, columns=columns, context=context, memory=memory, strict=strict, workers=workers)
-    if foreign := sorted((options.keys() | chosen_options(**others)) - set(SUPPORTED[task.reads])):
-        raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {run}, which is {task.model}")
-    if "length_penalty" in options and search.beam == 1:
+    if outputs is not None and file is not None:
+        raise UserError(f"--outputs: {shown(outputs)} is judged as it is, without a run; leave out {run}")
+    if outputs is None and run is None:
+        raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
+    decoding = Decoding.of(options, engine, workers, threads, device)
+    judging = Judging(metric or [], bootstrap, parse(MetricSettings, settings, "options"))
+    compared = against if against is not None and _is_file(against) else ""  # ready outputs, too
+    paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
+    ours = len(paths)
+    if against is not None and not compared:
+        if not os.path.isdir(against):
+            raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
+        paths.append(against)
+    runs = open_runs(paths, device, threads)
+    lines = dict(target=target, columns=columns, reference=reference, outputs=outputs, confusions=confusions)
+    rest = dict(ensemble=ensemble, prefix_column=prefix_column, engine=engine, workers=workers)
+    text = dict(context=context, memory=memory, strict=strict)
+    given = {*options, *settings, *chosen_options(**lines, **rest, **text)}
+    reads = _check_given(given, paths, runs, ours, compared)
+    if "length_penalty" in options and decoding.options.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
+    if runs and reads == "pairs":
+        decoding = decoding.on(runs[0].model.device)
+
+    @contextmanager
+    def open_engine(runs: Sequence[Run], options: Options, inputs: int) -> Iterator[Engine]:
+        chosen = replace(decoding, options=options)
+        with chosen.open(runs, "none") as engine, chosen.share(engine, inputs) as shared:
+            yield shared
+
+    judging = replace(judging, open_engine=open_engine)
+    systems = [System(runs[:ours], decoding.options, outputs or "")]
+    if against is not None:  # which answers alone: weights are those of an ensemble
+        alone = decoding.options.model_copy(update={"weights": ()})
+        systems.append(System(runs[ours:], alone, compared))
+    table = run if outputs else file or STDIN
+    if reads in ("pairs", "labelled"):
+        named = runs[0].codec.columns if runs else ("source", "target")
+        files = _files(
+            table, target, columns, reference or [], named, prefix_column, [*filter(None, [outputs, compared])]
+        )
+    else:
+        files = ParallelFiles(Source((table or STDIN,)))
     counter = LineCounter(strict)
-    tables = task.reads in ("pairs", "labelled")
-    source = pairs_of(file, target, columns, runs[0].codec.columns) if tables else Source((file,))
-    open_engine = partial(with_workers, workers=workers, threads=threads)
-    request = EvaluationRequest(runs, source, counter, search, metric or [], bootstrap, context, memory, open_engine)
-    evaluation = evaluate_file(request)
-    for remark in [counter.summary()] * bool(counter.skipped) + evaluation.remarks:
+    evaluation = evaluate_file(EvaluationRequest(systems, files, counter, judging, confusions, context, memory))
+    skipped = [f"{files.name}: {counter.summary()}"] if counter.skipped else []
+    for remark in skipped + evaluation.remarks:
         message(remark)
     if json:
         out_json(evaluation.to_json(dict(counter.skipped)))
     else:
-        _print_scores(evaluation, run, against)
+        _print_scores(evaluation, outputs or run or "", against)
 
 
-def _print_scores(evaluation: Evaluation, run: str, against: str | None) -> None:
+def _is_file(path: str) -> bool:
+    return path == STDIN or os.path.isfile(path)
+
+
+def _check_given(given: set[str], paths: Sequence[str], runs: Sequence[Run], ours: int, compared: str) -> Reads:
+    """Refuse runs of different tasks, and options without a meaning for them -> what the runs read."""
+    if not runs:
+        if foreign := sorted(given - set(READY)):
+            names = ", ".join(map(option_name, foreign))
+            raise UserError(f"{names}: no meaning for outputs that are ready, without a run")
+        return "pairs"
+    task, path = runs[0].task, paths[0]
+    for other, each in list(zip(paths, runs, strict=True))[max(1, ours) :]:
+        if each.task != task:
+            raise UserError(f"--against: {other} is {each.task.model}, {path} is {task.model}")
+    if foreign := sorted(given - set(SUPPORTED[task.reads])):
+        raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {path}, which is {task.model}")
+    if compared and "outputs" not in SUPPORTED[task.reads]:
+        raise UserError(f"--against: {compared} is a file; {path}, {task.model}, is compared with another run")
+    return task.reads
+
+
+def _files(
+    table: str | None,
+    target: str | None,
+    columns: str | None,
+    references: Sequence[str],
+    of_run: Sequence[Column],
+    prefix_column: bool,
+    outputs: Sequence[str],
+) -> ParallelFiles:
+    """Where sources, references and outputs are."""
+    if target is not None:
+        references = [target, *references]
+    if table is None:
+        if not references:
+            raise UserError("--outputs: what to compare with? Name FILE, a table of pairs, or --reference FILE")
+        if columns or prefix_column:
+            raise UserError("--columns, --prefix-column: there is no table; name FILE")
+        return ParallelFiles(None, references, outputs)
+    names = _parse_columns(columns, bool(references)) if columns else tuple(of_run)
+    if target is not None and columns and "target" in names:
+        raise UserError(f"--columns: the targets are in {shown(target)}; name the columns of {shown(table)} without it")
+    if target is not None:
+        names = tuple(name for name in names if name != "target")
+    return ParallelFiles(Source((table,), names, prefix_column=prefix_column), references, outputs)
+
+
+def _parse_columns(text: str, references: bool) -> tuple[Column, ...]:
+    """The columns that a text names: target may be there several times, or not at all if there are `references`."""
+    names: list[Column] = []
+    for word in text.split(","):
+        if word not in get_args(Column):
+            raise one_of("--columns", word, get_args(Column))
+        names.append(word)  # type: ignore[arg-type]
+    if names.count("source") != 1 or names.count("features") > 1 or not ("target" in names or references):
+        raise UserError(f"--columns {text}: name source once, target once or several times, and features if there are")
+    return tuple(names)
+
+
+def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> None:
     rows = []
-    for name, measured in evaluation.metrics.items():
+    for metric, measured in evaluation.metrics.items():
         interval = "" if measured.low is None else f"{measured.low:.2f} to {measured.high:.2f}"
-        compared = [f"{evaluation.others[name].score:.2f}", f"{evaluation.p_values[name]:.3f}"] if against else []
-        rows.append([name, f"{measured.score:.2f}", interval, *compared])
+        compared = ["", ""] if against else []
+        if metric in evaluation.others:
+            compared = [f"{evaluation.others[metric].score:.2f}", f"{evaluation.p_values[metric]:.3f}"]
+        rows.append([metric, f"{measured.score:.2f}", interval, *compared])
     header = ["metric", "score", "95% interval", *([against, "p"] if against else [])]
-    print_table(rows, header, title=f"{run}, {evaluation.examples:,} examples", bold=(1,))
-    for measured in evaluation.metrics.values():
+    examples = f"{evaluation.examples:,} example{'s' * (evaluation.examples != 1)}"
+    print_table(rows, header, title=f"{shown(name)}, {examples}", bold=(1,))
+    for metric, measured in evaluation.metrics.items():
         if measured.signature:
-            out(measured.signature)
+            out(f"{metric}: {measured.signature}")
+    if evaluation.confusions:
+        out("")
+        rows = []
+        for each in evaluation.confusions:
+            source = each.example.source
+            shortened = source if len(source) <= LONGEST else source[: LONGEST - 1] + "…"
+            place = f"{each.example.location} {shortened}".rstrip()
+            rows.append([each.reference or NONE, each.output or NONE, f"{each.count:,}", place])
+        print_table(rows, ["reference", "output", "count", "example"], title="most frequent confusions", left=(0, 1, 3))

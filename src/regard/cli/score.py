@@ -26,7 +26,7 @@ from regard.cli.tables import message, out, out_json
 from regard.data.reader import BLANK, COLUMNS, LONG, LineCounter, Located, read_lines, shown
 from regard.decode.options import Options
 from regard.decode.scoring import score
-from regard.evaluate import UnknownParts
+from regard.evaluate.unknown import UnknownParts
 from regard.text.codec import Example
 
 EXAMPLE = "regard score runs/g2p pairs.tsv --json"

@@ -166,7 +166,8 @@ class LineCounter:
         for reason, count in self.skipped.most_common():
             named = self.locations[reason][:3]
             reasons.append(f"{count:,} {reason} ({', '.join(named)}{', ...' * (count > len(named))})")
-        return f"{self.kept:,} of {self.read:,} lines" + (f"; skipped {', '.join(reasons)}" if reasons else "")
+        lines = f"{self.kept:,} of {self.read:,} line{'s' * (self.read != 1)}"
+        return lines + (f"; skipped {', '.join(reasons)}" if reasons else "")
 
     def to_json(self) -> dict[str, Any]:
         """The counter as plain values."""
@@ -187,6 +188,7 @@ class Source(NamedTuple):
     columns: tuple[Column, ...] = ("source", "target")
     names: tuple[str, ...] = ()  # what to call the files, where not by their paths
     packed: bool = False  # rows that were in memory: the line of each is a JSON list of its cells
+    prefix_column: bool = False  # one more column, the last: how an output is to start
 
     def location(self, number: int, file: int = 0) -> str:
         """Name a line, or a row of what was in memory."""
@@ -205,29 +207,40 @@ class Source(NamedTuple):
         return self._table(counter) if len(self.paths) == 1 else self._parallel(counter)
 
     def _table(self, counter: LineCounter) -> Iterator[Located]:
-        width = len(self.columns)
-        at = {name: index for index, name in enumerate(self.columns)}
+        at = {name: self.columns.index(name) for name in self.columns}
         source_at, target_at, features_at = at["source"], at.get("target"), at.get("features")
+        for number, cells in self.cells(counter):
+            target = cells[target_at] if target_at is not None else None
+            features = cells[features_at] if features_at is not None else None
+            yield Located(number, Example(cells[source_at], target, features))
+
+    def cells(self, counter: LineCounter) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number and the cells of the good lines of a table; every line is counted.
+
+        A column of targets may be there several times; a line needs one of them.
+        """
+        names = [*self.columns, *["prefix"] * self.prefix_column]
+        source_at, targets_at = names.index("source"), [i for i, name in enumerate(names) if name == "target"]
         for number, text, problem in read_lines(self.paths[0]):
             counter.read += 1
             if problem:
                 counter.skip(problem, self.location(number))
                 continue
-            cells: list[str] = json.loads(text) if self.packed else text.split("\t")
-            source = cells[source_at] if source_at < len(cells) else ""
-            target = cells[target_at] if target_at is not None and target_at < len(cells) else None
+            # where there is one column alone, a tab is text
+            cells: list[str] = json.loads(text) if self.packed else text.split("\t") if len(names) > 1 else [text]
             if not any(map(str.strip, cells)):
                 counter.skip(BLANK, self.location(number))
-            elif len(cells) != width:
+            elif len(cells) != len(names):
                 counter.wrong_columns[min(len(cells), MANY)] += 1
                 counter.skip(
-                    COLUMNS, self.location(number), f"{len(cells)} instead of {width} ({','.join(self.columns)})"
+                    COLUMNS, self.location(number), f"{len(cells)} instead of {len(names)} ({','.join(names)})"
                 )
-            elif not source.strip() or (target is not None and not target.strip()):
-                counter.skip(EMPTY, self.location(number), "target" if source.strip() else "source")
+            elif not cells[source_at].strip():
+                counter.skip(EMPTY, self.location(number), "source")
+            elif targets_at and not any(cells[i].strip() for i in targets_at):
+                counter.skip(EMPTY, self.location(number), "target")
             else:
-                features = cells[features_at] if features_at is not None else None
-                yield Located(number, Example(source, target, features))
+                yield number, cells
 
     def _parallel(self, counter: LineCounter) -> Iterator[Located]:
         left, right = (read_lines(path) for path in self.paths)
@@ -267,4 +280,5 @@ class Source(NamedTuple):
             return "most lines have one column: is the separator a tab?"
         names = {2: "source,target", 3: "source,features,target"}.get(columns)
         advice = f"; name them, for example --columns {names}" if names else ""
-        return f"most lines have {'at least ' * (columns == MANY)}{columns} columns, not {len(self.columns)}{advice}"
+        expected = len(self.columns) + self.prefix_column
+        return f"most lines have {'at least ' * (columns == MANY)}{columns} columns, not {expected}{advice}"

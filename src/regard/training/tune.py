@@ -25,7 +25,7 @@ from regard.decode.alignment import load_heads, save_heads
 from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
 from regard.errors import UserError
-from regard.evaluate import default_metrics, evaluate
+from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.files import write_json
 from regard.inspect.inputs import WINDOW, TaskData, encode_pairs, task_batches
 from regard.inspect.prune import (

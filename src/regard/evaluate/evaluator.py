@@ -1,0 +1,201 @@
+"""Evaluation of what is in memory: pairs, whose sources are decoded, and plain text, whose tokens are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from regard.batch import windows
+from regard.data.plain import TokenizedText
+from regard.decode.generate import Engine, TorchEngine
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.decode.request import Request
+from regard.decode.scoring import overlong, score, score_text, scoring_context
+from regard.errors import UserError, one_of
+from regard.evaluate.results import Evaluation, Outputs, TextScores, make_evaluation
+from regard.metrics import DEFAULTS, METRICS, SAMPLES, MetricSettings
+from regard.run import Run
+from regard.text.codec import Example
+
+# An engine for runs (several are an ensemble) and so many inputs.
+OpenEngine = Callable[[Sequence[Run], Options, int], AbstractContextManager[Engine]]
+Skip = Callable[[int, str], object]  # called with the index of an example that cannot be used, and the reason
+SHORT = 2.5  # characters: tokens that are shorter on average are no words
+FEW = 5  # examples of each label on average; with fewer, the references are no labels
+
+# What references are, and the metrics that fit them.
+Content = Literal["labels", "tokens", "words", "sentences"]
+FITTING: dict[Content, tuple[str, ...]] = {
+    "labels": ("accuracy",),
+    "tokens": ("wer", "per", "accuracy"),
+    "words": ("wer", "cer", "accuracy"),
+    "sentences": ("bleu", "chrf", "ter"),
+}
+
+
+def check_metrics(names: Sequence[str], allowed: Sequence[str]) -> None:
+    """Refuse metrics that are not allowed."""
+    for name in names:
+        if name not in allowed:
+            raise one_of("metric", name, allowed)
+
+
+def usable(count: int, problems: Sequence[Sequence[str]], skip: Skip) -> list[int]:
+    """The indices of examples without a problem; `problems` are, for each run, one text per example."""
+    reasons = {index: reason for each in reversed(problems) for index, reason in enumerate(each) if reason}
+    for index in sorted(reasons):
+        skip(index, reasons[index])
+    return [index for index in range(count) if index not in reasons]
+
+
+# Pairs
+
+
+@dataclass(frozen=True)
+class System:
+    """What is judged: a run, an ensemble of runs, or outputs that are ready."""
+
+    runs: Sequence[Run] = ()
+    options: Options = field(default_factory=Options)
+    outputs: str = ""  # the file of ready outputs
+    texts: Sequence[str] = ()  # what it holds
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How outputs are judged: by which metrics, with which settings and how many bootstrap samples (0: none)."""
+
+    metrics: Sequence[str] = ()  # without any, those that fit the references
+    samples: int = SAMPLES
+    settings: MetricSettings = DEFAULTS
+    open_engine: OpenEngine = lambda runs, options, inputs: TorchEngine(runs, options)
+
+
+def evaluate(
+    run: Run,
+    examples: Sequence[Example],
+    options: Options | None = None,
+    metrics: Sequence[str] = (),
+    against: Run | None = None,
+    samples: int = SAMPLES,
+    skip: Skip = lambda index, reason: None,
+) -> Evaluation:
+    """Decode the sources and compare with the targets; without `metrics`, those that fit the references.
+
+    `samples` are those of the bootstrap, 0 for none. Pairs that are too long for one of the runs are left out; `skip`
+    is called for each.
+    """
+    systems = [System([each], options or Options()) for each in (run, against) if each is not None]
+    inputs = [Request(example.source, example.features) for example in examples]
+    references = [(example.target or "",) for example in examples]
+    kept = usable(len(inputs), too_long(systems, inputs, references), skip)
+    if not kept:
+        raise UserError("there is nothing to evaluate: not one usable pair was found")
+    judging = Judging(metrics, samples)
+    return evaluate_pairs(systems, [inputs[i] for i in kept], [references[i] for i in kept], judging)
+
+
+def too_long(
+    systems: Sequence[System], inputs: Sequence[Request], references: Sequence[tuple[str, ...]]
+) -> list[list[str]]:
+    """For each run, why each pair is too long to be used with it."""
+    pairs = _pairs(inputs, references)
+    return [overlong(run, pairs, system.options) for system in systems for run in system.runs]
+
+
+def evaluate_pairs(
+    systems: Sequence[System], inputs: Sequence[Request], references: Sequence[tuple[str, ...]], judging: Judging
+) -> Evaluation:
+    """Decode the inputs and compare with the references; a second system is compared with the first."""
+    run = systems[0].runs[0] if systems[0].runs else None
+    names = list(judging.metrics) or default_metrics(run, [several[0] for several in references])
+    check_metrics(names, METRICS)
+    if run is None and "perplexity" in names:
+        raise UserError("metric: 'perplexity' is of a run; ready outputs have no probabilities")
+    results = [_judged(system, inputs, references, names, judging) for system in systems]
+    return make_evaluation(len(inputs), names, results, judging.samples)
+
+
+def content_of(run: Run | None, references: Sequence[str]) -> Content:
+    """What references are; without a run, by their look."""
+    if run is not None and run.task.labels:
+        return "labels"
+    if run is not None and run.codec.config.target_tokens == "space":
+        return "tokens"
+    words = [word for reference in references for word in reference.split()]
+    if run is None and len(references) >= FEW * len(set(references)):
+        return "labels"
+    if len(words) < 2 * len(references):
+        return "words"
+    return "tokens" if run is None and sum(map(len, words)) < SHORT * len(words) else "sentences"
+
+
+def default_metrics(run: Run | None, references: Sequence[str]) -> list[str]:
+    """The metrics for sequences of tokens, for single words, or for sentences."""
+    return [*FITTING[content_of(run, references)], *["perplexity"] * (run is not None)]
+
+
+def _judged(
+    system: System,
+    inputs: Sequence[Request],
+    references: Sequence[tuple[str, ...]],
+    names: Sequence[str],
+    judging: Judging,
+) -> Outputs:
+    """Decode every source, and score every first reference, if a metric needs it."""
+    if not system.runs:
+        return Outputs(list(system.texts), references, settings=judging.settings)
+    best = list(_decode(system, inputs, judging.open_engine)) if set(names) - {"perplexity"} else []
+    flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
+    scored = list(score(system.runs, _pairs(inputs, references), system.options)) if "perplexity" in names else []
+    log_probabilities, tokens = [item.score for item in scored], [len(item.tokens) for item in scored]
+    texts = [hypothesis.text for hypothesis in best]
+    return Outputs(texts, references, log_probabilities, tokens, judging.settings, flags)
+
+
+EMPTY_FLAGS = ("too_long", "unsatisfied")  # reasons of an empty output
+
+
+def _decode(system: System, inputs: Sequence[Request], open_engine: OpenEngine) -> Iterator[Hypothesis]:
+    """The best output of every input; windows are those of `regard generate`, and so are the outputs."""
+    with open_engine(system.runs, system.options, len(inputs)) as engine:
+        for window in windows(inputs, system.options.window):
+            yield from (hypotheses[0] for hypotheses in engine(window))
+
+
+def _pairs(inputs: Sequence[Request], references: Sequence[tuple[str, ...]]) -> list[Example]:
+    """The sources with their first references."""
+    return [Example(item.source, several[0], item.features) for item, several in zip(inputs, references, strict=True)]
+
+
+# Plain text
+
+
+def judge_text(run: Run, units: TokenizedText, context: int | None = None, memory: int | None = None) -> TextScores:
+    """Score the tokens of a text, or the masked ones, as the task has it."""
+    if memory is not None and not run.config.has_memory:
+        raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
+    scores = score_text(run, units.ids, scoring_context(run, context), memory)
+    lines = np.repeat(np.arange(len(units.tokens)), units.tokens)
+    nll, correct, predicted = (np.bincount(lines, x, len(units.tokens)) for x in scores)
+    unknown = run.codec.source.unknown(units.ids[1:].tolist())
+    return TextScores(predicted, nll, correct, units.characters.astype(float), unknown)
+
+
+def evaluate_text(
+    run: Run, scores: Sequence[TextScores], metrics: Sequence[str] = (), samples: int = SAMPLES
+) -> Evaluation:
+    """Evaluate what `judge_text` gives for a run, and for a second one on the same text.
+
+    Bits per character are left out by default where a token is unknown: it does not determine its characters, so they
+    would be too few.
+    """
+    known = not any(each.unknown for each in scores)
+    names = list(metrics) or [name for name in run.task.evaluation if known or name != "bits_per_char"]
+    check_metrics(names, run.task.evaluation)
+    return make_evaluation(len(scores[0].nll), names, scores, samples)

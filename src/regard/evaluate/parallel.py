@@ -1,0 +1,105 @@
+"""Data to evaluate on: sources, references, prefixes and ready outputs, in columns of a table or files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from regard.data.reader import EMPTY, STDIN, Line, LineCounter, Source, read_lines, shown
+from regard.decode.request import Request
+from regard.errors import UserError
+
+
+@dataclass(frozen=True)
+class ParallelData:
+    """Examples in order, with what is given for them."""
+
+    inputs: list[Request]  # with an empty source where there are references only
+    references: list[tuple[str, ...]]
+    locations: list[str]  # file:line
+    outputs: dict[str, list[str]]  # by the name of the file
+
+    def part(self, indices: Sequence[int]) -> ParallelData:
+        """Some of the examples."""
+        inputs, references = [self.inputs[i] for i in indices], [self.references[i] for i in indices]
+        outputs = {name: [texts[i] for i in indices] for name, texts in self.outputs.items()}
+        return ParallelData(inputs, references, [self.locations[i] for i in indices], outputs)
+
+
+@dataclass(frozen=True)
+class ParallelFiles:
+    """A table, and files with a line for each of its lines. Without a table, references and outputs alone."""
+
+    table: Source | None
+    references: Sequence[str] = ()
+    outputs: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """The file that numbers the lines."""
+        return shown(self.references[0]) if self.table is None else self.table.name
+
+    def read(self, counter: LineCounter) -> ParallelData:
+        """Read it all; lines of the table that cannot be used are counted, and so are lines without a reference."""
+        paths = [*(self.table.paths if self.table else ()), *self.references, *self.outputs]
+        if paths.count(STDIN) > 1:
+            raise UserError("stdin can be read once: name a file for all but one of the table, references and outputs")
+        beside = {path: list(read_lines(path)) for path in (*self.references, *self.outputs)}
+        rows = self._rows(counter, len(beside[self.references[0]]) if self.table is None else 0)
+        for path, lines in beside.items():
+            if len(lines) != counter.read:
+                raise UserError(
+                    f"{self.name} has {_lines(counter.read)} but {shown(path)} has {_lines(len(lines))}; "
+                    "they need one line for one line"
+                )
+        data = ParallelData([], [], [], {path: [] for path in self.outputs})
+        for number, request, targets in rows:
+            further = self._references({path: beside[path][number - 1] for path in self.references}, counter)
+            if further is None:
+                continue
+            if not (*targets, *further):
+                counter.skip(EMPTY, f"{shown(self.references[0])}:{number}", "reference")
+                continue
+            for path in self.outputs:
+                data.outputs[path].append(_readable(path, beside[path][number - 1]))
+            data.inputs.append(request)
+            data.references.append((*targets, *further))
+            data.locations.append(self.table.location(number) if self.table else f"{self.name}:{number}")
+        if self.table is not None:
+            self.table.require(counter)
+        elif not counter.kept:
+            raise UserError(f"{self.name}: no usable reference: {counter.summary()}")
+        return data
+
+    def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, Request, tuple[str, ...]]]:
+        """Number, request and targets of every good line of the table; without one, of so many lines."""
+        if self.table is None:
+            counter.read = lines
+            return [(number + 1, Request(""), ()) for number in range(lines)]
+        rows, columns = [], self.table.columns
+        source_at, targets_at = columns.index("source"), [i for i, name in enumerate(columns) if name == "target"]
+        features_at = columns.index("features") if "features" in columns else None
+        for number, cells in self.table.cells(counter):
+            features = None if features_at is None else cells[features_at]
+            prefix = cells[-1] if self.table.prefix_column else ""
+            targets = tuple(cells[i] for i in targets_at if cells[i].strip())
+            rows.append((number, Request(cells[source_at], features, prefix), targets))
+        return rows
+
+    def _references(self, lines: dict[str, Line], counter: LineCounter) -> list[str] | None:
+        """The references of a line, one or none from each file; None if one cannot be read, which is counted."""
+        for path, line in lines.items():
+            if line.problem:
+                counter.skip(line.problem, f"{shown(path)}:{line.number}")
+                return None
+        return [line.text for line in lines.values() if line.text.strip()]
+
+
+def _readable(path: str, line: Line) -> str:
+    if line.problem:
+        raise UserError(f"{shown(path)}:{line.number}: {line.problem}; an output must be readable to be judged")
+    return line.text
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'s' * (count != 1)}"

@@ -1,0 +1,268 @@
+"""`regard evaluate`: it judges what `regard generate` prints, against references and outputs from any files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ct2kit import random_run, tokenizer, words
+from regard.cli.app import load_verb
+from regard.decode.options import Options
+from regard.metrics import METRICS, measure
+from regard.run import Run
+from regard.text.codec import Codec
+from toykit import call
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON as every reader of it can, without NaN and Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def report(*args: object) -> dict[str, Any]:
+    result = call("evaluate", *args, "--json", "--bootstrap", 20)
+    assert result.code == 0, result.err
+    return strict_json(result.out)
+
+
+@pytest.fixture(scope="module")
+def folder(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that make mistakes, and the files of a test set."""
+    path = tmp_path_factory.mktemp("evaluate")
+    for name, seed in (("run", 1), ("other", 2)):
+        run = Run.load(toy / "run")
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter += 0.15 * torch.randn_like(parameter)
+        run.save(path / name)
+    rows = [line.split("\t") for line in (toy / "test.tsv").read_text().splitlines()][:16]
+    second = ["" if n % 3 else target.replace("AH", "EH") for n, (_, target) in enumerate(rows)]
+    (path / "test.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in rows))
+    (path / "prefixes.tsv").write_text("".join(f"{s}\t{t}\t{('B', '')[n % 2]}\n" for n, (s, t) in enumerate(rows)))
+    (path / "three.tsv").write_text("".join(f"{s}\t{t}\t{x}\n" for (s, t), x in zip(rows, second, strict=True)))
+    for name, lines in (("src", [s for s, _ in rows]), ("ref", [t for _, t in rows]), ("ref2", second)):
+        (path / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The texts that the following calls of `regard evaluate` judge."""
+    import regard.cli.evaluate as verb
+
+    texts, evaluate_file = [], verb.evaluate_file
+
+    def kept(request: Any) -> Any:
+        evaluation = evaluate_file(request)
+        texts.append(evaluation.outputs.texts)
+        return evaluation
+
+    monkeypatch.setattr(verb, "evaluate_file", kept)
+    return texts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--beam 3 --length-penalty 0.5",
+        "--beam 4 --groups 2 --diversity 1 --window 5",
+        "--beam 3 --coverage-penalty 0.3 --alignment-heads 1.2",
+        "--mbr 6 --utility edit --seed 3",
+        "--sample --temperature 1.5 --top-k 4 --seed 7",
+        "--ensemble other --weights 1,2 --beam 2",
+        "--require K --forbid EH --beam 3",
+        "--prefix B --max-length 3",
+        "--prefix-column",
+        "--precision bf16",
+    ],
+)
+def test_what_is_judged_is_what_generate_prints(folder: Path, judged: list[list[str]], options: str) -> None:
+    given = [folder / word if word == "other" else word for word in options.split()]
+    file = folder / ("prefixes.tsv" if "--prefix-column" in given else "test.tsv")
+    printed = call("generate", folder / "run", file, *given)
+    assert printed.code == 0, printed.err
+    plain = call("generate", folder / "run", folder / "test.tsv").lines
+    assert printed.lines != plain or "--precision" in given
+    answer = report(folder / "run", file, *given)
+    assert judged == [printed.lines]
+    references = (folder / "ref.txt").read_text().splitlines()
+    assert answer["metrics"]["per"]["score"] == measure("per", printed.lines, references, 0).score
+
+
+def test_the_other_engine_is_judged(folder: Path, judged: list[list[str]]) -> None:
+    pytest.importorskip("ctranslate2")
+    options = "--engine", "ctranslate2", "--precision", "int8", "--beam", 2
+    printed = call("generate", folder / "run", folder / "test.tsv", *options)
+    report(folder / "run", folder / "test.tsv", *options)
+    assert printed.code == 0 and judged == [printed.lines]
+
+
+def test_options_of_decoding_are_those_of_generate() -> None:
+    ours, theirs = ({p.name: p.help for p in load_verb(verb).params} for verb in ("evaluate", "generate"))
+    decoding = {*Options.model_fields, "ensemble", "prefix_column", "engine"}
+    shared = decoding - {"nbest", "alternatives", "alternatives_at", "alignment"}  # more outputs than the one judged
+    assert decoding & ours.keys() == shared
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+def test_references_are_the_same_from_columns_and_files(folder: Path) -> None:
+    run = folder / "run"
+    columns = report(run, folder / "three.tsv", "--columns", "source,target,target", "--beam", 2)
+    files = report(run, folder / "src.txt", "--target", folder / "ref.txt", "--reference", folder / "ref2.txt",
+                   "--beam", 2)  # fmt: skip
+    mixed = report(run, folder / "test.tsv", "--reference", folder / "ref2.txt", "--beam", 2)
+    sources = report(run, folder / "src.txt", "--columns", "source", "--reference", folder / "ref.txt",
+                     "--reference", folder / "ref2.txt", "--beam", 2)  # fmt: skip
+    assert columns["metrics"] == files["metrics"] == mixed["metrics"] == sources["metrics"]
+    assert columns["metrics"]["per"]["signature"] == "nrefs:var" and columns["examples"] == 16
+    one = report(run, folder / "test.tsv", "--beam", 2)["metrics"]
+    assert columns["metrics"]["per"]["score"] <= one["per"]["score"] and "signature" not in one["per"]
+
+
+def test_ready_outputs_need_no_run(folder: Path) -> None:
+    outputs = folder / "out.txt"
+    outputs.write_text(call("generate", folder / "run", folder / "src.txt", "--beam", 2).out)
+    of_run = report(folder / "run", folder / "test.tsv", "--beam", 2, "--against", folder / "other")
+    other = folder / "other.txt"
+    other.write_text(call("generate", folder / "other", folder / "src.txt", "--beam", 2).out)
+    del of_run["metrics"]["perplexity"], of_run["against"]["perplexity"]
+    names = [part for name in of_run["metrics"] for part in ("--metric", name)]
+    ready = report(folder / "test.tsv", "--outputs", outputs, "--against", other, *names)
+    assert ready == of_run
+    assert report(folder / "test.tsv", "--outputs", outputs)["metrics"] == of_run["metrics"]  # tokens, by their look
+    alone = report("--outputs", outputs, "--reference", folder / "ref.txt", *names)
+    assert alone["metrics"] == of_run["metrics"]
+    mixed = report(folder / "run", folder / "test.tsv", "--beam", 2, "--against", other)
+    assert mixed["against"] == of_run["against"] and "perplexity" in mixed["metrics"]
+    turned = report(folder / "test.tsv", "--outputs", other, "--against", folder / "run", "--beam", 2)
+    assert turned["against"]["per"]["difference"] == -of_run["against"]["per"]["difference"]
+
+
+def test_outputs_of_bad_lines_do_not_shift_the_others(folder: Path) -> None:
+    lines = (folder / "test.tsv").read_bytes().splitlines(keepends=True)
+    file, outputs = folder / "bad.tsv", folder / "bad.txt"
+    file.write_bytes(
+        b"".join([lines[0], b"\n", b"no target\n", lines[1], b"a\xff\tB\n", b"\tB\n", b"a\t\n", *lines[2:]])
+    )
+    outputs.write_text(call("generate", folder / "run", file).out)
+    good, bad = report(folder / "run", folder / "test.tsv"), report(file, "--outputs", outputs)
+    assert bad["metrics"].items() <= good["metrics"].items() and bad["examples"] == 16
+    skipped = {"blank line": 1, "wrong column count": 1, "invalid UTF-8": 1, "empty side": 2}
+    assert bad["skipped"] == skipped == report(folder / "run", file)["skipped"]
+    result = call("evaluate", folder / "run", file, "--bootstrap", 0)
+    assert result.err.startswith(f"{file}: 16 of 21 lines; skipped 2 empty side ({file}:6, {file}:7), 1 blank line")
+
+
+def test_every_metric_of_pairs_is_json(folder: Path) -> None:
+    names = [part for name in METRICS for part in ("--metric", name)]
+    answer = report(folder / "run", folder / "three.tsv", "--columns", "source,target,target", *names,
+                    "--against", folder / "other", "--lowercase", "--bleu-tokenize", "intl")  # fmt: skip
+    assert list(answer["metrics"]) == list(answer["against"]) == list(METRICS)
+    signatures = {name: answer["metrics"][name].get("signature", "") for name in METRICS}
+    assert "case:lc" in signatures["bleu"] and "tok:intl" in signatures["bleu"] and "nrefs:var" in signatures["ter"]
+    assert "nw:0" in signatures["chrf"] and "nw:2" in signatures["chrf++"]
+    assert signatures["per"] == "nrefs:var|case:lc" and not signatures["perplexity"]
+
+
+def test_confusions_are_told(folder: Path, judged: list[list[str]]) -> None:
+    answer = report(folder / "run", folder / "test.tsv", "--confusions", 1000)
+    rows = answer["confusions"]
+    references = (folder / "ref.txt").read_text().splitlines()
+    tokens = sum(len(reference.split()) for reference in references)
+    assert sum(row["count"] for row in rows) == pytest.approx(answer["metrics"]["per"]["score"] * tokens / 100)
+    assert [row["count"] for row in rows] == sorted((row["count"] for row in rows), reverse=True)
+    for row in rows:
+        number = int(row["example"]["location"].rpartition(":")[2])
+        assert row["example"]["location"] == f"{folder / 'test.tsv'}:{number}"
+        assert (row["example"]["reference"], row["example"]["output"]) == (
+            references[number - 1], judged[0][number - 1]
+        )  # fmt: skip
+        assert (row["reference"] or "") in references[number - 1] and (row["output"] or "") in judged[0][number - 1]
+    assert report(folder / "run", folder / "test.tsv")["confusions"] == rows[:10]
+    assert "confusions" not in report(folder / "run", folder / "test.tsv", "--confusions", 0)
+    table = call("evaluate", folder / "run", folder / "test.tsv", "--confusions", 1, "--bootstrap", 0).lines
+    assert table[-2:] == [
+        "reference\toutput\tcount\texample",
+        f"{rows[0]['reference'] or '-'}\t{rows[0]['output'] or '-'}\t{rows[0]['count']}\t"
+        f"{rows[0]['example']['location']} {rows[0]['example']['source']}",
+    ]
+
+
+def test_labels_are_recognised_by_their_look(folder: Path) -> None:
+    right, told = ["a", "b", "c"] * 10, ["a", "b", "b"] * 10
+    for name, labels in (("labels", right), ("told", told)):
+        (folder / f"{name}.txt").write_text("".join(f"{label}\n" for label in labels))
+    answer = report("--outputs", folder / "told.txt", "--reference", folder / "labels.txt")
+    assert list(answer["metrics"]) == ["accuracy"]
+    counts = Counter((r, t) for r, t in zip(right, told, strict=True) if r != t)
+    assert {(row["reference"], row["output"]): row["count"] for row in answer["confusions"]} == counts
+
+
+def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path) -> None:
+    file = folder / "impossible.tsv"
+    file.write_text("abc\tAH B K\tZZ\nabc\tAH B K\tAH\n")
+    result = call("evaluate", folder / "run", file, "--prefix-column", "--json", "--bootstrap", 0)
+    assert result.code == 0 and strict_json(result.out)["examples"] == 2
+    assert f"1 output is empty and counted as such ({file}:1: prefix 'ZZ'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["test.tsv", "--outputs", "short.txt"], "test.tsv has 16 lines but {}/short.txt has 1 line;"),
+        (["--outputs", "short.txt", "--reference", "ref.txt"], "ref.txt has 16 lines but {}/short.txt has 1 line;"),
+        (["run", "test.tsv", "--reference", "short.txt"], "test.tsv has 16 lines but {}/short.txt has 1 line;"),
+        (["run", "test.tsv", "--outputs", "ref.txt"], "is judged as it is, without a run; leave out {}/run"),
+        (["--outputs", "ref.txt"], "what to compare with?"),
+        ([], "RUN is missing"),
+        (["test.tsv", "--outputs", "ref.txt", "--beam", "2", "--workers", "2"], "--beam, --workers: no meaning for"),
+        (["test.tsv", "--outputs", "ref.txt", "--metric", "perplexity"], "ready outputs have no probabilities"),
+        (["test.tsv", "--outputs", "bytes.txt"], "bytes.txt:2: invalid UTF-8"),
+        (["-", "--outputs", "-"], "stdin can be read once"),
+        (["run", "test.tsv", "--against", "nowhere"], "neither a run directory nor a file of outputs"),
+        (["run", "test.tsv", "--columns", "source,tgt"], "did you mean 'target'?"),
+        (["run", "test.tsv", "--columns", "target,target"], "name source once"),
+        (["run", "test.tsv", "--columns", "source"], "name source once"),
+        (["run", "test.tsv", "--columns", "source,target", "--target", "ref.txt"], "without it"),
+        (["--outputs", "ref.txt", "--reference", "ref.txt", "--columns", "source,target"], "there is no table"),
+        (["run", "three.tsv"], "three.tsv: no usable example: 0 of 16 lines; skipped 16 wrong column count"),
+        (["run", "short.tsv", "--max-source", "2"], "short.tsv: there is nothing to evaluate: 0 of 1 line; skipped 1"),
+        (["run", "empty.txt"], "empty.txt: the file is empty"),
+        (["run", "test.tsv", "--bleu-tokenize", "intel"], "did you mean 'intl'?"),
+        (["run", "test.tsv", "--nbest", "2"], "--nbest"),
+        (["run", "test.tsv", "--length-penalty", "2"], "give --beam too"),
+        (["run", "test.tsv", "--ensemble", "other", "--engine", "ctranslate2"], "--ensemble: the engine ctranslate2"),
+    ],
+)
+def test_mistakes(folder: Path, args: list[str], message: str) -> None:
+    (folder / "short.txt").write_text("AH B\n")
+    (folder / "short.tsv").write_text("abc\tAH B K\n")
+    (folder / "empty.txt").write_text("")
+    (folder / "bytes.txt").write_bytes(b"AH\n\xff\n" + b"B\n" * 14)
+    if "ctranslate2" in args:
+        pytest.importorskip("ctranslate2")
+    known = {file.name for file in folder.iterdir()}
+    result = call("evaluate", *(folder / arg if arg in known else arg for arg in args))
+    assert result.code == 2 and result.out == "" and message.replace("{}", str(folder)) in result.err, result.err
+
+
+def test_features_stay_with_the_sources(tmp_path: Path) -> None:
+    codec = Codec(tokenizer(), tokenizer(), ("PL", "SG"), ("source", "features", "target"))
+    random_run(codec=codec).save(tmp_path / "run")
+    rows = [(word, ("PL", "SG")[n % 2], word[::-1]) for n, word in enumerate(words(8))]
+    (tmp_path / "forms.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    (tmp_path / "src.tsv").write_text("".join("\t".join(row[:2]) + "\n" for row in rows))
+    (tmp_path / "ref.txt").write_text("".join(row[2] + "\n" for row in rows))
+    table = report(tmp_path / "run", tmp_path / "forms.tsv")
+    files = report(tmp_path / "run", tmp_path / "src.tsv", "--target", tmp_path / "ref.txt")
+    assert files["metrics"] == table["metrics"] and "unknown" not in files
