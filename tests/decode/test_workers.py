@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from decode_kit import run_of, sources
 
 from regard.decode.generate import TorchEngine
+from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
-from regard.decode.request import Request
-from regard.decode.workers import WorkerPool
+from regard.decode.request import Request, SearchInput
+from regard.decode.workers import WorkerPool, can_fork
 from regard.errors import UserError
 from regard.run import Run
 
@@ -24,24 +31,99 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run.load(path)
 
 
-def test_two_processes_give_the_very_same_in_order(saved: Run) -> None:
+def encoded(rows: list[list[Hypothesis]]) -> list[list[dict[str, Any]]]:
+    return [[h.as_dict() for h in row] for row in rows]
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_two_processes_give_the_very_same_in_order(saved: Run, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
+    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: fork)
     decoder = TorchEngine(saved, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
     alone = decoder(inputs)
-    with WorkerPool(decoder, 2) as pool:
-        for _ in range(2):
-            together = pool(inputs)
-            assert [[h.as_dict() for h in row] for row in together] == [[h.as_dict() for h in row] for row in alone]
+    with WorkerPool(decoder, 2, always=True) as pool:
+        assert encoded(pool(inputs)) == encoded(alone)
+        (worker,) = pool.workers
+        while not worker.is_ready():
+            assert worker.connection.poll(60)
+        assert encoded(pool(inputs)) == encoded(alone)
         assert pool([]) == []
         good, bad = pool([Request("a"), Request("b", prefix="z")])
         assert good[0].ids == decoder(["a"])[0][0].ids and "prefix 'z'" in bad[0].flags["unsatisfied"]
+    assert not worker.process.is_alive()
 
 
-def test_an_error_in_a_worker_is_raised(saved: Run, tmp_path: Path) -> None:
-    broken = run_of("transformer-tiny", 3).model.state_dict()
-    model = type(saved.model)(saved.config)
-    model.load_state_dict({name: torch.full_like(x, float("nan")) for name, x in broken.items()})
-    Run(saved.config, saved.codec, model.eval(), tmp_path / "run").save(tmp_path / "run")
-    decoder = TorchEngine(Run.load(tmp_path / "run"), Options(batch_tokens=20))
-    with WorkerPool(decoder, 2) as pool, pytest.raises(UserError, match="not numbers"):
+def slow_parent(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Hypothesis]], list[Hypothesis]]) -> None:
+    """Let this process decode slowly, and a fork of it note what it decoded."""
+    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: True)
+    real, parent = TorchEngine.decode, os.getpid()
+
+    def decode(engine: TorchEngine, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        if os.getpid() != parent:
+            return [note(row) for row in real(engine, inputs)]
+        time.sleep(0.2)
+        return real(engine, inputs)
+
+    monkeypatch.setattr(TorchEngine, "decode", decode)
+
+
+def test_a_fork_shares_the_work(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_parent(monkeypatch, lambda row: [replace(h, flags={"by": "worker"}) for h in row])
+    inputs = sources(1, 30)
+    decoder = TorchEngine(saved, Options(max_length=8, batch_tokens=20))
+    with WorkerPool(decoder, 2, always=True) as pool:
+        flags = [row[0].flags for row in pool(inputs)]
+    assert {"by": "worker"} in flags
+
+
+def test_workers_start_when_they_pay_off(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: True)
+    decoder = TorchEngine(saved, Options(max_length=4, batch_tokens=20))
+    inputs = decoder.prepare(sources(1, 30))
+    batches = len(list(decoder.preparer.batches(dict(enumerate(inputs)))))
+
+    def started(seconds: float, workers: int = 2, some: int | None = None) -> int:
+        monkeypatch.setattr("regard.decode.workers.FORK_SECONDS", seconds)
+        with WorkerPool(decoder, workers) as pool:
+            pool.decode(inputs[:some])
+            return len(pool.workers)
+
+    assert batches > 4
+    assert started(0.0) == 1 and started(0.0, 4) == 3
+    assert started(0.0, some=1) == 0  # one batch is not shared
+    assert started(1e9) == 0  # it is done before a process has started
+    assert started(0.0, 1000) == batches - 2  # one is done by then, and one is for this process
+
+
+def test_threads_forbid_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    for python, native in ((1, 1), (2, 1), (1, 2)):
+        monkeypatch.setattr(threading, "active_count", lambda count=python: count)
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=native: count)
+        assert can_fork() == ((python, native) == (1, 1) and sys.platform == "linux")
+
+
+def test_an_error_in_a_worker_is_raised(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(row: list[Hypothesis]) -> list[Hypothesis]:
+        raise UserError("not in this process")
+
+    slow_parent(monkeypatch, fail)
+    decoder = TorchEngine(saved, Options(batch_tokens=20))
+    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match="not in this process"):
         pool(sources(1, 30))
+
+
+def test_a_worker_that_was_ended_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_parent(monkeypatch, lambda row: os._exit(1))
+    decoder = TorchEngine(saved, Options(batch_tokens=20))
+    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match="ended from outside"):
+        pool(sources(1, 30))
+
+
+def test_a_run_that_a_spawned_worker_cannot_load_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: False)
+    moved = Run(saved.config, saved.codec, saved.model, saved.path / "moved")
+    with WorkerPool(TorchEngine(moved, Options(batch_tokens=20)), 2, always=True) as pool:
+        pool(sources(1, 5))  # done before the worker has tried
+        with pytest.raises(UserError, match="no such run directory"):
+            while not pool.workers[0].is_ready():
+                pool.workers[0].connection.poll(1)

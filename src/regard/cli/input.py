@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from regard.decode.generate import Engine, TorchEngine
 
 SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
-MANY = 2000  # hypotheses: fewer are done before another process has started
 
 # Options of several verbs
 
@@ -43,7 +41,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads. (default: 1 for a small model, else one per core)")]
 OneThread = Annotated[int, typer.Option("--threads", min=1, help="Threads.")]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Processes. (default: one per core for many lines and a small model, else 1)")
+    int | None,
+    typer.Option(min=1, help="Processes. (default: one per core for a small model, when they pay off)"),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
@@ -162,25 +161,21 @@ def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[C
     return Source((path,), parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else of_run)
 
 
-@contextmanager
-def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads: int | None) -> Iterator[Engine]:
-    """An engine with as many processes as were asked for, or as pay off for so many inputs at a time."""
-    on_cpu = engine.scorer.device.type == "cpu"
+def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads: int | None) -> Engine:
+    """An engine with as many processes as were asked for, or as pay off for so many inputs, up to one per core."""
+    asked, device = workers, engine.scorer.device
     if workers is None:
         small = sum(model.size for model in engine.scorer.models) < SMALL
-        pays = inputs * engine.options.rows >= MANY and small and on_cpu and threads is None
-        workers = cores() if pays else 1
+        workers = cores() if inputs > 1 and small and device.type == "cpu" and threads is None else 1
     if workers == 1:
-        yield engine
-        return
-    if not on_cpu:
-        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {engine.scorer.device} use 1")
+        return engine
+    if device.type != "cpu":
+        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {device} use 1")
     if threads is None:
         torch.set_num_threads(max(1, cores() // workers))
-    from regard.decode.workers import WorkerPool  # only now: multiprocessing delays the start of every command
+    from regard.decode.workers import WorkerPool  # not for an engine of its own processes
 
-    with WorkerPool(engine, workers, tune_allocator) as pool:
-        yield pool
+    return WorkerPool(engine, workers, tune_allocator, always=asked is not None)
 
 
 # Lines
