@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,7 @@ from regard.decode.options import Options
 from regard.metrics import METRICS, measure
 from regard.run import Run
 from regard.text.codec import Codec
-from toykit import call
-
-
-def strict_json(text: str) -> Any:
-    """Parse JSON as every reader of it can, without NaN and Infinity."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
+from toykit import call, strict_json
 
 
 def report(*args: object) -> dict[str, Any]:
@@ -144,6 +134,8 @@ def test_ready_outputs_need_no_run(folder: Path) -> None:
     assert alone["metrics"] == of_run["metrics"]
     mixed = report(folder / "run", folder / "test.tsv", "--beam", 2, "--against", other)
     assert mixed["against"] == of_run["against"] and "perplexity" in mixed["metrics"]
+    same = report(folder / "test.tsv", "--outputs", outputs, "--against", outputs, *names)
+    assert same["metrics"] == of_run["metrics"] and {each["p"] for each in same["against"].values()} == {1.0}
     turned = report(folder / "test.tsv", "--outputs", other, "--against", folder / "run", "--beam", 2)
     assert turned["against"]["per"]["difference"] == -of_run["against"]["per"]["difference"]
 
@@ -193,7 +185,7 @@ def test_confusions_are_told(folder: Path, judged: list[list[str]]) -> None:
     table = call("evaluate", folder / "run", folder / "test.tsv", "--confusions", 1, "--bootstrap", 0).lines
     assert table[-2:] == [
         "reference\toutput\tcount\texample",
-        f"{rows[0]['reference'] or '-'}\t{rows[0]['output'] or '-'}\t{rows[0]['count']}\t"
+        f"{rows[0]['reference'] or '∅'}\t{rows[0]['output'] or '∅'}\t{rows[0]['count']}\t"
         f"{rows[0]['example']['location']} {rows[0]['example']['source']}",
     ]
 
@@ -227,6 +219,12 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         ([], "RUN is missing"),
         (["test.tsv", "--outputs", "ref.txt", "--beam", "2", "--workers", "2"], "--beam, --workers: no meaning for"),
         (["test.tsv", "--outputs", "ref.txt", "--metric", "perplexity"], "ready outputs have no probabilities"),
+        (
+            ["--outputs", "ref.txt", "--reference", "ref.txt", "--against", "run"],
+            "FILE is missing: a run needs sources",
+        ),
+        (["test.tsv", "--outputs", "ref.txt", "--against", "run", "--ensemble", "run"], "--ensemble: of RUN, which is"),
+        (["test.tsv", "--outputs", ""], "no such file"),
         (["test.tsv", "--outputs", "bytes.txt"], "bytes.txt:2: invalid UTF-8"),
         (["-", "--outputs", "-"], "stdin can be read once"),
         (["run", "test.tsv", "--against", "nowhere"], "neither a run directory nor a file of outputs"),
@@ -239,6 +237,10 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         (["run", "short.tsv", "--max-source", "2"], "short.tsv: there is nothing to evaluate: 0 of 1 line; skipped 1"),
         (["run", "empty.txt"], "empty.txt: the file is empty"),
         (["run", "test.tsv", "--bleu-tokenize", "intel"], "did you mean 'intl'?"),
+        (
+            ["run", "test.tsv", "--bleu-tokenize", "intl"],
+            "bleu is not among the metrics (wer, per, accuracy, perplexity)",
+        ),
         (["run", "test.tsv", "--nbest", "2"], "--nbest"),
         (["run", "test.tsv", "--length-penalty", "2"], "give --beam too"),
         (["run", "test.tsv", "--ensemble", "other", "--engine", "ctranslate2"], "--ensemble: the engine ctranslate2"),

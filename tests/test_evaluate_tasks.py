@@ -24,7 +24,7 @@ from regard.run import Run, saved_recipe
 from regard.text.codec import Example
 from regard.training.distributed import ProcessGroup
 from regard.training.validation import mean_scores
-from toykit import call
+from toykit import call, strict_json
 
 TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6
 TINY = ["width=16", "heads=2", "ff=32", "layers=1", "dropout=0", "attention_dropout=0", "log_every=100", "warmup=2"]
@@ -160,7 +160,7 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
         files = [folder / arg if (folder / str(arg)).exists() else arg for arg in args]
         result = call("evaluate", *files, "--json", "--bootstrap", 20)
         assert result.code == 0, result.err
-        return json.loads(result.out)
+        return strict_json(result.out)
 
     scores = metrics("lm", "text.txt", "--against", folder / "bytes")
     assert list(scores["metrics"]) == ["perplexity", "bits_per_char", "loss"] and scores["examples"] == 18

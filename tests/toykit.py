@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 PHONES = {"a": "AH", "b": "B", "c": "K", "d": "D", "e": "EH", "f": "F"}
 SMALL = ["width=32", "heads=2", "ff=64", "layers=1", "dropout=0", "lr=1e-2", "warmup=10", "log_every=20"]
@@ -62,3 +64,12 @@ def toy_words(count: int, seed: int = 1) -> list[str]:
 def small(*changes: str) -> list[str]:
     """`--set` options that make training a matter of a second."""
     return [part for setting in (*SMALL, *changes) for part in ("--set", setting)]
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON as every reader of it can, without NaN and Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)

@@ -41,7 +41,7 @@ from regard.tasks import Reads
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
 LONGEST = 40  # characters of an example that are shown
-NONE = "-"  # in place of a token that was inserted or deleted
+NOTHING = "∅"  # in place of a token that was inserted or deleted
 ONE_OUTPUT = ("nbest", "alternatives", "alternatives_at", "alignment")  # fields of further outputs: one is judged
 SEARCH = tuple(name for names in FIELDS.values() for name in names if name not in ONE_OUTPUT)
 LINES = ("target", "columns", "reference", "strict", "confusions")
@@ -58,8 +58,8 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
 @with_options("options", *decoding_options(*ONE_OUTPUT))
 @with_options("settings", *field_options(MetricSettings, *MetricSettings.model_fields))
 def command(
+    *,
     options: dict[str, Any],
-    settings: dict[str, Any],
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory; left out with --outputs.")] = None,
     file: Annotated[
         str | None,
@@ -82,10 +82,12 @@ def command(
     metric: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="accuracy, wer, per, cer, bleu, chrf, chrf++, ter, perplexity; of plain text also bits_per_char, "
-            "loss, pseudo_perplexity. Repeatable. (default: by the task)"
+            "loss, pseudo_perplexity. Repeatable. (default: by the task)",
         ),
     ] = None,
+    settings: dict[str, Any],
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN|FILE", help="Compare with another run or outputs, with paired significance."),
@@ -123,10 +125,10 @@ def command(
         raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
     decoding = Decoding.of(options, engine, workers, threads, device)
     judging = Judging(metric or [], bootstrap, parse(MetricSettings, settings, "options"))
-    compared = against if against is not None and _is_file(against) else ""  # ready outputs, too
+    compared = against if against is not None and _is_file(against) else None  # ready outputs, too
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
     ours = len(paths)
-    if against is not None and not compared:
+    if against is not None and compared is None:
         if not os.path.isdir(against):
             raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
         paths.append(against)
@@ -136,6 +138,8 @@ def command(
     text = dict(context=context, memory=memory, strict=strict)
     given = {*options, *settings, *chosen_options(**lines, **rest, **text)}
     reads = _check_given(given, paths, runs, ours, compared)
+    if outputs is not None and (foreign := sorted({"ensemble", "weights"} & given)):
+        raise UserError(f"{', '.join(map(option_name, foreign))}: of RUN, which is left out with --outputs")
     if "length_penalty" in options and decoding.options.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
     if runs and reads == "pairs":
@@ -148,16 +152,15 @@ def command(
             yield shared
 
     judging = replace(judging, open_engine=open_engine)
-    systems = [System(runs[:ours], decoding.options, outputs or "")]
+    systems = [System(runs[:ours], decoding.options, outputs)]
     if against is not None:  # which answers alone: weights are those of an ensemble
         alone = decoding.options.model_copy(update={"weights": ()})
         systems.append(System(runs[ours:], alone, compared))
-    table = run if outputs else file or STDIN
+    table = run if outputs is not None else file or STDIN
     if reads in ("pairs", "labelled"):
         named = runs[0].codec.columns if runs else ("source", "target")
-        files = _files(
-            table, target, columns, reference or [], named, prefix_column, [*filter(None, [outputs, compared])]
-        )
+        ready = [path for path in dict.fromkeys((outputs, compared)) if path is not None]
+        files = _files(table, target, columns, reference or [], named, prefix_column, ready)
     else:
         files = ParallelFiles(Source((table or STDIN,)))
     counter = LineCounter(strict)
@@ -168,14 +171,14 @@ def command(
     if json:
         out_json(evaluation.to_json(dict(counter.skipped)))
     else:
-        _print_scores(evaluation, outputs or run or "", against)
+        _print_scores(evaluation, str(run if outputs is None else outputs), against)
 
 
 def _is_file(path: str) -> bool:
     return path == STDIN or os.path.isfile(path)
 
 
-def _check_given(given: set[str], paths: Sequence[str], runs: Sequence[Run], ours: int, compared: str) -> Reads:
+def _check_given(given: set[str], paths: Sequence[str], runs: Sequence[Run], ours: int, compared: str | None) -> Reads:
     """Refuse runs of different tasks, and options without a meaning for them -> what the runs read."""
     if not runs:
         if foreign := sorted(given - set(READY)):
@@ -188,7 +191,7 @@ def _check_given(given: set[str], paths: Sequence[str], runs: Sequence[Run], our
             raise UserError(f"--against: {other} is {each.task.model}, {path} is {task.model}")
     if foreign := sorted(given - set(SUPPORTED[task.reads])):
         raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {path}, which is {task.model}")
-    if compared and "outputs" not in SUPPORTED[task.reads]:
+    if compared is not None and "outputs" not in SUPPORTED[task.reads]:
         raise UserError(f"--against: {compared} is a file; {path}, {task.model}, is compared with another run")
     return task.reads
 
@@ -252,5 +255,9 @@ def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> Non
             source = each.example.source
             shortened = source if len(source) <= LONGEST else source[: LONGEST - 1] + "…"
             place = f"{each.example.location} {shortened}".rstrip()
-            rows.append([each.reference or NONE, each.output or NONE, f"{each.count:,}", place])
+            rows.append([_visible(each.reference), _visible(each.output), f"{each.count:,}", place])
         print_table(rows, ["reference", "output", "count", "example"], title="most frequent confusions", left=(0, 1, 3))
+
+
+def _visible(token: str | None) -> str:
+    return NOTHING if token is None else repr(token) if token.isspace() else token or "''"

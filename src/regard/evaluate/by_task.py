@@ -54,8 +54,7 @@ class EvaluationRequest:
     @property
     def source(self) -> Source:
         """The table, text or images."""
-        if self.files.table is None:
-            raise UserError("FILE: a run needs sources to answer, beside the references")
+        assert self.files.table is not None, "evaluate_file checks it"
         return self.files.table
 
     def keep(self, data: ParallelData, problems: Sequence[Sequence[str]]) -> list[int]:
@@ -93,13 +92,15 @@ class EvaluationRequest:
 
 def evaluate_file(request: EvaluationRequest) -> Evaluation:
     """Evaluate systems on the files of their task; outputs without a run are judged like those of pairs."""
+    if request.runs and request.files.table is None:
+        raise UserError("FILE is missing: a run needs sources, beside the references")
     return _BY_CONTENT[request.runs[0].task.reads if request.runs else "pairs"](request)
 
 
 def _evaluate_pairs(request: EvaluationRequest) -> Evaluation:
     data = request.files.read(request.counter)
     data = data.part(request.keep(data, too_long(request.systems, data.inputs, data.references)))
-    systems = [replace(system, texts=data.outputs.get(system.outputs, ())) for system in request.systems]
+    systems = [replace(each, texts=data.outputs.get(each.outputs or "", ())) for each in request.systems]
     evaluation = evaluate_pairs(systems, data.inputs, data.references, request.judging)
     evaluation = replace(evaluation, remarks=_empty_outputs(evaluation.outputs, data))
     run = systems[0].runs[0] if systems[0].runs else None
@@ -134,7 +135,7 @@ def _evaluate_labelled(request: EvaluationRequest) -> Evaluation:
     labels, problems = [], []
     for system in request.systems:
         if not system.runs:
-            labels.append(data.outputs[system.outputs])
+            labels.append(data.outputs[system.outputs or ""])
             continue
         options = system.options
         classified = classify(system.runs[0], _examples(data), options.batch_tokens, options.max_source)

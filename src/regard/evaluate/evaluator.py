@@ -62,7 +62,7 @@ class System:
 
     runs: Sequence[Run] = ()
     options: Options = field(default_factory=Options)
-    outputs: str = ""  # the file of ready outputs
+    outputs: str | None = None  # the file of ready outputs
     texts: Sequence[str] = ()  # what it holds
 
 
@@ -115,6 +115,10 @@ def evaluate_pairs(
     run = systems[0].runs[0] if systems[0].runs else None
     names = list(judging.metrics) or default_metrics(run, [several[0] for several in references])
     check_metrics(names, METRICS)
+    if judging.settings.bleu_tokenize != DEFAULTS.bleu_tokenize and "bleu" not in names:
+        raise UserError(
+            f"bleu_tokenize: bleu is not among the metrics ({', '.join(names)}); ask for it (--metric bleu)"
+        )
     if run is None and "perplexity" in names:
         raise UserError("metric: 'perplexity' is of a run; ready outputs have no probabilities")
     results = [_judged(system, inputs, references, names, judging) for system in systems]
