@@ -31,6 +31,7 @@ from regard.evaluate.results import Evaluation
 from regard.files import to_toml
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.metrics import SAMPLES
+from regard.notebook import Results
 from regard.presets import changed_recipe
 from regard.recipe import Column, Recipe, load_recipe
 from regard.run import Run
@@ -63,7 +64,8 @@ class LoadedRun(Run):
         for many calls, and keywords change them.
         """
         requests = _checked("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        return list(generate(self._runs(ensemble), requests, self._options(options, settings)))
+        found = generate(self._runs(ensemble), requests, self._options(options, settings))
+        return Results(map(Results, found), [item if isinstance(item, str) else item.source for item in requests])
 
     @checked_call(Options)
     def stream(
@@ -95,7 +97,8 @@ class LoadedRun(Run):
             texts = pair[:2] if isinstance(pair, Example) else pair
             if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
                 raise UserError(f"score: a pair is a source and a target, both texts, not {shown(pair)}")
-        return list(score(self._runs(ensemble), checked, self._options(options, settings)))
+        scored = score(self._runs(ensemble), checked, self._options(options, settings))
+        return Results(scored, [f"{pair[0]} → {pair[1]}" for pair in checked])
 
     @checked_call(Options, *BATCHING)
     def classify(
@@ -110,10 +113,11 @@ class LoadedRun(Run):
                 raise UserError(
                     f"classify: images are an array (images, [channels,] height, width), not {inputs.shape}"
                 )
-            return classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs)
+            return Results(classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs))
         options = Options.of(**settings)
         texts = _checked("classify", "texts", inputs, (str, Example), '["abc"]')
-        return classify(self, texts, options.batch_tokens, options.max_source)
+        found = classify(self, texts, options.batch_tokens, options.max_source)
+        return Results(found, [item if isinstance(item, str) else item.source for item in texts])
 
     @checked_call(Options)
     def evaluate(

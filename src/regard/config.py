@@ -7,11 +7,13 @@ A decoder is causal, an encoder is not. A decoder attends to the encoder if ther
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+from html import escape
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from regard.errors import UserError, explain
+from regard.files import to_toml
+from regard.signatures import ReportsMistakes, mistakes
 
 ScoreName = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
@@ -32,30 +34,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 Problem = tuple[object, str]  # whether it is so, and the message
 
 
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:
-    ModelMetaclass = type(BaseModel)  # pydantic does not export it
-
-
-class _ReportsMistakes(ModelMetaclass):
-    """Turns the mistakes in a value that is made by its name, `Stack(layers=0)`, into a UserError.
-
-    Not done by `__init__`, which pydantic would call for values inside others too, whose keys it could not name then.
-    """
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        kind: Any = cls
-        if args:
-            example = next(iter(kind.model_fields))
-            raise UserError(f"{kind.__name__}: takes keywords, such as {example}=..., not {args[0]!r:.80}")
-        try:
-            return super().__call__(**values)
-        except ValidationError as error:
-            raise _mistakes(kind, error, kind.__name__) from None
-
-
-class Value(BaseModel, metaclass=_ReportsMistakes):
+class Value(BaseModel, metaclass=ReportsMistakes):
     """A frozen value that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -68,6 +47,15 @@ class Value(BaseModel, metaclass=_ReportsMistakes):
             return data
         optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
         return {key: None if value == "none" and key in optional else value for key, value in data.items()}
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """The fields that differ from their defaults."""
+        for name, field in type(self).model_fields.items():
+            if (value := getattr(self, name)) != field.get_default(call_default_factory=True):
+                yield name, value
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(to_toml(self.model_dump(mode='json')))}</pre>"
 
     def problems(self) -> Iterator[Problem]:
         """What makes the fields inconsistent, each as (whether it is so, message); the first that holds is raised."""
@@ -386,9 +374,4 @@ def parse(kind: type[V], data: dict[str, Any], where: str) -> V:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _mistakes(kind, error, where) from None
-
-
-def _mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserError:
-    lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
-    return UserError(f"{where}: " + "\n  ".join(["not valid", *lines]))
+        raise mistakes(kind, error, where) from None

@@ -16,10 +16,11 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from regard.batch import Pixels
-from regard.config import Config, Value, parse
-from regard.errors import UserError
+from regard.config import Config, Stack, Value, parse
+from regard.errors import UserError, plural
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.model import Model, allocate, on_meta
+from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import Codec, TextConfig
@@ -63,6 +64,35 @@ class Run:
         """The labels by class; those of a converted model may be numbers only."""
         return self.labels or tuple(map(str, range(self.config.classes or 0)))
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """The architecture, in words."""
+        config = self.config
+        facts = {name: _describe(stack) for name, stack in config.stacks.items()}
+        if self.task.reads == "images":
+            p = config.image_patches
+            facts["image"] = f"{p.height} × {p.width}, {p.count} patches of {p.size} × {p.size}"
+        elif len(config.stacks) == 2:
+            facts["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target tokens"
+        else:
+            facts["vocabulary"] = f"{config.output_vocab:,} tokens"
+        if config.classes is not None:
+            facts["classes"] = str(config.classes)
+        return facts | {"parameters": f"{self.model.size:,}"}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, task {self.task.name}, {self.model.size:,} parameters)"
+
+    def _repr_html_(self) -> str:
+        tokens, labels = self.codec.config, self.label_names
+        facts = {"task": f"{self.task.name}: {self.task.summary}", **self.facts}
+        if self.task.reads != "images":
+            sides = (tokens.source_tokens, tokens.target_tokens)[: 1 + self.task.seq2seq]
+            facts["tokens"] = " to ".join(sides)
+        if labels:
+            facts["labels"] = ", ".join(labels[:10]) + (", ..." if len(labels) > 10 else "")
+        return table({**facts, "device": self.model.device}.items(), caption=str(self.path))
+
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
         """Open a run directory, reading only its own files."""
@@ -90,6 +120,14 @@ class Run:
         write_json(path / "config.json", config.model_dump(mode="json"))
         self.codec.save(path)
         save_weights(weights_of(self.model), path / WEIGHTS)
+
+
+def _describe(stack: Stack) -> str:
+    layers = f"{plural(stack.layers, 'layer')}, width {stack.width}"
+    if stack.recurrent:
+        return f"{stack.mixer.upper()}, {layers}, {stack.score.replace('_', ' ')} score"
+    heads = f"{stack.heads} heads of {stack.head}" + (", hashed" if stack.mixer == "lsh" else "")
+    return f"{layers}, {heads}, feed-forward {stack.ff}, {stack.position} positions, {stack.norm_at}-norm"
 
 
 def read_config(path: Path) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Signatures of public functions: options from the fields of a config value, and wrong calls as errors that help."""
+"""Public calls: signatures with the fields of a config value as options, and UserErrors for calls that are wrong."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, cleandoc, signature
 from textwrap import indent
-from typing import ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, explain
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # pydantic does not export it
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,3 +66,26 @@ def _explain(message: str, keywords: dict[str, object], parameters: list[Paramet
     if not unknown:
         return message
     return f"no option {unknown[0]!r}{closest(unknown[0], named)} (known: {', '.join(named)}){hint}"
+
+
+class ReportsMistakes(ModelMetaclass):
+    """Turns the mistakes in a value that is made by its name, `Stack(layers=0)`, into a UserError.
+
+    Not done by `__init__`, which pydantic would call for values inside others too, whose keys it could not name then.
+    """
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        kind: Any = cls
+        if args:
+            example = next(iter(kind.model_fields))
+            raise UserError(f"{kind.__name__}: takes keywords, such as {example}=..., not {args[0]!r:.80}")
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            raise mistakes(kind, error, kind.__name__) from None
+
+
+def mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserError:
+    """The mistakes in a value: one line for each, which names its key."""
+    lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
+    return UserError(f"{where}: " + "\n  ".join(["not valid", *lines]))

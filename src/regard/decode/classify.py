@@ -14,6 +14,7 @@ from torch import Tensor
 
 from regard.batch import TokenIds, by_length, pad
 from regard.errors import UserError
+from regard.notebook import result_cells, table
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -33,6 +34,16 @@ class Classification:
     @property
     def probability(self) -> float:
         return self.probabilities.get(self.label, math.nan)
+
+    def __repr__(self) -> str:
+        return f"Classification({self.label!r}, probability {self.probability:.3f})"
+
+    def cells(self) -> dict[str, object]:
+        """The row of a table in a notebook."""
+        return result_cells({"label": self.label, "probability": self.probability}, (), (), self.flags)
+
+    def _repr_html_(self) -> str:
+        return table(self.probabilities.items(), ("label", "probability"))
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON shape; flags only where there are any, and then no label."""

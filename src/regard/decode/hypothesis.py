@@ -11,6 +11,8 @@ import numpy as np
 
 from regard.decode.options import Options, Utility
 from regard.decode.request import SearchInput
+from regard.errors import plural
+from regard.notebook import heat_table, result_cells, token_table
 from regard.text.codec import Codec
 
 LOOP_TURNS, LOOP_TOKENS = 4, 8  # a unit that often in a row, over that many tokens, is a loop
@@ -41,6 +43,12 @@ class Alignment:
     source: tuple[str, ...]  # the tokens as shown
     output: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"Alignment({len(self.output)} output tokens, {len(self.source)} source tokens)"
+
+    def _repr_html_(self) -> str:
+        return heat_table(self.soft, self.output, self.source)
+
     @property
     def hard(self) -> list[tuple[int, int]]:
         """(source position, output position) of the strongest link of each output token, never to the source's end."""
@@ -61,6 +69,19 @@ class Hypothesis:
     utility: float | None = None  # expected, of minimum Bayes risk
     flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
     candidates: tuple[Hypothesis, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
+
+    def __repr__(self) -> str:
+        flags = f", flags: {', '.join(self.flags)}" if self.flags else ""
+        return f"Hypothesis({self.text!r}, score {self.score:.3f}, {plural(len(self.tokens), 'token')}{flags})"
+
+    def cells(self) -> dict[str, object]:
+        """The row of a table in a notebook."""
+        return result_cells({"output": self.text, "score": self.score}, self.tokens, self.token_scores, self.flags)
+
+    def _repr_html_(self) -> str:
+        flags = "".join(f"; {name}: {reason}" for name, reason in self.flags.items())
+        tokens = token_table(self.tokens, self.token_scores, f"{self.text} (score {self.score:.3f}{flags})")
+        return tokens if self.alignment is None else tokens + self.alignment._repr_html_()
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON shape; alignment, utility and flags only where there are any, the candidates never."""

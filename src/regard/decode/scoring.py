@@ -20,11 +20,12 @@ from regard.data.plain import Stream
 from regard.decode.options import Options
 from regard.decode.request import check_ensemble, encode, position_limits, too_long
 from regard.decode.scorer import Scorer
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.model import Model
 from regard.nn.attention import Relative
 from regard.nn.primitives import use_matmuls
 from regard.nn.transformer import SegmentMemory, Transformer
+from regard.notebook import result_cells, token_table
 from regard.recipe import Train
 from regard.run import RECIPE, Run, saved_recipe
 from regard.text.codec import Example
@@ -44,6 +45,16 @@ class Scored:
     tokens: tuple[str, ...]
     token_scores: tuple[float, ...]
     flags: dict[str, str] = field(default_factory=dict)  # why there is none: name -> reason
+
+    def __repr__(self) -> str:
+        return f"Scored({self.score:.3f}, {plural(len(self.tokens), 'token')})"
+
+    def cells(self) -> dict[str, object]:
+        """The row of a table in a notebook."""
+        return result_cells({"score": self.score}, self.tokens, self.token_scores, self.flags)
+
+    def _repr_html_(self) -> str:
+        return token_table(self.tokens, self.token_scores, f"score {self.score:.3f}")
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON shape; flags only where there are any, and then no score."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from regard.errors import plural
 from regard.evaluate.confusions import Confusion
 from regard.metrics import (
     DEFAULTS,
@@ -23,6 +24,7 @@ from regard.metrics import (
     measure_perplexity,
     measure_ratio,
 )
+from regard.notebook import table_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,17 @@ class Evaluation:
     unknown: dict[str, int] = field(default_factory=dict)  # tokens or labels that the run does not know, by side
     remarks: list[str] = field(default_factory=list)  # about them and about empty outputs, for people
     confusions: list[Confusion] | None = None  # None: not asked for
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {measured.score:.2f}" for name, measured in self.metrics.items())
+        return f"Evaluation({plural(self.examples, 'example')}: {scores})"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, measured in self.metrics.items():
+            compared = {"against": self.others[name].score, "p": self.p_values[name]} if name in self.others else {}
+            rows.append({"metric": name, **measured.to_json(), **compared})
+        return table_of(rows, repr(self))
 
     def to_json(self, skipped: dict[str, int] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = {

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.config import Stack
 from regard.decode.alignment import alignment_quality, best_heads, load_heads
 from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
 from regard.decode.request import Request
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
 from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text_input
@@ -29,6 +28,7 @@ from regard.model import kind_and_layer
 from regard.nn.cache import State
 from regard.nn.hooks import record, record_calls
 from regard.nn.transformer import Transformer
+from regard.notebook import heat_table, table
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -51,6 +51,13 @@ class AttentionMap:
     columns: str
     heads: tuple[int, ...]  # their numbers; those of a pruned model have gaps
 
+    def __repr__(self) -> str:
+        heads, queries, keys = self.weights_HTS.shape
+        return f"AttentionMap({self.name!r}, {plural(heads, 'head')}, {queries} {self.rows} x {keys} {self.columns})"
+
+    def _repr_html_(self) -> str:
+        return table([("name", self.name), ("kind", self.kind), ("shape", str(self.weights_HTS.shape))])
+
 
 class AttentionMatrix(NamedTuple):
     """Weights with the tokens and the names of both axes: queries down, keys across."""
@@ -58,6 +65,13 @@ class AttentionMatrix(NamedTuple):
     weights_TS: np.ndarray
     tokens: tuple[tuple[str, ...], tuple[str, ...]]
     names: tuple[str, str]
+
+    def __repr__(self) -> str:
+        rows, columns = self.names
+        return f"AttentionMatrix({len(self.tokens[0])} {rows} x {len(self.tokens[1])} {columns})"
+
+    def _repr_html_(self) -> str:
+        return heat_table(self.weights_TS, *self.tokens, caption=" x ".join(self.names))
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,10 @@ class Trace:
     unit: str = "token"  # what a step predicts: a token or a class
     image: ImageInput | None = None
     distances: dict[str, np.ndarray] = field(default_factory=dict)  # of an image: pixels per head, by map
+
+    def __repr__(self) -> str:
+        texts = " -> ".join(repr(text if len(text) <= 40 else f"{text[:39]}…") for text in self.texts.values())
+        return f"Trace({texts}, score {self.score:.3f}, {plural(len(self.maps), 'attention map')})"
 
     def find(self, kind: str, layer: int) -> AttentionMap:
         """The map of one layer and kind of attention."""
@@ -230,7 +248,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
     heatmaps = [position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
         title=run.path.name or "model",
-        facts=_facts(run),
+        facts=run.facts,
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
         tokens=tokens,
         maps=tuple(maps),
@@ -245,29 +263,6 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         image=inputs.image,
         distances=distances,
     )
-
-
-def _facts(run: Run) -> dict[str, str]:
-    config = run.config
-    facts = {name: _describe(stack) for name, stack in config.stacks.items()}
-    if run.task.reads == "images":
-        p = config.image_patches
-        facts["image"] = f"{p.height} × {p.width}, {p.count} patches of {p.size} × {p.size}"
-    elif len(config.stacks) == 2:
-        facts["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target tokens"
-    else:
-        facts["vocabulary"] = f"{config.output_vocab:,} tokens"
-    if config.classes is not None:
-        facts["classes"] = str(config.classes)
-    return facts | {"parameters": f"{run.model.size:,}"}
-
-
-def _describe(stack: Stack) -> str:
-    layers = f"{stack.layers} layer{'s' * (stack.layers > 1)}, width {stack.width}"
-    if stack.recurrent:
-        return f"{stack.mixer.upper()}, {layers}, {stack.score.replace('_', ' ')} score"
-    heads = f"{stack.heads} heads of {stack.head}" + (", hashed" if stack.mixer == "lsh" else "")
-    return f"{layers}, {heads}, feed-forward {stack.ff}, {stack.position} positions, {stack.norm_at}-norm"
 
 
 def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:

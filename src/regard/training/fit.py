@@ -20,6 +20,7 @@ from regard.device import cores, tune_allocator
 from regard.errors import UserError
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
+from regard.notebook import table
 from regard.recipe import Recipe
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
@@ -67,6 +68,16 @@ class TrainingReport(NamedTuple):
     def value(self) -> float | None:
         """The metric of the weights that were kept."""
         return None if self.progress.best is None else self.progress.best.value
+
+    def __repr__(self) -> str:
+        return f"TrainingReport({', '.join(f'{name} {value}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        return table(self._facts().items(), caption=str(self.path))
+
+    def _facts(self) -> dict[str, object]:
+        scores = {} if self.value is None else {self.metric: format_score(self.metric, self.value)}
+        return {**scores, "steps": self.progress.step, "parameters": f"{self.parameters:,}", "path": self.path}
 
 
 class _Setup(NamedTuple):

@@ -1,0 +1,90 @@
+"""HTML for notebooks: tables of results. Every text is escaped, for what users and models write is text everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+MAX_ROWS = 200  # shown of a long list
+MAX_TEXT = 2000  # characters of a cell
+_CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
+
+
+def text_cell(value: object, shade: float = 0.0, tag: str = "td") -> str:
+    """A cell with the text of a value; `shade`, from 0 to 1, is how strongly it is coloured."""
+    text = "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+    colour = f";background:rgba(66,133,244,{min(1.0, max(0.0, shade)) * 0.7:.2f})" if shade > 0 else ""
+    return f'<{tag} style="{_CELL}{colour}">{escape(text[:MAX_TEXT])}{"…" * (len(text) > MAX_TEXT)}</{tag}>'
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), caption: str = "") -> str:
+    """A table; the first column has names if there is no header."""
+    top = "<thead><tr>" + "".join(text_cell(each, tag="th") for each in header) + "</tr></thead>" if header else ""
+    body = []
+    for row in rows:
+        cells = [text_cell(each, tag="td" if header or index else "th") for index, each in enumerate(row)]
+        body.append("<tr>" + "".join(cells) + "</tr>")
+    return f"<table>{_caption(caption)}{top}<tbody>{''.join(body)}</tbody></table>"
+
+
+def table_of(rows: Sequence[Mapping[str, object]], caption: str = "") -> str:
+    """A table of rows with names."""
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    shown = [[row.get(name) for name in header] for row in rows[:MAX_ROWS]]
+    rest = len(rows) - len(shown)
+    return table(shown, header, caption) + (f"<p>and {rest:,} more</p>" if rest else "")
+
+
+def token_table(tokens: Sequence[str], scores: Sequence[float], caption: str = "") -> str:
+    """Tokens over their log-probabilities, shaded by their probabilities."""
+    first = "".join(text_cell(token, tag="th") for token in tokens)
+    second = "".join(text_cell(float(score), math.exp(min(0.0, score))) for score in scores)
+    return f"<table>{_caption(caption)}<tbody><tr>{first}</tr><tr>{second}</tr></tbody></table>"
+
+
+def heat_table(
+    weights: Iterable[Iterable[float]], rows: Sequence[str], columns: Sequence[str], caption: str = ""
+) -> str:
+    """Weights from 0 to 1 as shades, with the names of rows and columns."""
+    top = "<th></th>" + "".join(text_cell(column, tag="th") for column in columns)
+    body = [
+        f"<tr>{text_cell(name, tag='th')}{''.join(text_cell(f'{w:.2f}', float(w)) for w in row)}</tr>"
+        for name, row in zip(rows, weights, strict=False)
+    ]
+    return f"<table>{_caption(caption)}<thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _caption(text: str) -> str:
+    return f'<caption style="text-align:left">{escape(text[:MAX_TEXT])}</caption>' if text else ""
+
+
+def result_cells(
+    row: Mapping[str, object], tokens: Sequence[str], scores: Sequence[float], flags: Mapping[str, str]
+) -> dict[str, object]:
+    """The cells of a result with those of its tokens and, if there are any, its flags."""
+    scored = " ".join(f"{token}\u00a0{score:.2f}" for token, score in zip(tokens, scores, strict=False))
+    cells = {**row, **({"tokens and their scores": scored} if scored else {})}
+    return {**cells, "flags": "; ".join(flags.values())} if flags else cells
+
+
+class Results(list[T]):
+    """A list of results, or of lists of them, which a notebook shows as a table, beside the inputs if they are known.
+
+    A result has a method `cells`, which gives the columns of its row by name.
+    """
+
+    def __init__(self, results: Iterable[T] = (), inputs: Sequence[str] = ()) -> None:
+        super().__init__(results)
+        self.inputs = tuple(inputs)
+
+    def _repr_html_(self) -> str:
+        rows: list[dict[str, Any]] = []
+        for given, result in zip_longest(self.inputs[: len(self)], self):
+            for rank, each in enumerate(result if isinstance(result, list) else [result]):
+                first = {"input": None if rank else given} if self.inputs else {}
+                rows.append({**first, **each.cells()})
+        return table_of(rows)

@@ -1,0 +1,137 @@
+"""What a notebook shows: short reprs, and HTML in which every text is text."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import regard
+from regard import config
+from regard.decode.classify import Classification
+from regard.decode.hypothesis import Alignment, Hypothesis
+from regard.decode.scoring import Scored
+from regard.evaluate.results import Evaluation
+from regard.inspect.trace import AttentionMap, AttentionMatrix
+from regard.metrics import Measurement
+from regard.notebook import MAX_ROWS, Results
+from regard.recipe import Data, Text, Train
+from regard.training.checkpoint import Best, Progress
+from regard.training.fit import TrainingReport
+
+EVIL = '<script>alert("&amp;")</script>\'"><img src=x onerror=alert(1)>'
+ALLOWED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "p", "pre"}
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and text, and checks that tags are closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text, self._open = "", list[str]()
+        self.feed(page)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+ALIGNMENT = Alignment(np.array([[0.5, 0.5]]), (EVIL, "<eos>"), (EVIL,))
+HYPOTHESIS = Hypothesis(EVIL, -1.5, (EVIL, "<eos>"), (-1.0, -0.5), -0.75, (), ALIGNMENT, flags={"x": EVIL})
+SHOWN = [
+    HYPOTHESIS,
+    ALIGNMENT,
+    Scored(-1.5, (EVIL,), (-1.5,), {"x": EVIL}),
+    Classification(EVIL, {EVIL: 0.75, "b": 0.25}),
+    Evaluation(3, {EVIL: Measurement(12.5, 10.0, 15.0, EVIL)}, None, {EVIL: Measurement(1.0)}, {EVIL: 0.25}),
+    AttentionMap(EVIL, "cross", 0, np.zeros((2, 3, 4)), "output", "source", (0, 1)),
+    AttentionMatrix(np.eye(1), ((EVIL,), (EVIL,)), ("output", "source")),
+    TrainingReport(EVIL, Progress(step=7, best=Best(step=5, value=1.5, scores={})), "loss", 1000),  # type: ignore[arg-type]
+    Results([Results([HYPOTHESIS, HYPOTHESIS])], [EVIL]),
+    Results([Scored(-1.0, (EVIL,), (-1.0,))], [EVIL]),
+    regard.Recipe(data={"train": EVIL}),
+]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: type(shown).__name__)
+def test_text_is_text(shown):
+    page = Reader(shown._repr_html_())
+    assert page.tags <= ALLOWED and page.attributes <= {"style"}
+    if not isinstance(shown, regard.Recipe):  # TOML has escapes of its own
+        assert EVIL in page.text
+
+
+@pytest.mark.parametrize("shown", SHOWN[:-3], ids=lambda shown: type(shown).__name__)
+def test_a_repr_fits_a_line(shown):
+    assert len(repr(shown)) < 200 and "\n" not in repr(shown) and "array(" not in repr(shown)
+    assert repr(shown).startswith(type(shown).__name__)
+
+
+def test_a_run_and_what_it_answers(toy):
+    run = regard.load(toy / "run")
+    assert repr(run) == f"LoadedRun({str(toy / 'run')!r}, task pairs, {run.model.size:,} parameters)"
+    page = Reader(run._repr_html_()).text
+    for part in (str(run.path), "pairs: source to target", "1 layer, width 32", f"{run.model.size:,}", "char to space"):
+        assert part in page
+    found = run.generate(["abc", "fed"], beam=3, nbest=2)
+    page = Reader(found._repr_html_()).text
+    for source, hypotheses in zip(["abc", "fed"], found, strict=True):
+        assert page.count(source) == 1
+        for hypothesis in hypotheses:
+            assert hypothesis.text in page and f"{hypothesis.score:.3f}" in page
+            assert hypothesis.text in Reader(hypotheses._repr_html_()).text
+            tokens = Reader(hypothesis._repr_html_()).text
+            assert all(f"{score:.3f}" in tokens for score in hypothesis.token_scores)
+    assert isinstance(found, list) and found == [list(row) for row in found] == copy.copy(found)
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert "abc → AH B K" in Reader(run.score([("abc", "AH B K")])._repr_html_()).text
+    trace = run.attention("abc")
+    assert repr(trace).startswith("Trace('abc' -> ") and len(repr(trace)) < 120
+    assert repr(trace.matrix()).startswith("AttentionMatrix(") and "<table>" in trace.matrix()._repr_html_()
+    assert repr(run.evaluate(toy / "test.tsv", bootstrap=0, metrics=["wer"])).startswith("Evaluation(40 examples: wer ")
+
+
+def test_a_long_list_is_cut():
+    scored = Scored(-1.0, ("a",), (-1.0,))
+    page = Reader(Results([scored] * (MAX_ROWS + 3))._repr_html_()).text
+    assert page.count("-1.000") == MAX_ROWS and "and 3 more" in page
+    assert "more" not in Reader(Results([scored] * MAX_ROWS)._repr_html_()).text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        regard.Options(beam=5, require=("a",)),
+        regard.Stack(layers=3),
+        regard.preset("transformer-tiny"),
+        regard.preset("vit-tiny"),
+        regard.Recipe(task="lm", data={"train": "a"}, train={"lr": 1e-4}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_is_shown_by_what_differs_from_the_defaults(value):
+
+    names = {
+        **vars(config),
+        "Recipe": regard.Recipe,
+        "Data": Data,
+        "Text": Text,
+        "Train": Train,
+        "Options": regard.Options,
+    }
+    assert eval(repr(value), names) == value
+    assert repr(regard.Options(beam=5)) == "Options(beam=5)"
