@@ -125,7 +125,7 @@ WRONG_CALLS = [
     (lambda run: regard.train(data="x.tsv", settings={"lr": object()}), "settings: lr cannot be object"),
     (lambda run: regard.train(data="x.tsv", steps="many"), "train.steps: input should be a valid integer"),
     (lambda run: regard.train(data="x.tsv", out=3), "out is the path of a run directory"),
-    (lambda run: regard.train(data="x.tsv", reporter=print), "reporter is a"),
+    (lambda run: regard.train(data="x.tsv", reporter=print), "reporter shows progress"),
     (lambda run: regard.train({"train": 5}, data="x.tsv", steps=3), "train must be a table"),
     (lambda run: regard.preset("transformer-tinny"), "did you mean 'transformer-tiny'"),
     (lambda run: regard.preset(3), "preset: '3' is not known"),

@@ -287,8 +287,8 @@ def train(
         raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {shown(recipe)}")
     if not isinstance(out, str | Path):
         raise UserError(f"train: out is the path of a run directory, not {shown(out)}")
-    if reporter is not None and not isinstance(reporter, Reporter):
-        raise UserError(f"train: reporter is a regard.Reporter, such as regard.make_reporter(), not {shown(reporter)}")
+    if reporter is not None and not all(hasattr(reporter, name) for name in ("say", "event", "tick", "close")):
+        raise UserError(f"train: reporter shows progress, as regard.make_reporter() does, not {shown(reporter)}")
     options = {
         "task": task,
         "preset": preset,
