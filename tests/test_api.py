@@ -116,6 +116,7 @@ WRONG_CALLS = [
     (lambda run: run.evaluate(["abc"]), r"data\[0\]: one text, str 'abc'"),
     (lambda run: run.evaluate([("a", "A")], metrics="wer"), "metrics are a list of names"),
     (lambda run: run.evaluate([("a", "A")], against="runs/x"), "against: takes loaded runs"),
+    (lambda run: run.evaluate([("a", "A")], columns=["src", "target"]), "columns.0: 'src' is not known"),
     (lambda run: run.evaluate([("a", "A")], bootstrap=-1), "bootstrap is a number of samples"),
     (lambda run: regard.train(), "train: no training data: give data="),
     (lambda run: regard.train(data="x.tsv", minuts=3), "no option 'minuts'; did you mean 'minutes'"),
@@ -211,6 +212,12 @@ def test_evaluation_in_memory_is_that_of_the_file(toy):
     from_file = run.evaluate(toy / "test.tsv", beam=3, bootstrap=20)
     in_memory = run.evaluate(rows, beam=3, bootstrap=20)
     assert (in_memory.metrics, in_memory.outputs) == (from_file.metrics, from_file.outputs)
+    with pytest.warns(UserWarning, match=r"data: 40 of 41 lines; skipped 1 empty side \(data\[40\]\)") as warned:
+        evaluation = run.evaluate([*rows, ("abc", None)], beam=3, bootstrap=20)
+    assert warned[0].filename == __file__ and evaluation.metrics == from_file.metrics
+    assert "data[40]" in evaluation._repr_html_()
+    with pytest.raises(regard.UserError, match=r"data\[40\]: empty side: target"):
+        run.evaluate([*rows, ("abc", None)], strict=True)
     assert run.evaluate(rows, metrics=["wer"], against=run, bootstrap=0).p_values["wer"] == 1.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.batch import by_length, pad
+from regard.config import parse
 from regard.data.memory import in_memory, shown
 from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
@@ -33,7 +35,7 @@ from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.metrics import SAMPLES
 from regard.notebook import Results
 from regard.presets import changed_recipe
-from regard.recipe import Column, Recipe, load_recipe
+from regard.recipe import Column, Data, Recipe, load_recipe
 from regard.run import Run
 from regard.signatures import checked_call
 from regard.tasks import TASKS, TaskName
@@ -148,14 +150,19 @@ class LoadedRun(Run):
         runs = self._runs([] if against is None else [against], "against")
         if runs[-1].task != self.task:
             raise UserError(f"against: {runs[-1].path} is {runs[-1].task.model}, {self.path} is {self.task.model}")
-        expected = tuple(columns or self.codec.columns)
+        expected = self.codec.columns if columns is None else parse(Data, {"columns": columns}, "evaluate").columns
+        counter = LineCounter(strict)
         with TemporaryDirectory() as temporary:
             if isinstance(data, str | Path):
                 source = Source((str(data),), expected)
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
             systems, judging = [System([run], chosen) for run in runs], Judging(metrics, bootstrap)
-            return evaluate_file(EvaluationRequest(systems, ParallelFiles(source), LineCounter(strict), judging))
+            evaluation = evaluate_file(EvaluationRequest(systems, ParallelFiles(source), counter, judging))
+        if not counter.skipped:
+            return evaluation
+        warnings.warn(skipped := f"{source.name}: {counter.summary()}", stacklevel=3)
+        return replace(evaluation, remarks=[skipped, *evaluation.remarks])
 
     @checked_call()
     def attention(

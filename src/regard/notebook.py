@@ -59,7 +59,7 @@ def heat_table(
 
 
 def _caption(text: str) -> str:
-    return f'<caption style="text-align:left">{escape(text[:MAX_TEXT])}</caption>' if text else ""
+    return f'<caption style="text-align:left;white-space:pre-wrap">{escape(text[:MAX_TEXT])}</caption>' if text else ""
 
 
 def result_cells(

@@ -103,7 +103,7 @@ class Evaluation:
         for name, measured in self.metrics.items():
             compared = {"against": self.others[name].score, "p": self.p_values[name]} if name in self.others else {}
             rows.append({"metric": name, **measured.to_json(), **compared})
-        return table_of(rows, repr(self))
+        return table_of(rows, "\n".join([repr(self), *self.remarks]))
 
     def to_json(self, skipped: dict[str, int] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = {
