@@ -151,12 +151,11 @@ def questions_of(tree: ast.AST) -> list[str]:
 
 
 def test_only_model_config_tasks_and_convert_ask_for_the_kind_of_model():
-    """All others ask the task, or a property such as `Model.decoder_only` and `Config.stacks`; a few are left."""
-    left = {"training/plan.py": 3, "training/start.py": 2}
+    """All others ask the task, or a property such as `Model.decoder_only` and `Config.stacks`."""
     for file in FILES:
         if name_of(file) not in ("model", "config", "tasks", "convert"):
             questions = questions_of(ast.parse(file.read_text(encoding="utf-8")))
-            assert len(questions) <= left.get(file.relative_to(SOURCE).as_posix(), 0), (file, questions)
+            assert not questions, (file, questions)
 
 
 @pytest.mark.parametrize(

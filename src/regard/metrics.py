@@ -223,3 +223,11 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
         raise UserError(f"--bleu-tokenize {tokenize}: it needs a further package: pip install {extra}") from None
     except OSError as error:  # a sentencepiece model that sacrebleu downloads once
         raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
+
+
+def pair_metrics(target_tokens: str, references: Sequence[str]) -> list[str]:
+    """The metrics for sequences of tokens, for single words, or for sentences; the first is the most telling."""
+    if target_tokens == "space":
+        return ["wer", "per", "accuracy"]
+    words = sum(len(reference.split()) for reference in references) / max(1, len(references))
+    return ["wer", "cer", "accuracy"] if words < 2 else ["bleu", "chrf", "ter"]

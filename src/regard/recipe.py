@@ -64,13 +64,15 @@ class Train(Value):
     minutes: Annotated[float, Field(gt=0)] | None = option(None, "Stop after so many minutes.")
     steps: Count | None = option(None, "Stop after so many steps.")
     epochs: Count | None = option(None, "Stop after so many epochs.")
-    batch_tokens: Count = option(4096, "Padded tokens of a batch, of the longer side.")
-    batch_examples: Count | None = option(None, "Examples of a batch, instead of tokens.")
+    batch_tokens: Count = option(4096, "Padded tokens of a batch, of the longer side; planned if not given.")
+    batch_examples: Count | None = option(None, "Examples of a batch, instead of tokens; planned if neither is given.")
     accumulate: Count = option(1, "Batches per step.")
     optimizer: Literal["adam", "adamw"] = option("adamw", "adam or adamw.")
-    lr: float = option(1e-3, "Peak of the learning rate; a factor for noam.", gt=0)
+    lr: float = option(1e-3, "Peak of the learning rate, a factor for noam; planned if not given.", gt=0)
     schedule: Schedule = option("cosine", "Of the learning rate.")
-    warmup: int = option(400, "Steps in which the learning rate rises.", ge=0)
+    warmup: int = option(
+        400, "Steps in which the learning rate rises; planned if not given: an eighth of the run.", ge=0
+    )
     beta1: Rate = option(0.9, "Of Adam.")
     beta2: Rate = option(0.98, "Of Adam.")
     eps: float = option(1e-9, "Of Adam.", gt=0)
@@ -79,14 +81,20 @@ class Train(Value):
     label_smoothing: Rate = option(0.1, "Share of the probability that goes to all tokens alike.")
     scheduled_sampling: float = option(0.0, "How often the model's own prediction is fed back.", ge=0, le=1)
     average: int = option(0, "At the end, average the last N validated checkpoints.", ge=0)
-    ema: Rate = option(0.0, "Validate and keep an exponential moving average of the weights, with this decay.")
-    metric: Metric = option("loss", "What the best checkpoint is chosen by.")
+    ema: Rate = option(
+        0.0, "Validate and keep an exponential moving average of the weights, with this decay; planned if not given."
+    )
+    metric: Metric = option(
+        "loss", "What the best checkpoint is chosen by; for pairs planned by the targets if not given."
+    )
     patience: int = option(0, "Validations without a better metric before stopping; 0: never.", ge=0)
     validate_every: Count | None = option(None, "Steps; by default about once per epoch, at most 40 times in a run.")
     validate_beam: Count = option(1, "Beam of the decoding that validates.")
     log_every: Count = option(50, "Steps.")
     seed: Id = option(1, "Of weights, order and dropout.")
-    precision: Literal["fp32", "bf16"] = option("fp32", "Of matrix products.")
+    precision: Literal["fp32", "bf16"] = option(
+        "fp32", "Of matrix products; with a budget in minutes planned if not given."
+    )
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
     workers: int = option(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0)
     context: Count | None = option(None, "lm, masked, span: tokens of text in a row of a batch.")

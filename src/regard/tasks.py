@@ -36,7 +36,7 @@ class Task:
     model: str  # a model of this task, for messages
     reads: Reads
     stacks: tuple[str, ...]  # that its model has
-    preset: str | None  # the default; None: chosen by the amount of data
+    presets: tuple[str, ...]  # to choose from by data and budget, from small to large
     metrics: tuple[str, ...]  # of validation; the first is the default
     evaluation: tuple[str, ...] = ()  # metrics of `regard evaluate`; empty: chosen by the references
     frame: Frame = "end"  # special tokens around a text
@@ -57,18 +57,19 @@ class Task:
 
 
 _TASKS = (
-    Task("pairs", "source to target", "an encoder-decoder for pairs", "pairs", BOTH, None,
+    Task("pairs", "source to target", "an encoder-decoder for pairs", "pairs", BOTH,
+         ("transformer-tiny", "transformer-mini", "transformer-small", "transformer-base"),
          metrics=("loss", "accuracy", "wer", "per", "bleu", "chrf")),
-    Task("lm", "plain text, the next token (causal LM)", "a language model", "text", ("decoder",), "llama-tiny",
+    Task("lm", "plain text, the next token (causal LM)", "a language model", "text", ("decoder",), ("llama-tiny",),
          metrics=("loss",), evaluation=("perplexity", "bits_per_char", "loss"), frame="none",
          start="eos"),  # a text begins after the end of another
-    Task("masked", "plain text, masked tokens", "a masked language model", "text", ("encoder",), "bert-tiny",
+    Task("masked", "plain text, masked tokens", "a masked language model", "text", ("encoder",), ("bert-tiny",),
          metrics=("loss", "accuracy"), evaluation=("accuracy", "pseudo_perplexity", "loss"), frame="both"),
     Task("span", "plain text, masked spans (span corruption)", "a model trained by span corruption", "text", BOTH,
-         preset="t5-tiny", metrics=("loss",), evaluation=("accuracy", "perplexity", "loss")),
-    Task("classify", "text to a label", "a text classifier", "labelled", ("encoder",), "bert-tiny",
+         presets=("t5-tiny",), metrics=("loss",), evaluation=("accuracy", "perplexity", "loss")),
+    Task("classify", "text to a label", "a text classifier", "labelled", ("encoder",), ("bert-tiny",),
          metrics=("accuracy", "loss"), evaluation=("accuracy",), frame="both"),
-    Task("image", "image to a label", "an image classifier", "images", ("encoder",), "vit-tiny",
+    Task("image", "image to a label", "an image classifier", "images", ("encoder",), ("vit-tiny",),
          metrics=("accuracy", "loss"), evaluation=("accuracy",)),
 )  # fmt: skip
 TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in _TASKS})

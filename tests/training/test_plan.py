@@ -1,12 +1,36 @@
 from __future__ import annotations
 
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from backwards import TINY, MakeRecipe, write_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.presets import PRESETS
-from regard.recipe import Train
+from regard.data.prepare import prepare
+from regard.presets import PRESETS, preset
+from regard.recipe import Recipe, Train, load_recipe
+from regard.run import saved_recipe
+from regard.tasks import TASKS
+from regard.training import plan as planning
 from regard.training.checkpoint import Progress
-from regard.training.plan import Budget, choose_preset, choose_workers, validation_due
+from regard.training.fit import fit
+from regard.training.loader import make_loader
+from regard.training.plan import (
+    Budget,
+    Plan,
+    choose_workers,
+    measure_step,
+    plan_run,
+    presets_for,
+    validation_due,
+)
+from regard.training.report import Reporter
 
 
 def since(steps: int, seconds: float, validation_seconds: float, total_seconds: float) -> Progress:
@@ -54,16 +78,6 @@ def test_time_budgets_validate_by_the_clock() -> None:
     assert not validation_due(None, 100, budget, since(200, 50, 6, 55))  # validation has had its share
 
 
-def test_more_data_never_means_a_smaller_model() -> None:
-    order = ["transformer-tiny", "transformer-small", "transformer-base"]
-    for device in ("cpu", "cuda"):
-        sizes = [order.index(choose_preset(n, 20 * n, device)[0]) for n in (1, 500, 10**4, 10**5, 10**7)]
-        assert sizes == sorted(sizes)
-    assert set(order) <= set(PRESETS)
-    assert choose_preset(10**6, 10**7, "cuda")[0] == "transformer-base"
-    assert "8,000 training examples" in choose_preset(8000, 120_000, "cpu")[1]
-
-
 def test_processes() -> None:
     def workers(
         train: Train, device: str = "cpu", cores: int = 4, examples: int = 8000, rows: int = 80, length: int = 10
@@ -81,3 +95,117 @@ def test_processes() -> None:
     assert workers(Train(), rows=1) == 1
     assert workers(Train(), rows=16, length=64) == 4  # few rows, but long ones
     assert workers(Train(), rows=3, length=1000) == 3
+
+
+CPU = torch.device("cpu")
+
+
+class Messages(Reporter):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def corpus(examples: int, length: int) -> Any:
+    lengths = np.full(examples, length)
+    return SimpleNamespace(source_lengths=lengths, target_lengths=lengths)
+
+
+def test_more_data_never_means_a_smaller_model() -> None:
+    order = TASKS["pairs"].presets
+    assert set(order) <= set(PRESETS)
+    for device in ("cpu", "cuda"):
+        largest = [presets_for(TASKS["pairs"], corpus(n, 10), device)[0] for n in (1, 500, 10**4, 10**5, 10**6)]
+        assert [order.index(name) for name in largest] == sorted(order.index(name) for name in largest)
+        assert largest[0] == order[0] and largest[-1] == order[-1 if device == "cuda" else -2]
+
+
+def made_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float | None, **train: Any) -> tuple[Plan, str]:
+    """The plan for 8,000 pairs of letters on a machine where a step of transformer-mini takes so many seconds."""
+
+    def measured(recipe: Recipe, config: Any, loader: Any, device: torch.device) -> float:
+        assert seconds is not None, "a budget of steps needs no measurement"
+        return seconds * {"transformer-tiny": 0.5, "transformer-mini": 1.0}[recipe.preset]
+
+    monkeypatch.setattr(planning, "measure_step", measured)
+    monkeypatch.setattr(planning, "bf16_problem", lambda device: "not tried")
+    messages = Messages()
+    order = load_recipe({"data": {"train": str(write_pairs(tmp_path / "pairs.tsv", 8000))}, "train": train})
+    prepared = prepare(order, tmp_path / "data")
+    return plan_run(order, None, prepared, CPU, 1, messages), "\n".join(messages.lines)
+
+
+@pytest.mark.parametrize(("minutes", "chosen"), [(0.5, "transformer-tiny"), (5, "transformer-mini")])
+def test_the_budget_shapes_the_run(
+    minutes: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, messages = made_plan(tmp_path, monkeypatch, 0.1, minutes=minutes)
+    train = plan.recipe.train
+    assert plan.recipe.preset == chosen and f"preset: {chosen}" in messages
+    assert train.batch_examples == 64
+    assert 0 < train.warmup <= 0.15 * plan.steps
+    assert 0.5 < plan.steps * plan.seconds / (60 * minutes) <= 1  # type: ignore[operator]
+    assert f"plan: about {plan.steps:,} steps of 64 examples" in messages and f"warm-up {train.warmup}" in messages
+    assert 1 / (1 - train.ema) <= plan.steps / 4
+    assert "warning" not in messages
+
+
+def test_a_budget_of_steps_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, messages = made_plan(tmp_path, monkeypatch, None, steps=900)
+    assert plan.steps == 900 and plan.recipe.train.warmup < 200
+    assert "plan: 900 steps of 64 examples" in messages
+    plan, _ = made_plan(tmp_path, monkeypatch, None, epochs=3)
+    assert plan.steps == 3 * plan.loader.batches_in(0) and plan.epochs == 3
+
+
+def test_what_is_given_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"warmup": 7, "lr": 0.003, "ema": 0.0, "batch_tokens": 999, "metric": "loss", "precision": "fp32"}
+    plan, _ = made_plan(tmp_path, monkeypatch, 0.1, minutes=5, **given)
+    assert {name: getattr(plan.recipe.train, name) for name in given} == given
+    assert plan.recipe.train.batch_examples is None
+
+
+def test_a_budget_that_is_too_small_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, messages = made_plan(tmp_path, monkeypatch, 5.0, minutes=1.5)
+    assert "warning: the budget is too small" in messages and "minutes on this machine" in messages
+    _, messages = made_plan(tmp_path, monkeypatch, 0.1, minutes=5, warmup=2000)
+    assert "warning: train.warmup is 2,000 of about" in messages
+
+
+def test_time_for_many_steps_goes_into_larger_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, _ = made_plan(tmp_path, monkeypatch, 0.1, minutes=10)
+    long, _ = made_plan(tmp_path, monkeypatch, 0.1, minutes=100)
+    assert long.recipe.train.batch_examples == 4 * (short.recipe.train.batch_examples or 0)
+    assert long.epochs == pytest.approx(10 * short.epochs, rel=0.1)
+
+
+def test_measuring_leaves_no_trace(recipe: MakeRecipe, tmp_path: Path) -> None:
+    prepared, order = prepare(recipe(), tmp_path / "data"), recipe()
+    config = preset("transformer-tiny", 50)
+    loader, state, threads = make_loader(order, prepared, config), torch.get_rng_state(), torch.get_num_threads()
+    assert 0 < measure_step(order, config, loader, CPU) < 10
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+
+
+def test_resuming_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"train": str(write_pairs(tmp_path / "pairs.tsv", 60))}
+    tables: dict[str, Any] = {"data": data, "model": {"encoder": TINY, "decoder": TINY}, "train": {"steps": 4}}
+    fit(load_recipe(tables), tmp_path / "run", reporter=Reporter())
+    planned = saved_recipe(tmp_path / "run")
+    monkeypatch.setattr("regard.training.fit.plan_run", None)
+    tables["train"]["steps"] = 8
+    fit(load_recipe(tables), tmp_path / "run", resume=True, reporter=Reporter())
+    resumed = saved_recipe(tmp_path / "run")
+    assert resumed.train.steps == 8
+    assert resumed.train.model_copy(update={"steps": 4}) == planned.train
+
+
+def test_a_short_run_without_settings_learns(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 5))) for _ in range(1500)]
+    (tmp_path / "pairs.tsv").write_text("".join(f"{word}\t{' '.join(word.upper())}\n" for word in words))
+    order = load_recipe({"data": {"train": str(tmp_path / "pairs.tsv")}, "train": {"steps": 300, "workers": 1}})
+    report = fit(order, tmp_path / "run", reporter=Reporter())
+    assert report.metric == "wer" and report.value is not None and report.value < 30

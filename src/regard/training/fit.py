@@ -25,6 +25,7 @@ from regard.recipe import Recipe
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
 from regard.training.checkpoint import TRAINING, Progress
+from regard.training.configure import check_model
 from regard.training.distributed import (
     ProcessGroup,
     Workers,
@@ -36,8 +37,8 @@ from regard.training.distributed import (
 )
 from regard.training.loader import DataLoader, make_loader
 from regard.training.model_card import write_model_card
-from regard.training.plan import check_model, complete_processes, complete_recipe, model_config
-from regard.training.report import Reporter, draw_curve, format_score, make_reporter
+from regard.training.plan import plan_run
+from regard.training.report import LOG, Reporter, draw_curve, format_score, make_reporter, read_log
 from regard.training.start import (
     DATA,
     UNCUT,
@@ -54,6 +55,7 @@ from regard.training.start import (
 )
 from regard.training.trainer import Signals, Trainer
 from regard.training.validation import Validation, make_validation
+from regard.training.verdict import judge_outputs, still_improving
 
 
 class TrainingReport(NamedTuple):
@@ -198,13 +200,10 @@ def _set_up(
         prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory)
         for note in prepared.notes:
             reporter.say(note)
-        recipe = complete_recipe(recipe, prepared, device, reporter)
-        config = model_config(recipe, base, prepared)
-        loader = make_loader(recipe, prepared, config)
-        recipe = complete_processes(recipe, loader, config, device, launched, reporter)
-        fresh = plan_weights(recipe, config, prepared.labels, reporter)
-        write_run(path, recipe, config, prepared, fresh)
-    return _Setup(path, recipe, prepared, loader)
+        plan = plan_run(recipe, base, prepared, device, launched, reporter)
+        fresh = plan_weights(plan.recipe, plan.config, prepared.labels, reporter)
+        write_run(path, plan.recipe, plan.config, prepared, fresh)
+    return _Setup(path, plan.recipe, prepared, plan.loader)
 
 
 def _train(setup: _Setup, group: ProcessGroup, reporter: Reporter) -> TrainingReport:
@@ -259,9 +258,14 @@ def _finish(
     best = progress.best
     if train.l0 and best is not None:
         reporter.say(prune_closed_gates(path, path / TRAINING / UNCUT))
+    remarks = [still_improving(read_log(path / LOG), train)]
     if best is not None and TASKS[recipe.task].reads == "pairs":
         # Alignments are read off the heads that align best on examples not trained on.
-        save_heads(path, choose_heads(Run.load(path), prepared.valid_examples))
+        run = Run.load(path)
+        save_heads(path, choose_heads(run, prepared.valid_examples))
+        remarks.append(judge_outputs(run, prepared.valid_examples, 2 * int(prepared.valid.target_lengths.max())))
+    for remark in filter(None, remarks):
+        reporter.say(f"warning: {remark}")
     value = "" if best is None else f": {format_score(train.metric, best.value)} on the validation examples"
     reporter.say(f"the model is in {path}{value}")
 

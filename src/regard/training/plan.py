@@ -1,27 +1,36 @@
-"""The decisions before training: budget, precision, preset, model config and number of processes.
+"""The plan of a run: budget, precision, metric, model, batch, processes, learning rate, warm-up.
 
-Each is taken here once, reported with its reason, and saved in the recipe or the config of the run.
+Each is decided here once, so that it fits the data and the budget, reported, and saved in the recipe of the run:
+resuming does not plan again.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from regard.config import Config, parse
-from regard.data.objectives import SENTINELS, context_of, first_sentinel
+from regard.config import Config
+from regard.data.corpus import Corpus
+from regard.data.images import Images
 from regard.data.prepare import Prepared
-from regard.device import cores, usable_precision
+from regard.device import bf16_problem, cores, usable_precision
 from regard.errors import UserError
-from regard.presets import PRESETS, applicable_changes, merge, preset, refuse_unused
+from regard.metrics import pair_metrics
+from regard.model import Model
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
-from regard.tasks import TASKS
+from regard.tasks import TASKS, Task
 from regard.training.checkpoint import Progress
-from regard.training.loader import DataLoader
+from regard.training.configure import model_config
+from regard.training.distributed import ProcessGroup
+from regard.training.loader import DataLoader, make_loader
 from regard.training.report import Reporter
+from regard.training.step import Stepper
 
 Table = dict[str, Any]
 
@@ -30,20 +39,29 @@ MOST_VALIDATIONS = 40
 FEWEST_VALIDATIONS = 10  # with a time budget, even if no epoch is ever completed
 VALIDATION_SHARE = 0.1  # of the time, at most
 
-FEW_TOKENS = 50_000  # of both sides, in all training examples
-MANY_EXAMPLES = 100_000
+# A preset of pairs is considered if the training examples have so many tokens, both sides together.
+TOKENS_NEEDED = (0, 50_000, 400_000, 2_000_000)
+ENOUGH_EPOCHS, ENOUGH_STEPS = 8, 20_000  # either is enough for a model of that size
+FEWEST_EPOCHS, FEW_STEPS = 1, 200  # below, expect little
+
+BATCH_EXAMPLES, BATCH_TOKENS = 64, 1536  # the smaller of the two
+TEXT_TOKENS = 4096  # of plain text
+MANY_STEPS, MOST_ENLARGED = 8_000, 4
+
+WARMUP_SHARE, MOST_WARMUP = 1 / 8, 4_000
+RATE = 0.021  # times width^-0.5
+TUNING_RATE = 3e-4  # for all weights of a trained model
+EMA_SHARE, LONGEST_EMA = 0.2, 0.9995  # the window of the moving average, as a share of the steps
+
+TRIED_STEPS, TRIED_SECONDS = 6, 4.0  # to measure the time of a step
+TRAINED_SHARE = 0.85  # of the time; the rest goes into validation and into waiting for each other
+WORTH_BF16 = 1.0  # minutes; the trial takes some seconds
+
 WORTH_EXAMPLES = 1_000  # below, starting processes takes longer than they save
 WORTH_STEPS = 200
 WORTH_MINUTES = 0.5
 LEAST_ROWS = 8  # of a batch, per process; fewer will do if they are long
 LEAST_TOKENS = 256
-
-MOST_PATCHES = 64  # that a patch size is chosen for
-STACKS = {
-    ("encoder", "decoder"): "an encoder and a decoder",
-    ("encoder",): "an encoder without a decoder",
-    ("decoder",): "a decoder without an encoder",
-}
 
 
 class Budget(NamedTuple):
@@ -85,50 +103,222 @@ def validation_due(every: int | None, steps_per_epoch: int, budget: Budget, prog
     return epoch_over or seconds >= budget.seconds / FEWEST_VALIDATIONS
 
 
-# The recipe
+# What does not depend on the model
 
 
 def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.device, reporter: Reporter) -> Recipe:
-    """Fill in what the recipe leaves open, and report it: device, budget, precision, preset, tokens."""
-    train, text, name = recipe.train, recipe.text, recipe.preset
+    """Fill in what the recipe leaves open and needs no model: device, budget, precision, metric, tokens, batch."""
+    task, train, text = TASKS[recipe.task], recipe.train, recipe.text
     changes: Table = {"device": device.type} if train.device == "auto" else {}
     if train.minutes is None and Budget.of(train).seconds is not None:
         changes["minutes"] = DEFAULT_MINUTES
         reporter.say(f"budget: {DEFAULT_MINUTES:g} minutes, since none is given")
-    changes["precision"] = usable_precision(train.precision, device, reporter.say)
-    tokens = {}
-    if train.start_from is None:
-        if name == "auto":
-            name, reason = TASKS[recipe.task].preset or "", f"for task {recipe.task}"
-            if not name:
-                corpus = prepared.train
-                tokens_of_both = int(corpus.source_lengths.sum() + corpus.target_lengths.sum())
-                name, reason = choose_preset(len(corpus), tokens_of_both, device.type)
-            reporter.say(f"preset: {name}, {reason}")
-        if TASKS[recipe.task].reads != "images":
-            sides = [side for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"]
-            tokens = {side: getattr(prepared.codec.config, side) for side in sides}
-    return recipe.model_copy(
-        update={"preset": name, "text": text.model_copy(update=tokens), "train": train.model_copy(update=changes)}
-    )
+    minutes = changes.get("minutes", train.minutes)
+    if "precision" in train.model_fields_set:
+        changes["precision"] = usable_precision(train.precision, device, reporter.say)
+    elif minutes is not None and minutes >= WORTH_BF16 and not bf16_problem(device):
+        changes["precision"] = "bf16"  # more steps in the same time
+        reporter.say("precision: bf16 for matrix products, which is faster here")
+    if task.reads == "pairs" and "metric" not in train.model_fields_set:
+        references = [example.target or "" for example in prepared.valid_examples]
+        changes["metric"] = pair_metrics(prepared.codec.config.target_tokens, references)[0]
+    if not {"batch_tokens", "batch_examples"} & train.model_fields_set:
+        changes |= choose_batch(task, prepared)
+    sides = [side for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"]
+    if train.start_from is not None or task.reads == "images":
+        sides = []
+    tokens = {side: getattr(prepared.codec.config, side) for side in sides}
+    return recipe.model_copy(update={"text": text.model_copy(update=tokens), "train": train.model_copy(update=changes)})
 
 
-def choose_preset(examples: int, tokens: int, device: str) -> tuple[str, str]:
-    """A model for pairs that the data can fill and the machine can train -> name, reason."""
-    size = f"{examples:,} training examples, {tokens:,} tokens"
-    if tokens < FEW_TOKENS:
-        return "transformer-tiny", f"little data ({size})"
-    if examples >= MANY_EXAMPLES and device == "cuda":
-        return "transformer-base", f"much data ({size}) and a GPU"
-    if examples >= MANY_EXAMPLES:
-        return "transformer-small", f"much data ({size}), but no GPU"
-    return "transformer-small", size
+def choose_batch(task: Task, prepared: Prepared[Any]) -> Table:
+    """The size of a batch: small, for a short run gains more from many steps than from exact gradients."""
+    if task.reads == "images":
+        return {}  # the task has a default
+    if task.reads == "text":
+        return {"batch_tokens": TEXT_TOKENS}
+    corpus = prepared.train
+    mean = float(np.maximum(corpus.source_lengths, corpus.target_lengths).mean())
+    if BATCH_EXAMPLES * mean <= BATCH_TOKENS:
+        return {"batch_examples": BATCH_EXAMPLES}
+    return {"batch_tokens": BATCH_TOKENS}
+
+
+# The plan
+
+
+class Plan(NamedTuple):
+    """A model and how to train it within the budget."""
+
+    recipe: Recipe
+    config: Config
+    loader: DataLoader
+    reason: str  # for the number of processes
+    steps: int  # expected
+    seconds: float | None  # per step, if they were measured
+
+    @property
+    def epochs(self) -> float:
+        return self.steps * self.recipe.train.accumulate / self.loader.batches_in(0)
+
+
+def plan_run(
+    recipe: Recipe,
+    base: RunConfig | None,
+    prepared: Prepared[Any],
+    device: torch.device,
+    launched: int,
+    reporter: Reporter,
+) -> Plan:
+    """Fill in what a recipe leaves open, so that it fits the data and the budget, and report it.
+
+    Of the presets of the task, the largest is taken that the data can fill and that passes over the data often enough.
+    `launched` is how many processes a launcher has started.
+    """
+    given = recipe.train
+    recipe = complete_recipe(recipe, prepared, device, reporter)
+    names = [recipe.preset]
+    if recipe.preset == "auto" and base is None:
+        names = presets_for(TASKS[recipe.task], prepared.train, device.type)
+    for name in names:
+        plan = _try_preset(recipe.model_copy(update={"preset": name}), base, prepared, device, launched)
+        if plan.epochs >= ENOUGH_EPOCHS or plan.steps >= ENOUGH_STEPS:
+            break
+    if len(names) > 1 or recipe.preset != plan.recipe.preset:
+        reporter.say(f"preset: {plan.recipe.preset}, {_size(prepared.train)}")
+    if not given.workers:
+        reporter.say(f"processes: {plan.recipe.train.workers}, {plan.reason}")
+    plan = _enlarge_batch(plan, given, prepared)
+    train = complete_rates(given, plan)
+    plan = plan._replace(recipe=plan.recipe.model_copy(update={"train": train}))
+    for line in describe_plan(plan, given):
+        reporter.say(line)
+    return plan
+
+
+def presets_for(task: Task, data: Any, device: str) -> list[str]:
+    """The presets of a task that the data can fill and the device can train, from large to small."""
+    if task.reads != "pairs":
+        return list(reversed(task.presets))
+    tokens = int(data.source_lengths.sum() + data.target_lengths.sum())
+    fitting = [name for name, needed in zip(task.presets, TOKENS_NEEDED, strict=True) if tokens >= needed]
+    return fitting[: len(task.presets) - (device == "cpu")][::-1]
+
+
+def _size(data: Any) -> str:
+    if isinstance(data, Corpus):
+        tokens = int(data.source_lengths.sum() + data.target_lengths.sum())
+        return f"for {data.size:,} training examples of {tokens:,} tokens"
+    return f"for {data.size:,} {'images' if isinstance(data, Images) else 'characters'}"
+
+
+def _try_preset(
+    recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any], device: torch.device, launched: int
+) -> Plan:
+    """A model with its data loader and processes, and how many steps the budget is expected to allow."""
+    config = model_config(recipe, base, prepared)
+    loader = make_loader(recipe, prepared, config)
+    recipe, reason = complete_processes(recipe, loader, config, device, launched)
+    budget = Budget.of(recipe.train)
+    limits = [budget.steps, budget.epochs and budget.epochs * math.ceil(loader.batches_in(0) / recipe.train.accumulate)]
+    seconds = None
+    if budget.seconds is not None:
+        seconds = measure_step(recipe, config, loader, device)
+        limits.append(max(1, int(TRAINED_SHARE * budget.seconds / seconds)))
+    return Plan(recipe, config, loader, reason, min(limit for limit in limits if limit), seconds)
+
+
+def measure_step(recipe: Recipe, config: Config, loader: DataLoader, device: torch.device) -> float:
+    """Seconds of a training step, as one of the run's processes takes it, on batches from all over an epoch."""
+    train, threads, seconds = recipe.train, torch.get_num_threads(), []
+    batches = np.linspace(0, loader.batches_in(0) - 1, TRIED_STEPS + 1).astype(int)
+    with torch.random.fork_rng(devices=[]):
+        if device.type == "cpu" and train.workers > 1:
+            torch.set_num_threads(max(1, cores() // train.workers))
+        try:
+            stepper = Stepper(Model(config).to(device), train, ProcessGroup(device=device))
+            for number, batch in enumerate(batches, start=1):
+                shares = loader.step(0, int(batch), 0, train.workers).shares
+                began = time.monotonic()
+                stepper.objective.segment_memory = None
+                *_, norm = stepper.backward(number, shares)
+                stepper.update(number, 0.0, norm)
+                seconds.append(time.monotonic() - began)
+                if sum(seconds) > TRIED_SECONDS and number > 1:
+                    break
+        finally:
+            torch.set_num_threads(threads)
+    return statistics.mean(seconds[1:])  # the first also allocates memory
+
+
+def _enlarge_batch(plan: Plan, given: Train, prepared: Prepared[Any]) -> Plan:
+    """With time for very many steps, larger batches instead: their gradients are more exact, their products faster."""
+    factor = min(MOST_ENLARGED, plan.steps // MANY_STEPS)
+    train = plan.recipe.train
+    key = "batch_examples" if train.batch_examples else "batch_tokens"
+    chosen = not {"batch_tokens", "batch_examples"} & given.model_fields_set
+    if factor < 2 or not chosen or plan.seconds is None:
+        return plan
+    train = train.model_copy(update={key: factor * getattr(train, key)})
+    recipe = plan.recipe.model_copy(update={"train": train})
+    loader = make_loader(recipe, prepared, plan.config)
+    return plan._replace(recipe=recipe, loader=loader, steps=plan.steps // factor, seconds=plan.seconds * factor)
+
+
+def complete_rates(given: Train, plan: Plan) -> Train:
+    """Learning rate, warm-up and moving average for the expected number of steps, where they are not given."""
+    train = plan.recipe.train
+    changes: Table = {}
+    if "warmup" not in given.model_fields_set:
+        changes["warmup"] = max(1, min(MOST_WARMUP, round(WARMUP_SHARE * plan.steps)))
+    if "lr" not in given.model_fields_set:
+        changes["lr"] = choose_rate(train, plan.config.top.width)
+    if "ema" not in given.model_fields_set and not train.l0 and plan.steps >= FEW_STEPS:
+        changes["ema"] = min(LONGEST_EMA, round(1 - 1 / (EMA_SHARE * plan.steps), 5))
+    return train.model_copy(update=changes)
+
+
+def choose_rate(train: Train, width: int) -> float:
+    """The peak of the learning rate."""
+    if train.schedule == "noam":
+        return 1.0
+    if train.start_from is not None and not train.lora:
+        return TUNING_RATE
+    return float(f"{RATE * width**-0.5:.2g}")
+
+
+def describe_plan(plan: Plan, given: Train) -> list[str]:
+    """The plan in words, with warnings if the budget is too small for the data, or a given setting for the budget."""
+    train = plan.recipe.train
+    about = "" if plan.seconds is None else "about "
+    batch = f"{train.batch_examples} examples" if train.batch_examples else f"{train.batch_tokens:,} tokens"
+    lines = [
+        f"plan: {about}{plan.steps:,} steps of {batch}, {plan.epochs:.2g} epochs; learning rate {train.lr:g}, "
+        f"warm-up {train.warmup}" + (f", moving average {train.ema:g}" if train.ema else "")
+    ]
+    if train.warmup >= plan.steps / 2 and "warmup" in given.model_fields_set:
+        lines.append(
+            f"warning: train.warmup is {train.warmup:,} of {about}{plan.steps:,} steps, so the learning rate hardly "
+            "reaches its peak; leave it out, and it is planned"
+        )
+    needed = max(FEW_STEPS / plan.steps, FEWEST_EPOCHS / plan.epochs)
+    if needed > 1:
+        lines.append(f"warning: the budget is too small for this data{_enough(train, plan, needed)}")
+    return lines
+
+
+def _enough(train: Train, plan: Plan, factor: float) -> str:
+    """What would suffice, in the words of the budget."""
+    if train.minutes is None:
+        return f": {plan.epochs:.2g} epochs; with {math.ceil(plan.steps * factor):,} steps it could learn something"
+    minutes = math.ceil(train.minutes * factor)
+    return f"; expect little from a model that is trained for less than about {minutes:,} minutes on this machine"
 
 
 def complete_processes(
-    recipe: Recipe, loader: DataLoader, config: Config, device: torch.device, launched: int, reporter: Reporter
-) -> Recipe:
-    """Decide how many processes train; `launched` is how many a launcher has started."""
+    recipe: Recipe, loader: DataLoader, config: Config, device: torch.device, launched: int
+) -> tuple[Recipe, str]:
+    """Decide how many processes train -> the recipe with them, and the reason."""
     train = recipe.train
     if launched > 1:
         workers, reason = launched, "as they were started"
@@ -141,9 +331,7 @@ def complete_processes(
         workers, reason = choose_workers(train, device.type, cores(), examples, rows, tokens)
     if config.has_memory and workers > 1:
         raise UserError("train.workers: a model with segment memory is trained by one process")
-    if not train.workers:
-        reporter.say(f"processes: {workers}, {reason}")
-    return recipe.model_copy(update={"train": train.model_copy(update={"workers": workers})})
+    return recipe.model_copy(update={"train": train.model_copy(update={"workers": workers})}), reason
 
 
 def choose_workers(train: Train, device: str, cores: int, examples: int, rows: int, tokens: int) -> tuple[int, str]:
@@ -164,150 +352,3 @@ def choose_workers(train: Train, device: str, cores: int, examples: int, rows: i
     if workers < cores:
         return workers, f"{cores} cores, but only {rows} examples per batch"
     return workers, "one per core"
-
-
-# The model config
-
-
-def check_model(recipe: Recipe, base: RunConfig | None) -> None:
-    """Find mistakes in the settings of a model before its data is read."""
-    names: tuple[str, ...] = (recipe.preset,)
-    if base is None and recipe.preset == "auto":
-        default = TASKS[recipe.task].preset
-        names = (default,) if default else ("transformer-small", "transformer-base")
-    errors = []
-    for name in names:
-        try:
-            model_config(recipe.model_copy(update={"preset": name}), base, None)
-            return
-        except UserError as error:
-            errors.append(error)
-    raise errors[0]
-
-
-def model_config(recipe: Recipe, base: RunConfig | None, prepared: Prepared[Any] | None) -> Config:
-    """The model of a recipe: its preset, or the model of the run to start from, made to fit the data.
-
-    Before the data is read `prepared` is None, and what only the data decides is made up.
-    """
-    changes, start = recipe.model, None if base is None else base.model
-    needs = _needs(recipe, start, prepared)
-    if prepared is None:
-        changes = {key: value for key, value in changes.items() if key != "patches"}  # they depend on the images
-    if start is not None:
-        table = start.model_dump()
-        _check_stacks(table, changes, recipe)
-        filled = merge(table, needs)
-        filled = merge(filled, applicable_changes(filled, changes))
-        config = parse(Config, filled, f"model of {recipe.train.start_from}, changed")
-    else:
-        table = PRESETS.get(recipe.preset) or preset(recipe.preset).model_dump()  # which suggests a name
-        _check_stacks(table, changes, recipe)
-        sizes = {"source_vocab": 8000, "target_vocab": 8000}  # made up
-        if prepared is not None:
-            sizes = {side: needs.pop(side, getattr(prepared.codec, side)) for side in sizes}
-        config = preset(recipe.preset, **sizes, changes=merge(needs, changes))
-        if longer := _longer(config, recipe, prepared):
-            config = preset(recipe.preset, **sizes, changes=merge(merge(needs, longer), changes))
-    refuse_unused(table, changes)
-    if prepared is not None:
-        _check_fit(config, recipe, prepared)
-    return config
-
-
-def _check_stacks(table: Table, changes: Table, recipe: Recipe) -> None:
-    table = merge(table, applicable_changes(table, changes))
-    has = tuple(name for name in ("encoder", "decoder") if isinstance(table.get(name), dict))
-    wanted = TASKS[recipe.task].stacks
-    if has != wanted:
-        raise UserError(f"{_which(recipe)}: training for {recipe.task} needs a model with {STACKS[wanted]}")
-
-
-def _which(recipe: Recipe) -> str:
-    return recipe.train.start_from or f"preset {recipe.preset}"
-
-
-def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None) -> Table:
-    """What the task and its data decide about a model."""
-    task = TASKS[recipe.task]
-    needs: Table = {}
-    if task.labels:
-        classes = 2 if prepared is None else len(prepared.labels)
-        needs = {"output": "classes", "classes": classes, "output_bias": True}
-    if prepared is None:
-        return needs
-    codec = prepared.codec
-    if start is None:
-        needs |= {"ids": codec.ids.model_dump(), "frame": codec.frame}
-        if task.start != "sos":  # the default of presets, which some change
-            needs["start"] = task.start
-        if task.reads == "labelled":
-            needs["pooler"] = True
-    if task.name == "span" and first_sentinel(codec, start) is None:
-        vocab = SENTINELS + max(codec.source_vocab, 0 if start is None else start.source_vocab)
-        needs |= {"source_vocab": vocab, "target_vocab": vocab}
-    if task.reads == "images" and (start is None or start.patches is None):
-        channels, height, width = prepared.train.shape
-        size = patch_size(height, width)
-        needs["patches"] = {"height": height, "width": width, "channels": channels, "size": size}
-        requested = recipe.model.get("patches", {}).get("size")
-        size = requested if isinstance(requested, int) and requested > 0 else size
-        needs["encoder"] = {"max_length": 1 + (height // size) * (width // size)}
-    return needs
-
-
-def patch_size(height: int, width: int) -> int:
-    """The side of the patches that an image is cut into: the smallest, from 2, that makes few enough of them."""
-    sides = [side for side in range(2, min(height, width) + 1) if height % side == width % side == 0]
-    few = [side for side in sides if (height // side) * (width // side) <= MOST_PATCHES]
-    return few[0] if few else sides[-1] if sides else 1
-
-
-def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
-    """The longest row that each stack has to read."""
-    reads = TASKS[recipe.task].reads
-    if reads == "text":
-        return dict.fromkeys(("encoder", "decoder"), context_of(recipe.train))
-    if reads == "images":
-        return {}
-    sides = {"encoder": "source_lengths", "decoder": "target_lengths"}
-    corpora = prepared.train, prepared.valid
-    return {name: max(int(getattr(corpus, side).max()) for corpus in corpora) for name, side in sides.items()}
-
-
-def _longer(config: Config, recipe: Recipe, prepared: Prepared[Any] | None) -> Table:
-    """Changes that let position tables grow to the longest row, unless the recipe sets their length."""
-    lengths = {} if prepared is None else _lengths(recipe, prepared)
-    return {
-        name: {"max_length": lengths[name]}
-        for name, stack in config.stacks.items()
-        if stack.position == "learned"
-        and stack.max_length < lengths.get(name, 0)
-        and "max_length" not in (recipe.model.get(name) or {})
-    }
-
-
-def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
-    """Raise UserError if the model cannot be trained for the task on this data."""
-    task, which = TASKS[recipe.task], _which(recipe)
-    images = task.reads == "images"
-    if (config.patches is not None) != images:
-        raise UserError(f"{which}: {'images are read by a model with patches' if images else 'reads images'}")
-    if task.name == "masked" and not config.predicts_tokens:
-        raise UserError(f"{which}: task masked needs a model that predicts tokens; add --set output=tokens")
-    lengths = _lengths(recipe, prepared)
-    for name, stack in config.stacks.items():
-        most, longest = stack.max_positions, lengths.get(name, 0)
-        if most is not None and longest > most:
-            setting = "train.context" if task.reads == "text" else "data.max_length"
-            raise UserError(
-                f"{setting}: rows of {longest} tokens are more than the {most} positions of the {name}; "
-                f"lower it, or raise model.{name}.max_length"
-            )
-    if config.patches is not None:
-        shape = (config.patches.channels, config.patches.height, config.patches.width)
-        if shape != prepared.train.shape:
-            raise UserError(
-                f"model.patches: the model reads images of (channels, height, width) {shape}, the file has "
-                f"{prepared.train.shape}"
-            )

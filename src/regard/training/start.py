@@ -20,7 +20,7 @@ from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
 from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
-from regard.tasks import TASKS
+from regard.tasks import TASKS, infer_task
 from regard.text.codec import Codec
 from regard.text.learn import BaseText
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
@@ -184,7 +184,7 @@ def match_weights(config: Config, labels: tuple[str, ...], run: str | Path) -> W
 
     The classifier is fresh if the run has other `labels`, or does not say which it has.
     """
-    new_labels = config.output == "classes" and read_config(Path(run)).labels != labels
+    new_labels = TASKS[infer_task(config)].labels and read_config(Path(run)).labels != labels
     with _weights(run) as file:
         theirs = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
     ours = {name: list(x.shape) for name, x in weights_of(on_meta(config)).items()}
@@ -284,7 +284,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
         for name, parameter in model.named_parameters():
             wanted = name in fresh or name in adapters or any(_within(name, part) for part in train.parts or ())
             parameter.requires_grad_(wanted)
-    if model.pooler is not None and model.config.output != "classes":
+    if model.pooler is not None and not model.classifies:
         model.pooler.requires_grad_(False)  # only a classifier reads it
     if not train.lora and train.parts is None:
         return None

@@ -1,0 +1,65 @@
+"""What to tell about a run that has ended: it still improves fast, or its outputs degenerate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from regard.decode.generate import generate
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.metrics import LOWER_IS_BETTER
+from regard.recipe import Train
+from regard.run import Run
+from regard.text.codec import Example
+
+LAST_PART = 0.25  # of the run
+FAST = 0.1  # improvement of the metric within it, as a share of its value
+JUDGED = 100  # examples that are decoded to look at the outputs
+MANY = 0.2  # of the outputs
+DEGENERATE = ("repetition", "length_ratio", "max_length")  # flags of outputs
+
+
+def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | None:
+    """A remark if the metric improved much in the last part of the run, up to its very end; `events` are the log's."""
+    name = train.metric
+    values = [(event["step"], event[name]) for event in events if event["event"] == "valid" and event[name] is not None]
+    if len(values) < 2:
+        return None
+    last_step, last = values[-1]
+    before = [value for step, value in values if step <= (1 - LAST_PART) * last_step]
+    lower = name in LOWER_IS_BETTER
+    if not before or last != (min if lower else max)(value for _, value in values):
+        return None
+    earlier = before[-1]
+    change = (earlier - last) / earlier if lower and earlier else (last - earlier) / last if last else 0.0
+    if change < FAST:
+        return None
+    key = next((key for key in ("minutes", "steps", "epochs") if getattr(train, key) is not None), "minutes")
+    how = f"{earlier:.4g} to {last:.4g} in the last quarter"
+    return f"{name} was still improving fast ({how}); continue with --resume --{key} {2 * getattr(train, key):g}"
+
+
+def judge_outputs(run: Run, examples: Sequence[Example], limit: int) -> str | None:
+    """A remark if many outputs for some of these examples degenerate, none longer than `limit` tokens."""
+    some = list(examples[:: max(1, len(examples) // JUDGED)])[:JUDGED]
+    outputs = [best for best, *_ in generate(run, some, Options(max_length=limit))]
+    return degenerate(outputs, [example.target or "" for example in some])
+
+
+def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str | None:
+    """A remark if many outputs repeat tokens, do not end, or are all the same where the references are not."""
+    total = len(outputs)
+    if not total:
+        return None
+    flagged = sum(any(flag in output.flags for flag in DEGENERATE) for output in outputs)
+    if flagged > MANY * total:
+        return (
+            f"{flagged} of {total} outputs repeat tokens or do not end as they should: the model has not learned the "
+            "task; give it more time or data"
+        )
+    (text, same), expected = Counter(output.text for output in outputs).most_common(1)[0], Counter(references)
+    if same > max(2, MANY * total) and same > 3 * max(expected.values()):
+        return f"{same} of {total} outputs are {text[:40]!r}: the model ignores its input; give it more time or data"
+    return None
