@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal, Self
@@ -20,6 +20,7 @@ from regard.config import Config, Stack, Value, parse
 from regard.errors import UserError, plural
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.model import Model, allocate, on_meta
+from regard.nn.primitives import PackedWeights
 from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.tasks import TASKS, Task, TaskName, infer_task
@@ -53,6 +54,7 @@ class Run:
     labels: tuple[str, ...] = ()
     pixels: Pixels | None = None
     task_name: TaskName | None = None  # None: as the model suggests
+    packed: PackedWeights = field(default_factory=PackedWeights, init=False, repr=False, compare=False)
 
     @property
     def task(self) -> Task:

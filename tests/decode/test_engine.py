@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
+import torch
 from decode_kit import language_model, run_of, same, sources
 
-from regard.decode.generate import Engine, TorchEngine
+from regard.decode.generate import Engine, TorchEngine, generate
+from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.request import Request
+from regard.decode.scoring import score
+from regard.inspect.prune import prune_heads
+from regard.nn import primitives
+from regard.nn.primitives import Linear, linears
 from regard.run import Run
 from regard.text.tokenizer import Tokenizer
 from toykit import call
@@ -51,3 +59,40 @@ def test_the_command_tokenises_a_line_once(toy, monkeypatch: pytest.MonkeyPatch)
     result = call("generate", toy / "run", "-", "--workers", 1, stdin="abcabcab\nßß\n")
     assert result.code == 0 and "2 unknown tokens in 1 line" in result.err
     assert encoded.count("abcabcab") == 1 and encoded.count("ßß") == 1
+
+
+def test_a_run_keeps_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls pack once; weights that were changed or pruned are packed again."""
+    monkeypatch.setattr(primitives, "MIN_WORK", 0)
+    monkeypatch.setattr(primitives, "MIN_ELEMENTS", 0)
+    packed: list[Linear] = []
+    pack = primitives._packed_matmul
+    monkeypatch.setattr(primitives, "_packed_matmul", lambda linear: packed.append(linear) or pack(linear))
+    made, texts = run_of("transformer-tiny", 2), sources(1, 4)
+    run = Run(made.config, made.codec, deepcopy(made.model), made.path)
+    layers = linears(run.model)
+
+    def answers(run: Run) -> list[list[Hypothesis]]:
+        list(score(run, [("ab", "cd")]))
+        return list(generate(run, texts, Options(beam=2, max_length=5)))
+
+    def check() -> None:
+        fresh = Run(run.config, run.codec, deepcopy(run.model), run.path)
+        assert all(map(same, answers(run), answers(fresh)))
+        packed.clear()
+
+    answers(run)
+    assert packed == layers
+    answers(run)
+    assert packed == layers
+    check()
+    with torch.no_grad():
+        layers[0].weight.mul_(-2)
+    answers(run)
+    assert packed == layers[:1]
+    check()
+    run.model = prune_heads(run.model, {"encoder.layers.0.attention": [0]}).eval()
+    run.config = run.model.config
+    answers(run)
+    assert packed == linears(run.model)
+    check()

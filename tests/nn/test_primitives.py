@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from regard.config import Stack
 from regard.nn import primitives
 from regard.nn.adapters import LoraLinear
 from regard.nn.block import FeedForward
-from regard.nn.primitives import Dropout, Linear, MaskPool, bf16_matmuls, linears, packed_matmuls, use_matmuls, use_pool
+from regard.nn.primitives import Dropout, Linear, MaskPool, PackedWeights, bf16_matmuls, linears, use_matmuls, use_pool
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
 def test_a_shared_layer_counts_once_and_others_are_left_alone() -> None:
     shared = Linear(4, 4)
     adapted = LoraLinear(Linear(4, 4), rank=2, alpha=4.0)
-    assert linears(nn.Sequential(shared, nn.ReLU(), adapted), nn.Sequential(shared)) == [shared]
+    assert linears(nn.Sequential(shared, nn.ReLU(), adapted, nn.Sequential(shared))) == [shared]
 
 
 def test_an_error_in_bf16_restores_the_layer() -> None:
@@ -84,22 +86,67 @@ def test_packed_weights_give_the_same_numbers(
         expected = model(x)
         for work in (0, primitives.MIN_WORK):  # always, and where it pays
             monkeypatch.setattr(primitives, "MIN_WORK", work)
-            with use_matmuls(packed_matmuls([model])):
+            with use_matmuls(PackedWeights().matmuls(model)):
                 torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
     assert model[0].matmul is None
+
+
+def replace_weight(linear: Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 2)
+
+
+def replace_data(linear: Linear) -> None:
+    linear.weight.data = linear.weight.detach() * 2
+
+
+CHANGES: dict[str, Callable[[Linear], object]] = {
+    "weight in place": lambda linear: linear.weight.detach().mul_(2),
+    "bias in place": lambda linear: linear.bias.detach().mul_(2),
+    "in inference mode": torch.inference_mode()(lambda linear: linear.weight.mul_(2)),
+    "other weight": replace_weight,
+    "other data": replace_data,
+    "loaded": lambda linear: linear.load_state_dict(Linear(256, 300).state_dict()),
+    "step": lambda linear: (linear.weight.sum().backward(), torch.optim.SGD(linear.parameters(), 1.0).step()),
+    "there and back": lambda linear: linear.double().float().weight.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_packed_weights_are_kept_until_they_change(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Linear], object], bf16: bool
+) -> None:
+    monkeypatch.setattr(primitives, "MIN_WORK", 0)
+    linear, x, packed = Linear(256, 300), torch.randn(5, 256), PackedWeights()
+
+    def product(owner: PackedWeights) -> Tensor:
+        with torch.inference_mode(), use_matmuls(owner.matmuls(linear, bf16)):
+            return linear(x)
+
+    before, first = product(packed), packed.matmuls(linear, bf16)
+    assert torch.equal(product(packed), before) and packed.matmuls(linear, bf16) == first
+    change(linear)
+    after = product(packed)
+    assert torch.equal(after, product(PackedWeights())) and not torch.equal(after, before)
+
+
+def test_weights_without_a_count_of_changes_are_packed_anew() -> None:
+    with torch.inference_mode():
+        linear, packed = Linear(256, 300), PackedWeights()
+        assert packed.matmuls(linear) != packed.matmuls(linear)
 
 
 def test_forward_hooks_run_with_packed_weights() -> None:
     model, seen = Linear(512, 512), []
     model.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    with torch.inference_mode(), use_matmuls(packed_matmuls([model])):
+    with torch.inference_mode(), use_matmuls(PackedWeights().matmuls(model)):
         model(torch.randn(4, 512))
     assert seen == [(4, 512)]
 
 
 def test_an_error_with_packed_weights_restores_the_layer() -> None:
     model = Linear(512, 512)
-    with pytest.raises(RuntimeError), use_matmuls(packed_matmuls([model])):
+    with pytest.raises(RuntimeError), use_matmuls(PackedWeights().matmuls(model)):
         model(torch.randn(4, 511))
     assert model.matmul is None
 
@@ -107,7 +154,7 @@ def test_an_error_with_packed_weights_restores_the_layer() -> None:
 def test_bf16_is_each_matrix_and_input_rounded() -> None:
     model, x = nn.Sequential(Linear(64, 32), Linear(32, 7, bias=False)), torch.randn(2, 3, 64)
     with torch.inference_mode():
-        with use_matmuls(packed_matmuls([model], bf16=True)):
+        with use_matmuls(PackedWeights().matmuls(model, bf16=True)):
             narrow = model(x)
         inner = F.linear(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
         assert narrow.dtype == torch.float32

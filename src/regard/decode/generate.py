@@ -69,8 +69,8 @@ class TorchEngine(Engine):
         self.options = options or Options()
         self.runs = [runs] if isinstance(runs, Run) else list(runs)
         self.preparer = Preparer(self.runs, self.options)
-        models = [run.model for run in self.runs]
-        self.scorer = Scorer(models, self.options.weights, self.preparer.blocked, self.options.precision)
+        models, packed = [run.model for run in self.runs], [run.packed for run in self.runs]
+        self.scorer = Scorer(models, self.options.weights, self.preparer.blocked, self.options.precision, packed)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         codec = self.runs[0].codec

@@ -14,7 +14,7 @@ from regard.decode.request import SearchInput
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State
-from regard.nn.primitives import packed_matmuls, use_matmuls
+from regard.nn.primitives import Matmuls, PackedWeights, use_matmuls
 
 States = tuple[State, ...]  # one per model
 
@@ -28,7 +28,9 @@ class Scorer:
         weights: Sequence[float] = (),
         blocked: Sequence[int] = (),
         precision: Literal["fp32", "bf16"] = "fp32",
+        packed: Sequence[PackedWeights] = (),
     ) -> None:
+        """`packed` are products that the owners of the models keep, one for each."""
         self.models = list(models)
         if any(model.training for model in models):
             raise ValueError("a model in training mode drops out at random; call eval() first")
@@ -41,7 +43,9 @@ class Scorer:
         self.eos = config.ids.eos
         self.vocab = config.target_vocab
         self.device = self.models[0].device
-        self.matmuls = packed_matmuls(self.models, precision == "bf16")
+        self.matmuls: Matmuls = {}
+        for model, kept in zip(self.models, packed or [PackedWeights() for _ in models], strict=True):
+            self.matmuls = {**self.matmuls, **kept.matmuls(model, precision == "bf16")}
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
 
     def start(self, inputs: Sequence[SearchInput]) -> States:

@@ -72,7 +72,7 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
     check_ensemble(runs)
-    scorer = Scorer([run.model for run in runs], options.weights)
+    scorer = Scorer([run.model for run in runs], options.weights, packed=[run.packed for run in runs])
     for window in windows(pairs, options.window):
         examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
         sources, targets, flags = _encode(runs, examples, options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,17 +85,44 @@ MIN_ELEMENTS, MIN_WORK = 1 << 16, 1 << 19
 PACKED_ROWS = 32  # input rows that the packed layout is tuned for; it is good for any number
 
 
-def packed_matmuls(models: Sequence[nn.Module], bf16: bool = False) -> Matmuls:
-    """Products for inference with the weights of now: packed for oneDNN when first used, or rounded to bfloat16."""
-    if bf16:
-        return {linear: _bf16_matmul(linear) for linear in linears(*models)}
-    return {linear: _packed_matmul(linear) for linear in linears(*models) if _can_be_packed(linear)}
+class PackedWeights:
+    """Products for inference that are kept as long as their weights do not change.
+
+    A change is one that autograd would notice: another tensor, or an in-place operation on the same. One through
+    `.data` on the same memory goes unseen.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Linear, bool], tuple[tuple[Any, ...], Matmul]] = {}
+
+    def matmuls(self, model: nn.Module, bf16: bool = False) -> Matmuls:
+        """The products of a model with the weights of now: packed for oneDNN when first used, or in bfloat16."""
+        result: dict[Linear, Matmul] = {}
+        kept: dict[tuple[Linear, bool], tuple[tuple[Any, ...], Matmul]] = {}
+        for linear in linears(model):
+            if not (bf16 or _can_be_packed(linear)):
+                continue
+            state = (*_state(linear.weight), *_state(linear.bias))
+            before, matmul = self._kept.get((linear, bf16), (None, None))
+            if matmul is None or before != state:
+                matmul = (_bf16_matmul if bf16 else _packed_matmul)(linear)
+            result[linear] = matmul
+            kept[linear, bf16] = state, matmul
+        self._kept = kept  # nothing of layers that are gone
+        return result
 
 
-def linears(*models: nn.Module) -> list[Linear]:
-    """The layers of some models whose product can be replaced, each once."""
-    modules = {id(module): module for model in models for module in model.modules()}.values()
-    return [module for module in modules if isinstance(module, Linear)]
+def _state(x: Tensor | None) -> tuple[Any, ...]:
+    """What tells whether a tensor is the one it was; an inference tensor counts no changes and never equals itself."""
+    if x is None:
+        return ()
+    version = object() if x.is_inference() else x._version
+    return x.data_ptr(), version, x.shape, x.dtype, x.device
+
+
+def linears(model: nn.Module) -> list[Linear]:
+    """The layers of a model whose product can be replaced, each once."""
+    return [module for module in model.modules() if isinstance(module, Linear)]
 
 
 def _can_be_packed(linear: Linear) -> bool:
@@ -114,7 +141,7 @@ def _bf16_matmul(linear: Linear) -> Matmul:
 
 
 def _packed_matmul(linear: Linear) -> Matmul:
-    weight, bias = linear.weight, linear.bias
+    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     packed: Tensor | None = None
 
     def matmul(x: Tensor) -> Tensor:
@@ -122,7 +149,7 @@ def _packed_matmul(linear: Linear) -> Matmul:
         if x.numel() // x.shape[-1] * weight.numel() < MIN_WORK:
             return F.linear(x, weight, bias)
         if packed is None:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return out
 
