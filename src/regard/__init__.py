@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from regard.config import Config as Config
     from regard.config import Stack as Stack
     from regard.decode.options import Options as Options
+    from regard.decode.request import Request as Request
     from regard.errors import UserError as UserError
     from regard.inspect.circuits import attribute as attribute
     from regard.inspect.circuits import ov as ov
@@ -36,6 +37,7 @@ _NAMES = {
     "api": ("LoadedRun", "load", "train"),
     "config": ("Config", "Stack"),
     "decode.options": ("Options",),
+    "decode.request": ("Request",),
     "errors": ("UserError",),
     "inspect.circuits": ("attribute", "ov", "qk", "rollout", "top_neurons"),
     "inspect.heads": ("induction_scores",),

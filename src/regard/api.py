@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +19,12 @@ from regard.config import parse
 from regard.data.memory import in_memory, shown
 from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
-from regard.decode.generate import Piece, generate, stream
+from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import BatchSettings, Options, OptionSettings, ScoringSettings
 from regard.decode.request import Input, Request
 from regard.decode.scoring import Pair, Scored, score
+from regard.decode.stream import TokenStream, stream
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError
 from regard.evaluate.by_task import EvaluationRequest, evaluate_file
@@ -77,10 +78,13 @@ class LoadedRun(Run):
         ensemble: Sequence[Run] = (),
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
-    ) -> Iterator[Piece]:
-        """The output for one input as it is decided, token by token; greedy unless `sample` is set."""
+    ) -> TokenStream:
+        """The output for one input as it is decided, token by token; greedy unless `sample` is set.
+
+        Closing the stream ends the decoding; its `hypothesis` is the whole output at the end.
+        """
         if not isinstance(item, str | Example | Request):
-            raise UserError(f"stream: takes one text or regard.Example, not {shown(item)}")
+            raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown(item)}")
         _check_texts("stream", item)
         return stream(self._runs(ensemble), item, self._options(options, settings))
 

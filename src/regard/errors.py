@@ -38,7 +38,7 @@ SYNONYMS = {
     "classes": "num_classes n_classes num_labels",
     # text and data
     "data": "train train_file train_data training_data traindata dataset corpus input",
-    "source": "src train_src source_file",
+    "source": "src train_src source_file text prompt input sentence",
     "target": "tgt trg train_tgt target_file reference references",
     "valid": "dev val validation eval_data valid_data validation_data validation_file dev_data",
     "columns": "cols fields",
@@ -109,6 +109,8 @@ SYNONYMS = {
     "exact": "early_stopping",
     "require": "force_words constraints include",
     "forbid": "bad_words exclude suppress",
+    "stop": "stop_strings stop_string stop_sequences stop_words until",
+    "top_tokens": "logprobs top_logprobs candidates",
     "alignment": "align attention report_align output_attentions",
     "ensemble": "models",
     "engine": "backend",

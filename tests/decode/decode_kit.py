@@ -110,9 +110,11 @@ POSITIONS = ("rotary", "learned", "alibi", "relative")
 
 
 @cache
-def language_model(position: str, seed: int = 0, frame: str = "start", memory: int = 0) -> Run:
+def language_model(
+    position: str, seed: int = 0, frame: str = "start", memory: int = 0, scheme: str = "char", letters: str = LETTERS
+) -> Run:
     """A decoder alone, of random weights, with positions for 40 tokens where they are learned."""
-    codec = Codec(tokenizer("char"), frame=frame)  # type: ignore[arg-type]
+    codec = Codec(tokenizer(scheme, letters), frame=frame)  # type: ignore[arg-type]
     stack = {"layers": 2, "width": WIDTH, "heads": 2, "ff": 2 * WIDTH, "norm_at": "pre", "dropout": 0.0}
     stack |= {"position": position, "max_length": 40, "memory": memory}
     vocab = codec.target_vocab

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch_independence import STRATEGIES
 
-from regard.decode.generate import generate, stream
+from regard.decode.generate import generate
 from regard.decode.options import Options
 from regard.decode.request import Request
 from regard.decode.scoring import score
+from regard.decode.stream import stream
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State
@@ -143,8 +144,3 @@ def test_what_needs_a_source_or_a_decoder_is_refused() -> None:
     config = both.config.model_copy(update={"decoder": None})
     with pytest.raises(UserError, match="with a decoder"):
         list(generate(Run(config, both.codec, Model(config).eval(), both.path), ["a"]))
-
-
-def test_a_line_that_cannot_be_used_gives_nothing() -> None:
-    bad, empty = generate(language_model("rotary", 0), [Request("", skip=True), Request("")], Options(min_length=2))
-    assert bad[0].text == "" and "empty" in bad[0].flags and len(empty[0].ids) > 2

@@ -35,7 +35,7 @@ def test_it_finds_what_string_search_finds(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int]
 ) -> None:
     ids = [index % len(tokens) for index in ids]
-    made = make_phrases(require, forbid, spelling(tokens))
+    made = make_phrases([[x] for x in require], forbid, spelling(tokens))
     text = spelled(tokens, ids)
     needed = made.tokens_needed(ids)
     assert (needed is None) == any(occurs(phrase, text) for phrase in forbid)
@@ -49,10 +49,10 @@ def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject)
     places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, len(text))).map(lambda p: text[p[0] : p[0] + p[1]])
     inside = data.draw(st.lists(places, min_size=1, max_size=4))
     three = spelling([(letter,) for letter in range(3)])
-    assert make_phrases(inside, [], three).tokens_needed(text) == 0
+    assert make_phrases([[x] for x in inside], [], three).tokens_needed(text) == 0
     for phrase in inside:
         assert make_phrases([], [*inside[1:], phrase], three).tokens_needed(text) is None
-        assert make_phrases([(*text, 0)], [phrase], three).tokens_needed([]) == NEVER
+        assert make_phrases([[(*text, 0)]], [phrase], three).tokens_needed([]) == NEVER
 
 
 @settings(max_examples=150, deadline=None)
@@ -60,7 +60,7 @@ def test_it_finds_phrases_inside_one_another(text: Letters, data: st.DataObject)
 def test_it_knows_the_shortest_way(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], usable: list[bool]
 ) -> None:
-    made = make_phrases(require, forbid, spelling(tokens, usable))
+    made = make_phrases([[x] for x in require], forbid, spelling(tokens, usable))
     needed = made.tokens_needed([])
     assert needed is not None
     allowed = [index for index in range(len(tokens)) if usable[index]]
@@ -78,7 +78,7 @@ def test_it_knows_the_shortest_way(
 def test_needs_fall_by_one_along_some_token() -> None:
     """So a search that always leaves enough room can always go on."""
     tokens: list[Letters] = [(0,), (1,), (2,), (0, 1), (2, 2, 0)]
-    made = make_phrases([(0, 1, 2), (2, 0, 0), (1, 1)], [(1, 2, 2)], spelling(tokens))
+    made = make_phrases([[(0, 1, 2)], [(2, 0, 0)], [(1, 1)]], [(1, 2, 2)], spelling(tokens))
     seen, queue = {(0, 0)}, deque([(0, 0)])
     while queue:
         met, state = queue.popleft()
@@ -96,8 +96,8 @@ def test_needs_fall_by_one_along_some_token() -> None:
 
 def test_what_cannot_be_spelled_is_never_met() -> None:
     three = spelling([(0,), (1,), (2,)], [True, True, False])
-    assert make_phrases([(0, 2)], [], three).tokens_needed([]) == NEVER
-    assert make_phrases([(0, 1)], [(1,)], three).tokens_needed([]) == NEVER
+    assert make_phrases([[(0, 2)]], [], three).tokens_needed([]) == NEVER
+    assert make_phrases([[(0, 1)]], [(1,)], three).tokens_needed([]) == NEVER
     assert make_phrases([], [(1,)], three).tokens_needed([1]) is None
 
 
@@ -109,7 +109,50 @@ def test_the_end_may_have_letters_too(
     tokens: list[Letters], require: list[Letters], forbid: list[Letters], ids: list[int], end: Letters
 ) -> None:
     ids = [index % len(tokens) for index in ids]
-    made = make_phrases(require, forbid, spelling(tokens, end=end))
+    made = make_phrases([[x] for x in require], forbid, spelling(tokens, end=end))
     text = spelled(tokens, ids) + end
     may_end = all(occurs(phrase, text) for phrase in require) and not any(occurs(phrase, text) for phrase in forbid)
     assert (made.tokens_needed(ids) == 0) == may_end
+
+
+@settings(max_examples=300, deadline=None)
+@given(vocabularies, phrases, phrases, st.lists(st.integers(0, 5), max_size=8))
+def test_it_finds_the_first_stop_string(
+    tokens: list[Letters], stop: list[Letters], forbid: list[Letters], ids: list[int]
+) -> None:
+    ids = [index % len(tokens) for index in ids]
+    made = make_phrases([], forbid, spelling(tokens), stop)
+    text = spelled(tokens, ids)
+    ends = [(start + len(s), start) for s in stop for start in range(len(text)) if text[start : start + len(s)] == s]
+    lengths = [len(spelled(tokens, ids[:n])) for n in range(len(ids) + 1)]
+    if not ends:
+        assert made.find_stop(ids) is None
+        certain = made.tokens_certain(ids)
+        held = max((n for s in stop for n in range(len(s)) if text[len(text) - n :] == s[:n]), default=0)
+        assert certain == sum(length <= len(text) - held for length in lengths[1:])
+        return
+    end, start = min(ends)
+    assert made.find_stop(ids) == (
+        next(n for n, length in enumerate(lengths) if length >= end),
+        sum(length < start for length in lengths[:-1]),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(vocabularies, phrases, phrases, phrases, st.lists(st.booleans(), min_size=6, max_size=6))
+def test_it_knows_the_shortest_way_among_alternatives_and_stop_strings(
+    tokens: list[Letters], require: list[Letters], either: list[Letters], stop: list[Letters], usable: list[bool]
+) -> None:
+    made = make_phrases([[x] for x in require] + [either] * bool(either), [], spelling(tokens, usable), stop)
+    needed = made.tokens_needed([])
+    allowed = [index for index in range(len(tokens)) if usable[index]]
+    for length in range(5):
+        found = False
+        for ids in product(allowed, repeat=length):
+            text = spelled(tokens, list(ids))
+            met = all(occurs(x, text) for x in require) and (not either or any(occurs(x, text) for x in either))
+            stopped = made.find_stop(ids)
+            found = found or (met and (stopped is None or stopped[0] == length))
+        assert found == (needed == length) or needed < length
+        if found:
+            break

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
+from decode_kit import LETTERS, NAMES, language_model, names, run_of, seeds, sources, trained, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from regard.decode.phrases import Spelling, is_combining, make_phrases
 from regard.decode.request import Request, SearchInput
 from regard.decode.rules import PhraseConstraint
 from regard.decode.scoring import score
+from regard.errors import UserError
+from regard.run import Run
 
 STRATEGIES: list[dict[str, object]] = [
     {},
@@ -61,7 +64,7 @@ def case(rng: random.Random, scheme: str) -> tuple[Request, dict[str, object]]:
 def check(request: Request, chosen: dict[str, object], scheme: str, hypothesis: Hypothesis) -> None:
     text = hypothesis.text
     assert text.startswith(request.prefix)
-    assert all(contains(phrase, text, scheme) for phrase in request.require), (request, chosen, text)
+    assert all(contains(phrase, text, scheme) for (phrase,) in request.require), (request, chosen, text)
     assert not any(contains(phrase, text, scheme) for phrase in request.forbid), (request, chosen, text)
     assert chosen.get("min_length", 0) <= len(hypothesis.ids) - 1 <= chosen["max_length"]
 
@@ -130,15 +133,99 @@ def test_no_ngram_comes_twice(chosen: dict[str, object], size: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", STRATEGIES)
-def test_what_is_required_wins_over_ngram_blocking(chosen: dict[str, object]) -> None:
+def test_ngram_blocking_holds_for_what_is_required_and_for_prefixes(chosen: dict[str, object]) -> None:
     for name in NAMES:
-        options = Options.of(no_repeat_ngram=1, require=("aba",), max_length=8, **chosen)
-        assert all("aba" in h.text for row in generate(run_of(name, 3), sources(5, 4), options) for h in row)
+        for phrase, size, possible in (("aba", 1, False), ("abab", 2, False), ("abca", 2, True)):
+            options = Options.of(no_repeat_ngram=size, require=(phrase,), max_length=9, **chosen)
+            for h in (h for row in generate(run_of(name, 3), sources(5, 4), options) for h in row):
+                grams = [h.ids[i : i + size] for i in range(len(h.ids) - size)]
+                assert len(set(grams)) == len(grams)
+                assert ("unsatisfied" in h.flags) == (phrase not in h.text) and (possible or not h.text)
+        options = Options.of(no_repeat_ngram=2, max_length=9, **chosen)
+        (row,) = generate(run_of(name, 3), [Request("abc", prefix="fabab")], options)
+        assert "prefix 'fabab': 'ab' comes twice" in row[0].flags["unsatisfied"]
+
+
+def every_output(run: Run, source: str, longest: int, options: Options) -> dict[str, list[tuple[float, float]]]:
+    """Of every text of the letters a and b that an output may have: the values to rank it by, and its scores.
+
+    By the definition: an output ends with its end token, or at the limit if it is a continuation, or when a stop string
+    is complete, of which neither text nor score are kept.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    texts = ["".join(letters) for length in range(longest + 1) for letters in product("ab", repeat=length)]
+    for text, scored in zip(texts, score(run, [(source, text) for text in texts]), strict=True):
+        ends = [(at + len(stop), at) for stop in options.stop if (at := text.find(stop)) >= 0]
+        end, kept = min(ends, default=(None, len(text)))
+        if end is not None and end < len(text):
+            continue  # it goes on after a stop string
+        ended = end is None and (run.task.seq2seq or len(text) < longest)
+        numbers = scored.token_scores if ended else scored.token_scores[:-1]
+        grams = [text[i : i + options.no_repeat_ngram] for i in range(len(text) - options.no_repeat_ngram + 1)]
+        required = all(x in text[:kept] for x in options.require)
+        required = required and (not options.require_any or any(x in text[:kept] for x in options.require_any))
+        allowed = required and not any(x in text for x in options.forbid) and text[:kept].startswith(options.prefix)
+        if allowed and kept >= options.min_length and (not options.no_repeat_ngram or len(set(grams)) == len(grams)):
+            value = sum(numbers) / max(1, len(numbers))
+            found.setdefault(text[:kept], []).append((value, sum(numbers[: kept + ended])))
+    return found
+
+
+short = st.text("ab", min_size=1, max_size=3)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([*NAMES, "language model"]), st.integers(0, 3), words,
+    st.fixed_dictionaries({}, optional={
+        "require": st.lists(short, max_size=2), "require_any": st.lists(short, min_size=1, max_size=3),
+        "forbid": st.lists(short, max_size=2), "stop": st.lists(short, max_size=2), "prefix": short,
+        "no_repeat_ngram": st.integers(1, 3), "min_length": st.integers(0, 3),
+    }),
+)  # fmt: skip
+def test_a_beam_as_wide_as_everything_is_enumeration(name: str, seed: int, source: str, chosen: dict[str, Any]) -> None:
+    run = language_model("rotary", seed, letters="ab") if name == "language model" else run_of(name, seed, "char", "ab")
+    source = source.translate(str.maketrans("cdef", "abab")) if name == "language model" else source
+    options = Options.of(beam=150, exact=True, max_length=5, **chosen)
+    truth = every_output(run, source, 5, options)
+    try:
+        (found,) = next(generate(run, [source], options))
+    except UserError as error:  # only what cannot be, or what is cut away with a stop string
+        assert not truth or "a part of one begins the other" in str(error)
+        return
+    if not truth:
+        assert "unsatisfied" in found.flags
+        return
+    best = max(value for row in truth.values() for value, _ in row)
+    value, total = max(truth[found.text])
+    assert value == pytest.approx(best, abs=1e-5)
+    assert found.score == pytest.approx(total, abs=1e-5) == sum(found.token_scores)
+    assert ("stopped" in found.flags) == (found.ids[-1:] != (3,) and "max_length" not in found.flags)
+
+
+@pytest.mark.parametrize("scheme", ["char", "space", "bpe:290"])
+def test_one_of_several_forms_is_enough(scheme: str) -> None:
+    def spelled(text: str) -> str:
+        return " ".join(text) if scheme == "space" else text
+
+    forms = tuple(map(spelled, ("fade", "face", "fad")))
+    for name in NAMES:
+        run = run_of(name, 2, scheme)
+        for chosen in STRATEGIES:
+            options = Options.of(max_length=14, **chosen)
+            either = Request("cab", require=[forms, spelled("bb")])
+            for h in next(generate(run, [either], options)):
+                assert any(contains(form, h.text, scheme) for form in forms) and contains(spelled("bb"), h.text, scheme)
+            same_wish = Options.of(max_length=14, require=[spelled("bb")], require_any=forms, **chosen)
+            assert next(generate(run, ["cab"], same_wish)) == next(generate(run, [either], options))
+        alone = [next(generate(run, [Request("cab", require=[f])], Options(beam=40, max_length=8)))[0] for f in forms]
+        (any_of,) = next(generate(run, [Request("cab", require=[forms])], Options(beam=40, max_length=8)))
+        assert any_of.normalized >= max(h.normalized for h in alone) - 1e-5
 
 
 def test_a_path_that_would_end_takes_up_a_phrase_and_stays_with_it() -> None:
     spelling = Spelling([(index,) for index in range(9)], [index > 3 for index in range(9)], 3)
-    item = SearchInput(((4, 3),), 20, phrases=make_phrases([(4, 5, 6)], [], spelling))
+    item = SearchInput(((4, 3),), 20, phrases=make_phrases([[(4, 5, 6)]], [], spelling))
     rule = PhraseConstraint([item], 3, 9, torch.device("cpu"), redistribute=True)
     here, alive = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
     likes_end = torch.tensor([[1.0, 1, 1, 50, 1, 1, 1, 1, 9]]).log_softmax(-1)

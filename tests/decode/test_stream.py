@@ -6,9 +6,10 @@ import pytest
 import torch
 from decode_kit import LETTERS, NAMES, run_of, sources
 
-from regard.decode.generate import generate, stream
+from regard.decode.generate import generate
 from regard.decode.options import Options
 from regard.decode.request import Request
+from regard.decode.stream import stream
 from regard.errors import UserError
 
 
@@ -39,11 +40,40 @@ def test_it_comes_as_it_is_decided() -> None:
         handle.remove()
 
 
-def test_constraints_are_kept() -> None:
+@pytest.mark.parametrize("scheme", ["char", "nfd"])
+def test_constraints_are_kept(scheme: str) -> None:
+    run = run_of("transformer-tiny", 2, scheme, "fadebcé" if scheme == "nfd" else LETTERS)
     request = Request("fade", prefix="cc", require=("bad",), forbid=("e",))
-    for options in (Options(max_length=12), Options(max_length=12, sample=True)):
-        text = "".join(piece.text for piece in stream(run_of("transformer-tiny", 2), request, options))
+    for settings in ({}, {"sample": True}, {"top_tokens": 2}, {"sample": True, "top_tokens": 2, "alignment": True}):
+        options = Options.of(max_length=12, **settings)
+        pieces = stream(run, request, options)
+        shown = list(pieces)
+        text = "".join(piece.text for piece in shown)
         assert text.startswith("cc") and "bad" in text and "e" not in text
+        ((whole, *_),) = generate(run, [request], options)
+        assert pieces.hypothesis is not None and text == whole.text == pieces.hypothesis.text
+        assert pieces.hypothesis.flags == whole.flags and pieces.hypothesis.ids == whole.ids
+        assert (pieces.hypothesis.alignment is None) == (whole.alignment is None)
+        for piece, top in zip(shown, whole.top_tokens, strict=bool(whole.top_tokens)):
+            assert [x for _, x in piece.top_tokens] == pytest.approx([x for _, x in top], abs=1e-5)
+
+
+def test_closing_it_ends_the_decoding() -> None:
+    run, calls = run_of("rnn-luong", 1), []
+    handle = run.model.output.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        pieces = stream(run, "abc", Options(max_length=9, min_length=9))
+        next(pieces)
+        pieces.close()
+        assert list(pieces) == [] and pieces.hypothesis is None and len(calls) == 1
+    finally:
+        handle.remove()
+
+
+def test_where_nothing_is_left_the_whole_is_empty_and_flagged() -> None:
+    options = Options(forbid=tuple("abcdef"), min_length=3, max_length=5)
+    pieces = stream(run_of("rnn-luong", 1), "abc", options)
+    assert list(pieces) == [] and pieces.hypothesis is not None and "unsatisfied" in pieces.hypothesis.flags
 
 
 def test_what_cannot_stream() -> None:

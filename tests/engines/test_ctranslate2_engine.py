@@ -240,7 +240,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exact": {"beam": 2, "exact": True},
     "min_p": {"sample": True, "min_p": 0.1},
     "require": {"require": ("a",)},
+    "require_any": {"require_any": ("a", "b")},
     "forbid": {"forbid": ("a",)},
+    "stop": {"stop": ("a",)},
+    "top_tokens": {"top_tokens": 2},
     "alternatives": {"alternatives": 2},
     "alternatives_at": {"alternatives": 2, "alternatives_at": 1},
     "alignment": {"alignment": True},
@@ -259,6 +262,10 @@ def test_every_option_is_supported_or_refused(run):
     assert OTHERS.keys() | SUPPORTED_OPTIONS == set(Options.model_fields) and not OTHERS.keys() & SUPPORTED_OPTIONS
     with pytest.raises(UserError, match="forbid"):
         CTranslate2Engine(run)([Request("abc", forbid=("a",))])
+    with pytest.raises(UserError, match="stop"):
+        CTranslate2Engine(run)([Request("abc", stop=("a",))])
+    with pytest.raises(UserError, match="seed: the engine ctranslate2"):
+        CTranslate2Engine(run, Options(sample=True))([Request("abc", seed=3)])
     with pytest.raises(UserError, match="engine ctranslate2"):
         Options.of(precision="int8")
 

@@ -26,12 +26,12 @@ FIELDS = {
     ),
     SAMPLING: ("sample", "temperature", "top_k", "top_p", "min_p", "seed"),
     STEERING: (
-        "prefix", "require", "forbid", "alternatives", "alternatives_at", "no_repeat_ngram", "repetition_penalty",
-        "unknown",
+        "prefix", "require", "require_any", "forbid", "stop", "alternatives", "alternatives_at", "no_repeat_ngram",
+        "repetition_penalty", "unknown",
     ),
     OUTPUT: (
         "min_length", "max_length", "min_ratio", "max_ratio", "max_source", "alignment", "alignment_heads",
-        "batch_tokens", "window", "precision",
+        "top_tokens", "batch_tokens", "window", "precision",
     ),
 }  # fmt: skip
 ENGINES = ("regard", "ctranslate2")

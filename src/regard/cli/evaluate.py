@@ -42,7 +42,8 @@ from regard.tasks import Reads
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
 LONGEST = 40  # characters of an example that are shown
 NOTHING = "∅"  # in place of a token that was inserted or deleted
-ONE_OUTPUT = ("nbest", "alternatives", "alternatives_at", "alignment")  # fields of further outputs: one is judged
+# fields of what is shown beside the one output that is judged
+ONE_OUTPUT = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
 SEARCH = tuple(name for names in FIELDS.values() for name in names if name not in ONE_OUTPUT)
 LINES = ("target", "columns", "reference", "strict", "confusions")
 READY = (*LINES, "outputs", *MetricSettings.model_fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from inspect import Parameter, signature
 from queue import Empty, Queue
 from stat import S_ISREG
 from threading import Thread
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
@@ -20,9 +21,10 @@ from pydantic import BaseModel
 
 from regard.batch import windows
 from regard.cli import READER
+from regard.cli.tables import message
 from regard.config import parse
 from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, Source, read_lines, shown
-from regard.decode.request import Request
+from regard.decode.request import ANSWER_KEYS, Request, parse_request
 from regard.device import choose_device, cores, tune_allocator
 from regard.errors import UserError
 from regard.recipe import Column, Data
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from regard.decode.generate import Engine, TorchEngine
 
 SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
+JSONL = (".jsonl", ".ndjson")  # files whose lines are JSON objects
+BAD_REQUEST = "not a valid request"  # a reason to skip a line
 
 # Options of several verbs
 
@@ -181,37 +185,56 @@ def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads:
 # Lines
 
 
-class InputLines:
-    """The lines of a file as requests. A bad line is an empty request, counted and named at the end."""
+class InputLine(NamedTuple):
+    """A line as a request; or, with an empty one, what is wrong with it."""
 
-    def __init__(self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False) -> None:
+    location: str
+    number: int
+    request: Request
+    extra: Mapping[str, Any] = MappingProxyType({})  # keys of a JSON line that are not part of a request
+    error: str = ""
+
+
+class InputLines:
+    """The lines of a file as requests: columns, or JSON objects. A bad line is counted, and named at the end."""
+
+    def __init__(
+        self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False, jsonl: bool = False
+    ) -> None:
         self.path = path
         self.is_file = _is_file(path)
+        self.jsonl = jsonl or path.removesuffix(".gz").endswith(JSONL)
         self.codec = codec
         self.counter = LineCounter()
         self.unknown = UnknownTokens()
         self.targets_ignored = 0
+        self.fields = [name for name in Request.model_fields if name != "features" or "features" in codec.columns]
         self._names = [name for name in codec.columns if name != "target"]
         self._target_at = codec.columns.index("target") if "target" in codec.columns else None
         self._prompts = prompts
         self._prefix_column = prefix_column
+        if self.jsonl and prefix_column:
+            raise UserError("--prefix-column: lines of JSON have no columns; give each its prefix by the key prefix")
 
-    def batches(self, most: int) -> Iterator[list[Request]]:
-        """The requests, `most` at a time; from a pipe, as many as have come, so that no line waits for the next."""
+    def batches(self, most: int) -> Iterator[list[InputLine]]:
+        """The lines, `most` at a time; from a pipe, as many as have come, so that no line waits for the next."""
+        if self.path == STDIN and sys.stdin is not None and sys.stdin.isatty():
+            what = "a JSON object" if self.jsonl else "a source"
+            message(f"reading standard input: {what} per line; Ctrl-D ends it (or name a file after the run)")
         lines = read_lines(self.path)
         for batch in windows(lines, most) if self.is_file else _available(lines, most):
-            yield [self._request(line) for line in batch]
+            yield [self._read(line) for line in batch]
 
-    def note_unknown(self, requests: Sequence[Request], rows: Sequence[Sequence[int]]) -> None:
-        """Count the unknown tokens of requests; `rows` are the ids of their sources."""
-        examples = [Example(request.source, None, request.features) for request in requests]
+    def note_unknown(self, lines: Sequence[InputLine], rows: Sequence[Sequence[int]]) -> None:
+        """Count the unknown tokens of lines; `rows` are the ids of their sources."""
+        examples = [Example(line.request.source, None, line.request.features) for line in lines]
         self.codec.note_unknown(examples, self.unknown, rows)
 
-    def note_flags(self, number: int, flags: dict[str, str]) -> None:
+    def note_flags(self, line: InputLine, flags: dict[str, str]) -> None:
         """Count a line whose output is empty for the reason that these flags give."""
         for name, reason in (("too_long", LONG), ("unsatisfied", UNMET)):
             if name in flags:
-                self.counter.skip(reason, f"{shown(self.path)}:{number}", flags[name], tell=True)
+                self.counter.skip(reason, line.location, flags[name], tell=True)
 
     def remarks(self) -> list[str]:
         """Messages about lines that could not be used, ignored columns and unknown tokens."""
@@ -225,25 +248,76 @@ class InputLines:
             remarks.append(self.unknown.summary())
         return remarks
 
-    def _request(self, line: Line) -> Request:
+    def _read(self, line: Line) -> InputLine:
         self.counter.read += 1
         location = f"{shown(self.path)}:{line.number}"
         if line.problem:
-            self.counter.skip(line.problem, location)
-            return Request("", skip=True)
+            return self._bad(line, location, line.problem)
+        return self._from_json(line, location) if self.jsonl else self._from_columns(line, location)
+
+    def _bad(
+        self, line: Line, location: str, reason: str, detail: str = "", source: str = "", extra: Mapping[str, Any] = {}
+    ) -> InputLine:
+        self.counter.skip(reason, location, detail, tell=bool(detail))
+        return InputLine(location, line.number, Request(source), extra, detail or reason)
+
+    def _from_columns(self, line: Line, location: str) -> InputLine:
         cells = line.text.split("\t")
         prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
         if self._prompts:  # of a language model: any text
-            return Request("\t".join(cells), None, prefix)
+            return InputLine(location, line.number, Request("\t".join(cells), None, prefix))
         if len(cells) == len(self._names) + 1 and self._target_at is not None:
             del cells[self._target_at]
             self.targets_ignored += 1
         if len(cells) != len(self._names):
             if line.text.strip():
-                self.counter.skip(COLUMNS, location)
-            return Request("")
+                return self._bad(line, location, COLUMNS)
+            return InputLine(location, line.number, Request(""))
         row = dict(zip(self._names, cells, strict=True))
-        return Request(row["source"], row.get("features"), prefix)
+        return InputLine(location, line.number, Request(row["source"], row.get("features"), prefix))
+
+    def _from_json(self, line: Line, location: str) -> InputLine:
+        data: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        try:
+            data = _json_object(line.text)
+            extra = {key: value for key, value in data.items() if key not in (*Request.model_fields, *ANSWER_KEYS)}
+            request = parse_request(data, self.fields)
+            if "features" in self.fields and request.features is None:
+                raise UserError("features: is required, since the run was trained with features")
+        except UserError as error:
+            source = data.get("source")
+            return self._bad(line, location, BAD_REQUEST, str(error), source if isinstance(source, str) else "", extra)
+        return InputLine(location, line.number, request, extra)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """A JSON object without keys that come twice, NaN and half characters, all of which would be lost."""
+
+    def refuse(word: str) -> None:
+        raise UserError(f"not JSON: {word}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        data = dict(pairs)
+        for key in data if len(data) < len(pairs) else ():
+            if sum(name == key for name, _ in pairs) > 1:
+                raise UserError(f"{key}: comes twice")
+        return data
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        if "\\u" in text:
+            json.dumps(data, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        wrong = f"{error.msg}, at column {error.colno}" if text.strip() else "a blank line"
+        raise UserError(f"not JSON: {wrong}") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"not text: {error.object[error.start]!r} is half of a character") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON that can be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f'not a JSON object, such as {{"source": "abc"}}, but {str(data)[:40]!r}')
+    return data
 
 
 def _is_file(path: str) -> bool:

@@ -20,10 +20,10 @@ def message(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def out(line: str) -> None:
+def out(line: str, end: str = "\n") -> None:
     """Write a line of data."""
     with report_write_errors():
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(line + end)
 
 
 def out_json(value: dict[str, Any]) -> None:

@@ -148,7 +148,7 @@ def beam_search(
     device, groups, penalty = scorer.device, options.groups, options.length_penalty
     enough, keep = options.beam // groups, options.mbr or options.nbest
     width = enough + extra
-    constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint) and rule.requires), None)
+    constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint)), None)
     alive_A = torch.arange(len(inputs), device=device)
     limit_B = torch.tensor([item.limit for item in inputs], device=device)
     longest_B = (limit_B + 1).float() ** penalty
@@ -172,7 +172,7 @@ def beam_search(
         if coverage is not None:
             coverage.add()
         value_AGWV = steer(logp_NV, rules, t, alive_A).view(*sum_AGW.shape, -1)
-        stages = None if constraint is None else constraint.stages(alive_A)
+        stages = constraint.stages(alive_A) if constraint is not None and constraint.requires else None
         picks = _pick_groups(sum_AGW, value_AGWV, scorer.eos, width, options.diversity, stages)
         parent_AGW = torch.stack([p.parent_AW for p in picks], 1)
         sum_next_AGW = torch.stack([p.sum_AW for p in picks], 1)
@@ -180,11 +180,15 @@ def beam_search(
         ended_AGC = torch.stack([p.ended_AC for p in picks], 1)
         first_row_AG1 = torch.arange(len(alive_A) * groups, device=device).view(-1, groups, 1) * sum_AGW.shape[2]
         if bool(ended_AGC.any()):
-            length_A11 = (stop_B[alive_A] - t).clamp(0, 1).add(t)[:, None, None]  # with the end token, if there is one
-            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / length_A11.clamp(min=1) ** penalty
             row_AGC = torch.stack([p.ended_parent_AC for p in picks], 1) + first_row_AG1
+            row_AGC = row_AGC.masked_fill(~ended_AGC, 0)
+            length_AGC = (stop_B[alive_A] - t).clamp(0, 1)[:, None, None].expand(row_AGC.shape)  # 1: has an end token
+            if constraint is not None and constraint.stop_QV is not None:
+                length_AGC = length_AGC.masked_fill(constraint.stopped_N[row_AGC], 0)
+            length_AGC = (length_AGC + t).clamp(min=1)
+            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / length_AGC**penalty
             if coverage is not None:
-                value_AGC += coverage.value(alive_A).flatten()[row_AGC.masked_fill(~ended_AGC, 0)]
+                value_AGC += coverage.value(alive_A).flatten()[row_AGC]
             value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
             finished.add(alive_A, value_AGC, t, row_AGC)
             ended_BG[alive_A] += ended_AGC.sum(2)

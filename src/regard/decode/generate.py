@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
-
-import torch
 
 from regard.batch import windows
 from regard.decode.hypothesis import (
+    DecodedIds,
     Hypothesis,
+    TopTokens,
     attention_flags,
     empty_hypothesis,
     flag_segmentation,
     make_hypotheses,
-    output_text,
 )
 from regard.decode.options import Options
-from regard.decode.request import Input, Preparer, SearchInput
+from regard.decode.preparer import Preparer
+from regard.decode.request import Input, SearchInput
 from regard.decode.scorer import Scorer
-from regard.decode.search import make_choice, make_rules, search, steps
-from regard.errors import UserError
+from regard.decode.search import search
 from regard.run import Run
 
 
@@ -73,16 +72,40 @@ class TorchEngine(Engine):
         self.scorer = Scorer(models, self.options.weights, self.preparer.blocked, self.options.precision, packed)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        codec = self.runs[0].codec
-        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
+        decoded: list[list[DecodedIds]] = [[] for _ in inputs]
         for batch in self.preparer.batches(dict(enumerate(inputs))):
-            decoded = search(self.scorer, [inputs[i] for i in batch], self.options)
-            for i, outputs in zip(batch, decoded, strict=True):
-                results[i] = make_hypotheses(codec, self.options, inputs[i], outputs)
+            for i, outputs in zip(batch, search(self.scorer, [inputs[i] for i in batch], self.options), strict=True):
+                decoded[i] = outputs
+        return self.finish(inputs, decoded)
+
+    def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
+        """The outputs of searches as hypotheses, with what the options ask to be shown."""
+        codec = self.runs[0].codec
+        results = [
+            [empty_hypothesis(item.flags)] if item.flags else make_hypotheses(codec, self.options, item, outputs)
+            for item, outputs in zip(inputs, decoded, strict=True)
+        ]
         if self.options.alignment:
             self._align(inputs, results)
+        if self.options.top_tokens:
+            self._add_top_tokens(inputs, results)
         flag_segmentation(codec, results)
         return results
+
+    def _add_top_tokens(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
+        from regard.decode.scoring import force_top  # few outputs are shown so
+
+        entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
+        sources, targets = [inputs[i].sources for i, _ in entries], [results[i][rank].ids for i, rank in entries]
+        tops = force_top(self.scorer, sources, targets, self.options.top_tokens, self.options.batch_tokens)
+        for (i, rank), rows in zip(entries, tops, strict=True):
+            named = tuple(self.named_tokens(row) for row in rows)
+            results[i][rank] = replace(results[i][rank], top_tokens=named)
+
+    def named_tokens(self, row: Sequence[tuple[int, float]]) -> TopTokens:
+        """Token ids with their scores as tokens with their scores."""
+        pieces = self.runs[0].codec.target_pieces([index for index, _ in row])
+        return tuple((piece, score) for piece, (_, score) in zip(pieces, row, strict=True))
 
     def _align(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
         from regard.decode.alignment import align, load_heads  # as in search: few outputs are aligned
@@ -109,52 +132,3 @@ def generate(
     engine = TorchEngine(runs, options)
     for window in windows(inputs, engine.options.window):
         yield from engine(window)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One decoded token, and the text that became certain with it; the texts join to the whole output."""
-
-    text: str
-    token: str
-    id: int
-    score: float  # its natural-log probability
-
-
-def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = None) -> Iterator[Piece]:
-    """The output for one input, token by token, the end token last; nothing for an empty or overlong source.
-
-    A continuation may stop at its limit without an end token. Only greedy search and sampling can stream.
-    """
-    options = options or Options()
-    if options.beam > 1 or options.mbr or options.alternatives or options.nbest > 1:
-        raise UserError("stream: beam, nbest, mbr and alternatives decide only at the end; use greedy search or sample")
-    engine = TorchEngine(runs, options)
-    scorer, codec, combining = engine.scorer, engine.runs[0].codec, engine.preparer.combining
-    (prepared,) = engine.prepare([item])
-    if prepared.flags:
-        if "unsatisfied" in prepared.flags:
-            raise UserError(f"stream: {prepared.flags['unsatisfied']}")
-        return
-    rules = make_rules(scorer, [prepared], options, one_path=True)
-    loop = steps(scorer, [prepared], rules, make_choice(scorer, [prepared], options, 1))
-    ids: list[int] = []
-    sent = ""
-    while True:
-        with torch.inference_mode():  # not around the caller's code between two steps
-            step = next(loop)
-        index, score = int(step.tokens_N[0]), float(step.scores_N[0])
-        if score == -torch.inf:
-            raise UserError("stream: nothing is left that the options allow to come next")
-        ids.append(index)
-        last = index == scorer.eos or (prepared.open_end and len(ids) == prepared.limit)
-        certain = len(ids)
-        if combining and not last:  # a later token may change the last character
-            certain = max((position for position, token in enumerate(ids) if token not in combining), default=0)
-        text = output_text(codec, prepared, ids[:certain])
-        if not last:  # the bytes of a character may come one by one; until then they are shown as unreadable
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        yield Piece(text[len(sent) :], codec.target_pieces([index])[0], index, score)
-        if last:
-            return
-        sent = text if len(text) > len(sent) else sent

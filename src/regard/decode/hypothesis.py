@@ -22,6 +22,9 @@ PARKED, MIN_ALIGNED = 0.9, 6  # share of all attention on one source token, over
 UNIFORM = 0.95  # of the entropy of uniform attention
 
 
+TopTokens = tuple[tuple[str, float], ...]  # tokens with their natural-log probabilities, most probable first
+
+
 class DecodedIds(NamedTuple):
     """An output of the search, in token ids."""
 
@@ -69,6 +72,7 @@ class Hypothesis:
     utility: float | None = None  # expected, of minimum Bayes risk
     flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
     candidates: tuple[Hypothesis, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
+    top_tokens: tuple[TopTokens, ...] = ()  # per token: the most probable ones in its place
 
     def __repr__(self) -> str:
         flags = f", flags: {', '.join(self.flags)}" if self.flags else ""
@@ -84,7 +88,7 @@ class Hypothesis:
         return tokens if self.alignment is None else tokens + self.alignment._repr_html_()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; alignment, utility and flags only where there are any, the candidates never."""
+        """The JSON shape; alignment, utility, top tokens and flags only where there are any, the candidates never."""
         out: dict[str, Any] = {
             "text": self.text,
             "score": self.score,
@@ -97,6 +101,8 @@ class Hypothesis:
         if self.alignment is not None:
             soft = [[round(float(weight), 4) for weight in row] for row in self.alignment.soft]
             out["alignment"] = {"source": list(self.alignment.source), "hard": self.alignment.hard, "soft": soft}
+        if self.top_tokens:
+            out["top_tokens"] = [[{"token": token, "score": x} for token, x in row] for row in self.top_tokens]
         if self.flags:
             out["flags"] = dict(self.flags)
         return out
@@ -114,17 +120,28 @@ def make_hypotheses(
     if not outputs:
         return [empty_hypothesis({"unsatisfied": "no output was found that meets what was asked for"})]
     hypotheses = [_hypothesis(codec, options, item, output) for output in outputs]
+    if item.stop and not options.samples:  # different stop strings may have ended the same output
+        hypotheses = list({(h.ids, h.text): h for h in reversed(hypotheses)}.values())[::-1]
     return _minimum_risk(codec, options, hypotheses) if options.mbr else hypotheses
 
 
 def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: DecodedIds) -> Hypothesis:
+    all_ids, text, flags = output.ids, None, {}
+    # with an end token in any case: the last character is complete there
+    found = item.phrases.find_stop((*all_ids, codec.ids.eos)) if item.phrases is not None and item.stop else None
+    if found is not None:
+        text = stopped_text(codec, item, all_ids[: found[0]], found[1])
+        flags["stopped"] = f"ended before a stop string ({', '.join(map(repr, item.stop))})"
+        output = output._replace(
+            ids=all_ids[: found[1]], token_scores=output.token_scores[: found[1]], value=0.0, limited=False
+        )
     ids = output.ids[:-1] if output.ids[-1:] == (codec.ids.eos,) else output.ids
-    source = 0 if item.open_end else len(item.sources[0]) - 1  # a continuation may have any length
-    flags = output_flags(ids, source, output.token_scores)
+    source = 0 if item.open_end or found else len(item.sources[0]) - 1  # else it may have any length
+    flags |= output_flags(ids, source, output.token_scores)
     if output.limited:
         flags["max_length"] = f"ended at the limit of {item.limit} tokens"
     return Hypothesis(
-        output_text(codec, item, output.ids),
+        output_text(codec, item, output.ids) if text is None else text,
         output.score,
         tuple(codec.target_pieces(output.ids)),
         output.token_scores,
@@ -132,6 +149,21 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
         output.ids,
         flags=flags,
     )
+
+
+def stopped_text(codec: Codec, item: SearchInput, ids: Sequence[int], kept: int) -> str:
+    """The text before the stop string that is completed by the last of `ids`, of which `kept` begin before it."""
+    before = output_text(codec, item, ids[:kept])
+    if not splits_tokens(codec):
+        return before
+    text = output_text(codec, item, ids)
+    ends = [(at + len(string), at) for string in item.stop if (at := text.find(string)) >= 0]
+    return text[: min(ends)[1]] if ends else before  # the first that is complete, and of several the longest
+
+
+def splits_tokens(codec: Codec) -> bool:
+    """Whether a string in the text may begin or end within a token."""
+    return codec.target.scheme not in ("space", "nfd")
 
 
 def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from regard.config import Count, Value, parse
 from regard.recipe import option
@@ -13,6 +13,16 @@ Utility = Literal["chrf", "bleu", "edit", "exact"]
 HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
 Phrase = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0)]
+
+
+def _not_one_text(value: Any) -> Any:
+    """A text alone would be taken for a list of its letters."""
+    if isinstance(value, str):
+        raise ValueError(f"takes a list of texts, such as [{value[:40]!r}], not one text")
+    return value
+
+
+PhraseList = Annotated[tuple[Phrase, ...], BeforeValidator(_not_one_text)]
 
 
 class Options(Value):
@@ -47,8 +57,12 @@ class Options(Value):
 
     # steering
     prefix: str = option("", "Every output starts so, unless its line has a prefix of its own.")
-    require: tuple[Phrase, ...] = option((), "The output contains it. Repeatable.", metavar="PHRASE")
-    forbid: tuple[Phrase, ...] = option((), "The output lacks it. Repeatable.", metavar="PHRASE")
+    require: PhraseList = option((), "The output contains it. Repeatable: it contains all.", metavar="PHRASE")
+    require_any: PhraseList = option(
+        (), "The output contains it, or another that this option names. Repeatable.", metavar="PHRASE"
+    )
+    forbid: PhraseList = option((), "The output lacks it. Repeatable.", metavar="PHRASE")
+    stop: PhraseList = option((), "The output ends before the first of these in its text. Repeatable.", metavar="TEXT")
     alternatives: int = option(0, "The K best tokens at one position, each completed.", ge=0)
     alternatives_at: int | None = option(
         None, "That position, in output tokens from 0. (default: after the prefix)", ge=0
@@ -66,6 +80,7 @@ class Options(Value):
     alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; none: see `decode.alignment`
         (), "Layers and heads that the alignment is read from, counted from 1.", metavar="L.H,L.H,..."
     )
+    top_tokens: int = option(0, "With --json: the K most probable tokens at every position of an output.", ge=0)
     max_source: Count = option(2048, "A longer source is not decoded, a longer source or target not scored.")
     batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
     window: Count = option(4096, "Lines read ahead, to be sorted by length.")
@@ -162,8 +177,10 @@ class OptionSettings(TypedDict, total=False):
     min_p: float
     seed: int
     prefix: str
-    require: tuple[Phrase, ...]
-    forbid: tuple[Phrase, ...]
+    require: PhraseList
+    require_any: PhraseList
+    forbid: PhraseList
+    stop: PhraseList
     alternatives: int
     alternatives_at: int | None
     min_length: int
@@ -175,6 +192,7 @@ class OptionSettings(TypedDict, total=False):
     unknown: bool
     alignment: bool
     alignment_heads: tuple[HeadIndex, ...]
+    top_tokens: int
     max_source: Count
     batch_tokens: Count
     window: Count

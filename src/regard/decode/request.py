@@ -1,42 +1,106 @@
-"""Requests: what a user wants decoded, tokenised once into inputs of the search with their limits and constraints."""
+"""Requests: what a user wants decoded, and what the search makes of it: token ids with limits and constraints."""
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
-from unicodedata import normalize
+from difflib import get_close_matches
+from typing import Annotated, Any
 
-import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from regard.batch import by_length
-from regard.config import Config
-from regard.decode.options import Options
-from regard.decode.phrases import MAX_REQUIRED, NEVER, Phrases, Speller, combining_tokens, make_phrases
-from regard.errors import UserError
-from regard.run import Run
+from regard.decode.options import Options, PhraseList
+from regard.decode.phrases import Phrases
+from regard.errors import UserError, explain, synonym
 from regard.text.codec import Example
 
-LENGTH_RATIO, LENGTH_EXTRA = 3, 50  # of the default limit: 3 times the source and 50 more
-CONTINUATION_LENGTH = 100  # tokens that a language model adds at most by default
-MAX_CHARACTERS = 1_000_000  # of a source; a longer one has too many tokens in any case
-CACHED_PHRASES = 256  # automata kept for lines with the same phrases
-UNBOUNDED = 10**9  # positions of a model without a table of them
+MISSPELT = 0.75  # similarity from which on a key is taken for another; lower, and keys of the user's own would be
 MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
 
 
-class Request(NamedTuple):
-    """A source with constraints of its own: its prefix replaces that of the options, its phrases add to theirs."""
+def _requirements(value: Any) -> tuple[tuple[str, ...], ...]:
+    """Requirements as tuples of phrases; a text alone is a requirement of one phrase."""
+    rows: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
+    rows = [(row,) if isinstance(row, str) else row for row in rows]
+    for row in rows:
+        if not (isinstance(row, list | tuple) and row and all(isinstance(x, str) and x for x in row)):
+            raise ValueError(
+                "takes a list, each item a phrase or a list of phrases of which one is enough, such as"
+                f" ['a', ['b', 'c']], not {str(value)[:80]!r}"
+            )
+    return tuple(tuple(row) for row in rows)
+
+
+Whole = Annotated[int, Field(strict=True, ge=0)]
+
+
+class Request(BaseModel):
+    """A source with constraints of its own, beside those of the options.
+
+    Its prefix, lengths and seed replace those of the options; its phrases and stop strings add to theirs. A requirement
+    is a phrase, or a list of phrases of which one is enough.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     features: str | None = None
     prefix: str = ""
-    require: tuple[str, ...] = ()
-    forbid: tuple[str, ...] = ()
-    skip: bool = False  # it cannot be used: its output is empty
+    require: Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_requirements)] = ()
+    forbid: PhraseList = ()
+    stop: PhraseList = ()
+    min_length: Whole | None = None
+    max_length: Annotated[int, Field(strict=True, ge=1)] | None = None
+    seed: Whole | None = None
+
+    def __init__(
+        self,
+        source: str,
+        features: str | None = None,
+        prefix: str = "",
+        require: Sequence[str | Sequence[str]] = (),
+        forbid: Sequence[str] = (),
+        stop: Sequence[str] = (),
+        min_length: int | None = None,
+        max_length: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        try:
+            super().__init__(
+                source=source, features=features, prefix=prefix, require=require, forbid=forbid, stop=stop,
+                min_length=min_length, max_length=max_length, seed=seed,
+            )  # fmt: skip
+        except ValidationError as error:
+            lines = [explain(Request, dict(item)) for item in error.errors(include_url=False)]
+            raise UserError("; ".join(lines)) from None
+
+
+ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output
+
+
+def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request.model_fields)) -> Request:
+    """A request from JSON, with the keys that are `fields`; null stands for a key that was left out.
+
+    Other keys are the caller's own. But those that look like a mistake are refused: names of options that are the same
+    for all requests, misspelt keys, and keys that an answer has.
+    """
+    given = {key: value for key, value in data.items() if value is not None and key in fields}
+    missing = [name for name in fields if name not in data]
+    for key in data.keys() - given.keys() - set(fields):
+        if key in ANSWER_KEYS:
+            raise UserError(f"{key}: the answer has a key of this name; call it something else")
+        if key in Request.model_fields:
+            raise UserError(f"{key}: not for this run; a request has {', '.join(fields)} here")
+        if key in Options.model_fields:
+            raise UserError(
+                f"{key}: is the same for all requests: give it as an option (--{key.replace('_', '-')}); a request has"
+                f" {', '.join(fields)}"
+            )
+        if near := synonym(key, missing) or next(iter(get_close_matches(key, missing, 1, MISSPELT)), None):
+            raise UserError(f"{key}: no such key; did you mean {near!r}?")
+    if "source" not in given:
+        raise UserError(f"source: is required; a request has {', '.join(fields)}, and keys of your own")
+    return Request(**given)
 
 
 Input = str | Example | Request
@@ -52,7 +116,9 @@ class SearchInput:
     prefix: tuple[int, ...] = ()
     not_after_prefix: tuple[int, ...] = ()  # tokens that would change the last character of the prefix
     phrases: Phrases | None = None
+    stop: tuple[str, ...] = ()  # strings before which the text ends; the phrases know them too
     key: int = 0  # of its random numbers, together with the seed
+    seed: int | None = None  # None: that of the options
     open_end: bool = False  # a continuation: at the limit it stops without an end token
     flags: dict[str, str] = field(default_factory=dict)  # why it is not decoded: name -> reason
 
@@ -60,204 +126,3 @@ class SearchInput:
     def stages(self) -> int:
         """Stages of progress from the beginning to where all required phrases are met."""
         return 0 if self.phrases is None else min(self.phrases.tokens_needed(()) or 0, MAX_STAGES)
-
-
-class Preparer:
-    """Tokenises requests for some runs, and checks that their constraints can be met.
-
-    Constraints that no line can meet raise a UserError at once; those of a single line flag its input.
-    """
-
-    def __init__(self, runs: Sequence[Run], options: Options, max_tokens: int = UNBOUNDED) -> None:
-        """`max_tokens` is the most that the engine can read or write, the end not counted, beside the runs' limits."""
-        self.runs, self.options = runs, options
-        self.config = check_ensemble(runs)
-        self.codec, self.continues = runs[0].codec, not runs[0].task.seq2seq
-        self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
-        for name in ("alignment", "coverage_penalty"):
-            if getattr(options, name) and self.continues:
-                raise UserError(f"{name}: a language model has no source to look at; leave it out")
-        ids = self.config.ids
-        never = {ids.pad, ids.sos, ids.mask, *([] if options.unknown else [ids.unk])} - {ids.eos, None}
-        self.blocked = [*(i for i in never if i is not None), *range(self.codec.target.size, self.config.target_vocab)]
-        self.combining = combining_tokens(self.codec.target)
-        self._phrases: dict[tuple[tuple[str, ...], tuple[str, ...]], Phrases] = {}
-        self._check_options()
-
-    def __call__(self, inputs: Sequence[Input]) -> list[SearchInput]:
-        """An input of the search for every request."""
-        requests = [
-            Request(x) if isinstance(x, str) else Request(x.source, x.features) if isinstance(x, Example) else x
-            for x in inputs
-        ]
-        short = [i for i, request in enumerate(requests) if len(request.source) <= MAX_CHARACTERS]
-        examples = [Example(requests[i].source, features=requests[i].features) for i in short]
-        sources = zip(*(encode(run, examples) for run in self.runs), strict=True)
-        encoded = dict(zip(short, sources, strict=True))
-        return [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
-
-    def batches(self, inputs: Mapping[int, SearchInput]) -> Iterator[list[int]]:
-        """The keys of inputs that are decoded together: not flagged, of similar length, within `batch_tokens`."""
-        keys = [key for key, item in inputs.items() if not item.flags]
-        for batch in by_length([self._size(inputs[key]) for key in keys], self.options.batch_tokens):
-            yield [keys[j] for j in batch]
-
-    def _size(self, item: SearchInput) -> int:
-        """What an input counts in a batch: its tokens, or its share of the table of next tokens if that is more."""
-        share = self.config.target_vocab // (4096 if item.phrases is None else 1024)
-        tokens = max(map(len, item.sources)) + (item.limit if self.continues else 0)
-        return (self.options.rows + item.stages) * max(share, tokens)
-
-    def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> SearchInput:
-        if sources is None:
-            return SearchInput((), flags={"too_long": f"the source has {len(request.source)} characters"})
-        if request.skip or not (request.source.strip() or self.continues):
-            return SearchInput(sources, flags={"empty": "the source is empty"})
-        length = max(map(len, sources)) - (not self.continues)
-        if flags := too_long("source", length, self.max_source, self.options.max_source):
-            return SearchInput(sources, flags=flags)
-        try:
-            minimum, limit = self._lengths(max(map(len, sources)) if self.continues else len(sources[0]) - 1)
-            prefix, phrases = self._constraints(request, limit)
-        except UserError as error:  # of this line: options that no line can meet were refused before
-            return SearchInput(sources, flags={"unsatisfied": str(error)})
-        key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        combining = self.combining if prefix else ()
-        return SearchInput(sources, limit, minimum, tuple(prefix), combining, phrases, key, self.continues)
-
-    def _check_options(self) -> None:
-        """Refuse options that no line can meet, however long it is."""
-        most = self.max_target - self.continues
-        if self.options.min_length > most:
-            raise UserError(
-                f"min_length: an output of at least {self.options.min_length} tokens is asked for where the model has"
-                f" learned positions for {most}"
-            )
-        self._constraints(Request(""), min(most, self.options.max_length or most))
-
-    def _lengths(self, source: int) -> tuple[int, int]:
-        """Fewest and most output tokens for a source of so many."""
-        options = self.options
-        minimum = max(options.min_length, math.ceil(options.min_ratio * source))
-        limits = [self.max_target - source if self.continues else self.max_target]
-        if options.max_length is not None:
-            limits.append(options.max_length)
-        if options.max_ratio is not None:
-            limits.append(max(1, math.ceil(options.max_ratio * source)))
-        if len(limits) == 1:  # the default limit gives way to the minimum
-            default = CONTINUATION_LENGTH if self.continues else LENGTH_RATIO * source + LENGTH_EXTRA
-            limits.append(max(default, minimum))
-        if minimum > min(limits):
-            raise UserError(
-                f"min_length, min_ratio: an output of at least {minimum} tokens is asked for where at most"
-                f" {min(limits)} are possible (max_length, max_ratio, or the model's learned positions)"
-            )
-        return minimum, min(limits)
-
-    def _constraints(self, request: Request, limit: int) -> tuple[list[int], Phrases | None]:
-        """The prefix and the phrases of an output of at most `limit` tokens."""
-        text = request.prefix or self.options.prefix
-        prefix = self.codec.target.encode([text])[0] if text else []
-        if unknown := self.codec.target.unknown_tokens(text) if text else []:
-            raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
-        if len(prefix) > limit:
-            raise UserError(
-                f"prefix {text!r}: its {len(prefix)} tokens are more than the output may have, {limit} (max_length)"
-            )
-        at = self.options.alternatives_at
-        if at is not None and at < len(prefix):
-            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {len(prefix)} tokens")
-        require = tuple(dict.fromkeys((*self.options.require, *request.require)))
-        forbid = tuple(dict.fromkeys((*self.options.forbid, *request.forbid)))
-        if not require and not forbid:
-            return prefix, None
-        if (require, forbid) not in self._phrases:
-            if len(self._phrases) >= CACHED_PHRASES:
-                self._phrases.clear()
-            self._phrases[require, forbid] = self._make_phrases(require, forbid)
-        phrases = self._phrases[require, forbid]
-        needed = phrases.tokens_needed(prefix, self.combining if prefix else ())
-        if self.combining and any(normalize("NFC", phrase) in normalize("NFC", text) for phrase in forbid):
-            needed = None  # the automaton recognises the last character of the prefix only at the next token
-        if needed is None:
-            raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
-        required = f"require {', '.join(map(repr, require))}"
-        if needed >= NEVER:
-            raise UserError(
-                f"{required}: no output contains this: some of it is not in the target vocabulary, or forbid rules it"
-                " out"
-            )
-        if len(prefix) + needed > limit:
-            raise UserError(
-                f"{required}: this needs at least {len(prefix) + needed} tokens where an output has at most {limit}"
-                " (max_length)"
-            )
-        return prefix, phrases
-
-    @cached_property
-    def _speller(self) -> Speller:
-        return Speller(self.codec.target, self.config.target_vocab, self.blocked, self.config.ids.eos)
-
-    def _make_phrases(self, require: tuple[str, ...], forbid: tuple[str, ...]) -> Phrases:
-        """The automaton of these phrases."""
-        if len(require) > MAX_REQUIRED:
-            raise UserError(f"require: at most {MAX_REQUIRED} phrases at once, not {len(require)}")
-        target, speller = self.codec.target, self._speller
-        for option, phrases in (("require", require), ("forbid", forbid)):
-            if empty := [phrase for phrase in phrases if not speller.spell(phrase)]:
-                raise UserError(f"{option} {empty[0]!r}: there is nothing in this phrase")
-        if speller.spaced:
-            for phrase in require:
-                if unknown := target.unknown_tokens(phrase):
-                    raise UserError(f"require {phrase!r}: {unknown[0]!r} is not in the target vocabulary")
-            forbid = tuple(phrase for phrase in forbid if not target.unknown_tokens(phrase))  # never produced
-        return make_phrases([*map(speller.spell, require)], [*map(speller.spell, forbid)], speller.spelling)
-
-
-def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
-    """The ids that a run reads before it answers: sources, or the prompts of a language model, without an end."""
-    if run.task.seq2seq:
-        return run.codec.encode_source(examples)
-    before, _ = run.config.ids.around(run.config.frame)
-    rows = run.codec.target.encode([example.source for example in examples])
-    return [[*before, *row] or [run.config.start_id] for row in rows]
-
-
-def check_ensemble(runs: Sequence[Run]) -> Config:
-    """Refuse runs that cannot decode together -> the config of the first, which they share as far as outputs go."""
-    if not runs:
-        raise UserError("no run to generate with")
-    first = runs[0]
-    for run in runs:
-        if "decoder" not in run.task.stacks:
-            raise UserError("only a run with a decoder can generate or score a text; this one has an encoder alone")
-        if run.task.seq2seq != first.task.seq2seq:
-            raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
-        ours, theirs = ((x.config.target_vocab, x.config.ids, x.codec.target.to_json()) for x in (run, first))
-        if ours != theirs:
-            raise UserError(
-                f"ensemble: {run.path} has another target vocabulary than {first.path};"
-                " train both with the same target tokens"
-            )
-    return first.config
-
-
-def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
-    """Most source and target tokens, the end not counted, for which every run has positions.
-
-    A language model has so many for both together, and reads at least one token less than that.
-    """
-    stacks = [run.config.stacks for run in runs]
-    decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
-    if not runs[0].task.seq2seq:
-        return decoder - 1, decoder
-    return min(stack["encoder"].max_positions or UNBOUNDED for stack in stacks) - 1, decoder - 1
-
-
-def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:
-    """A flag if a side of so many tokens is longer than the positions of a model, or than `most` (max_source)."""
-    if length > min(positions, most):
-        learned = f"the {positions} that fit the model's learned positions"
-        bound = learned if positions < most else f"{most} (max_source)"
-        return {"too_long": f"the {side} has {length} tokens, more than {bound}"}
-    return {}

@@ -139,19 +139,20 @@ class Repetition(PastTokens):
 
 
 class PhraseConstraint(Rule):
-    """Required and forbidden phrases: runs the automaton of its input along every hypothesis.
+    """Required and forbidden phrases and stop strings: runs the automaton of its input along every hypothesis.
 
     A token is ruled out if it completes a forbidden phrase, or if after it the limit leaves too few tokens for what is
-    still required: so any search under this rule ends with every phrase met. With `redistribute`, for greedy search and
-    sampling, the probability of ending too early goes to tokens that bring a phrase closer.
+    still required: so any search under this rule ends with every requirement met, or finds nothing. With
+    `redistribute`, for greedy search and sampling, the probability of ending too early goes to tokens that bring a
+    phrase closer. After a stop string a hypothesis ends, which costs nothing; it may not begin before the end of the
+    prefix, the minimum length and what is required.
     """
 
     def __init__(
         self, inputs: Sequence[SearchInput], eos: int, vocab: int, device: torch.device, redistribute: bool
     ) -> None:
         self.eos, self.redistribute = eos, redistribute
-        empty = [np.zeros((1, vocab), dtype=kind) for kind in (np.int32, np.int16, bool)]
-        no_phrases = Phrases(empty[0], empty[1], empty[2], np.zeros((1, 1), dtype=np.int16), eos)
+        no_phrases = Phrases.none(vocab, eos)
         automaton_of = [item.phrases or no_phrases for item in inputs]
         automata = list({id(phrases): phrases for phrases in automaton_of}.values())
         first = np.cumsum([0, *(len(p.next_QV) for p in automata)])  # state of each automaton
@@ -159,46 +160,55 @@ class PhraseConstraint(Rule):
         self.next_QV = _tensor([p.next_QV + start for p, start in zip(automata, first[:-1], strict=True)], device)
         self.met_QV = _tensor([p.met_QV for p in automata], device)
         self.ban_QV = _tensor([p.ban_QV for p in automata], device)
+        self.stop_QV = _tensor([p.stop_QV for p in automata], device) if any(item.stop for item in inputs) else None
         self.need_X = _tensor([p.need_MQ.flatten() for p in automata], device)
         number = {id(phrases): i for i, phrases in enumerate(automata)}
         which = [number[id(phrases)] for phrases in automaton_of]
         table = [
-            (first[i], base[i] - first[i], len(automata[i].next_QV), item.limit)
+            (first[i], base[i] - first[i], len(automata[i].next_QV), item.limit, max(item.minimum, len(item.prefix)))
             for i, item in zip(which, inputs, strict=True)
         ]
-        self.about_B4 = torch.tensor(np.array(table), dtype=torch.long, device=device)
+        self.about_B5 = torch.tensor(np.array(table), dtype=torch.long, device=device)
         self.requires = any(p.need_MQ.any() for p in automata)
         total_B = torch.tensor([item.stages for item in inputs], device=device)
-        need_B = self._need(self.about_B4[:, 0], torch.zeros_like(total_B), self.about_B4)
+        need_B = self._need(self.about_B5[:, 0], torch.zeros_like(total_B), self.about_B5)
         self.stages_per_token_B = total_B / need_B.clamp(min=1)
-        self.state_N = self.about_B4[:, 0]
+        self.state_N = self.about_B5[:, 0]
         self.met_N = torch.zeros_like(self.state_N)
         self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to a phrase that was begun
+        self.stopped_N = torch.zeros_like(self.committed_N)
 
     def _need(self, state: Tensor, met: Tensor, about: Tensor) -> Tensor:
         """Fewest tokens to go from states and subsets met, in the automata that `about` describes."""
         return self.need_X[about[..., 1] + met * about[..., 2] + state]
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        about_N4 = self.about_B4[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
-        ban_NV = self.ban_QV[self.state_N]
-        if not self.requires:
-            value_NV.masked_fill_(ban_NV, -math.inf)
-            return
-        about_N14 = about_N4.unsqueeze(1)
+        about_N5 = self.about_B5[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
+        if self.stop_QV is not None:
+            stop_NV = self.stop_QV[self.state_N]
+            # of the tokens, at most one for each letter of a stop string belongs to it; the others come before
+            value_NV.masked_fill_((stop_NV > 0) & ((t + 1 - stop_NV).clamp(min=0) < about_N5[:, 4:]), -math.inf)
+        if self.requires:
+            self._apply_required(value_NV, logp_NV, about_N5, t)
+        else:
+            value_NV.masked_fill_(self.ban_QV[self.state_N], -math.inf)
+        if self.stop_QV is not None:
+            value_NV.masked_fill_(self.stopped_N.unsqueeze(1), -math.inf)
+            value_NV[:, self.eos].masked_fill_(self.stopped_N, 0.0)
+
+    def _apply_required(self, value_NV: Tensor, logp_NV: Tensor, about_N5: Tensor, t: int) -> None:
+        about_N15 = about_N5.unsqueeze(1)
         met_NV = self.met_N.unsqueeze(1) | self.met_QV[self.state_N]
-        self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N14)
-        self.now_N = self._need(self.state_N, self.met_N, about_N4)
+        self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N15)
+        self.now_N = self._need(self.state_N, self.met_N, about_N5)
         end_N = value_NV[:, self.eos].masked_fill(self.now_N > 0, -math.inf)
-        left_N = about_N4[:, 3] - t
-        allowed_NV = ~ban_NV & (self.need_NV < left_N.unsqueeze(1))
+        left_N = about_N5[:, 3] - t
+        allowed_NV = ~self.ban_QV[self.state_N] & (self.need_NV < left_N.unsqueeze(1))
+        if self.stop_QV is not None:
+            allowed_NV &= (self.stop_QV[self.state_N] == 0) | (self.need_NV == 0)
         allowed_NV[:, self.eos] = False  # set below
         self.nearer_NV = allowed_NV & (self.need_NV < self.now_N.unsqueeze(1))
         value_NV.masked_fill_(~allowed_NV, -math.inf)
-        # With no token to spare or nothing else allowed, required phrases win over other rules.
-        stuck_N = (self.now_N >= left_N) | (value_NV.amax(1) == -math.inf)
-        must_N1 = (stuck_N & (self.now_N > 0)).unsqueeze(1)
-        torch.where(must_N1 & self.nearer_NV, logp_NV, value_NV, out=value_NV)
         if self.redistribute:
             self._redistribute(value_NV, logp_NV[:, self.eos])
         value_NV[:, self.eos] = end_N
@@ -215,12 +225,15 @@ class PhraseConstraint(Rule):
         self.wanted_N = unmet_N & (near_N < end_N)
 
     def spread(self, rows_N: Tensor) -> None:
-        self.state_N, self.met_N, self.committed_N = (x[rows_N] for x in (self.state_N, self.met_N, self.committed_N))
+        self.state_N, self.met_N = self.state_N[rows_N], self.met_N[rows_N]
+        self.committed_N, self.stopped_N = self.committed_N[rows_N], self.stopped_N[rows_N]
 
     def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
         state_N, met_N = self.state_N[rows_N], self.met_N[rows_N]
         self.state_N = self.next_QV[state_N, tokens_N].long()
         self.met_N = met_N | self.met_QV[state_N, tokens_N]
+        if self.stop_QV is not None:
+            self.stopped_N = self.stop_QV[state_N, tokens_N] > 0
         if self.requires and self.redistribute:
             nearer_N = self.nearer_NV[rows_N, tokens_N]
             self.committed_N = (self.committed_N | self.wanted_N)[rows_N] & nearer_N & (self.met_N == met_N)

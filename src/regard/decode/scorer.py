@@ -81,9 +81,11 @@ class Scorer:
             raise UserError(
                 "the model gives scores that are not numbers; its weights are broken (was training stable?)"
             )
-        if len(self.blocked):
-            logp_NV.index_fill_(1, self.blocked, -math.inf)
-        return logp_NV, tuple(state for _, state in pairs)
+        return self.block(logp_NV), tuple(state for _, state in pairs)
+
+    def block(self, logp_NV: Tensor) -> Tensor:
+        """Log-probabilities, changed in place, with minus infinity where a token is never produced."""
+        return logp_NV.index_fill_(1, self.blocked, -math.inf) if len(self.blocked) else logp_NV
 
     def join(self, logits: Sequence[Tensor]) -> Tensor:
         """The models' logits (..., V) as log-probabilities of the ensemble."""
@@ -143,6 +145,15 @@ def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]
         near, index = torch.cat((near, value_NV[:, chunks * chunk :]), 1), torch.cat((index, rest), 1)
     value_NK, order_NK = _top(near, count)
     return value_NK, index.gather(1, order_NK)
+
+
+def top_tokens(logp_NV: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` most probable tokens of every row with their log-probabilities; blocked tokens are left out."""
+    if not count:
+        return [[] for _ in logp_NV]
+    logp_NK, index_NK = best(logp_NV, min(count, logp_NV.shape[1]))
+    rows = zip(index_NK.tolist(), logp_NK.tolist(), strict=True)
+    return [[(i, x) for i, x in zip(*row, strict=True) if x > -math.inf] for row in rows]
 
 
 def _top(value_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, 
 from regard.data.order import Indices
 from regard.data.plain import Stream
 from regard.decode.options import Options
-from regard.decode.request import check_ensemble, encode, position_limits, too_long
-from regard.decode.scorer import Scorer
+from regard.decode.preparer import check_ensemble, encode, position_limits, too_long
+from regard.decode.scorer import Scorer, top_tokens
 from regard.errors import UserError, plural
 from regard.model import Model
 from regard.nn.attention import Relative
@@ -100,6 +101,35 @@ def force(
 ) -> list[tuple[float, ...]]:
     """The log-probability of each token of every target (with its end token); `sources` holds ids per model."""
     results: list[tuple[float, ...]] = [()] * len(targets)
+    for batch, parts in _forced(scorer, sources, targets, batch_tokens):
+        scores_N = torch.cat([logp_NV.gather(1, label_N.unsqueeze(1)).squeeze(1) for logp_NV, label_N in parts])
+        ends = np.cumsum([len(targets[i]) for i in batch])[:-1]
+        for i, row in zip(batch, np.split(scores_N.double().numpy(force=True), ends), strict=True):
+            results[i] = tuple(row.tolist())
+    return results
+
+
+@torch.inference_mode()
+def force_top(
+    scorer: Scorer,
+    sources: Sequence[Sequence[TokenIds]],
+    targets: Sequence[TokenIds],
+    count: int,
+    batch_tokens: int = 8192,
+) -> list[list[list[tuple[int, float]]]]:
+    """The `count` most probable tokens, with their log-probabilities, in place of each token of every target."""
+    results: list[list[list[tuple[int, float]]]] = [[] for _ in targets]
+    for batch, parts in _forced(scorer, sources, targets, batch_tokens):
+        rows = (row for logp_NV, _ in parts for row in top_tokens(scorer.block(logp_NV), count))
+        for i in batch:
+            results[i] = list(islice(rows, len(targets[i])))
+    return results
+
+
+def _forced(
+    scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int
+) -> Iterator[tuple[list[int], Iterator[tuple[Tensor, Tensor]]]]:
+    """Batches of targets, and of each some log-probabilities (N, V) at a time with the tokens that stand there (N,)."""
     join = sum if scorer.continues else max
     lengths = [join((len(target), max(map(len, ids)))) for ids, target in zip(sources, targets, strict=True)]
     for batch in by_length(lengths, batch_tokens):
@@ -109,16 +139,15 @@ def force(
             with use_matmuls(scorer.matmuls):
                 hidden.append(_hidden(model, [sources[i][m] for i in batch], labels))
         label_N = torch.from_numpy(np.concatenate([np.asarray(label, dtype=np.int64) for label in labels]))
-        label_N = label_N.to(scorer.device)
-        scores, rows = [], max(1, MAX_LOGITS // scorer.vocab)
-        for start in range(0, len(label_N), rows):
-            part = slice(start, start + rows)
-            logits = [model.predict(x_ND[part]) for model, x_ND in zip(scorer.models, hidden, strict=True)]
-            scores.append(scorer.join(logits).gather(1, label_N[part].unsqueeze(1)).squeeze(1))
-        ends = np.cumsum([len(label) for label in labels])[:-1]
-        for i, row in zip(batch, np.split(torch.cat(scores).double().numpy(force=True), ends), strict=True):
-            results[i] = tuple(row.tolist())
-    return results
+        yield batch, _log_probabilities(scorer, hidden, label_N.to(scorer.device))
+
+
+def _log_probabilities(scorer: Scorer, hidden: Sequence[Tensor], label_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(1, MAX_LOGITS // scorer.vocab)
+    for start in range(0, len(label_N), rows):
+        part = slice(start, start + rows)
+        logits = [model.predict(x_ND[part]) for model, x_ND in zip(scorer.models, hidden, strict=True)]
+        yield scorer.join(logits), label_N[part]
 
 
 def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:

@@ -83,6 +83,7 @@ class Step(NamedTuple):
     rows_N: Tensor  # as numbered at the start
     tokens_N: Tensor
     scores_N: Tensor  # the model's log-probabilities of the tokens; minus infinity where nothing was allowed
+    logp_NV: Tensor  # those of all tokens
 
 
 def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def steps(
             dead_N = value_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1) == -math.inf
             tokens_N = torch.where(dead_N, scorer.eos, tokens_N)
             scores_N = torch.where(dead_N, -math.inf, scores_N)
-        yield Step(rows_N, tokens_N, scores_N)
+        yield Step(rows_N, tokens_N, scores_N, logp_NV)
         done_N = done_N | (tokens_N == scorer.eos)
         done_B = done_N.view(-1, count).all(1)
         if bool(done_B.all()):
@@ -174,7 +175,8 @@ class Sampler:
         noise = np.zeros((len(inputs) * count, longest))
         for row in range(len(noise)):
             item = inputs[row // count]
-            rng = np.random.default_rng((options.seed, item.key, row % count))
+            seed = options.seed if item.seed is None else item.seed
+            rng = np.random.default_rng((seed, item.key, row % count))
             noise[row, : item.limit + 1] = rng.random(item.limit + 1)
         self.noise_RT = torch.from_numpy(noise).float().clamp_(max=1 - 2**-24).to(device)
 

@@ -12,7 +12,8 @@ from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_o
 from regard.decode.generate import Engine
 from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis, flag_segmentation, make_hypotheses
 from regard.decode.options import Options
-from regard.decode.request import UNBOUNDED, Preparer, SearchInput
+from regard.decode.preparer import UNBOUNDED, Preparer
+from regard.decode.request import SearchInput
 from regard.errors import UserError
 from regard.run import Run
 
@@ -80,7 +81,11 @@ class CTranslate2Engine(Engine):
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         searched = {i: item for i, item in enumerate(inputs) if not item.flags}
         if any(item.phrases is not None for item in searched.values()):
-            raise UserError("require, forbid: the engine ctranslate2 cannot do this; use the engine regard")
+            raise UserError("require, forbid, stop: the engine ctranslate2 cannot do this; use the engine regard")
+        if self.options.sample and any(item.seed is not None for item in searched.values()):
+            raise UserError(
+                "seed: the engine ctranslate2 has one for all lines; leave it out, or use the engine regard"
+            )
         outputs = self._search(searched, strict=self.options.sample)
         scores = self._score(searched, outputs)
         for i, item in searched.items():

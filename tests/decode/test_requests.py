@@ -1,0 +1,131 @@
+"""Requests of single lines: their own constraints beside those of the others, and requests read from JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from decode_kit import LETTERS, NAMES, language_model, names, run_of, same, seeds, sources, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import regard
+from regard.decode.generate import generate
+from regard.decode.options import Options
+from regard.decode.request import Request, parse_request
+from regard.decode.scoring import score as force
+from regard.errors import UserError
+
+short = st.text(LETTERS, min_size=1, max_size=2)
+requests = st.builds(
+    Request,
+    source=words,
+    prefix=st.one_of(st.just(""), short),
+    require=st.lists(st.one_of(short, st.lists(short, min_size=1, max_size=2)), max_size=2),
+    forbid=st.lists(short, max_size=1),
+    stop=st.lists(short, max_size=2),
+    min_length=st.one_of(st.none(), st.integers(0, 4)),
+    max_length=st.one_of(st.none(), st.integers(4, 14)),
+    seed=st.one_of(st.none(), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(names, seeds, st.lists(requests, min_size=1, max_size=4), st.sampled_from(["greedy", "beam", "sample"]))
+def test_each_is_answered_as_if_it_were_alone_and_as_by_options(
+    name: str, seed: int, several: list[Request], strategy: str
+) -> None:
+    chosen: dict[str, Any] = {"greedy": {}, "beam": {"beam": 3, "nbest": 2}, "sample": {"sample": True}}[strategy]
+    run, options = run_of(name, seed), Options.of(max_length=9, **chosen)
+    for request, row in zip(several, generate(run, several, options), strict=True):
+        assert same(next(generate(run, [request], options)), row)
+        own = {key: value for key, value in request.model_dump().items() if value is not None}
+        if any(len(each) > 1 for each in own["require"]):
+            continue  # several alternatives are one option, of which there is one group
+        own |= {"require": [x for each in own["require"] for x in each]}
+        text = own.pop("source")
+        try:
+            assert same(next(generate(run, [text], Options.of(**{"max_length": 9, **chosen, **own}))), row)
+        except UserError as error:
+            assert str(error) == row[0].flags["unsatisfied"] or "min_length" in str(error)
+
+
+def test_kinds_of_input_may_be_mixed() -> None:
+    run = run_of("rnn-luong", 1)
+    inputs = ["fade", regard.Request("fade"), regard.Example("fade"), regard.Request("fade", max_length=1)]
+    first, second, third, last = generate(run, inputs, Options(max_length=5))
+    assert first == second == third and len(last[0].text) <= 1
+
+
+def test_a_seed_of_its_own_gives_another_sample() -> None:
+    run = run_of("transformer-tiny", 1)
+    texts = {row[0].text for row in generate(run, [Request("fade", seed=i) for i in range(9)], Options(sample=True))}
+    assert len(texts) > 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"source": 3}, "source: input should be a valid string, not 3"),
+        ({"source": "a", "require": "cat"}, "require: takes a list, each item a phrase or a list of phrases"),
+        ({"source": "a", "require": [["a", 1]]}, "require: takes a list"),
+        ({"source": "a", "require": [[]]}, "require: takes a list"),
+        ({"source": "a", "forbid": "cat"}, "forbid: takes a list of texts, such as ['cat']"),
+        ({"source": "a", "stop": [""]}, "stop.0"),
+        ({"source": "a", "max_length": 0}, "max_length: input should be greater than or equal to 1, not 0"),
+        ({"source": "a", "max_length": "3"}, "max_length: input should be a valid integer, not '3'"),
+        ({"source": "a", "seed": -1}, "seed"),
+    ],
+)
+def test_wrong_values_are_named(wrong: dict[str, Any], message: str) -> None:
+    for make in (lambda: Request(**wrong), lambda: parse_request(wrong)):
+        with pytest.raises(UserError) as error:
+            make()
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "source: is required; a request has source, features, prefix"),
+        ({"source": None}, "source: is required"),
+        ({"sorce": "a"}, "sorce: no such key; did you mean 'source'?"),
+        ({"text": "a"}, "text: no such key; did you mean 'source'?"),
+        ({"source": "a", "max_tokens": 3}, "max_tokens: no such key; did you mean 'max_length'?"),
+        ({"source": "a", "stop_sequences": []}, "did you mean 'stop'?"),
+        ({"source": "a", "beam": 3}, "beam: is the same for all requests: give it as an option (--beam)"),
+        ({"source": "a", "top_k": 3}, "(--top-k)"),
+        ({"source": "a", "hypotheses": []}, "hypotheses: the answer has a key of this name"),
+    ],
+)
+def test_keys_that_look_like_mistakes_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_request(data)
+    assert message in str(error.value)
+
+
+def test_keys_of_ones_own_and_null() -> None:
+    own = {"id": 7, "score": 1, "target": "b", "reference": "c", "lang": "nl", "features2": 1}
+    assert parse_request({"source": "a", "prefix": None, "features": "V", **own}) == Request("a", "V")
+    with pytest.raises(UserError, match="prefix: not for this run; a request has source, features here"):
+        parse_request({"source": "a", "prefix": "b"}, ("source", "features"))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "language model"])
+def test_the_most_probable_tokens_are_those_of_forced_scoring(name: str) -> None:
+    run = language_model("rotary", 1) if name == "language model" else run_of(name, 1)
+    options = Options(beam=3, nbest=2, max_length=7, top_tokens=4, forbid=("a",))
+    for text, row in zip(sources(3, 2), generate(run, sources(3, 2), options), strict=True):
+        for h in row:
+            assert len(h.top_tokens) == len(h.ids)
+            for position, (token, score, top) in enumerate(zip(h.tokens, h.token_scores, h.top_tokens, strict=True)):
+                assert len(top) == 4 and [x for _, x in top] == sorted((x for _, x in top), reverse=True)
+                assert dict(top).get(token, score) == pytest.approx(score, abs=1e-5)
+                assert token in dict(top) or score <= top[-1][1] + 1e-5
+                before = "".join(h.tokens[:position])  # before the rules: a forbidden token is among them
+                forced = force(run, [(text, before + letter) for letter in LETTERS])
+                best = sorted((scored.token_scores[position] for scored in forced), reverse=True)
+                shown = [x for piece, x in top if piece in LETTERS]
+                assert shown == pytest.approx(best[: len(shown)], abs=1e-5)
+    (plain,) = next(generate(run, ["fade"], Options(max_length=7)))
+    assert plain.top_tokens == () and "top_tokens" not in plain.as_dict()

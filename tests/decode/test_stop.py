@@ -1,0 +1,114 @@
+"""Stop strings: an output ends before the first of them, and its score is that of the tokens before."""
+
+from __future__ import annotations
+
+from unicodedata import normalize
+
+import pytest
+from decode_kit import LETTERS, NAMES, language_model, run_of, sources
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from regard.decode.generate import generate
+from regard.decode.options import Options
+from regard.decode.phrases import is_combining
+from regard.decode.request import Request
+from regard.decode.scoring import score
+from regard.decode.stream import stream
+from regard.errors import UserError
+from regard.run import Run
+
+SCHEMES = ("char", "space", "byte", "bpe:290", "nfd")
+
+
+def some_run(name: str, scheme: str, seed: int) -> Run:
+    letters = "eéèaà가각나" if scheme == "nfd" else LETTERS
+    if name == "language model":
+        return language_model("rotary", seed, scheme=scheme, letters=letters)
+    return run_of(name, seed, scheme, letters)
+
+
+def before(text: str, stop: list[str], scheme: str) -> str:
+    """A text before the first stop string that is complete, by the definition."""
+    if scheme == "space":
+        tokens = text.split(" ") if text else []
+        ends = [
+            (at + len(s), at)
+            for s in (string.split(" ") for string in stop)
+            for at in range(len(tokens))
+            if tokens[at : at + len(s)] == s
+        ]
+        return " ".join(tokens[: min(ends)[1]]) if ends else text
+    if scheme == "nfd":  # with a bar before every character and at the end, for marks belong to the last one
+        bars = ["".join(c if is_combining(c) else f"|{c}" for c in normalize("NFD", x)) + "|" for x in (text, *stop)]
+        return normalize("NFC", before(bars[0], bars[1:], "char").replace("|", ""))
+    ends = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+    return text[: min(ends)[1]] if ends else text
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([*NAMES, "language model"]), st.sampled_from(SCHEMES), st.integers(0, 3),
+    st.sampled_from([{}, {"sample": True}]), st.data(),
+)  # fmt: skip
+def test_greedy_and_sampled_outputs_are_cut_where_the_first_one_begins(
+    name: str, scheme: str, seed: int, chosen: dict[str, bool], data: st.DataObject
+) -> None:
+    run, source = some_run(name, scheme, seed), sources(seed, 1)[0]
+    if name == "language model" and scheme in ("space", "nfd"):
+        source = ""
+    options = Options.of(max_length=14, **chosen)
+    (whole,) = next(generate(run, [source], options))
+    parts = whole.text.split(" ") if scheme == "space" else whole.text
+    assume(parts)
+    begin = data.draw(st.integers(0, len(parts) - 1))
+    part = parts[begin : begin + data.draw(st.integers(1, 3))]
+    stop = [" ".join(part) if scheme == "space" else part, data.draw(st.sampled_from("abc"))]
+    assume(all(string.strip(" ") or scheme != "space" for string in stop))
+    assume("\N{REPLACEMENT CHARACTER}" not in stop[0])  # it stands for bytes that are no text
+    request = Request(source, stop=stop)
+    (h,) = next(generate(run, [request], options))
+    assert h.text == before(whole.text, stop, scheme)
+    assert ("stopped" in h.flags) == (h.text != whole.text)
+    assert sum(h.token_scores) == h.score == pytest.approx(sum(whole.token_scores[: len(h.ids)]), abs=1e-6)
+    assert h.ids == whole.ids[: len(h.ids)] and len(h.tokens) == len(h.ids)
+    if "stopped" in h.flags and "segmentation" not in h.flags:
+        (forced,) = score(run, [(source, h.text)])
+        assert forced.token_scores[: len(h.ids)] == pytest.approx(h.token_scores, abs=1e-5)
+    pieces = stream(run, request, options)
+    shown = list(pieces)
+    assert "".join(piece.text for piece in shown) == h.text
+    assert tuple(piece.id for piece in shown) == h.ids and pieces.hypothesis == h
+
+
+def test_other_constraints_hold_for_the_text_that_is_left() -> None:
+    run = run_of("transformer-tiny", 2)
+    for chosen in ({}, {"beam": 4, "nbest": 3}, {"sample": True}):
+        options = Options.of(max_length=16, stop=("f", "ee"), require=("ba", "cc"), min_length=6, prefix="d", **chosen)
+        for h in (h for row in generate(run, sources(4, 6), options) for h in row):
+            assert h.text.startswith("d") and "ba" in h.text and "cc" in h.text and len(h.ids) >= 6
+            assert "f" not in h.text and "ee" not in h.text
+
+
+def test_a_beam_gives_each_output_once() -> None:
+    for name in NAMES:
+        rows = generate(run_of(name, 1), sources(6, 4), Options(beam=6, nbest=6, max_length=8, stop=("a", "b", "cd")))
+        for row in rows:
+            assert len({(h.ids, h.text) for h in row}) == len(row)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"stop": ["ab"], "prefix": "cabd"}, "prefix 'cabd' contains a stop string ('ab')"),
+        ({"stop": ["b"], "require": ["abc"]}, "require 'abc' and stop 'b': a part of one begins the other"),
+        ({"stop": ["bcd"], "require": ["ab"]}, "require 'ab' and stop 'bcd'"),
+        ({"stop": ["bcd"], "require_any": ["f", "c"]}, "require 'c' and stop 'bcd'"),
+        ({"stop": ["a" * 2000]}, "at most 1000 letters"),
+        ({"stop": "a"}, "stop: takes a list of texts, such as ['a'], not one text"),
+    ],
+)
+def test_what_contradicts_a_stop_string_is_refused(settings_: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        list(generate(run_of("rnn-luong", 1), ["abc"], Options.of(**settings_)))
+    assert message in str(error.value)
