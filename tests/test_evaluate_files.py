@@ -234,6 +234,7 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         (["run", "test.tsv", "--columns", "source,target", "--target", "ref.txt"], "without it"),
         (["--outputs", "ref.txt", "--reference", "ref.txt", "--columns", "source,target"], "there is no table"),
         (["run", "three.tsv"], "three.tsv: no usable example: 0 of 16 lines; skipped 16 wrong column count"),
+        (["run", "test.tsv", "--prefix-column"], "most lines have 2 columns, not 3 (source,target and the prefix)"),
         (["run", "short.tsv", "--max-source", "2"], "short.tsv: there is nothing to evaluate: 0 of 1 line; skipped 1"),
         (["run", "empty.txt"], "empty.txt: the file is empty"),
         (["run", "test.tsv", "--bleu-tokenize", "intel"], "did you mean 'intl'?"),

@@ -280,5 +280,7 @@ class Source(NamedTuple):
             return "most lines have one column: is the separator a tab?"
         names = {2: "source,target", 3: "source,features,target"}.get(columns)
         advice = f"; name them, for example --columns {names}" if names else ""
+        if self.prefix_column:
+            advice = f" ({','.join(self.columns)} and the prefix)"
         expected = len(self.columns) + self.prefix_column
         return f"most lines have {'at least ' * (columns == MANY)}{columns} columns, not {expected}{advice}"
