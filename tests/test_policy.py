@@ -32,7 +32,7 @@ LAYERS = {
     "decode": 4, "engines": 4,
     "inspect": 5, "evaluate": 5,
     "training": 6,
-    "serve": 7, "api": 7,
+    "serve": 7, "api": 7, "arguments": 7,
     "cli": 8, "__init__": 8, "__main__": 8,
 }  # fmt: skip
 FAMILIES = r"\b(bert|roberta|bart|gpt\d?|llama|mistral|t5|marian|reformer|vit|transformer-?xl|vaswani|bahdanau|luong)\b"

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.arguments import check_texts, checked_ids, checked_list
 from regard.batch import by_length, pad
 from regard.config import parse
-from regard.data.memory import in_memory, shown
+from regard.data.memory import in_memory
 from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import generate
@@ -26,7 +27,7 @@ from regard.decode.request import Input, Request
 from regard.decode.scoring import Pair, Scored, score
 from regard.decode.stream import TokenStream, stream
 from regard.device import choose_device, usable_precision
-from regard.errors import UserError
+from regard.errors import UserError, shown_value
 from regard.evaluate.by_task import EvaluationRequest, evaluate_file
 from regard.evaluate.evaluator import Judging, System
 from regard.evaluate.parallel import ParallelFiles
@@ -66,7 +67,7 @@ class LoadedRun(Run):
         Inputs are texts, or `Example` and `Request`; runs of the `ensemble` decode together. `options` keeps settings
         for many calls, and keywords change them.
         """
-        requests = _checked("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
+        requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
         found = generate(self._runs(ensemble), requests, self._options(options, settings))
         return Results(map(Results, found), [item if isinstance(item, str) else item.source for item in requests])
 
@@ -84,8 +85,8 @@ class LoadedRun(Run):
         Closing the stream ends the decoding; its `hypothesis` is the whole output at the end.
         """
         if not isinstance(item, str | Example | Request):
-            raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown(item)}")
-        _check_texts("stream", item)
+            raise UserError(f"stream: takes one text, regard.Example or regard.Request, not {shown_value(item)}")
+        check_texts("stream", item)
         return stream(self._runs(ensemble), item, self._options(options, settings))
 
     @checked_call(Options, *SCORING)
@@ -98,11 +99,11 @@ class LoadedRun(Run):
         **settings: Unpack[ScoringSettings],
     ) -> list[Scored]:
         """The log-probability of each target given its source, in total and per token."""
-        checked = _checked("score", "pairs", pairs, (tuple, list), '[("abc", "AH B K")]')
+        checked = checked_list("score", "pairs", pairs, (tuple, list), '[("abc", "AH B K")]')
         for pair in checked:
             texts = pair[:2] if isinstance(pair, Example) else pair
             if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-                raise UserError(f"score: a pair is a source and a target, both texts, not {shown(pair)}")
+                raise UserError(f"score: a pair is a source and a target, both texts, not {shown_value(pair)}")
         scored = score(self._runs(ensemble), checked, self._options(options, settings))
         return Results(scored, [f"{pair[0]} → {pair[1]}" for pair in checked])
 
@@ -121,7 +122,7 @@ class LoadedRun(Run):
                 )
             return Results(classify_images(self, inputs[:, None] if inputs.ndim == 3 else inputs))
         options = Options.of(**settings)
-        texts = _checked("classify", "texts", inputs, (str, Example), '["abc"]')
+        texts = checked_list("classify", "texts", inputs, (str, Example), '["abc"]')
         found = classify(self, texts, options.batch_tokens, options.max_source)
         return Results(found, [item if isinstance(item, str) else item.source for item in texts])
 
@@ -148,9 +149,9 @@ class LoadedRun(Run):
         if foreign := [name for name in settings if name not in used]:
             raise UserError(f"evaluate: {', '.join(foreign)}: no meaning for {self.task.model}")
         if isinstance(metrics, str) or not all(isinstance(metric, str) for metric in metrics):
-            raise UserError(f'evaluate: metrics are a list of names, such as ["wer"], not {shown(metrics)}')
+            raise UserError(f'evaluate: metrics are a list of names, such as ["wer"], not {shown_value(metrics)}')
         if isinstance(bootstrap, bool) or not isinstance(bootstrap, int) or bootstrap < 0:
-            raise UserError(f"evaluate: bootstrap is a number of samples, 0 or more, not {shown(bootstrap)}")
+            raise UserError(f"evaluate: bootstrap is a number of samples, 0 or more, not {shown_value(bootstrap)}")
         runs = self._runs([] if against is None else [against], "against")
         if runs[-1].task != self.task:
             raise UserError(f"against: {runs[-1].path} is {runs[-1].task.model}, {self.path} is {self.task.model}")
@@ -178,15 +179,15 @@ class LoadedRun(Run):
         classifier it is a label. An image is an array as in its file, (channels, height, width).
         """
         if target is not None and not isinstance(target, str):
-            raise UserError(f"attention: target is a text, not {shown(target)}")
+            raise UserError(f"attention: target is a text, not {shown_value(target)}")
         Options.of(beam=beam)
         if isinstance(more, bool) or not isinstance(more, int) or more < 0:
-            raise UserError(f"attention: more is a number of tokens, not {shown(more)}")
+            raise UserError(f"attention: more is a number of tokens, not {shown_value(more)}")
         if isinstance(source, np.ndarray):
             return trace_image(self, source, target)
         if not isinstance(source, str | Example):
-            raise UserError(f"attention: takes one text, regard.Example or image, not {shown(source)}")
-        _check_texts("attention", source)
+            raise UserError(f"attention: takes one text, regard.Example or image, not {shown_value(source)}")
+        check_texts("attention", source)
         example = Example(source) if isinstance(source, str) else source
         if self.task.seq2seq and more:
             raise UserError(f"{self.path}: only a language model goes on with a text (more={more})")
@@ -196,12 +197,14 @@ class LoadedRun(Run):
 
     def _runs(self, others: Sequence[Run], name: str = "ensemble") -> list[Run]:
         if isinstance(others, str | bytes | Run) or not all(isinstance(run, Run) for run in others):
-            raise UserError(f"{name}: takes loaded runs, such as regard.load(...), not {shown(others)}")
+            raise UserError(f"{name}: takes loaded runs, such as regard.load(...), not {shown_value(others)}")
         return [self, *others]
 
     def _options(self, options: Options | None, settings: Mapping[str, Any]) -> Options:
         if options is not None and not isinstance(options, Options):
-            raise UserError(f"options: takes a regard.Options, not {shown(options)}; or write beam=5 and the like")
+            raise UserError(
+                f"options: takes a regard.Options, not {shown_value(options)}; or write beam=5 and the like"
+            )
         checked = options or Options.of(**settings)
         if options is not None and settings:
             checked = Options.of(**{**options.model_dump(), **settings})
@@ -224,8 +227,8 @@ class LoadedRun(Run):
         if not task.seq2seq and target_ids is not None:
             raise UserError("logits: this run has one stack; give one table of ids")
         vocab = config.target_vocab if task.name == "lm" else config.source_vocab
-        source_BS = _ids("source_ids", source_ids, vocab).to(device)
-        input_BT = None if target_ids is None else _ids("target_ids", target_ids, config.target_vocab).to(device)
+        source_BS = checked_ids("source_ids", source_ids, vocab).to(device)
+        input_BT = None if target_ids is None else checked_ids("target_ids", target_ids, config.target_vocab).to(device)
         if input_BT is not None and len(input_BT) != len(source_BS):
             raise UserError(f"logits: {len(source_BS)} rows of source_ids, but {len(input_BT)} of target_ids")
         logits: Tensor = self.model(source_BS, None, input_BT)
@@ -238,7 +241,7 @@ class LoadedRun(Run):
         config = self.config
         if self.task.name != "masked":
             raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every token")
-        texts = _checked("embed", "texts", texts, (str,), '["abc"]')
+        texts = checked_list("embed", "texts", texts, (str,), '["abc"]')
         Options.of(batch_tokens=batch_tokens)
         rows = self.codec.encode_source([Example(text) for text in texts])
         device = self.model.device
@@ -257,9 +260,9 @@ class LoadedRun(Run):
 def load(path: str | Path, device: str | torch.device = "cpu") -> LoadedRun:
     """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one."""
     if not isinstance(path, str | Path):
-        raise UserError(f"load: takes the path of a run directory, not {shown(path)}")
+        raise UserError(f"load: takes the path of a run directory, not {shown_value(path)}")
     if not isinstance(device, str | torch.device):
-        raise UserError(f"load: device is auto, cpu, cuda, cuda:N or mps, not {shown(device)}")
+        raise UserError(f"load: device is auto, cpu, cuda, cuda:N or mps, not {shown_value(device)}")
     return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device)
 
 
@@ -295,11 +298,13 @@ def train(
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(exclude_unset=True)
     elif recipe is not None and not isinstance(recipe, str | Path | Mapping):
-        raise UserError(f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {shown(recipe)}")
+        raise UserError(
+            f"train: takes a recipe as tables, a Recipe, a file or a shipped name, not {shown_value(recipe)}"
+        )
     if not isinstance(out, str | Path):
-        raise UserError(f"train: out is the path of a run directory, not {shown(out)}")
+        raise UserError(f"train: out is the path of a run directory, not {shown_value(out)}")
     if reporter is not None and not all(hasattr(reporter, name) for name in ("say", "event", "tick", "close")):
-        raise UserError(f"train: reporter shows progress, as regard.make_reporter() does, not {shown(reporter)}")
+        raise UserError(f"train: reporter shows progress, as regard.make_reporter() does, not {shown_value(reporter)}")
     options = {
         "task": task,
         "preset": preset,
@@ -348,48 +353,12 @@ def _as_settings(settings: Mapping[str, Any] | None) -> list[str]:
     if settings is None:
         return []
     if not isinstance(settings, Mapping):
-        raise UserError(f"train: settings are a mapping, such as {{'lr': 1e-3}}, not {shown(settings)}")
+        raise UserError(f"train: settings are a mapping, such as {{'lr': 1e-3}}, not {shown_value(settings)}")
     lines = []
     for key, value in settings.items():
         try:
             text = "none" if value is None else to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]")
         except TypeError:
-            raise UserError(f"train: settings: {key} cannot be {shown(value)}") from None
+            raise UserError(f"train: settings: {key} cannot be {shown_value(value)}") from None
         lines.append(f"{key}={text}")
     return lines
-
-
-def _checked(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
-    """A list of what a verb takes; one text alone would be taken for a list of its letters."""
-    if isinstance(items, str | bytes | Example | Request | dict) or not isinstance(items, Iterable):
-        raise UserError(f"{verb}: takes a list of {what}, such as {example}, not {shown(items)}")
-    checked = list(items)
-    for index, item in enumerate(checked):
-        if not isinstance(item, kinds):
-            raise UserError(f"{verb}: takes a list of {what}, such as {example}; item {index} is {shown(item)}")
-        _check_texts(f"{verb}: item {index}", item)
-    return checked
-
-
-def _check_texts(where: str, item: Any) -> None:
-    """Check the fields of an Example, or a Request: they are texts as in their columns."""
-    for name in ("source", "target", "features", "prefix") if isinstance(item, Example | Request) else ():
-        value = getattr(item, name, None)
-        if not isinstance(value, str) and (value is not None or name == "source"):
-            hint = ", as in its column: 'N;PL'" if name == "features" else ""
-            raise UserError(f"{where}: {name} is a text{hint}, not {shown(value)}")
-
-
-def _ids(name: str, ids: Any, vocab: int) -> Tensor:
-    """A table of ids as a tensor, checked."""
-    try:
-        table = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        table = torch.empty(0)
-    if table.ndim != 2 or table.numel() == 0 or table.dtype.is_floating_point or table.dtype == torch.bool:
-        raise UserError(f"logits: {name} are equally long rows of whole numbers, not {shown(ids)}")
-    least, most = int(table.min()), int(table.max())
-    if least < 0 or most >= vocab:
-        wrong = least if least < 0 else most
-        raise UserError(f"logits: {name}: the ids of this vocabulary are 0 to {vocab - 1}, not {wrong}")
-    return table.long()

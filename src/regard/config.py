@@ -54,6 +54,9 @@ class Value(BaseModel, metaclass=ReportsMistakes):
             if (value := getattr(self, name)) != field.get_default(call_default_factory=True):
                 yield name, value
 
+    def __str__(self) -> str:
+        return repr(self)
+
     def _repr_html_(self) -> str:
         return f"<pre>{escape(to_toml(self.model_dump(mode='json')))}</pre>"
 

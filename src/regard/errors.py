@@ -177,6 +177,12 @@ def install(extra: str) -> str:
     return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
+def shown_value(value: object) -> str:
+    """A value with its type, shortened."""
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun: 1 batch, 2,000 batches."""
     if count == 1:

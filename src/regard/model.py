@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.config import Config
-from regard.errors import UserError
+from regard.errors import UserError, shown_value
 from regard.nn.attention import Attention
 from regard.nn.block import ImageEmbedding, LmHeadTransform
 from regard.nn.cache import State
@@ -28,7 +28,7 @@ class Model(nn.Module):
         super().__init__()
         if not isinstance(config, Config):
             example = "regard.preset('transformer-tiny', vocab=1000)"
-            raise UserError(f"Model: takes a regard.Config, such as {example}, not {config!r:.80}")
+            raise UserError(f"Model: takes a regard.Config, such as {example}, not {shown_value(config)}")
         self.config = config
         encoder, decoder = config.encoder, config.decoder
         self.encoder: Transformer | RecurrentEncoder | None = None

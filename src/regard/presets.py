@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.config import Config, parse
-from regard.errors import UserError, one_of
+from regard.errors import UserError, one_of, shown_value
 from regard.recipe import Recipe, assign, put, recipe_tables
 from regard.signatures import checked_call
 
@@ -97,7 +97,9 @@ def preset(
     if name not in PRESETS:
         raise one_of("preset", str(name), PRESETS)
     if changes is not None and not isinstance(changes, dict):
-        raise UserError(f"preset: changes are a table, such as {{'encoder': {{'layers': 2}}}}, not {changes!r:.80}")
+        raise UserError(
+            f"preset: changes are a table, such as {{'encoder': {{'layers': 2}}}}, not {shown_value(changes)}"
+        )
     table = merge(PRESETS[name], applicable_changes(PRESETS[name], changes or {}))
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
         size = vocab if size is None else size

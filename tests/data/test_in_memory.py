@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,6 +204,17 @@ def test_texts(data: Any, tmp_path: Path) -> None:
 def test_mistakes_name_the_row(data: Any, reads: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         in_memory(data, reads).write(tmp_path / "spool")
+
+
+def test_an_arrow_stream_alone_is_read_by_pyarrow(tmp_path: Path, monkeypatch) -> None:
+    class Stream:
+        def __arrow_c_stream__(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    with pytest.raises(UserError, match="to read Stream, pyarrow is needed"):
+        in_memory(Stream(), "pairs")
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(table=lambda stream: ArrowLike(COLUMNS)))
+    assert read(Stream(), tmp_path)[0] == [Example(*row) for row in ROWS]
 
 
 def test_a_lazy_frame() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from regard.data.reader import Source
-from regard.errors import UserError, plural
+from regard.errors import UserError, plural, shown_value
 from regard.recipe import Column
 from regard.tasks import Reads
 from regard.text.codec import Example
@@ -53,7 +53,7 @@ def in_memory(data: Any, reads: Reads, name: str = "data", columns: Sequence[Col
     if not isinstance(data, Iterable) and hasattr(data, "collect"):  # a lazy frame
         raise UserError(f"{name}: {type(data).__name__} is not computed yet; give what its collect() returns")
     if isinstance(data, str | bytes) or (not isinstance(data, Iterable) and not hasattr(data, "__arrow_c_stream__")):
-        raise UserError(f"{name}: takes a file, or examples in memory, not {shown(data)}")
+        raise UserError(f"{name}: takes a file, or examples in memory, not {shown_value(data)}")
     if reads == "images":
         return InMemory(name, ("source", "target"), False, _image_writer(data, name))
     names, rows = _open(data, name)
@@ -82,12 +82,6 @@ def _line_writer(rows: Iterable[Any], line: Callable[[Any, str], str], name: str
             raise UserError(f"{name}: there is nothing in it")
 
     return write
-
-
-def shown(value: Any) -> str:
-    """A value with its type, shortened."""
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _open(data: Any, name: str) -> tuple[list[str] | None, Iterable[Any]]:
@@ -121,7 +115,7 @@ def _open_columns(data: Mapping[Any, Any], name: str) -> tuple[list[str], Iterab
             several = ", ".join(f"{name}[{key!r}]" for key in data)
             raise UserError(f"{name}: holds several datasets; give one of them: {several}")
         if isinstance(column, str | bytes) or not isinstance(column, Iterable):
-            raise UserError(f"{name}: a mapping has a list for each column; {key!r} is {shown(column)}")
+            raise UserError(f"{name}: a mapping has a list for each column; {key!r} is {shown_value(column)}")
     columns = {str(key): list(column) for key, column in data.items()}
     if len({len(column) for column in columns.values()}) != 1:
         lengths = ", ".join(f"{key} {len(column):,}" for key, column in columns.items()) or "none"
@@ -164,11 +158,11 @@ def _values(
         row = row.tolist()
     if isinstance(row, str):
         raise UserError(
-            f"{where}: one text, {shown(row)}, where a row has {' and '.join(columns)}; texts alone are data of a "
-            "language model (task='lm')"
+            f"{where}: one text, {shown_value(row)}, where a row has {' and '.join(columns)}; texts alone are "
+            "data of a language model (task='lm')"
         )
     if not isinstance(row, Sequence):
-        raise UserError(f"{where}: a row is a tuple, a list or a mapping, not {shown(row)}")
+        raise UserError(f"{where}: a row is a tuple, a list or a mapping, not {shown_value(row)}")
     width = len(columns) if names is None else len(names)
     if len(row) != width:
         advice = "; name them: columns=('source', 'features', 'target')" if len(row) == 3 and names is None else ""
@@ -182,13 +176,13 @@ def _text(value: Any, label: bool, what: str, where: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{where}: {what} is not text: half a surrogate pair in {shown(value)}") from None
+            raise UserError(f"{where}: {what} is not text: half a surrogate pair in {shown_value(value)}") from None
         return str(value)
     if value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType"):
         return ""
     if label and isinstance(value, Integral):
         return str(value)
-    raise UserError(f"{where}: {what} is {shown(value)}, not text; turn it into text first")
+    raise UserError(f"{where}: {what} is {shown_value(value)}, not text; turn it into text first")
 
 
 def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Write:
@@ -207,7 +201,7 @@ def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Wri
             row = row.source
         elif isinstance(row, list | tuple):
             if len(row) != (1 if names is None else len(names)):
-                raise UserError(f"{where}: plain text is a list of texts, not of {shown(row)}")
+                raise UserError(f"{where}: plain text is a list of texts, not of {shown_value(row)}")
             row = row[position]
         return _text(row, False, "text", where).removesuffix("\n")
 
@@ -217,7 +211,7 @@ def _text_writer(names: list[str] | None, rows: Iterable[Any], name: str) -> Wri
 def _image_writer(data: Any, name: str) -> Write:
     """Images and labels, as in an .npz file."""
     if not isinstance(data, Mapping):
-        raise UserError(f"{name}: images come as {{'images': array, 'labels': array}}, not {shown(data)}")
+        raise UserError(f"{name}: images come as {{'images': array, 'labels': array}}, not {shown_value(data)}")
     arrays = {}
     for key, value in data.items():
         try:
