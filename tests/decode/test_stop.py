@@ -90,6 +90,17 @@ def test_other_constraints_hold_for_the_text_that_is_left() -> None:
             assert "f" not in h.text and "ee" not in h.text
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_alternatives_past_a_stop_string_are_those_of_its_place(name: str) -> None:
+    run, chosen = run_of(name, 1), {"max_length": 12, "min_length": 3}
+    (whole,) = next(generate(run, ["fade"], Options.of(**chosen)))
+    stop = whole.text[3:5]
+    (h,) = next(generate(run, ["fade"], Options.of(stop=[stop], **chosen)))
+    row = next(generate(run, ["fade"], Options.of(stop=[stop], alternatives=3, alternatives_at=11, **chosen)))
+    assert len({other.ids[: len(h.ids) + 1] for other in row}) == len(row) > 1
+    assert all(other.text.startswith(h.text) and stop not in other.text for other in row)
+
+
 def test_a_beam_gives_each_output_once() -> None:
     for name in NAMES:
         rows = generate(run_of(name, 1), sources(6, 4), Options(beam=6, nbest=6, max_length=8, stop=("a", "b", "cd")))

@@ -32,7 +32,7 @@ from regard.run import Run
 from regard.text.codec import Example
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
-LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window"), "images": ()}  # by what a task reads
+LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window", "jsonl"), "images": ()}  # by what a task reads
 
 
 @with_options("options", *decoding_options())
@@ -70,7 +70,7 @@ def command(
     runs = open_runs([run, *(ensemble or [])], device, threads)
     if runs[0].task.labels:
         others = chosen_options(
-            prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine, stream=stream
+            prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine, stream=stream, jsonl=jsonl
         )
         _print_labels(runs[0], file, jsonl, decoding.options, [*options, *others], json)
         return

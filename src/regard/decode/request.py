@@ -86,7 +86,7 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
     """
     given = {key: value for key, value in data.items() if value is not None and key in fields}
     missing = [name for name in fields if name not in data]
-    for key in data.keys() - given.keys() - set(fields):
+    for key in (key for key in data if key not in fields):
         if key in ANSWER_KEYS:
             raise UserError(f"{key}: the answer has a key of this name; call it something else")
         if key in Request.model_fields:

@@ -212,6 +212,9 @@ def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Option
     further = [i for i, base in enumerate(bases) if at is not None and at > len(base)]
     for i, outputs in zip(further, search(scorer, [inputs[i] for i in further], plain), strict=True):
         bases[i] = outputs[0].ids[:at] if outputs else bases[i]
+        phrases = inputs[i].phrases
+        if phrases is not None and (found := phrases.find_stop(bases[i])):
+            bases[i] = bases[i][: found[1]]
         if bases[i] and bases[i][-1] == scorer.eos:  # the output is shorter: the position is that of its end
             bases[i] = bases[i][:-1]
     based = [
