@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def test_the_other_engine_is_judged(folder: Path, judged: list[list[str]]) -> No
 def test_options_of_decoding_are_those_of_generate() -> None:
     ours, theirs = ({p.name: p.help for p in load_verb(verb).params} for verb in ("evaluate", "generate"))
     decoding = {*Options.model_fields, "ensemble", "prefix_column", "engine"}
-    shared = decoding - {"nbest", "alternatives", "alternatives_at", "alignment"}  # more outputs than the one judged
+    beside = {"nbest", "alternatives", "alternatives_at", "alignment", "top_tokens"}  # shown beside the one output
+    shared = decoding - beside
     assert decoding & ours.keys() == shared
     assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
 
@@ -117,6 +119,28 @@ def test_references_are_the_same_from_columns_and_files(folder: Path) -> None:
     assert columns["metrics"]["per"]["signature"] == "nrefs:var" and columns["examples"] == 16
     one = report(run, folder / "test.tsv", "--beam", 2)["metrics"]
     assert columns["metrics"]["per"]["score"] <= one["per"]["score"] and "signature" not in one["per"]
+
+
+def test_requests_of_single_lines_are_judged(folder: Path, judged: list[list[str]]) -> None:
+    sources, references = ((folder / name).read_text().splitlines() for name in ("src.txt", "ref.txt"))
+    wishes: list[dict[str, Any]] = [{"prefix": "B"}, {"forbid": ["AH"]}, {"require": [["K", "D"]]}, {"max_length": 2}]
+    rows = [
+        {"source": source, **wishes[n % 4], "target": [target, "F"] if n % 2 else target}
+        for n, (source, target) in enumerate(zip(sources, references, strict=True))
+    ]
+    lines = [json.dumps(row) for row in rows]
+    lines[4:4] = ["no JSON", '{"source": " ", "target": "F"}', '{"source": "abc", "target": 3}', '{"source": "abc"}']
+    file = folder / "requests.jsonl"
+    file.write_text("".join(f"{line}\n" for line in lines))
+    answer = report(folder / "run", file, "--beam", 2)
+    printed = [json.loads(line) for line in call("generate", folder / "run", file, "--beam", 2).lines]
+    texts = [row["hypotheses"][0]["text"] for row in printed[:4] + printed[8:]]
+    assert judged == [texts] and answer["skipped"] == {"not a valid request": 2, "empty side": 2}
+    several = [(target, "F") if n % 2 else (target,) for n, target in enumerate(references)]
+    assert answer["metrics"]["per"]["score"] == measure("per", texts, several, 0).score
+    (folder / "plain.jsonl").write_text("".join(json.dumps({"source": s}) + "\n" for s in sources))
+    beside = report(folder / "run", folder / "plain.jsonl", "--reference", folder / "ref.txt")
+    assert beside["metrics"] == report(folder / "run", folder / "test.tsv")["metrics"]
 
 
 def test_ready_outputs_need_no_run(folder: Path) -> None:
@@ -237,6 +261,7 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         (["run", "test.tsv", "--prefix-column"], "most lines have 2 columns, not 3 (source,target and the prefix)"),
         (["run", "short.tsv", "--max-source", "2"], "short.tsv: there is nothing to evaluate: 0 of 1 line; skipped 1"),
         (["run", "empty.txt"], "empty.txt: the file is empty"),
+        (["run", "empty.jsonl", "--columns", "source,target"], "has JSON objects in its lines, with keys"),
         (["run", "test.tsv", "--bleu-tokenize", "intel"], "did you mean 'intl'?"),
         (
             ["run", "test.tsv", "--bleu-tokenize", "intl"],
@@ -251,6 +276,7 @@ def test_mistakes(folder: Path, args: list[str], message: str) -> None:
     (folder / "short.txt").write_text("AH B\n")
     (folder / "short.tsv").write_text("abc\tAH B K\n")
     (folder / "empty.txt").write_text("")
+    (folder / "empty.jsonl").write_text("")
     (folder / "bytes.txt").write_bytes(b"AH\n\xff\n" + b"B\n" * 14)
     if "ctranslate2" in args:
         pytest.importorskip("ctranslate2")

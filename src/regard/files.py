@@ -97,6 +97,35 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not readable as JSON: {error}") from None
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object without keys that come twice, NaN and half characters, all of which would be lost."""
+
+    def refuse(word: str) -> None:
+        raise UserError(f"not JSON: {word}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        data = dict(pairs)
+        for key in data if len(data) < len(pairs) else ():
+            if sum(name == key for name, _ in pairs) > 1:
+                raise UserError(f"{key}: comes twice")
+        return data
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        if "\\u" in text:
+            json.dumps(data, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        wrong = f"{error.msg}, at column {error.colno}" if text.strip() else "a blank line"
+        raise UserError(f"not JSON: {wrong}") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"not text: {error.object[error.start]!r} is half of a character") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON that can be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f'not a JSON object, such as {{"source": "abc"}}, but {str(data)[:40]!r}')
+    return data
+
+
 def sync(path: Path) -> None:
     """Wait until a file or directory is on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -26,7 +26,7 @@ from regard.cli.input import (
 )
 from regard.cli.tables import message, out, out_json, print_table
 from regard.config import parse
-from regard.data.reader import STDIN, LineCounter, Source, shown
+from regard.data.reader import STDIN, LineCounter, Source, is_jsonl, shown
 from regard.decode.generate import Engine
 from regard.decode.options import Options
 from regard.errors import UserError, one_of
@@ -64,7 +64,9 @@ def command(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory; left out with --outputs.")] = None,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="Pairs or labelled texts (TSV), text, or images (.npz); - is stdin."),
+        typer.Argument(
+            metavar="FILE", help="Pairs or labelled texts (TSV, .jsonl), text, or images (.npz); - is stdin."
+        ),
     ] = None,
     target: Target = None,
     reference: Annotated[
@@ -215,6 +217,8 @@ def _files(
         if columns or prefix_column:
             raise UserError("--columns, --prefix-column: there is no table; name FILE")
         return ParallelFiles(None, references, outputs)
+    if is_jsonl(table) and (columns or prefix_column):
+        raise UserError(f"--columns, --prefix-column: {table} has JSON objects in its lines, with keys")
     names = _parse_columns(columns, bool(references)) if columns else tuple(of_run)
     if target is not None and columns and "target" in names:
         raise UserError(f"--columns: the targets are in {shown(target)}; name the columns of {shown(table)} without it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +22,23 @@ from regard.batch import windows
 from regard.cli import READER
 from regard.cli.tables import message
 from regard.config import parse
-from regard.data.reader import COLUMNS, LONG, STDIN, UNMET, Line, LineCounter, Source, read_lines, shown
+from regard.data.reader import (
+    BAD_REQUEST,
+    COLUMNS,
+    LONG,
+    STDIN,
+    UNMET,
+    Line,
+    LineCounter,
+    Source,
+    is_jsonl,
+    read_lines,
+    shown,
+)
 from regard.decode.request import ANSWER_KEYS, Request, parse_request
 from regard.device import choose_device, cores, tune_allocator
 from regard.errors import UserError
+from regard.files import json_object
 from regard.recipe import Column, Data
 from regard.run import Run
 from regard.text.codec import Codec, Example, UnknownTokens
@@ -35,8 +47,6 @@ if TYPE_CHECKING:
     from regard.decode.generate import Engine, TorchEngine
 
 SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
-JSONL = (".jsonl", ".ndjson")  # files whose lines are JSON objects
-BAD_REQUEST = "not a valid request"  # a reason to skip a line
 
 # Options of several verbs
 
@@ -203,7 +213,7 @@ class InputLines:
     ) -> None:
         self.path = path
         self.is_file = _is_file(path)
-        self.jsonl = jsonl or path.removesuffix(".gz").endswith(JSONL)
+        self.jsonl = jsonl or is_jsonl(path)
         self.codec = codec
         self.counter = LineCounter()
         self.unknown = UnknownTokens()
@@ -280,7 +290,7 @@ class InputLines:
         data: dict[str, Any] = {}
         extra: dict[str, Any] = {}
         try:
-            data = _json_object(line.text)
+            data = json_object(line.text)
             extra = {key: value for key, value in data.items() if key not in (*Request.model_fields, *ANSWER_KEYS)}
             request = parse_request(data, self.fields)
             if "features" in self.fields and request.features is None:
@@ -289,35 +299,6 @@ class InputLines:
             source = data.get("source")
             return self._bad(line, location, BAD_REQUEST, str(error), source if isinstance(source, str) else "", extra)
         return InputLine(location, line.number, request, extra)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """A JSON object without keys that come twice, NaN and half characters, all of which would be lost."""
-
-    def refuse(word: str) -> None:
-        raise UserError(f"not JSON: {word}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        data = dict(pairs)
-        for key in data if len(data) < len(pairs) else ():
-            if sum(name == key for name, _ in pairs) > 1:
-                raise UserError(f"{key}: comes twice")
-        return data
-
-    try:
-        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-        if "\\u" in text:
-            json.dumps(data, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        wrong = f"{error.msg}, at column {error.colno}" if text.strip() else "a blank line"
-        raise UserError(f"not JSON: {wrong}") from None
-    except UnicodeEncodeError as error:
-        raise UserError(f"not text: {error.object[error.start]!r} is half of a character") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON that can be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f'not a JSON object, such as {{"source": "abc"}}, but {str(data)[:40]!r}')
-    return data
 
 
 def _is_file(path: str) -> bool:

@@ -35,6 +35,7 @@ EMPTY = "empty side"
 ENCODING = "invalid UTF-8"
 LONG = "too long"
 UNMET = "with a constraint that cannot be met"
+BAD_REQUEST = "not a valid request"
 NAMED = 5  # lines that are named per reason
 
 _OTHER_FORMATS = {
@@ -64,6 +65,11 @@ class Line(NamedTuple):
 def shown(path: str) -> str:
     """The name of a file in messages."""
     return "stdin" if path == STDIN else path
+
+
+def is_jsonl(path: str) -> bool:
+    """Whether the lines of a file are JSON objects, by its name."""
+    return path.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from regard.data.reader import EMPTY, STDIN, Line, LineCounter, Source, read_lines, shown
-from regard.decode.request import Request
+from regard.data.reader import BAD_REQUEST, EMPTY, STDIN, Line, LineCounter, Source, is_jsonl, read_lines, shown
+from regard.decode.request import Request, parse_request
 from regard.errors import UserError
+from regard.files import json_object
 
 
 @dataclass(frozen=True)
@@ -58,24 +60,29 @@ class ParallelFiles:
             if further is None:
                 continue
             if not (*targets, *further):
-                counter.skip(EMPTY, f"{shown(self.references[0])}:{number}", "reference")
+                counter.skip(EMPTY, self._location(number), "reference")
                 continue
             for path in self.outputs:
                 data.outputs[path].append(_readable(path, beside[path][number - 1]))
             data.inputs.append(request)
             data.references.append((*targets, *further))
-            data.locations.append(self.table.location(number) if self.table else f"{self.name}:{number}")
+            data.locations.append(self._location(number))
         if self.table is not None:
             self.table.require(counter)
         elif not counter.kept:
             raise UserError(f"{self.name}: no usable reference: {counter.summary()}")
         return data
 
+    def _location(self, number: int) -> str:
+        return self.table.location(number) if self.table else f"{self.name}:{number}"
+
     def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, Request, tuple[str, ...]]]:
         """Number, request and targets of every good line of the table; without one, of so many lines."""
         if self.table is None:
             counter.read = lines
             return [(number + 1, Request(""), ()) for number in range(lines)]
+        if is_jsonl(self.table.paths[0]) and not self.table.packed:
+            return list(_requests(self.table, counter))
         rows, columns = [], self.table.columns
         source_at, targets_at = columns.index("source"), [i for i, name in enumerate(columns) if name == "target"]
         features_at = columns.index("features") if "features" in columns else None
@@ -93,6 +100,35 @@ class ParallelFiles:
                 counter.skip(line.problem, f"{shown(path)}:{line.number}")
                 return None
         return [line.text for line in lines.values() if line.text.strip()]
+
+
+def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, Request, tuple[str, ...]]]:
+    """Lines that are JSON objects: the keys of a request, and `target`, a text or a list of references."""
+    fields = [name for name in Request.model_fields if name != "features" or "features" in table.columns]
+    for line in read_lines(table.paths[0]):
+        counter.read += 1
+        location = table.location(line.number)
+        if line.problem:
+            counter.skip(line.problem, location)
+            continue
+        try:
+            data = json_object(line.text)
+            targets = _texts(data.pop("target", None))
+            request = parse_request(data, fields)
+        except UserError as error:
+            counter.skip(BAD_REQUEST, location, str(error), tell=True)
+            continue
+        if request.source.strip():
+            yield line.number, request, targets
+        else:
+            counter.skip(EMPTY, location, "source")
+
+
+def _texts(target: Any) -> tuple[str, ...]:
+    several = target if isinstance(target, list) else [] if target is None else [target]
+    if not all(isinstance(text, str) for text in several):
+        raise UserError(f"target: takes a text or a list of texts, not {str(target)[:80]!r}")
+    return tuple(text for text in several if text.strip())
 
 
 def _readable(path: str, line: Line) -> str:
