@@ -183,6 +183,12 @@ def shown_value(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def require_type(value: object, kind: type, what: str) -> None:
+    """Require an argument of this type; `what` says which and how to get one."""
+    if not isinstance(value, kind):
+        raise UserError(f"{what}, not {shown_value(value)}")
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun: 1 batch, 2,000 batches."""
     if count == 1:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.errors import UserError
+from regard.errors import UserError, require_type
 from regard.inspect.inputs import task_batches
 from regard.inspect.trace import Trace
 from regard.inspect.walk import has_plain_blocks
@@ -29,6 +29,7 @@ from regard.run import Run
 MAX_PAIRS = 25_000_000  # entries of a matrix over tokens that are computed at once
 CONTEXT = 12  # tokens shown before the one that activates a neuron
 PROMOTED = 5  # tokens shown that a neuron promotes
+A_RUN = "circuits are read off a run, such as regard.load('runs/lm')"
 
 
 # Direct logit attribution
@@ -65,6 +66,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
 
     `token` is one token of the vocabulary; by default the most probable one.
     """
+    require_type(run, Run, A_RUN)
     model = run.model
     decoder = _plain_decoder(model)
     assert model.output is not None
@@ -186,6 +188,7 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
 @torch.no_grad()
 def ov(run: Run, layer: int, head: int) -> Circuit:
     """What attending to a token (row) adds to the logit of another (column), up to the last normalisation's scale."""
+    require_type(run, Run, A_RUN)
     model = run.model
     attention, index, x_VD = _head(run, layer, head)
     assert isinstance(attention.out, nn.Linear) and model.output is not None
@@ -201,6 +204,7 @@ def ov(run: Run, layer: int, head: int) -> Circuit:
 
 def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
     """An attention, the index of a head in it, and the embeddings of all tokens as the attention would read them."""
+    require_type(run, Run, A_RUN)
     model = run.model
     decoder = _plain_decoder(model)
     attention = model.attentions().get(f"decoder.blocks.{layer}.attention")
@@ -255,6 +259,7 @@ class Neuron:
 @torch.no_grad()
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
     """The neurons of a layer (from 0) of a language model that stood out most in a text, each against its own mean."""
+    require_type(run, Run, A_RUN)
     model, decoder = run.model, run.model.decoder
     if not (model.decoder_only and isinstance(decoder, Transformer)):
         raise UserError("neurons are read off language models: a decoder alone")
@@ -311,6 +316,7 @@ def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
     `kind` is encoder or decoder; by default that of the first map. Half of what a layer passes on is its input, since
     its output is added to it; the other half comes through its heads, of which the mean is taken. Rows sum to one.
     """
+    require_type(trace, Trace, "rollout: takes a trace, such as run.attention('abc')")
     maps = [m for m in trace.maps if m.kind == (kind or trace.maps[0].kind)]
     if not maps or maps[0].rows != maps[0].columns:
         raise UserError(f"there is no self-attention of kind {kind!r} in this trace to roll out")

@@ -18,7 +18,7 @@ from regard.batch import Batch
 from regard.config import PatchConfig
 from regard.data.objectives import text_ids
 from regard.decode.alignment import Links, alignment_merits, best_heads
-from regard.errors import UserError
+from regard.errors import UserError, require_type
 from regard.inspect.inputs import TaskData, encode_pairs, task_batches
 from regard.inspect.logit_lens import entropy_bits
 from regard.inspect.prune import HeadKey, ablation_importance, gradient_importance
@@ -265,6 +265,7 @@ def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) 
     The model reads random tokens twice over, so that nothing but the repetition helps. `tokens` are the ids to draw
     from; by default all that are not special.
     """
+    require_type(model, Model, "induction_scores: takes a model, such as run.model")
     config, rows = model.config, 8
     if not model.decoder_only:
         raise UserError("induction is measured in language models: a decoder alone")
