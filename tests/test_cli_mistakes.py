@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,58 @@ def test_closed_streams(toy):
             words, input=None, stderr=subprocess.PIPE, text=True, check=False, preexec_fn=lambda fd=closed: os.close(fd)
         )
         assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+INTERNAL = (
+    r"\b(Recipe|Stack|Config|Options|Train|Data|Text|Value|ValidationError|Traceback|[A-Z][a-z]+(Config|Error))\b"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "train pairs.tsv --out new",
+            "pairs.tsv: is not a recipe (a TOML file); to train on it, write --data pairs.tsv",
+        ),
+        ("train --data pairs.tsv --out new --set lr 3", "--set lr: write it as key=value"),
+        ("train --data pairs.tsv --out new --preset transformer", "regard info says what each of them is"),
+        ("train flat.toml --data pairs.tsv --out new", "train must be a table of keys and values, not 5"),
+        (
+            "train --data spaces.tsv --out new",
+            "spaces.tsv: no usable example: 0 of 1 line; skipped 1 wrong column count",
+        ),
+        ("train --source words.txt --out new", "data: source and target belong together"),
+        ("info transformer-tiny --set model.encoder=5", "encoder must be a table of keys and values, not 5"),
+        ("generate words.txt run", "words.txt: is a file, not a run directory; a run is named first, files after it"),
+        ("generate run hello", "hello: no such file; a text itself goes to standard input: echo hello | regard ..."),
+        ("generate run words.txt --nbest 3", "nbest 3 needs a beam at least as wide, not 1, or sample"),
+        (
+            "evaluate run words.txt",
+            "words.txt: no usable example: 0 of 2 lines; skipped 2 wrong column count (words.txt:1",
+        ),
+        ("evaluate run spaces.tsv", "most lines have one column: is the separator a tab?"),
+        (
+            "score run words.txt",
+            "words.txt: no usable example: 0 of 2 lines; skipped 2 wrong column count (words.txt:1",
+        ),
+        ("heads run words.txt", "most lines have one column: is the separator a tab?"),
+        ("prune run new --data words.txt --heads 1", "most lines have one column: is the separator a tab?"),
+        ("run words.txt", "regard has no verb 'run'; a verb comes first"),
+        (
+            "info transformer-tiny --set encoder.hidden_size=8",
+            "encoder.hidden_size: no such key; did you mean 'width'?",
+        ),
+    ],
+)
+def test_what_newcomers_write(line, message, toy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("abc\nbad\n")
+    (tmp_path / "spaces.tsv").write_text("abc AH B K\n")
+    (tmp_path / "flat.toml").write_text("train = 5\n")
+    for name in ("run", "pairs.tsv"):
+        (tmp_path / name).symlink_to(toy / name)
+    result = call(*line.split())
+    assert result.code == 2 and message in result.err, result.err
+    assert not re.search(INTERNAL, result.err)
+    assert not (tmp_path / "new").exists()

@@ -8,12 +8,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
-from regard.cli.app import VERBS, load_verb
+from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
 from regard.decode.options import Options
 from regard.errors import SYNONYMS, UserError, closest, nearest, plural
 from regard.recipe import Data, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
+from regard.tasks import TASKS
 from toykit import call
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +24,8 @@ FIELDS = {name for value in (Config, Stack, Data, Recipe, Text, Train, Options) 
 
 def test_every_synonym_means_something_that_there_is():
     options = {option for verb in VERBS for parameter in load_verb(verb).params for option in parameter.opts}
-    known = FIELDS | set(VERBS) | {option.removeprefix("--").replace("-", "_") for option in options}
+    options |= {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+    known = FIELDS | set(VERBS) | set(TASKS) | {option.removeprefix("--").replace("-", "_") for option in options}
     assert set(SYNONYMS) - known == set()
 
 
@@ -117,6 +120,12 @@ def test_keywords_and_options_of_decoding(word, key):
         (("train", "--train", "x"), "no such option: --train; did you mean '--data'?"),
         (("train", "--output-dir", "x"), "no such option: --output-dir; did you mean '--out'?"),
         (("train", "--zzz"), "no such option: --zzz\n"),
+        (
+            ("train", "--task", "translation", "--data", "x", "--out", "y"),
+            "'translation' is not known; did you mean 'pairs'?",
+        ),
+        (("-v",), "no such option: -v; did you mean '--version'?"),
+        ((".",), "no verb '.'; a verb comes first"),
     ],
 )
 def test_verbs_and_options(words, hint):

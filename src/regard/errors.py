@@ -116,7 +116,15 @@ SYNONYMS = {
     "engine": "backend",
     "against": "baseline compare",
     "quantization": "quantize precision int8 compute_type",
+    # tasks
+    "pairs": "translate translation seq2seq sequence_to_sequence transduction",
+    "lm": "language_model language_modeling causal_lm clm text text_generation",
+    "masked": "mlm masked_lm masked_language_model",
+    "span": "span_corruption denoising",
+    "classify": "classification classifier text_classification",
+    "image": "images vision image_classification",
     # verbs
+    "version": "v",
     "train": "fit finetune fine_tune learn tune train_file train_data training_data dataset corpus data input",
     "generate": "predict translate decode infer inference run sample transcribe complete",
     "evaluate": "eval test validate benchmark",

@@ -10,7 +10,7 @@ from typing import Any
 
 from regard.config import Config, parse
 from regard.errors import UserError, one_of, shown_value
-from regard.recipe import Recipe, assign, put, recipe_tables
+from regard.recipe import Recipe, assign, put, recipe_tables, split_setting
 from regard.signatures import checked_call
 
 Table = dict[str, Any]
@@ -95,7 +95,7 @@ def preset(
 ) -> Config:
     """The config of a family, with vocabularies (`vocab` serves both sides) and changed keys."""
     if name not in PRESETS:
-        raise one_of("preset", str(name), PRESETS)
+        raise UserError(f"{one_of('preset', str(name), PRESETS)}\n  regard info says what each of them is")
     if changes is not None and not isinstance(changes, dict):
         raise UserError(
             f"preset: changes are a table, such as {{'encoder': {{'layers': 2}}}}, not {shown_value(changes)}"
@@ -117,6 +117,8 @@ def changed_recipe(
     The recipe is a file, a shipped name, or its tables. What it sets for its own preset and another preset does not
     read is left out.
     """
+    for setting in settings:
+        split_setting(setting)  # first of all: of `--set lr 3` the 3 would be a recipe
     tables = recipe_tables(recipe) if isinstance(recipe, str | Path) else deepcopy(dict(recipe or {}))
     chosen: dict[str, Any] = {"preset": options.get("preset", tables.get("preset"))}
     for setting in settings:

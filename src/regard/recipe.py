@@ -174,6 +174,8 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if Path(path).is_file() and Path(path).suffix != ".toml":
+            raise UserError(f"{path}: is not a recipe (a TOML file); to train on it, write --data {path}") from None
         raise UserError(f"{path}: not a readable TOML file: {error}") from None
 
 
@@ -211,17 +213,22 @@ def assign(tables: dict[str, Any], setting: str) -> None:
     A key is a full path (`train.lr`, `decoder.score`) or a bare name, if only one section has it; a field of Stack
     means both stacks. The value is TOML, or a plain word.
     """
-    key, equals, raw = setting.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise UserError(f"--set {setting}: write it as key=value, for example --set dropout=0.2")
+    key, raw = split_setting(setting)
     try:
-        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+        value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        value = raw.strip()
+        value = raw
     for path in _paths(key):
         if (part := put(tables, path, value)) is not None:
             raise UserError(f"--set {setting}: {part} is a value, not a table")
+
+
+def split_setting(setting: str) -> tuple[str, str]:
+    """The key and the value of a `--set key=value`."""
+    key, equals, raw = setting.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set {setting}: write it as key=value, for example --set dropout=0.2")
+    return key.strip(), raw.strip()
 
 
 def put(tables: dict[str, Any], path: Sequence[str], value: Any) -> str | None:

@@ -134,6 +134,8 @@ def _describe(stack: Stack) -> str:
 
 def read_config(path: Path) -> RunConfig:
     """The checked config.json of a run."""
+    if path.is_file():
+        raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
         raise UserError(f"{path}: no such run directory")
     if not (path / "config.json").is_file():

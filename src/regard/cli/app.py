@@ -47,7 +47,9 @@ class LazyGroup(typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in VERBS and not args[0].startswith("-"):
-            raise UserError(f"regard has no verb {args[0]!r}{closest(args[0], VERBS)}\n  verbs: {', '.join(VERBS)}")
+            hint = "; a verb comes first" if os.path.exists(args[0]) else closest(args[0], VERBS)
+            verbs = f"verbs: {', '.join(VERBS)}\n  regard --help tells more"
+            raise UserError(f"regard has no verb {args[0]!r}{hint}\n  {verbs}")
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and ctx.resilient_parsing:  # a shell asks what may follow
             from regard.cli.completion import VerbCompletion

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,6 +305,9 @@ class InputLines:
 def _is_file(path: str) -> bool:
     try:
         return S_ISREG((os.fstat(sys.stdin.fileno()) if path == STDIN else os.stat(path)).st_mode)
+    except FileNotFoundError:
+        hint = f"a text itself goes to standard input: echo {shlex.quote(path)} | regard ..."
+        raise UserError(f"{path}: no such file; {hint}") from None
     except (OSError, ValueError, AttributeError):
         # Let the reader say what is wrong with it; a stdin without a number is no pipe, and a closed one is None.
         return True

@@ -23,7 +23,7 @@ from regard.cli.input import (
     with_options,
 )
 from regard.cli.tables import message, out, out_json
-from regard.data.reader import BLANK, COLUMNS, LONG, LineCounter, Located, read_lines, shown
+from regard.data.reader import BLANK, COLUMNS, LONG, LineCounter, Located, Source, read_lines, shown
 from regard.decode.options import Options
 from regard.decode.scoring import score
 from regard.evaluate.unknown import UnknownParts
@@ -58,9 +58,11 @@ def command(
     runs = open_runs([run, *(ensemble or [])], device, threads)
     counter, unknown = LineCounter(strict), UnknownParts(runs[0])
     if runs[0].task.name == "lm" and target is None and columns is None:
+        source = Source((pairs,))
         located = _continuations(pairs, counter)
     else:
-        located = pairs_of(pairs, target, columns, runs[0].codec.columns).read(counter)
+        source = pairs_of(pairs, target, columns, runs[0].codec.columns)
+        located = source.read(counter)
     ahead, behind = tee(_noted(located, unknown, chosen.window))
     printed = 0
     for scored, (number, example) in zip(score(runs, (item.example for item in ahead), chosen), behind, strict=False):
@@ -76,6 +78,8 @@ def command(
     if not json:
         for _ in range(printed, counter.read):
             out("nan")
+    if counter.read:
+        source.require(counter)
     for remark in [counter.summary()] * bool(counter.skipped) + unknown.remarks():
         message(remark)
 

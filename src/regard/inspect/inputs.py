@@ -203,7 +203,9 @@ def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | 
         images = read_images(source.paths[0])
         return LabelledImages(images.images_NCHW[:limit], images.labels[:limit])
     if run.task.reads != "text" or run.task.seq2seq:
-        return [item.example for item in islice(source.read(counter), limit)]
+        examples = [item.example for item in islice(source.read(counter), limit)]
+        source.require(counter)
+        return examples
     pieces, tokens = [], 0
     for piece in read_pieces(Source(source.paths[:1]), counter):
         pieces.append(piece)
