@@ -96,10 +96,11 @@ def test_workers_start_when_they_pay_off(saved: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_threads_forbid_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    for python, native in ((1, 1), (2, 1), (1, 2)):
+    for python, native, tokenizers in ((1, 1, "false"), (2, 1, "false"), (1, 2, "false"), (1, 1, "true")):
         monkeypatch.setattr(threading, "active_count", lambda count=python: count)
         monkeypatch.setattr(torch, "get_num_threads", lambda count=native: count)
-        assert can_fork() == ((python, native) == (1, 1) and sys.platform == "linux")
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", tokenizers)
+        assert can_fork() == ((python, native, tokenizers) == (1, 1, "false") and sys.platform == "linux")
 
 
 def test_an_error_in_a_worker_is_raised(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:

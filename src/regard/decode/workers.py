@@ -2,8 +2,8 @@
 
 On Linux workers are forked, which takes a hundredth of the time that a new process needs to import torch and to load
 the run. A fork copies no threads but the one that calls it, so it is used only where there is nothing to miss: no
-other Python thread, and one torch thread per worker, which then never asks OpenMP for those that the parent had
-(the data loader of torch forks on the same terms). Elsewhere workers are spawned, and start anew.
+other Python thread, none of the tokenizers, and one torch thread per worker, which then never asks OpenMP for those
+that the parent had (the data loader of torch forks on the same terms). Elsewhere workers are spawned, and start anew.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from regard.decode.options import Options
 from regard.decode.request import SearchInput
 from regard.errors import UserError
 from regard.run import Run
+from regard.text.scheme import SWITCH
 
 SetUp = Callable[[], object]
 Decoded = list[list[Hypothesis]]
@@ -126,7 +127,7 @@ class WorkerPool(Engine):
 
 def can_fork() -> bool:
     """Whether a fork of this process can decode, see above."""
-    alone = threading.active_count() == 1 and torch.get_num_threads() == 1
+    alone = threading.active_count() == 1 and torch.get_num_threads() == 1 and os.environ.get(SWITCH) == "false"
     return sys.platform == "linux" and alone and not torch.cuda.is_initialized()
 
 
