@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -89,9 +88,9 @@ class Decoding:
         return replace(self, options=self.options.model_copy(update={"precision": precision}))
 
     def open(self, runs: Sequence[Run], scores: Literal["tokens", "totals", "none"]) -> Engine:
-        """An engine in this process; `scores` are those that are needed."""
+        """An engine with its processes; `scores` are those that are needed."""
         if not self.ctranslate2:
-            return TorchEngine(runs, self.options)
+            return with_workers(TorchEngine(runs, self.options), self.workers, self.threads)
         from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
 
         if self.precision not in ("fp32", "int8"):
@@ -105,12 +104,6 @@ class Decoding:
         precision: Literal["fp32", "int8"] = "int8" if self.precision == "int8" else "fp32"
         workers = self.workers or (1 if self.threads or self.options.sample else cores())
         return CTranslate2Engine(runs[0], self.options, precision, workers, self.threads or 1, scores)
-
-    def share(self, engine: Engine, inputs: int) -> AbstractContextManager[Engine]:
-        """The engine with the processes that it was asked to have, or that pay off for so many inputs at a time."""
-        if isinstance(engine, TorchEngine):
-            return with_workers(engine, inputs, self.workers, self.threads)
-        return nullcontext(engine)  # it has its own
 
 
 def _head(pair: str) -> tuple[int, int]:

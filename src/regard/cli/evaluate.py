@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 
@@ -148,11 +147,8 @@ def command(
     if runs and reads == "pairs":
         decoding = decoding.on(runs[0].model.device)
 
-    @contextmanager
-    def open_engine(runs: Sequence[Run], options: Options, inputs: int) -> Iterator[Engine]:
-        chosen = replace(decoding, options=options)
-        with chosen.open(runs, "none") as engine, chosen.share(engine, inputs) as shared:
-            yield shared
+    def open_engine(runs: Sequence[Run], options: Options) -> Engine:
+        return replace(decoding, options=options).open(runs, "none")
 
     judging = replace(judging, open_engine=open_engine)
     systems = [System(runs[:ours], decoding.options, outputs)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
@@ -85,27 +84,23 @@ def command(
         _stream(TorchEngine(runs, decoding.options), lines, show)
     else:
         with decoding.open(runs, "tokens" if show.json else "totals" if show.several else "none") as decoder:
-            _decode(decoder, decoding, lines, show)
+            _decode(decoder, lines, show)
     for remark in lines.remarks():
         message(remark)
 
 
-def _decode(decoder: Engine, decoding: Decoding, lines: InputLines, show: Show) -> None:
+def _decode(engine: Engine, lines: InputLines, show: Show) -> None:
     """Decode a window of lines at a time, in batches."""
-    with ExitStack() as stack:
-        for batch in lines.batches(decoding.options.window):
-            if batch[0].number == 1:
-                count = len(batch) if lines.is_file else 1  # from a pipe they may come one by one
-                decoder = stack.enter_context(decoding.share(decoder, count))
-            good = [line for line in batch if not line.error]
-            inputs = decoder.prepare([line.request for line in good])
-            lines.note_unknown(good, [item.sources[0] if item.sources else () for item in inputs])
-            answers = iter(decoder.decode(inputs))
-            for line in batch:
-                hypotheses = [_no_output(line)] if line.error else next(answers)
-                lines.note_flags(line, hypotheses[0].flags)
-                show.answer(line, hypotheses)
-            flush()
+    for batch in lines.batches(engine.options.window):
+        good = [line for line in batch if not line.error]
+        inputs = engine.prepare([line.request for line in good])
+        lines.note_unknown(good, [item.sources[0] if item.sources else () for item in inputs])
+        answers = iter(engine.decode(inputs))
+        for line in batch:
+            hypotheses = [_no_output(line)] if line.error else next(answers)
+            lines.note_flags(line, hypotheses[0].flags)
+            show.answer(line, hypotheses)
+        flush()
 
 
 def _no_output(line: InputLine) -> Hypothesis:

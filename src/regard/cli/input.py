@@ -176,12 +176,12 @@ def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[C
     return Source((path,), parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else of_run)
 
 
-def with_workers(engine: TorchEngine, inputs: int, workers: int | None, threads: int | None) -> Engine:
-    """An engine with as many processes as were asked for, or as pay off for so many inputs, up to one per core."""
+def with_workers(engine: TorchEngine, workers: int | None, threads: int | None) -> Engine:
+    """An engine with as many processes as were asked for, or as pay off, up to one per core."""
     asked, device = workers, engine.scorer.device
     if workers is None:
         small = sum(model.size for model in engine.scorer.models) < SMALL
-        workers = cores() if inputs > 1 and small and device.type == "cpu" and threads is None else 1
+        workers = cores() if small and device.type == "cpu" and threads is None else 1
     if workers == 1:
         return engine
     if device.type != "cpu":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,8 +21,7 @@ from regard.metrics import DEFAULTS, METRICS, SAMPLES, MetricSettings
 from regard.run import Run
 from regard.text.codec import Example
 
-# An engine for runs (several are an ensemble) and so many inputs.
-OpenEngine = Callable[[Sequence[Run], Options, int], AbstractContextManager[Engine]]
+OpenEngine = Callable[[Sequence[Run], Options], Engine]  # for runs, of which several are an ensemble
 Skip = Callable[[int, str], object]  # called with the index of an example that cannot be used, and the reason
 SHORT = 2.5  # characters: tokens that are shorter on average are no words
 FEW = 5  # examples of each label on average; with fewer, the references are no labels
@@ -73,7 +71,7 @@ class Judging:
     metrics: Sequence[str] = ()  # without any, those that fit the references
     samples: int = SAMPLES
     settings: MetricSettings = DEFAULTS
-    open_engine: OpenEngine = lambda runs, options, inputs: TorchEngine(runs, options)
+    open_engine: OpenEngine = TorchEngine
 
 
 def evaluate(
@@ -167,7 +165,7 @@ EMPTY_FLAGS = ("too_long", "unsatisfied")  # reasons of an empty output
 
 def _decode(system: System, inputs: Sequence[Request], open_engine: OpenEngine) -> Iterator[Hypothesis]:
     """The best output of every input; windows are those of `regard generate`, and so are the outputs."""
-    with open_engine(system.runs, system.options, len(inputs)) as engine:
+    with open_engine(system.runs, system.options) as engine:
         for window in windows(inputs, system.options.window):
             yield from (hypotheses[0] for hypotheses in engine(window))
 
