@@ -197,6 +197,13 @@ def test_every_shipped_recipe_loads(name):
     assert on_meta(model_without_data(load_recipe(tables, name), None, name)) is not None
 
 
+def test_counts_are_worded_in_one_place():
+    """`plural` knows 1 batch and 2 batches; nobody puts an s after a noun by hand."""
+    by_hand = re.compile(r"""[a-z]\{?['"]e?s['"] (\*|if)|batches per epoch""")
+    found = [f"{file.name}: {line}" for file in FILES for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line for line in found if by_hand.search(line)] == []
+
+
 # The command line and what is written about it
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from regard.cli.tables import message
+from regard.errors import plural
 from regard.run import average
 
 EXAMPLE = "regard average runs/mean runs/a runs/b runs/c"
@@ -21,4 +22,4 @@ def command(
     They must be the same model over the same vocabulary.
     """
     average(runs, out)
-    message(f"{out}: the mean of {len(runs)} run{'s' * (len(runs) > 1)}")
+    message(f"{out}: the mean of {plural(len(runs), 'run')}")

@@ -28,7 +28,7 @@ from regard.config import parse
 from regard.data.reader import STDIN, LineCounter, Source, is_jsonl, shown
 from regard.decode.generate import Engine
 from regard.decode.options import Options
-from regard.errors import UserError, one_of
+from regard.errors import UserError, one_of, plural
 from regard.evaluate.by_task import EvaluationRequest, evaluate_file
 from regard.evaluate.evaluator import Judging, System
 from regard.evaluate.parallel import ParallelFiles
@@ -244,7 +244,7 @@ def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> Non
             compared = [f"{evaluation.others[metric].score:.2f}", f"{evaluation.p_values[metric]:.3f}"]
         rows.append([metric, f"{measured.score:.2f}", interval, *compared])
     header = ["metric", "score", "95% interval", *([against, "p"] if against else [])]
-    examples = f"{evaluation.examples:,} example{'s' * (evaluation.examples != 1)}"
+    examples = plural(evaluation.examples, "example")
     print_table(rows, header, title=f"{shown(name)}, {examples}", bold=(1,))
     for metric, measured in evaluation.metrics.items():
         if measured.signature:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from regard.batch import Pixels
 from regard.data.pairs import Splitter, few
 from regard.data.reader import Source, open_raw
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, plural
 from regard.recipe import Recipe
 from regard.text.learn import BaseText
 
@@ -135,8 +135,7 @@ def make_images(
     pixels = Pixels(mean=mean, scale=(spread,) * channels)
     notes = [
         f"labels: {few(labels, 10)}",
-        f"training: {count:,} images of {height} x {width}, {channels} channel{'s' * (channels > 1)}, "
-        f"from {train.name}",
+        f"training: {plural(count, 'image')} of {height} x {width}, {plural(channels, 'channel')}, from {train.name}",
         f"validation: {len(held_out.labels):,} images " + (f"from {valid.name}" if valid else "split off"),
         f"pixels: minus their mean ({', '.join(f'{x:.4g}' for x in mean)}), divided by their range ({spread:g})",
     ]

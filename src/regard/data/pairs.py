@@ -11,7 +11,7 @@ from typing import Any
 
 from regard.data.corpus import SIDES, CorpusWriter
 from regard.data.reader import LineCounter, Source
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec, Example, UnknownTokens, split_features
@@ -77,14 +77,16 @@ def make_pairs(
 
     examples = valid_writer.examples or []
     (path / VALID_EXAMPLES).write_bytes("".join(json.dumps(example) + "\n" for example in examples).encode())
-    notes.append(f"training: {train_writer.count:,} examples from {train.name}, {counter.summary()}")
+    notes.append(f"training: {plural(train_writer.count, 'example')} from {train.name}, {counter.summary()}")
     notes.extend(filter(None, [train.hint(counter)]))
     if valid:
-        notes.append(f"validation: {valid_writer.count:,} examples from {valid.name}, {valid_counter.summary()}")
+        notes.append(
+            f"validation: {plural(valid_writer.count, 'example')} from {valid.name}, {valid_counter.summary()}"
+        )
     elif unsplit:
         notes.append("validation: on training examples, since all have the same source and nothing can be split off")
     else:
-        notes.append(f"validation: {valid_writer.count:,} examples split off; no source is on both sides")
+        notes.append(f"validation: {plural(valid_writer.count, 'example')} split off; no source is on both sides")
     notes.extend(_unknown_notes(codec, train_writer, examples, labelled))
     counts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
     return {"text": codec.config.model_dump(), "labels": labels, "notes": notes, "accounts": counts}

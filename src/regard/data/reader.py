@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Column
 from regard.text.codec import Example
 
@@ -172,7 +172,7 @@ class LineCounter:
         for reason, count in self.skipped.most_common():
             named = self.locations[reason][:3]
             reasons.append(f"{count:,} {reason} ({', '.join(named)}{', ...' * (count > len(named))})")
-        lines = f"{self.kept:,} of {self.read:,} line{'s' * (self.read != 1)}"
+        lines = f"{self.kept:,} of {plural(self.read, 'line')}"
         return lines + (f"; skipped {', '.join(reasons)}" if reasons else "")
 
     def to_json(self) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float])
     length = len(ids)
     if loop := longest_loop(ids):
         size, turns = loop
-        flags["repetition"] = f"{size} token{'s' * (size > 1)} repeated {turns} times in a row"
+        flags["repetition"] = f"{plural(size, 'token')} repeated {turns} times in a row"
     if source and length / source > LONG and length > MIN_LENGTH:
         flags["length_ratio"] = f"{length} tokens for a source of {source}"
     elif source >= MIN_LENGTH and length / source < SHORT:

@@ -8,7 +8,7 @@ from typing import Any
 
 from regard.data.reader import BAD_REQUEST, EMPTY, STDIN, Line, LineCounter, Source, is_jsonl, read_lines, shown
 from regard.decode.request import Request, parse_request
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.files import json_object
 
 
@@ -138,4 +138,4 @@ def _readable(path: str, line: Line) -> str:
 
 
 def _lines(count: int) -> str:
-    return f"{count:,} line{'s' * (count != 1)}"
+    return plural(count, "line")

@@ -21,7 +21,7 @@ from regard.data.images import LabelledImages, read_images
 from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
 from regard.data.plain import read_pieces
 from regard.data.reader import LineCounter, Source
-from regard.errors import UserError, one_of
+from regard.errors import UserError, one_of, plural
 from regard.inspect.logit_lens import OutputNames
 from regard.run import Run
 from regard.text.codec import Example
@@ -218,10 +218,10 @@ def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | 
 def describe_size(data: TaskData) -> str:
     """How much data there is, in words."""
     if isinstance(data, str):
-        return f"{len(data):,} characters"
+        return plural(len(data), "character")
     if isinstance(data, LabelledImages):
-        return f"{len(data.images_NCHW):,} images"
-    return f"{len(data):,} pairs"
+        return plural(len(data.images_NCHW), "image")
+    return plural(len(data), "pair")
 
 
 def task_batches(run: Run, data: TaskData, tokens: int = BATCH_TOKENS) -> list[Batch]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import Stack
+from regard.errors import plural
 from regard.inspect.cards import (
     WALK_TOKENS,
     AttentionScores,
@@ -233,7 +234,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     state = Card(
         "The state",
         f"h_t = {stack.mixer.upper()}({cell_input}, h_{{t−1}})",
-        f"The decoder's state after one more token, through {stack.layers} layer{'s' * (stack.layers > 1)}."
+        f"The decoder's state after one more token, through {plural(stack.layers, 'layer')}."
         + (" The last attentional vector is part of the input." if stack.input_feeding else "")
         + (" The context is part of the input." if stack.attend_first else ""),
         f"1 × {width}",

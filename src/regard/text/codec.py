@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from regard.config import Count, Frame, SpecialIds, Value
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Column
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
@@ -215,8 +215,8 @@ class UnknownTokens:
         named = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{_shown(token)} {count:,}x" for token, count in named[:most])
         rest = f" and {len(named) - most:,} more" if len(named) > most else ""
-        times = f"{self.total:,} unknown {what}{'s' * (self.total > 1)}"
-        return f"{times} in {self.texts:,} line{'s' * (self.texts > 1)}: {shown}{rest}"
+        times = plural(self.total, f"unknown {what}")
+        return f"{times} in {plural(self.texts, 'line')}: {shown}{rest}"
 
 
 def _shown(token: str) -> str:

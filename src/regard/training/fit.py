@@ -17,7 +17,7 @@ from regard.data.memory import InMemory
 from regard.data.prepare import NOTHING, Prepared, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
 from regard.device import cores, tune_allocator
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
 from regard.notebook import table
@@ -226,7 +226,7 @@ def _train(setup: _Setup, group: ProcessGroup, reporter: Reporter) -> TrainingRe
     }
     reporter.say(
         f"model: {train.start_from or recipe.preset}, {parameters:,} parameters; {group.device.type}, "
-        f"{group.size} process{'es' * (group.size > 1)}; {loader.batches_in(0):,} batches per epoch"
+        f"{plural(group.size, 'process')}; {plural(loader.batches_in(0), 'batch')} per epoch"
     )
     if trained:
         reporter.say(trained)
