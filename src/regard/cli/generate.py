@@ -61,7 +61,7 @@ def command(
     Lines come from FILE or stdin, outputs in the same order. A language model continues prompts. A plain output is one
     line of text. With several outputs per line (--nbest, --alternatives) each becomes a line of its own: number of the
     input line, score, text, separated by tabs. With --alignment the links follow, written source-target from 0. A
-    line of a .jsonl is an object with the key source and, if it likes, constraints of its own: features, prefix,
+    line of a .jsonl is an object with the key source and, if wanted, constraints of its own: features, prefix,
     require, forbid, stop, min_length, max_length, seed. A classifier gives a label for every line, or for every image
     of an .npz.
     """
