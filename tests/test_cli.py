@@ -209,6 +209,18 @@ def test_what_cannot_be_used_is_counted_and_named(toy, spelled):
     assert result.code == 2 and "prefix 'ZZ'" in result.err
 
 
+def test_outputs_that_degenerate_are_told(toy, tmp_path):
+    """A model of zeros prefers no token: with a least length, it repeats the first."""
+    run = regard.load(toy / "run")
+    for parameter in run.model.parameters():
+        parameter.data.zero_()
+    run.save(tmp_path / "untrained")
+    result = call("generate", tmp_path / "untrained", "--min-length", 12, stdin="abc\nba\n")
+    assert result.code == 0
+    assert "2 of 2 outputs repeat tokens" in result.err
+    assert "repeat tokens" not in call("generate", toy / "run", stdin="abc\nba\n").err
+
+
 def test_candidates_of_least_risk(toy):
     answer = json.loads(call("generate", toy / "run", "--mbr", 6, "--temperature", 3, "--json", stdin="abc\n").out)
     candidates = answer["candidates"]

@@ -36,9 +36,10 @@ from regard.data.reader import (
     read_lines,
     shown,
 )
+from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE
 from regard.decode.request import ANSWER_KEYS, Request, parse_request
 from regard.device import choose_device, cores, tune_allocator
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.files import json_object
 from regard.recipe import Column, Data
 from regard.run import Run
@@ -219,6 +220,7 @@ class InputLines:
         self.counter = LineCounter()
         self.unknown = UnknownTokens()
         self.targets_ignored = 0
+        self.degenerate = 0  # outputs
         self.fields = [name for name in Request.model_fields if name != "features" or "features" in codec.columns]
         self._names = [name for name in codec.columns if name != "target"]
         self._target_at = codec.columns.index("target") if "target" in codec.columns else None
@@ -242,10 +244,11 @@ class InputLines:
         self.codec.note_unknown(examples, self.unknown, rows)
 
     def note_flags(self, line: InputLine, flags: dict[str, str]) -> None:
-        """Count a line whose output is empty for the reason that these flags give."""
+        """Count a line whose output is empty for the reason that these flags give, or degenerates."""
         for name, reason in (("too_long", LONG), ("unsatisfied", UNMET)):
             if name in flags:
                 self.counter.skip(reason, line.location, flags[name], tell=True)
+        self.degenerate += any(name in flags for name in DEGENERATE)
 
     def remarks(self) -> list[str]:
         """Messages about lines that could not be used, ignored columns and unknown tokens."""
@@ -257,6 +260,9 @@ class InputLines:
             remarks.append(f"{self.targets_ignored:,} {lines} a target column, which was ignored")
         if self.unknown:
             remarks.append(self.unknown.summary())
+        if self.degenerate > MANY_DEGENERATE * self.counter.read:
+            which = f"{self.degenerate:,} of {plural(self.counter.read, 'output')}"
+            remarks.append(f"{which} repeat tokens or are far too long or short: too little training?")
         return remarks
 
     def _read(self, line: Line) -> InputLine:

@@ -20,6 +20,8 @@ LONG, SHORT, MIN_LENGTH = 4.0, 0.2, 10  # output tokens per source token; short 
 LOW_SCORE = -2.5  # mean log-probability per token
 PARKED, MIN_ALIGNED = 0.9, 6  # share of all attention on one source token, over so many output tokens
 UNIFORM = 0.95  # of the entropy of uniform attention
+DEGENERATE = ("repetition", "length_ratio")  # flags of outputs that a trained model seldom gives
+MANY_DEGENERATE = 0.2  # of all outputs: more are worth a warning
 
 
 TopTokens = tuple[tuple[str, float], ...]  # tokens with their natural-log probabilities, most probable first

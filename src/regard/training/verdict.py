@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from regard.decode.generate import generate
-from regard.decode.hypothesis import Hypothesis
+from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
 from regard.decode.options import Options
 from regard.metrics import LOWER_IS_BETTER
 from regard.recipe import Train
@@ -17,8 +17,6 @@ from regard.text.codec import Example
 LAST_PART = 0.25  # of the run
 FAST = 0.1  # improvement of the metric within it, as a share of its value
 JUDGED = 100  # examples that are decoded to look at the outputs
-MANY = 0.2  # of the outputs
-DEGENERATE = ("repetition", "length_ratio", "max_length")  # flags of outputs
 
 
 def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | None:
@@ -53,13 +51,13 @@ def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str 
     total = len(outputs)
     if not total:
         return None
-    flagged = sum(any(flag in output.flags for flag in DEGENERATE) for output in outputs)
-    if flagged > MANY * total:
+    flagged = sum(any(flag in output.flags for flag in (*DEGENERATE, "max_length")) for output in outputs)
+    if flagged > MANY_DEGENERATE * total:
         return (
             f"{flagged} of {total} outputs repeat tokens or do not end as they should: the model has not learned the "
             "task; give it more time or data"
         )
     (text, same), expected = Counter(output.text for output in outputs).most_common(1)[0], Counter(references)
-    if same > max(2, MANY * total) and same > 3 * max(expected.values()):
+    if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(expected.values()):
         return f"{same} of {total} outputs are {text[:40]!r}: the model ignores its input; give it more time or data"
     return None
