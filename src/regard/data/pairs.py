@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from regard.data.corpus import SIDES, CorpusWriter
-from regard.data.reader import LineCounter, Source
+from regard.data.reader import LineCounter, Source, read_lines
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -27,7 +29,27 @@ VALID_SHARE = 0.05  # of the examples are held out for validation
 MIN_VALID, MAX_VALID = 50, 2_000
 CANDIDATES = 2 * MAX_VALID  # sources with the smallest hashes, from which those to hold out are chosen
 KEY = b"1"  # of the hash; with it, the split is the one of earlier versions and their default seed
+LOOKED_AT = 1_000  # lines, to find a column of features
 LARGEST_SHARE = 0.2  # of a small file no larger part is taken, even if that makes fewer than MIN_VALID
+
+
+def find_features(recipe: Recipe) -> tuple[str, ...] | None:
+    """The columns of a table of three where the recipe does not name them and one column looks like features."""
+    path = recipe.data.train
+    named = "columns" in recipe.data.model_fields_set or TASKS[recipe.task].reads != "pairs"
+    if named or path is None or not os.path.isfile(path):
+        return None
+    rows = [line.text.split("\t") for line in islice(read_lines(path), LOOKED_AT) if line.text.strip()]
+    if not rows or any(len(row) != 3 for row in rows):
+        return None
+    for index, columns in ((1, ("source", "features", "target")), (2, ("source", "target", "features"))):
+        cells = [row[index].split(recipe.text.feature_separator) for row in rows]
+        several = sum(len(cell) > 1 for cell in cells)
+        kinds = {feature for cell in cells for feature in cell}
+        # features are few and come again; words do not
+        if several >= len(rows) / 2 and len(kinds) <= len(rows) / 4:
+            return columns
+    return None
 
 
 def make_pairs(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from regard.data.memory import InMemory
+from regard.data.pairs import find_features
 from regard.data.prepare import NOTHING, Prepared, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
 from regard.device import cores, tune_allocator
@@ -193,6 +194,9 @@ def _set_up(
         reporter.say(f"{path}: no run to resume, a new one begins")
     else:
         require_free(path)
+    if columns := find_features(recipe):
+        reporter.say(f"columns: {', '.join(columns)}, as the lines of {recipe.data.train} look")
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     # Mistakes in the settings are found before the data is read.
     base, base_text = open_base(recipe)
     check_model(recipe, base)
