@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.data import pairs
-from regard.data.pairs import Splitter, valid_count
+from regard.data.pairs import Splitter, find_features, valid_count
+from regard.recipe import Data, Recipe
 
 
 def split(sources: list[str]) -> tuple[int, set[str]]:
@@ -54,3 +56,22 @@ def test_the_order_does_not_decide_among_more_than_the_candidates(monkeypatch) -
 def test_many_examples_of_one_source_are_not_taken_by_accident() -> None:
     sources = ["frequent"] * 900 + [f"word {index}" for index in range(100)]
     assert "frequent" not in split(sources)[1]
+
+
+FEATURES = ("source", "features", "target"), ("source", "target", "features")
+
+
+@pytest.mark.parametrize("columns", [*FEATURES, None])
+def test_a_column_of_features_is_found(columns: tuple[str, ...] | None, tmp_path: Path) -> None:
+    path = tmp_path / "forms.tsv"
+    rows = [
+        {"source": f"word{i}", "features": "V;PST" if i % 2 else "V;PRS;3", "target": f"worded{i}"} for i in range(40)
+    ]
+    names = columns or ("source", "target", "source")
+    path.write_text("".join("\t".join(row[name] for name in names) + "\n" for row in rows))
+    assert find_features(Recipe(data=Data(train=str(path)))) == columns
+    assert find_features(Recipe(data=Data(train=str(path), columns=FEATURES[0]))) is None  # named already
+    assert find_features(Recipe(task="lm", data=Data(train=str(path)))) is None
+    path.write_text("a\tb\n")
+    assert find_features(Recipe(data=Data(train=str(path)))) is None
+    assert find_features(Recipe(data=Data(train="nowhere.tsv"))) is None
