@@ -14,7 +14,7 @@ perplexity of masked tokens given all the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -225,9 +225,26 @@ def _sacrebleu(name: str, settings: MetricSettings) -> Any:
         raise UserError(f"--bleu-tokenize {tokenize}: sacrebleu cannot get its model: {error}") from None
 
 
-def pair_metrics(target_tokens: str, references: Sequence[str]) -> list[str]:
-    """The metrics for sequences of tokens, for single words, or for sentences; the first is the most telling."""
-    if target_tokens == "space":
-        return ["wer", "per", "accuracy"]
-    words = sum(len(reference.split()) for reference in references) / max(1, len(references))
-    return ["wer", "cer", "accuracy"] if words < 2 else ["bleu", "chrf", "ter"]
+# What fits which references
+
+Content = Literal["labels", "tokens", "words", "sentences"]
+FITTING: Mapping[Content, tuple[str, ...]] = {
+    "labels": ("accuracy",),
+    "tokens": ("wer", "per", "accuracy"),
+    "words": ("wer", "cer", "accuracy"),
+    "sentences": ("bleu", "chrf", "ter"),
+}
+SHORT = 2.5  # characters: tokens that are shorter on average are no words
+FEW = 5  # examples of each label on average; with fewer, the references are no labels
+
+
+def content_of(references: Sequence[str], scheme: str | None) -> Content:
+    """What references are, which a run tokenises by `scheme`; without a run (None), by their look."""
+    if scheme == "space":
+        return "tokens"
+    words = [word for reference in references for word in reference.split()]
+    if scheme is None and len(references) >= FEW * len(set(references)):
+        return "labels"
+    if len(words) < 2 * len(references):
+        return "words"
+    return "tokens" if scheme is None and sum(map(len, words)) < SHORT * len(words) else "sentences"

@@ -6,7 +6,7 @@ import pytest
 
 from regard.decode.hypothesis import Hypothesis
 from regard.recipe import Train
-from regard.training.verdict import degenerate, still_improving
+from regard.training.verdict import at_chance, degenerate, still_improving
 
 
 def log(values: list[float], metric: str) -> list[dict[str, Any]]:
@@ -50,3 +50,11 @@ def test_outputs_that_degenerate() -> None:
     assert "6 of 10 outputs are 'word 1'" in str(degenerate(same + good[6:], references))
     assert degenerate(same + good[6:], ["word 1"] * 6 + references[6:]) is None  # as the references are
     assert degenerate([output("x", "low_score") for _ in range(3)], ["x"] * 3) is None
+
+
+def test_a_classifier_at_chance() -> None:
+    labels = ["a"] * 6 + ["b"] * 4
+    assert "'a' to everything is right in 60.0 %" in str(at_chance(61.0, labels))
+    assert "hardly better" in str(at_chance(10.0, labels))
+    assert at_chance(70.0, labels) is None
+    assert at_chance(100.0, ["a"] * 5) is None

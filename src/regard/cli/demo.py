@@ -46,7 +46,7 @@ SHOWN_NEW, SHOWN_KNOWN = 3, 2
 RECIPE: dict[str, Any] = {
     "preset": "transformer-tiny",
     "text": {"source_tokens": "char", "target_tokens": "space"},
-    "train": {"batch_examples": 128, "lr": 2e-3, "warmup": 200, "ema": 0.998},
+    "train": {"batch_examples": 128, "lr": 2e-3},
 }
 
 

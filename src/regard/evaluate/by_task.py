@@ -17,7 +17,7 @@ from regard.evaluate.evaluator import (
     Judging,
     System,
     check_metrics,
-    content_of,
+    content_for,
     evaluate_pairs,
     evaluate_text,
     judge_text,
@@ -104,7 +104,7 @@ def _evaluate_pairs(request: EvaluationRequest) -> Evaluation:
     evaluation = evaluate_pairs(systems, data.inputs, data.references, request.judging)
     evaluation = replace(evaluation, remarks=_empty_outputs(evaluation.outputs, data))
     run = systems[0].runs[0] if systems[0].runs else None
-    content = content_of(run, [several[0] for several in data.references])
+    content = content_for(run, [several[0] for several in data.references])
     unit: Unit | None = _UNITS.get(content)
     unit = "token" if "per" in evaluation.metrics else "character" if "cer" in evaluation.metrics else unit
     evaluation = request.confused(evaluation, unit, [item.source for item in data.inputs], data.locations)

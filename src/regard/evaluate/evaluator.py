@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -17,23 +16,12 @@ from regard.decode.request import Request
 from regard.decode.scoring import overlong, score, score_text, scoring_context
 from regard.errors import UserError, one_of
 from regard.evaluate.results import Evaluation, Outputs, TextScores, make_evaluation
-from regard.metrics import DEFAULTS, METRICS, SAMPLES, MetricSettings
+from regard.metrics import DEFAULTS, FITTING, METRICS, SAMPLES, Content, MetricSettings, content_of
 from regard.run import Run
 from regard.text.codec import Example
 
 OpenEngine = Callable[[Sequence[Run], Options], Engine]  # for runs, of which several are an ensemble
 Skip = Callable[[int, str], object]  # called with the index of an example that cannot be used, and the reason
-SHORT = 2.5  # characters: tokens that are shorter on average are no words
-FEW = 5  # examples of each label on average; with fewer, the references are no labels
-
-# What references are, and the metrics that fit them.
-Content = Literal["labels", "tokens", "words", "sentences"]
-FITTING: dict[Content, tuple[str, ...]] = {
-    "labels": ("accuracy",),
-    "tokens": ("wer", "per", "accuracy"),
-    "words": ("wer", "cer", "accuracy"),
-    "sentences": ("bleu", "chrf", "ter"),
-}
 
 
 def check_metrics(names: Sequence[str], allowed: Sequence[str]) -> None:
@@ -123,23 +111,16 @@ def evaluate_pairs(
     return make_evaluation(len(inputs), names, results, judging.samples)
 
 
-def content_of(run: Run | None, references: Sequence[str]) -> Content:
-    """What references are; without a run, by their look."""
+def content_for(run: Run | None, references: Sequence[str]) -> Content:
+    """What the references of a run are; without one, by their look."""
     if run is not None and run.task.labels:
         return "labels"
-    if run is not None and run.codec.config.target_tokens == "space":
-        return "tokens"
-    words = [word for reference in references for word in reference.split()]
-    if run is None and len(references) >= FEW * len(set(references)):
-        return "labels"
-    if len(words) < 2 * len(references):
-        return "words"
-    return "tokens" if run is None and sum(map(len, words)) < SHORT * len(words) else "sentences"
+    return content_of(references, run and run.codec.config.target_tokens)
 
 
 def default_metrics(run: Run | None, references: Sequence[str]) -> list[str]:
     """The metrics for sequences of tokens, for single words, or for sentences."""
-    return [*FITTING[content_of(run, references)], *["perplexity"] * (run is not None)]
+    return [*FITTING[content_for(run, references)], *["perplexity"] * (run is not None)]
 
 
 def _judged(

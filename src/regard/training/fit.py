@@ -56,7 +56,7 @@ from regard.training.start import (
 )
 from regard.training.trainer import Signals, Trainer
 from regard.training.validation import Validation, make_validation
-from regard.training.verdict import judge_outputs, still_improving
+from regard.training.verdict import at_chance, judge_outputs, still_improving
 
 
 class TrainingReport(NamedTuple):
@@ -268,6 +268,9 @@ def _finish(
         run = Run.load(path)
         save_heads(path, choose_heads(run, prepared.valid_examples))
         remarks.append(judge_outputs(run, prepared.valid_examples, 2 * int(prepared.valid.target_lengths.max())))
+    if best is not None and TASKS[recipe.task].labels:
+        labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
+        remarks.append(at_chance(best.scores["accuracy"], labels))
     for remark in filter(None, remarks):
         reporter.say(f"warning: {remark}")
     value = "" if best is None else f": {format_score(train.metric, best.value)} on the validation examples"

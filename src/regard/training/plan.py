@@ -20,7 +20,7 @@ from regard.data.images import Images
 from regard.data.prepare import Prepared
 from regard.device import bf16_problem, cores, usable_precision
 from regard.errors import UserError
-from regard.metrics import pair_metrics
+from regard.metrics import FITTING, content_of
 from regard.model import Model
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
@@ -42,7 +42,10 @@ VALIDATION_SHARE = 0.1  # of the time, at most
 # A preset of pairs is considered if the training examples have so many tokens, both sides together.
 TOKENS_NEEDED = (0, 50_000, 400_000, 2_000_000)
 ENOUGH_EPOCHS, ENOUGH_STEPS = 8, 20_000  # either is enough for a model of that size
-FEWEST_EPOCHS, FEW_STEPS = 1, 200  # below, expect little
+FEW_STEPS, FEW_EXAMPLES = (
+    200,
+    100_000,
+)  # fewer steps, or fewer examples seen than these or than there are: expect little
 
 BATCH_EXAMPLES, BATCH_TOKENS = 64, 1536  # the smaller of the two
 TEXT_TOKENS = 4096  # of plain text
@@ -121,7 +124,7 @@ def complete_recipe(recipe: Recipe, prepared: Prepared[Any], device: torch.devic
         reporter.say("precision: bf16 for matrix products, which is faster here")
     if task.reads == "pairs" and "metric" not in train.model_fields_set:
         references = [example.target or "" for example in prepared.valid_examples]
-        changes["metric"] = pair_metrics(prepared.codec.config.target_tokens, references)[0]
+        changes["metric"] = FITTING[content_of(references, prepared.codec.config.target_tokens)][0]
     if not {"batch_tokens", "batch_examples"} & train.model_fields_set:
         changes |= choose_batch(task, prepared)
     sides = [side for side in ("source_tokens", "target_tokens") if getattr(text, side) == "auto"]
@@ -301,7 +304,8 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
             f"warning: train.warmup is {train.warmup:,} of {about}{plan.steps:,} steps, so the learning rate hardly "
             "reaches its peak; leave it out, and it is planned"
         )
-    needed = max(FEW_STEPS / plan.steps, FEWEST_EPOCHS / plan.epochs)
+    examples = sum(map(len, plan.loader.batches(0)))
+    needed = max(FEW_STEPS / plan.steps, min(examples, FEW_EXAMPLES) / (plan.epochs * examples))
     if needed > 1:
         lines.append(f"warning: the budget is too small for this data{_enough(train, plan, needed)}")
     return lines

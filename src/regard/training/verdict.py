@@ -1,4 +1,4 @@
-"""What to tell about a run that has ended: it still improves fast, or its outputs degenerate."""
+"""What to tell about a run that has ended: it still improves fast, its outputs degenerate, it is at chance."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from regard.text.codec import Example
 
 LAST_PART = 0.25  # of the run
 FAST = 0.1  # improvement of the metric within it, as a share of its value
+CHANCE = 2.0  # percent by which a classifier must beat the most frequent label
 JUDGED = 100  # examples that are decoded to look at the outputs
 
 
@@ -61,3 +62,13 @@ def degenerate(outputs: Sequence[Hypothesis], references: Sequence[str]) -> str 
     if same > max(2, MANY_DEGENERATE * total) and same > 3 * max(expected.values()):
         return f"{same} of {total} outputs are {text[:40]!r}: the model ignores its input; give it more time or data"
     return None
+
+
+def at_chance(accuracy: float, labels: Sequence[Any]) -> str | None:
+    """A remark if a classifier is hardly better than the most frequent of the labels, which are those to predict."""
+    label, times = Counter(labels).most_common(1)[0]
+    share = 100 * times / len(labels)
+    if accuracy > share + CHANCE or len(set(labels)) == 1:
+        return None
+    always = f"the answer {label!r} to everything is right in {share:.1f} %"
+    return f"the model is hardly better than chance ({always}); give it more time or data"
