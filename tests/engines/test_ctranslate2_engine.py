@@ -254,7 +254,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_it_cannot_do_is_refused(name, run):
-    with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine regard"):
+    with pytest.raises(UserError, match=r"the engine ctranslate2 cannot do this.*use the engine torch"):
         CTranslate2Engine(run, Options.of(**OTHERS[name]))
 
 

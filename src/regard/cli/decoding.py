@@ -33,7 +33,7 @@ FIELDS = {
         "top_tokens", "batch_tokens", "window", "precision",
     ),
 }  # fmt: skip
-ENGINES = ("regard", "ctranslate2")
+ENGINES = ("torch", "ctranslate2")
 
 Ensemble = Annotated[
     list[str] | None,
@@ -44,7 +44,7 @@ PrefixColumn = Annotated[
 ]
 EngineName = Annotated[
     str | None,
-    typer.Option("--engine", help="regard (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
+    typer.Option("--engine", help="torch (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
 ]
 
 
@@ -73,6 +73,9 @@ class Decoding:
         cls, given: dict[str, Any], engine: str | None, workers: int | None, threads: int | None, device: str
     ) -> Decoding:
         """Check the options that were given."""
+        if engine == "regard":  # its name up to version 0.5
+            message("--engine regard is now called --engine torch")
+            engine = "torch"
         if engine not in (None, *ENGINES):
             raise one_of("--engine", str(engine), ENGINES)
         ctranslate2 = engine == "ctranslate2"
@@ -96,10 +99,10 @@ class Decoding:
         if self.precision not in ("fp32", "int8"):
             raise one_of("--precision of engine ctranslate2", self.precision, ["fp32", "int8"])
         if len(runs) > 1:
-            raise UserError("--ensemble: the engine ctranslate2 decodes with one run; use the engine regard")
+            raise UserError("--ensemble: the engine ctranslate2 decodes with one run; use the engine torch")
         if self.device != "cpu":
             raise UserError(
-                f"--device {self.device}: the engine ctranslate2 works on the CPU here; use the engine regard"
+                f"--device {self.device}: the engine ctranslate2 works on the CPU here; use the engine torch"
             )
         precision: Literal["fp32", "int8"] = "int8" if self.precision == "int8" else "fp32"
         workers = self.workers or (1 if self.threads or self.options.sample else cores())

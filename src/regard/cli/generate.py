@@ -80,7 +80,7 @@ def command(
         raise UserError("--top-tokens: plain output does not show them; give --json too")
     if stream:
         if decoding.ctranslate2 or (workers or 1) > 1:
-            raise UserError("--stream: lines are decoded one after the other by one process of the engine regard")
+            raise UserError("--stream: lines are decoded one after the other by one process of the engine torch")
         _stream(TorchEngine(runs, decoding.options), lines, show)
     else:
         with decoding.open(runs, "tokens" if show.json else "totals" if show.several else "none") as decoder:

@@ -68,9 +68,7 @@ class CTranslate2Engine(Engine):
         """Refuse options that would be ignored."""
         for name, field in Options.model_fields.items():
             if name not in SUPPORTED_OPTIONS and getattr(self.options, name) != field.default:
-                raise UserError(
-                    f"{name}: the engine ctranslate2 cannot do this; leave it out, or use the engine regard"
-                )
+                raise UserError(f"{name}: the engine ctranslate2 cannot do this; leave it out, or use the engine torch")
         if self.options.sample and workers > 1:
             raise UserError(
                 f"workers: with {workers} of them the engine ctranslate2 would draw other samples each time; use 1"
@@ -81,11 +79,9 @@ class CTranslate2Engine(Engine):
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         searched = {i: item for i, item in enumerate(inputs) if not item.flags}
         if any(item.phrases is not None for item in searched.values()):
-            raise UserError("require, forbid, stop: the engine ctranslate2 cannot do this; use the engine regard")
+            raise UserError("require, forbid, stop: the engine ctranslate2 cannot do this; use the engine torch")
         if self.options.sample and any(item.seed is not None for item in searched.values()):
-            raise UserError(
-                "seed: the engine ctranslate2 has one for all lines; leave it out, or use the engine regard"
-            )
+            raise UserError("seed: the engine ctranslate2 has one for all lines; leave it out, or use the engine torch")
         outputs = self._search(searched, strict=self.options.sample)
         scores = self._score(searched, outputs)
         for i, item in searched.items():

@@ -42,10 +42,8 @@ VALIDATION_SHARE = 0.1  # of the time, at most
 # A preset of pairs is considered if the training examples have so many tokens, both sides together.
 TOKENS_NEEDED = (0, 50_000, 400_000, 2_000_000)
 ENOUGH_EPOCHS, ENOUGH_STEPS = 8, 20_000  # either is enough for a model of that size
-FEW_STEPS, FEW_EXAMPLES = (
-    200,
-    100_000,
-)  # fewer steps, or fewer examples seen than these or than there are: expect little
+# Expect little from fewer steps, or from fewer examples seen, unless there are no more of them.
+FEW_STEPS, FEW_EXAMPLES = 200, 100_000
 
 BATCH_EXAMPLES, BATCH_TOKENS = 64, 1536  # the smaller of the two
 TEXT_TOKENS = 4096  # of plain text
