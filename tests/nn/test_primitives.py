@@ -103,6 +103,7 @@ CHANGES: dict[str, Callable[[Linear], object]] = {
     "weight in place": lambda linear: linear.weight.detach().mul_(2),
     "bias in place": lambda linear: linear.bias.detach().mul_(2),
     "in inference mode": torch.inference_mode()(lambda linear: linear.weight.mul_(2)),
+    "through data": lambda linear: linear.weight.data.mul_(2),
     "other weight": replace_weight,
     "other data": replace_data,
     "loaded": lambda linear: linear.load_state_dict(Linear(256, 300).state_dict()),
