@@ -55,7 +55,7 @@ TUNING_RATE = 3e-4  # for all weights of a trained model
 EMA_SHARE, LONGEST_EMA = 0.2, 0.9995  # the window of the moving average, as a share of the steps
 
 TRIED_STEPS, TRIED_SECONDS = 6, 4.0  # to measure the time of a step
-TRAINED_SHARE = 0.85  # of the time; the rest goes into validation and into waiting for each other
+TRAINED_SHARE = 0.75  # of the time; the rest goes into validation and into waiting for each other
 WORTH_BF16 = 1.0  # minutes; the trial takes some seconds
 
 WORTH_EXAMPLES = 1_000  # below, starting processes takes longer than they save
