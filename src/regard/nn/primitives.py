@@ -88,8 +88,8 @@ PACKED_ROWS = 32  # input rows that the packed layout is tuned for; it is good f
 class PackedWeights:
     """Products for inference that are kept as long as their weights do not change.
 
-    A change is another tensor, an in-place operation on the same, or another sum of its elements: autograd does not count
-    what is written through `.data`. The sums take a few milliseconds per call, packing five times as long.
+    A change is another tensor, an in-place operation on the same, or another sum of its elements, for what is written
+    through `.data` counts as no operation.
     """
 
     def __init__(self) -> None:
