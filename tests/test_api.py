@@ -217,6 +217,8 @@ def test_evaluation_in_memory_is_that_of_the_file(toy):
     rows = [tuple(line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
     from_file = run.evaluate(toy / "test.tsv", beam=3, bootstrap=20)
     in_memory = run.evaluate(rows, beam=3, bootstrap=20)
+    twice = run.evaluate(rows, beam=3, bootstrap=20, ensemble=[run])
+    assert twice.metrics["wer"] == in_memory.metrics["wer"]  # the mean of two equals
     assert (in_memory.metrics, in_memory.outputs) == (from_file.metrics, from_file.outputs)
     with pytest.warns(UserWarning, match=r"data: 40 of 41 lines; skipped 1 empty side \(data\[40\]\)") as warned:
         evaluation = run.evaluate([*rows, ("abc", None)], beam=3, bootstrap=20)

@@ -336,6 +336,13 @@ def test_evaluate_says_what_it_left_out_and_did_not_know(toy, tmp_path):
         assert result.code == 2 and message in result.err
 
 
+def test_metrics_by_several_options_or_one(toy):
+    evaluate = ["evaluate", toy / "run", toy / "test.tsv", "--bootstrap", 0, "--json"]
+    several = call(*evaluate, "--metric", "wer", "--metric", "chrf")
+    assert call(*evaluate, "--metric", "wer,chrf").out == several.out
+    assert list(json.loads(several.out)["metrics"]) == ["wer", "chrf"]
+
+
 def test_evaluate_parallel_files(toy, tmp_path):
     rows = [line.split("\t") for line in (toy / "test.tsv").read_text().splitlines()]
     for name, column in (("test.en", 0), ("test.ph", 1)):

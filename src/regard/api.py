@@ -133,6 +133,7 @@ class LoadedRun(Run):
         *,
         columns: Sequence[Column] | None = None,
         metrics: Sequence[str] = (),
+        ensemble: Sequence[Run] = (),
         against: Run | None = None,
         bootstrap: int = SAMPLES,
         strict: bool = False,
@@ -141,12 +142,14 @@ class LoadedRun(Run):
     ) -> Evaluation:
         """Scores on held-out data of the run's task: a file, or the same in memory, as `train` takes it.
 
-        Of pairs the sources are decoded, as the options say. Without `metrics` those are taken that fit; `against` is
-        another run to compare with; `bootstrap` is the number of samples for the 95 % intervals, 0 for none.
+        Of pairs the sources are decoded, as the options say, with the runs of the `ensemble` if there are any. Without
+        `metrics` those are taken that fit; `against` is another run to compare with; `bootstrap` is the number of samples for the 95 % intervals, 0 for none.
         """
         reads, chosen = self.task.reads, self._options(options, settings)
         used = {"pairs": tuple(Options.model_fields), "labelled": BATCHING}.get(reads, ())
-        if foreign := [name for name in settings if name not in used]:
+        foreign = [name for name in settings if name not in used]
+        if foreign or (ensemble and reads != "pairs"):
+            foreign = foreign or ["ensemble"]
             raise UserError(f"evaluate: {', '.join(foreign)}: no meaning for {self.task.model}")
         if isinstance(metrics, str) or not all(isinstance(metric, str) for metric in metrics):
             raise UserError(f'evaluate: metrics are a list of names, such as ["wer"], not {shown_value(metrics)}')
@@ -163,6 +166,7 @@ class LoadedRun(Run):
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
             systems, judging = [System([run], chosen) for run in runs], Judging(metrics, bootstrap)
+            systems[0] = System(self._runs(ensemble), chosen)
             evaluation = evaluate_file(EvaluationRequest(systems, ParallelFiles(source), counter, judging))
         if not counter.skipped:
             return evaluation

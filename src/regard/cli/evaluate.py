@@ -126,7 +126,11 @@ def command(
     if outputs is None and run is None:
         raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
     decoding = Decoding.of(options, engine, workers, threads, device)
-    judging = Judging(metric or [], bootstrap, parse(MetricSettings, settings, "options"))
+    judging = Judging(
+        [name for each in metric or [] for name in each.split(",")],
+        bootstrap,
+        parse(MetricSettings, settings, "options"),
+    )
     compared = against if against is not None and _is_file(against) else None  # ready outputs, too
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
     ours = len(paths)
