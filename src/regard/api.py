@@ -143,7 +143,8 @@ class LoadedRun(Run):
         """Scores on held-out data of the run's task: a file, or the same in memory, as `train` takes it.
 
         Of pairs the sources are decoded, as the options say, with the runs of the `ensemble` if there are any. Without
-        `metrics` those are taken that fit; `against` is another run to compare with; `bootstrap` is the number of samples for the 95 % intervals, 0 for none.
+        `metrics` those are taken that fit; `against` is another run to compare with; `bootstrap` is the number of
+        samples for the 95 % intervals, 0 for none.
         """
         reads, chosen = self.task.reads, self._options(options, settings)
         used = {"pairs": tuple(Options.model_fields), "labelled": BATCHING}.get(reads, ())
