@@ -115,7 +115,7 @@ def content_for(run: Run | None, references: Sequence[str]) -> Content:
     """What the references of a run are; without one, by their look."""
     if run is not None and run.task.labels:
         return "labels"
-    return content_of(references, run and run.codec.config.target_tokens)
+    return content_of(references, None if run is None else run.codec.config.target_tokens)
 
 
 def default_metrics(run: Run | None, references: Sequence[str]) -> list[str]:
