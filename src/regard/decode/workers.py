@@ -189,7 +189,7 @@ class Feeder:
     def _feed(self) -> None:
         try:
             while task := _take(self._queue.popleft):
-                with suppress(OSError):  # told by what is received
+                with suppress(OSError):  # `receive` reports it
                     self.worker.connection.send(task.batch)
                 self._decoded[task.number] = self.worker.receive()
         except Exception as error:  # raised by check

@@ -31,7 +31,7 @@ from regard.run import Run
 from regard.tasks import Reads
 from regard.text.codec import Example, UnknownTokens
 
-CONFUSIONS = 10  # that are told by default
+CONFUSIONS = 10  # reported by default
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
 
-MAX_OFFSET = 8  # between query and key; larger ones are not told apart
+MAX_OFFSET = 8  # between query and key; larger ones count as one
 MAIN_SHARE = 0.5  # of a head's weight: enough to say what it does
 EVEN_SHARE = 0.9  # of the largest possible entropy: enough to say that it attends to everything evenly
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
