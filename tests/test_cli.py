@@ -352,6 +352,21 @@ def test_evaluate_parallel_files(toy, tmp_path):
     assert two.code == 0 and two.out == call("evaluate", toy / "run", toy / "test.tsv", *options).out
 
 
+def test_precisions_that_change_outputs_say_so(toy, monkeypatch):
+    told = "precision: {}: faster, but outputs and scores may differ from those in fp32\n"
+    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: None)
+    assert call("generate", toy / "run", stdin="abc\n").err == ""
+    assert call("generate", toy / "run", "--precision", "bf16", stdin="abc\n").err == told.format("bf16")
+    judged = call(
+        "evaluate", toy / "run", toy / "test.tsv", "--precision", "bf16", "--against", toy / "run", "--metric", "wer"
+    )
+    assert judged.err == told.format("bf16")
+    pytest.importorskip("ctranslate2")
+    faster = ["--engine", "ctranslate2"]
+    assert call("generate", toy / "run", *faster, stdin="abc\n").err == ""
+    assert call("generate", toy / "run", *faster, "--precision", "int8", stdin="abc\n").err == told.format("int8")
+
+
 def test_average_of_one_is_the_same(toy, tmp_path):
     assert call("average", tmp_path / "mean", toy / "run", toy / "run").code == 0
     words = "abc\nfeed\ndeaf\n"

@@ -55,7 +55,8 @@ def directory(toy, tmp_path_factory):
     (path / "topics.tsv").write_text("".join(f"{s}\t{'long' if len(s) > 3 else 'short'}\n" for s, _ in rows))
     draw = np.random.default_rng(1)
     np.savez(path / "digits.npz", images=draw.integers(0, 17, (60, 8, 8), np.uint8), labels=np.arange(60) % 10)
-    for task, data, name in (("lm", "book.txt", "lm"), ("classify", "topics.tsv", "topics")):
+    runs = (("lm", "book.txt", "lm"), ("masked", "book.txt", "masked"), ("classify", "topics.tsv", "topics"))
+    for task, data, name in runs:
         order = ["--task", task, "--data", path / data, "--out", path / "runs" / name, "--source-tokens", "char"]
         result = call("train", *order, "--steps", 2, "--workers", 1, *small())
         assert result.code == 0, result.err

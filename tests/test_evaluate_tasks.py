@@ -257,7 +257,7 @@ def test_a_classifier_tells_labels_line_by_line(folder: Path) -> None:
     assert (
         result.code == 2
         and "--beam, --prefix-column: " in result.err
-        and "--window" in result.err.split("tells labels")[1]
+        and "--window" in result.err.split("is a text classifier")[1]
     )
 
 

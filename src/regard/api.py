@@ -14,20 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.arguments import check_texts, checked_ids, checked_list
-from regard.batch import by_length, pad
+from regard.arguments import check_example, check_texts, checked_ids, checked_list
 from regard.config import parse
 from regard.data.memory import in_memory
 from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.classify import Classification, classify, classify_images
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
+from regard.decode.masked import embed, fill_masks
 from regard.decode.options import BatchSettings, Options, OptionSettings, ScoringSettings
 from regard.decode.request import Input, Request
 from regard.decode.scoring import Pair, Scored, score
 from regard.decode.stream import TokenStream, stream
 from regard.device import choose_device, usable_precision
-from regard.errors import UserError, shown_value
+from regard.errors import UserError, plural, shown_value
 from regard.evaluate.by_task import EvaluationRequest, evaluate_file
 from regard.evaluate.evaluator import Judging, System
 from regard.evaluate.parallel import ParallelFiles
@@ -65,10 +65,12 @@ class LoadedRun(Run):
         """The best outputs for every input, a list for each.
 
         Inputs are texts, or `Example` and `Request`; runs of the `ensemble` decode together. `options` keeps settings
-        for many calls, and keywords change them.
+        for many calls, and keywords change them. A masked language model fills the masks of a text (`<mask>`, or as its
+        vocabulary names it), with the candidates of each in `top_tokens`.
         """
         requests = checked_list("generate", "inputs", inputs, (str, Example, Request), '["abc"]')
-        found = generate(self._runs(ensemble), requests, self._options(options, settings))
+        answer = fill_masks if self.task.name == "masked" else generate
+        found = answer(self._runs(ensemble), requests, self._options(options, settings))
         return Results(map(Results, found), [item if isinstance(item, str) else item.source for item in requests])
 
     @checked_call(Options)
@@ -194,11 +196,14 @@ class LoadedRun(Run):
             raise UserError(f"attention: takes one text, regard.Example or image, not {shown_value(source)}")
         check_texts("attention", source)
         example = Example(source) if isinstance(source, str) else source
+        given = target or example.target
+        if remark := check_example(self.codec, example._replace(target=None if self.task.labels else given)):
+            warnings.warn(f"attention: {remark}", stacklevel=3)
         if self.task.seq2seq and more:
             raise UserError(f"{self.path}: only a language model goes on with a text (more={more})")
         if self.task.seq2seq:
             return trace_pair(self, example, target, beam)
-        return trace_text(self, example.source, target or example.target, more, example.features)
+        return trace_text(self, example.source, given, more, example.features)
 
     def _runs(self, others: Sequence[Run], name: str = "ensemble") -> list[Run]:
         if isinstance(others, str | bytes | Run) or not all(isinstance(run, Run) for run in others):
@@ -240,24 +245,32 @@ class LoadedRun(Run):
         return logits
 
     @checked_call()
-    @torch.inference_mode()
-    def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_tokens: int = 4096) -> NDArray[np.float32]:
-        """A vector for each text, (texts, width): the mean of an encoder's vectors of its tokens, of length one."""
-        config = self.config
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        normalize: bool = True,
+        batch_tokens: int = 4096,
+        average_windows: bool = False,
+    ) -> NDArray[np.float32]:
+        """A vector for each text, (texts, width): the mean of an encoder's vectors of its tokens, of length one.
+
+        A text with more tokens than the model has positions is truncated, with a warning; with `average_windows` the
+        mean is over all its tokens, read in windows.
+        """
         if self.task.name != "masked":
             raise UserError(f"{self.path}: embed needs an encoder alone that gives a vector for every token")
         texts = checked_list("embed", "texts", texts, (str,), '["abc"]')
         Options.of(batch_tokens=batch_tokens)
-        rows = self.codec.encode_source([Example(text) for text in texts])
-        device = self.model.device
-        vectors = np.zeros((len(rows), config.top.out_width), np.float32)
-        for batch in by_length([len(row) for row in rows], batch_tokens):
-            ids_BS, keep_BS = pad([rows[i] for i in batch], config.ids.pad, device)
-            assert ids_BS is not None
-            x_BSD = self.model.hidden(ids_BS, keep_BS)
-            kept_BS1 = torch.ones_like(ids_BS).unsqueeze(-1) if keep_BS is None else keep_BS.unsqueeze(-1)
-            mean_BD = (x_BSD * kept_BS1).sum(1) / kept_BS1.sum(1).clamp(min=1)
-            vectors[batch] = (torch.nn.functional.normalize(mean_BD, dim=-1) if normalize else mean_BD).float().cpu()
+        vectors, truncated, limit = embed(self, texts, batch_tokens, average_windows, normalize)
+        if truncated:
+            named = ", ".join(f"texts[{i}] has {tokens}" for i, tokens in list(truncated.items())[:3])
+            more = ", ..." if len(truncated) > 3 else ""
+            warnings.warn(
+                f"embed: {plural(len(truncated), 'text')} truncated to the {limit} tokens that the model reads at once"
+                f" ({named}{more}); average_windows=True reads all of them",
+                stacklevel=3,
+            )
         return vectors
 
 

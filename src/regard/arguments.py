@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.decode.hypothesis import unknown_flags
 from regard.decode.request import Request
 from regard.errors import UserError, shown_value
-from regard.text.codec import Example
+from regard.text.codec import Codec, Example
 
 
 def checked_list(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
@@ -32,6 +33,15 @@ def check_texts(where: str, item: Any) -> None:
         if not isinstance(value, str) and (value is not None or name == "source"):
             hint = ", as in its column: 'N;PL'" if name == "features" else ""
             raise UserError(f"{where}: {name} is a text{hint}, not {shown_value(value)}")
+
+
+def check_example(codec: Codec, example: Example) -> str:
+    """Refuse features that do not fit a run -> a remark on what the run does not know in the example, if anything."""
+    if problem := codec.features_problem(example):
+        raise UserError(problem)
+    target = codec.target.encode([example.target])[0] if example.target else []
+    unknown = codec.unknown_tokens(example, codec.encode_source([example])[0], target)
+    return unknown_flags(unknown).get("unknown", "")
 
 
 def checked_ids(name: str, ids: Any, vocab: int) -> Tensor:

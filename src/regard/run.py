@@ -231,6 +231,13 @@ def mean_weights(sets: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: (x / count).to(dtypes[name]) for name, x in total.items()}
 
 
+def require_numbers(run: Run) -> None:
+    """Refuse weights that are infinite or not numbers."""
+    for name, weight in weights_of(run.model).items():
+        if not bool(weight.isfinite().all()):
+            raise UserError(f"{run.path}: some of its weights are not numbers ({name}); was training stable?")
+
+
 def average(paths: Sequence[str | Path], out: str | Path) -> Run:
     """Save the mean of several runs' weights; they must be the same model over the same text.
 
@@ -241,9 +248,11 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
     if Path(out).exists():
         raise UserError(f"{out}: exists already; name a new directory for the averaged run")
     first = Run.load(paths[0])
+    require_numbers(first)
 
     def weights(path: str | Path) -> dict[str, Tensor]:
         run = Run.load(path)
+        require_numbers(run)
         if run.config != first.config or run.codec != first.codec:
             raise UserError(f"{path}: not the same model and vocabulary as {paths[0]}; averaging them has no meaning")
         return weights_of(run.model)

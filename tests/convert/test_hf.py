@@ -136,6 +136,7 @@ def test_without_a_tokenizer_a_text_is_ids(hub, tmp_path):
     codec = Run.load(tmp_path / "run").codec
     assert codec.source.encode(["12 7 39"]) == [[12, 7, 39]]
     assert codec.source.decode([12, 7, 39]) == "12 7 39"
+    assert codec.source.encode(["12 7\n", "12\r\n7\n\n39", "12\u2028 7\t39\x85"]) == [[12, 7], [12, 7, 39], [12, 7, 39]]
 
 
 def test_the_proof_is_recorded(hub, tmp_path):

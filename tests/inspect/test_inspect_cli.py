@@ -17,7 +17,9 @@ from regard.cli import heads, inspect, prune
 from regard.decode.alignment import load_heads
 from regard.errors import UserError
 from regard.inspect.trace import continuation
+from regard.model import Model
 from regard.run import Run
+from regard.text.codec import Codec
 
 
 @pytest.fixture
@@ -189,3 +191,23 @@ def test_mistakes_with_one_stack(kind: str, options: dict[str, Any], message: st
     family(kind).save(tmp_path / "run")
     with pytest.raises(UserError, match=message):
         inspect.command(str(tmp_path / "run"), "abc", **options)
+
+
+def test_unknown_tokens_are_reported_and_features_checked(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inspect.command(saved, "aßc", target="cq", terminal=True)
+    assert "not in the vocabulary: 'ß' (U+00DF), 'q'" in capsys.readouterr().err
+    inspect.command(saved, "abc", terminal=True)
+    assert "vocabulary" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="--features: not for this run, which was trained without features"):
+        inspect.command(saved, "abc", features="N")
+    run = letters()
+    codec = Codec(run.codec.source, run.codec.source, ("N",), ("source", "features", "target"))
+    config = run.config.model_copy(update={"source_vocab": codec.source_vocab, "target_vocab": codec.target_vocab})
+    Run(config, codec, Model(config).eval(), run.path).save(tmp_path / "features")
+    with pytest.raises(UserError, match="--features: is required"):
+        inspect.command("features", "abc", terminal=True)
+    inspect.command("features", "abc", features="N;PL", target="ab", terminal=True)
+    assert "not in the vocabulary: 'PL'" in capsys.readouterr().err

@@ -222,6 +222,25 @@ def test_tokens_are_those_of_the_run(text: dict[str, Any], bases: Path, tmp_path
     assert "tokens: those of" in messages_of(order, tmp_path / "run")
 
 
+def test_embeddings_are_shared_by_one_vocabulary_not_by_two_of_a_size(tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text("".join(f"{word}\t{word.upper()}\n" for word in ("ab", "ba", "aab", "bb") * 9))
+    small = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
+    order = {
+        "preset": "transformer-base",  # which shares
+        "model": {"encoder": small, "decoder": small},
+        "text": {"source_tokens": "char", "target_tokens": "char"},
+        "data": {"train": str(tmp_path / "pairs.tsv")},
+        "train": {"steps": 1, "workers": 1},
+    }
+    train(order, tmp_path / "two")
+    two = Run.load(tmp_path / "two").config
+    assert two.source_vocab == two.target_vocab and not two.share_embeddings
+    train(order | {"text": {"shared": True}}, tmp_path / "one")
+    assert Run.load(tmp_path / "one").config.share_embeddings
+    with pytest.raises(UserError, match=r"share_embeddings needs one vocabulary for both sides.*text\.shared=true"):
+        train(order | {"model": order["model"] | {"share_embeddings": True}}, tmp_path / "asked")
+
+
 SAVED = {
     "preset": "transformer-tiny",
     "model": {"encoder": {"layers": 1}, "share_embeddings": False},

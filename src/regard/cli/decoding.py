@@ -86,8 +86,10 @@ class Decoding:
         return cls(Options.of(**options), ctranslate2, precision, workers, threads, device)
 
     def on(self, device: torch.device) -> Decoding:
-        """The same with a precision that works on a device."""
+        """The same with a precision that works on a device; a message tells that outputs may differ with it."""
         precision = usable_precision(self.options.precision, device, message)
+        if (used := self.precision if self.ctranslate2 else precision) != "fp32":
+            message(f"precision: {used}: faster, but outputs and scores may differ from those in fp32")
         return replace(self, options=self.options.model_copy(update={"precision": precision}))
 
     def open(self, runs: Sequence[Run], scores: Literal["tokens", "totals", "none"]) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
@@ -31,7 +32,9 @@ from regard.run import Run
 from regard.text.codec import Example
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
-LABEL_OPTIONS = {"labelled": ("max_source", "batch_tokens", "window", "jsonl"), "images": ()}  # by what a task reads
+TEXTS = ("max_source", "batch_tokens", "window", "jsonl")
+# The options of tasks that do not search, beside --json, --threads and --device.
+SUPPORTED = {"classify": TEXTS, "image": (), "masked": ("top_tokens", *TEXTS)}
 
 
 @with_options("options", *decoding_options())
@@ -62,19 +65,26 @@ def command(
     line of text. With several outputs per line (--nbest, --alternatives) each becomes a line of its own: number of the
     input line, score, text, separated by tabs. With --alignment the links follow, written source-target from 0. A
     line of a .jsonl is an object with the key source and, if wanted, constraints of its own: features, prefix,
-    require, forbid, stop, min_length, max_length, seed. A classifier gives a label for every line, or for every image
-    of an .npz.
+    require, forbid, stop, min_length, max_length, seed. A masked language model fills the masks of a line; with
+    --top-tokens K the K best tokens of each mask are lines of their own: number of the input line, of the mask,
+    probability, token. A classifier gives a label for every line, or for every image of an .npz.
     """
     decoding = Decoding.of(options, engine, workers, threads, device)
     runs = open_runs([run, *(ensemble or [])], device, threads)
-    if runs[0].task.labels:
+    task = runs[0].task
+    if task.name in SUPPORTED:
         others = chosen_options(
             prefix_column=prefix_column, ensemble=ensemble, workers=workers, engine=engine, stream=stream, jsonl=jsonl
         )
-        _print_labels(runs[0], file, jsonl, decoding.options, [*options, *others], json)
+        _check_given(runs[0], [*options, *others])
+    if task.labels:
+        _print_labels(runs[0], file, jsonl, decoding.options, json)
+        return
+    lines = InputLines(file, runs[0].codec, prefix_column, not task.seq2seq, jsonl)
+    if task.name == "masked":
+        _fill_masks(runs[0], lines, decoding.options, json)
         return
     decoding = decoding.on(runs[0].model.device)
-    lines = InputLines(file, runs[0].codec, prefix_column, not runs[0].task.seq2seq, jsonl)
     show = Show(json or lines.jsonl, several=decoding.options.nbest > 1 or decoding.options.alternatives > 0)
     if decoding.options.top_tokens and not show.json:
         raise UserError("--top-tokens: plain output does not show them; give --json too")
@@ -89,12 +99,32 @@ def command(
         message(remark)
 
 
+def _check_given(run: Run, given: Collection[str]) -> None:
+    """Refuse options without a meaning for a run; `given` are the names of those that were given."""
+    supported = SUPPORTED[run.task.name]
+    if unsupported := [option_name(name) for name in given if name not in supported]:
+        names = [option_name(name) for name in (*supported, "json", "threads", "device")]
+        raise UserError(
+            f"{', '.join(unsupported)}: {run.path} is {run.task.model}, for which there are {', '.join(names)} only"
+        )
+
+
+def _fill_masks(run: Run, lines: InputLines, options: Options, json: bool) -> None:
+    from regard.decode.masked import MaskFiller  # generating text needs none of it
+
+    lines.fields = ["source"]
+    _decode(MaskFiller(run, options), lines, Show(json or lines.jsonl, candidates=options.top_tokens > 0))
+    for remark in lines.remarks():
+        message(remark)
+
+
 def _decode(engine: Engine, lines: InputLines, show: Show) -> None:
     """Decode a window of lines at a time, in batches."""
     for batch in lines.batches(engine.options.window):
         good = [line for line in batch if not line.error]
         inputs = engine.prepare([line.request for line in good])
-        lines.note_unknown(good, [item.sources[0] if item.sources else () for item in inputs])
+        for item in inputs:
+            lines.unknown.count(item.unknown)
         answers = iter(engine.decode(inputs))
         for line in batch:
             hypotheses = [_no_output(line)] if line.error else next(answers)
@@ -121,7 +151,7 @@ def _stream(engine: TorchEngine, lines: InputLines, show: Show) -> None:
             show.answer(line, [_no_output(line)])
         else:
             (item,) = engine.prepare([line.request])
-            lines.note_unknown([line], [item.sources[0] if item.sources else ()])
+            lines.unknown.count(item.unknown)
             pieces = TokenStream(engine, item)
             for piece in pieces:
                 if show.json:
@@ -142,7 +172,8 @@ class Show(NamedTuple):
     """How outputs are printed."""
 
     json: bool
-    several: bool  # outputs per line
+    several: bool = False  # outputs per line
+    candidates: bool = False  # of masks, instead of an output
 
     def answer(self, line: InputLine, hypotheses: list[Hypothesis]) -> None:
         """Print the outputs of a line."""
@@ -151,6 +182,12 @@ class Show(NamedTuple):
             if candidates := hypotheses[0].candidates:
                 answer["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
             out_json({**answer, **_error(line)})
+        elif self.candidates:
+            rows = [(n, top) for n, row in enumerate(hypotheses[0].top_tokens, 1) for top in row]
+            for number, (token, score) in rows:
+                out(f"{line.number}\t{number}\t{math.exp(score):.4f}\t{_escaped(token)}")
+            if not rows:
+                out(f"{line.number}\t\t\t")
         elif self.several:
             for hypothesis in hypotheses:
                 out(f"{line.number}\t{hypothesis.score:.4f}\t{_one_line(hypothesis.text)}{_links(hypothesis)}")
@@ -164,18 +201,12 @@ def _links(hypothesis: Hypothesis) -> str:
     return "" if alignment is None else f"\t{' '.join(f'{s}-{t}' for s, t in alignment.hard)}"
 
 
-def _print_labels(run: Run, file: str, jsonl: bool, options: Options, given: Collection[str], json: bool) -> None:
-    """Print the label of every line, or of every image; `given` are the names of the options that were given."""
+def _print_labels(run: Run, file: str, jsonl: bool, options: Options, json: bool) -> None:
+    """Print the label of every line, or of every image."""
     # here, since generating text needs none of it
     from regard.data.images import read_images
-    from regard.decode.classify import Classification, classify_ids, classify_images
+    from regard.decode.classify import Classification, classify, classify_images
 
-    supported = LABEL_OPTIONS[run.task.reads]
-    if unsupported := [option_name(name) for name in given if name not in supported]:
-        names = [option_name(name) for name in (*supported, "json", "threads", "device")]
-        raise UserError(
-            f"{', '.join(unsupported)}: {run.path} tells labels, for which there are {', '.join(names)} only"
-        )
     if run.task.reads == "images":
         for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
             _print_label(answer.label, answer.as_dict(), json)
@@ -185,10 +216,9 @@ def _print_labels(run: Run, file: str, jsonl: bool, options: Options, given: Col
     lines.fields = [name for name in lines.fields if name in ("source", "features")]
     for batch in lines.batches(options.window):
         good = [line for line in batch if not line.error]
-        rows = run.codec.encode_source([Example(x.request.source, features=x.request.features) for x in good])
-        lines.note_unknown(good, rows)
-        texts = [row for row, line in zip(rows, good, strict=True) if line.request.source.strip()]
-        answers = iter(classify_ids(run, texts, options.batch_tokens, options.max_source))
+        texts = [Example(x.request.source, features=x.request.features) for x in good if x.request.source.strip()]
+        run.codec.note_unknown(texts, lines.unknown)
+        answers = iter(classify(run, texts, options.batch_tokens, options.max_source))
         for line in batch:
             answer = empty if line.error or not line.request.source.strip() else next(answers)
             if line.error:
@@ -206,6 +236,11 @@ def _print_label(label: str, answer: dict[str, Any], json: bool) -> None:
         out_json(answer)
     else:
         out(_one_line(label))
+
+
+def _escaped(token: str) -> str:
+    """A token without the characters that end cells and lines."""
+    return token.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _one_line(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -43,7 +43,7 @@ from regard.errors import UserError, plural
 from regard.files import json_object
 from regard.recipe import Column, Data
 from regard.run import Run
-from regard.text.codec import Codec, Example, UnknownTokens
+from regard.text.codec import Codec, UnknownTokens
 
 if TYPE_CHECKING:
     from regard.decode.generate import Engine, TorchEngine
@@ -237,11 +237,6 @@ class InputLines:
         lines = read_lines(self.path)
         for batch in windows(lines, most) if self.is_file else _available(lines, most):
             yield [self._read(line) for line in batch]
-
-    def note_unknown(self, lines: Sequence[InputLine], rows: Sequence[Sequence[int]]) -> None:
-        """Count the unknown tokens of lines; `rows` are the ids of their sources."""
-        examples = [Example(line.request.source, None, line.request.features) for line in lines]
-        self.codec.note_unknown(examples, self.unknown, rows)
 
     def note_flags(self, line: InputLine, flags: dict[str, str]) -> None:
         """Count a line whose output is empty for the reason that these flags give, or degenerates."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from regard.arguments import check_example
 from regard.cli.input import Device, OneThread, RunPath, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
@@ -71,6 +72,12 @@ def command(
     if not text.strip():
         raise UserError("there is nothing to look at: TEXT is empty")
     (opened,) = open_runs([run], device, threads)
+    try:
+        remark = check_example(opened.codec, Example(text, None if opened.task.labels else target, features))
+    except UserError as error:
+        raise UserError(f"--{error}") from None  # it names the features
+    if remark and opened.task.reads != "images":
+        message(remark)
     if opened.task.reads == "images":
         traced = _trace_image(opened, text, index, target)
     elif not opened.task.seq2seq:

@@ -23,7 +23,7 @@ from regard.cli.input import (
     with_options,
 )
 from regard.cli.tables import message, out, out_json
-from regard.data.reader import BLANK, COLUMNS, LONG, LineCounter, Located, Source, read_lines, shown
+from regard.data.reader import BAD_REQUEST, BLANK, COLUMNS, LONG, LineCounter, Located, Source, read_lines, shown
 from regard.decode.options import Options
 from regard.decode.scoring import score
 from regard.evaluate.unknown import UnknownParts
@@ -66,8 +66,9 @@ def command(
     ahead, behind = tee(_noted(located, unknown, chosen.window))
     printed = 0
     for scored, (number, example) in zip(score(runs, (item.example for item in ahead), chosen), behind, strict=False):
-        if scored.flags:
-            counter.skip(LONG, f"{shown(pairs)}:{number}", scored.flags["too_long"], tell=True)
+        for name, reason in (("too_long", LONG), ("error", BAD_REQUEST)):
+            if name in scored.flags:
+                counter.skip(reason, f"{shown(pairs)}:{number}", scored.flags[name], tell=True)
         if json:
             out_json({"line": number, "source": example.source, "target": example.target, **scored.as_dict()})
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,20 @@ def out(line: str, end: str = "\n") -> None:
 
 
 def out_json(value: dict[str, Any]) -> None:
-    """Write a line of JSON."""
-    out(json.dumps(value, ensure_ascii=False))
+    """Write a line of JSON; numbers that JSON does not know become null."""
+    try:
+        out(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        out(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for infinite numbers and those that are none."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def flush() -> None:

@@ -83,7 +83,7 @@ def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> Codec:
         for message in messages:
             note(message)
         return codec
-    note("there is no tokenizer: a text is the ids themselves, with spaces between")
+    note("there is no tokenizer: a text is the ids themselves, with white space between")
     frame: Frame = "end" if family.stacks == BOTH else "none"
     return Codec(id_tokenizer(hf.data, hf.count("vocab_size"), frame), frame=frame)
 

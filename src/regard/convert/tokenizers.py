@@ -235,7 +235,7 @@ def _remove_tokens(state: Json, size: int) -> int:
 
 
 def id_tokenizer(hf_config: Json, size: int, frame: Frame) -> ForeignTokenizer:
-    """A tokenizer for texts of ids, such as `12 7 103`; the frame is none, or end."""
+    """A tokenizer for texts of ids with white space between them, such as `12 7 103`; the frame is none, or end."""
 
     def first(*roles: str) -> int:
         """The id of the first of these roles that has one within the vocabulary."""
@@ -245,7 +245,7 @@ def id_tokenizer(hf_config: Json, size: int, frame: Frame) -> ForeignTokenizer:
 
     pad, eos, sos = first("pad", "eos"), first("eos", "pad"), first("bos", "decoder_start", "eos")
     library = Library(models.WordLevel({str(index): index for index in range(size)}, unk_token=str(pad)))
-    library.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # at line ends too
     if frame == "end":  # for other programs that read the tokenizer
         library.post_processor = processors.TemplateProcessing(f"$A {eos}", special_tokens=[(str(eos), eos)])
     return ForeignTokenizer(library.to_str(), SpecialIds(pad=pad, unk=pad, sos=sos, eos=eos), size)

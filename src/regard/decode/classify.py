@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.batch import TokenIds, by_length, pad
+from regard.decode.hypothesis import unknown_flags
+from regard.decode.scorer import check_numbers
 from regard.errors import UserError
 from regard.notebook import result_cells, table
 from regard.run import Run
@@ -29,7 +31,7 @@ class Classification:
 
     label: str  # empty if there is none
     probabilities: dict[str, float]
-    flags: dict[str, str] = field(default_factory=dict)  # why there is none: name -> reason
+    flags: dict[str, str] = field(default_factory=dict)  # why there is none, or what is unknown: name -> reason
 
     @property
     def probability(self) -> float:
@@ -46,8 +48,8 @@ class Classification:
         return table(self.probabilities.items(), ("label", "probability"))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; flags only where there are any, and then no label."""
-        out: dict[str, Any] = {"label": None if self.flags else self.label, "probabilities": self.probabilities}
+        """The JSON shape; flags only where there are any, and no label where they say why."""
+        out: dict[str, Any] = {"label": self.label if self.probabilities else None, "probabilities": self.probabilities}
         return {**out, "flags": dict(self.flags)} if self.flags else out
 
 
@@ -57,8 +59,15 @@ def classify(
     """The labels of texts, in order; one that is too long has none, and a flag."""
     if run.task.reads == "images":
         raise UserError(f"{run.path}: its model reads images, not text")
-    rows = run.codec.encode_source([Example(text) if isinstance(text, str) else text for text in texts])
-    return classify_ids(run, rows, batch_tokens, max_source)
+    examples = [Example(text) if isinstance(text, str) else text for text in texts]
+    rows = run.codec.encode_source(examples)
+    results = classify_ids(run, rows, batch_tokens, max_source)
+    for i, (example, row) in enumerate(zip(examples, rows, strict=True)):
+        if problem := run.codec.features_problem(example):
+            results[i] = Classification("", {}, {"error": problem})
+        elif not results[i].flags and (unknown := run.codec.unknown_tokens(example, row)):
+            results[i] = replace(results[i], flags=unknown_flags(unknown))
+    return results
 
 
 def classify_ids(
@@ -108,6 +117,7 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]
 def _classify(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classification]:
     labels = run.label_names
     logits_BC = run.model(source, keep_BS).squeeze(1).float()
+    check_numbers(logits_BC)
     probabilities_BC, order_BC = logits_BC.softmax(-1).sort(descending=True)
     return [
         Classification(labels[order[0]], {labels[i]: p for i, p in zip(order, probabilities, strict=True)})

@@ -13,13 +13,14 @@ from regard.decode.options import Options, Utility
 from regard.decode.request import SearchInput
 from regard.errors import plural
 from regard.notebook import heat_table, result_cells, token_table
-from regard.text.codec import Codec
+from regard.text.codec import Codec, shown_token
 
 LOOP_TURNS, LOOP_TOKENS = 4, 8  # a unit that often in a row, over that many tokens, is a loop
 LONG, SHORT, MIN_LENGTH = 4.0, 0.2, 10  # output tokens per source token; short only counts for longer sources
 LOW_SCORE = -2.5  # mean log-probability per token
 PARKED, MIN_ALIGNED = 0.9, 6  # share of all attention on one source token, over so many output tokens
 UNIFORM = 0.95  # of the entropy of uniform attention
+MAX_UNKNOWN = 8  # tokens that a flag names
 DEGENERATE = ("repetition", "length_ratio")  # flags of outputs that a trained model seldom gives
 MANY_DEGENERATE = 0.2  # of all outputs: more are worth a warning
 
@@ -104,10 +105,15 @@ class Hypothesis:
             soft = [[round(float(weight), 4) for weight in row] for row in self.alignment.soft]
             out["alignment"] = {"source": list(self.alignment.source), "hard": self.alignment.hard, "soft": soft}
         if self.top_tokens:
-            out["top_tokens"] = [[{"token": token, "score": x} for token, x in row] for row in self.top_tokens]
+            out["top_tokens"] = [top_tokens_json(row) for row in self.top_tokens]
         if self.flags:
             out["flags"] = dict(self.flags)
         return out
+
+
+def top_tokens_json(row: TopTokens) -> list[dict[str, object]]:
+    """The JSON shape of the most probable tokens in one place."""
+    return [{"token": token, "score": score, "probability": math.exp(score)} for token, score in row]
 
 
 def empty_hypothesis(flags: dict[str, str]) -> Hypothesis:
@@ -128,7 +134,7 @@ def make_hypotheses(
 
 
 def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: DecodedIds) -> Hypothesis:
-    all_ids, text, flags = output.ids, None, {}
+    all_ids, text, flags = output.ids, None, unknown_flags(item.unknown)
     # with an end token in any case: the last character is complete there
     found = item.phrases.find_stop((*all_ids, codec.ids.eos)) if item.phrases is not None and item.stop else None
     if found is not None:
@@ -184,6 +190,13 @@ def flag_segmentation(codec: Codec, rows: list[list[Hypothesis]]) -> None:
         if tuple(ids)[: len(hypothesis.ids)] != hypothesis.ids:
             reason = "the text is usually cut into other tokens, so forced decoding scores it differently"
             rows[i][rank] = replace(hypothesis, flags={**hypothesis.flags, "segmentation": reason})
+
+
+def unknown_flags(tokens: Sequence[str]) -> dict[str, str]:
+    """A flag for a source with tokens outside the vocabulary, or features that the run does not know."""
+    named = ", ".join(map(shown_token, dict.fromkeys(tokens[:MAX_UNKNOWN])))
+    rest = f" and {len(tokens) - MAX_UNKNOWN} more" if len(tokens) > MAX_UNKNOWN else ""
+    return {"unknown": f"not in the vocabulary: {named}{rest}"} if tokens else {}
 
 
 def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:

@@ -80,7 +80,9 @@ class Options(Value):
     alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; none: see `decode.alignment`
         (), "Layers and heads that the alignment is read from, counted from 1.", metavar="L.H,L.H,..."
     )
-    top_tokens: int = option(0, "With --json: the K most probable tokens at every position of an output.", ge=0)
+    top_tokens: int = option(
+        0, "With --json: the K most probable tokens at every position of an output; of a mask also without.", ge=0
+    )
     max_source: Count = option(2048, "A longer source is not decoded, a longer source or target not scored.")
     batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
     window: Count = option(4096, "Lines read ahead, to be sorted by length.")

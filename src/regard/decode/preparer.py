@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from unicodedata import normalize
 
@@ -67,10 +68,14 @@ class Preparer:
             for x in inputs
         ]
         short = [i for i, request in enumerate(requests) if len(request.source) <= MAX_CHARACTERS]
-        examples = [Example(requests[i].source, features=requests[i].features) for i in short]
-        sources = zip(*(encode(run, examples) for run in self.runs), strict=True)
+        examples = {i: Example(requests[i].source, features=requests[i].features) for i in short}
+        sources = zip(*(encode(run, list(examples.values())) for run in self.runs), strict=True)
         encoded = dict(zip(short, sources, strict=True))
-        return [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
+        prepared = [self._prepare(request, encoded.get(i)) for i, request in enumerate(requests)]
+        for i, example in examples.items():
+            if unknown := self.codec.unknown_tokens(example, encoded[i][0]):
+                prepared[i] = replace(prepared[i], unknown=tuple(unknown))
+        return prepared
 
     def batches(self, inputs: Mapping[int, SearchInput]) -> Iterator[list[int]]:
         """The keys of inputs that are decoded together: not flagged, of similar length, within `batch_tokens`."""
@@ -87,6 +92,8 @@ class Preparer:
     def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> SearchInput:
         if sources is None:
             return SearchInput((), flags={"too_long": f"the source has {len(request.source)} characters"})
+        if problem := self.codec.features_problem(Example(request.source, features=request.features)):
+            return SearchInput(sources, flags={"error": problem})
         if not (request.source.strip() or self.continues):
             return SearchInput(sources, flags={"empty": "the source is empty"})
         length = max(map(len, sources)) - (not self.continues)

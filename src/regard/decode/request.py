@@ -120,6 +120,7 @@ class SearchInput:
     key: int = 0  # of its random numbers, together with the seed
     seed: int | None = None  # None: that of the options
     open_end: bool = False  # a continuation: at the limit it stops without an end token
+    unknown: tuple[str, ...] = ()  # what the source has outside the vocabulary: tokens, and names of features
     flags: dict[str, str] = field(default_factory=dict)  # why it is not decoded: name -> reason
 
     @property

@@ -77,10 +77,8 @@ class Scorer:
         with use_matmuls(self.matmuls):
             pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]
         logp_NV = self.join([logits_NV for logits_NV, _ in pairs])
-        if isinstance(tokens_N, list) and bool(logp_NV.isnan().any()):  # checked at the first step, once per search
-            raise UserError(
-                "the model gives scores that are not numbers; its weights are broken (was training stable?)"
-            )
+        if isinstance(tokens_N, list):  # at the first step, once per search
+            check_numbers(logp_NV)
         return self.block(logp_NV), tuple(state for _, state in pairs)
 
     def block(self, logp_NV: Tensor) -> Tensor:
@@ -95,6 +93,12 @@ class Scorer:
         for weight, x in zip(self.weights, logits, strict=True):
             total.add_(x.float(), alpha=weight)  # the normaliser of each model cancels out in the next line
         return total.log_softmax(-1)
+
+
+def check_numbers(scores: Tensor) -> None:
+    """Refuse scores of a model whose weights are broken."""
+    if bool(scores.isnan().any()):
+        raise UserError("the model gives scores that are not numbers; its weights are broken (was training stable?)")
 
 
 def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> States:

@@ -18,9 +18,10 @@ from regard.batch import Batch, TokenIds, by_length, collate, pad, windows
 from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, lm_batch
 from regard.data.order import Indices
 from regard.data.plain import Stream
+from regard.decode.hypothesis import unknown_flags
 from regard.decode.options import Options
 from regard.decode.preparer import check_ensemble, encode, position_limits, too_long
-from regard.decode.scorer import Scorer, top_tokens
+from regard.decode.scorer import Scorer, check_numbers, top_tokens
 from regard.errors import UserError, plural
 from regard.model import Model
 from regard.nn.attention import Relative
@@ -45,7 +46,7 @@ class Scored:
     score: float  # nan if there is none
     tokens: tuple[str, ...]
     token_scores: tuple[float, ...]
-    flags: dict[str, str] = field(default_factory=dict)  # why there is none: name -> reason
+    flags: dict[str, str] = field(default_factory=dict)  # why there is none, or what is unknown: name -> reason
 
     def __repr__(self) -> str:
         return f"Scored({self.score:.3f}, {plural(len(self.tokens), 'token')})"
@@ -58,7 +59,7 @@ class Scored:
         return token_table(self.tokens, self.token_scores, f"score {self.score:.3f}")
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; flags only where there are any, and then no score."""
+        """The JSON shape; flags only where there are any, and no score where they say why."""
         score = None if math.isnan(self.score) else self.score
         out: dict[str, Any] = {"score": score, "tokens": list(self.tokens), "token_scores": list(self.token_scores)}
         return {**out, "flags": dict(self.flags)} if self.flags else out
@@ -67,12 +68,14 @@ class Scored:
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
     """The score of every pair, in order; several runs make an ensemble. Of the options weights and batching matter.
 
-    An empty target for an empty source scores 0, as in `generate`; a pair that is too long has a flag and no score. For
-    a language model the source is a prompt and the target its continuation; there too the end token counts.
+    An empty target for an empty source scores 0, as in `generate`; a pair that is too long, or whose features do not
+    fit the run, has a flag and no score. For a language model the source is a prompt and the target its continuation;
+    there too the end token counts.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
     check_ensemble(runs)
+    codec = runs[0].codec
     scorer = Scorer([run.model for run in runs], options.weights, packed=[run.packed for run in runs])
     for window in windows(pairs, options.window):
         examples = [pair if isinstance(pair, Example) else Example(*pair) for pair in window]
@@ -86,7 +89,8 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
             elif not example.source.strip() and len(target) == 1 and not scorer.continues:
                 yield Scored(0.0, (), ())
             else:
-                yield Scored(sum(token_scores[i]), tuple(runs[0].codec.target_pieces(target)), token_scores[i])
+                unknown = unknown_flags(codec.unknown_tokens(example, sources[i][0], target))
+                yield Scored(sum(token_scores[i]), tuple(codec.target_pieces(target)), token_scores[i], unknown)
 
 
 def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
@@ -103,6 +107,7 @@ def force(
     results: list[tuple[float, ...]] = [()] * len(targets)
     for batch, parts in _forced(scorer, sources, targets, batch_tokens):
         scores_N = torch.cat([logp_NV.gather(1, label_N.unsqueeze(1)).squeeze(1) for logp_NV, label_N in parts])
+        check_numbers(scores_N)
         ends = np.cumsum([len(targets[i]) for i in batch])[:-1]
         for i, row in zip(batch, np.split(scores_N.double().numpy(force=True), ends), strict=True):
             results[i] = tuple(row.tolist())
@@ -174,9 +179,11 @@ def _encode(
     (longest_source, longest_target), most = position_limits(runs), options.max_source
     shared = not runs[0].task.seq2seq  # source and target of a language model share its positions
     flags = []
-    for ids, target in zip(sources, targets, strict=True):
+    for example, ids, target in zip(examples, sources, targets, strict=True):
         first, second = max(map(len, ids)) - (not shared), len(target) - 1
-        if shared and first + second > longest_target:
+        if problem := runs[0].codec.features_problem(example):
+            flags.append({"error": problem})
+        elif shared and first + second > longest_target:
             flags.append(too_long("text", first + second, longest_target, first + second))
         else:
             source = too_long("source", first, longest_target if shared else longest_source, most)
@@ -341,6 +348,7 @@ def _compare(model: Model, x_BTD: Tensor, label_BT: Tensor) -> tuple[Numbers, Nu
         logits_NV = model.predict(x_ND).float()
         chosen_N = logits_NV.gather(1, label_N.unsqueeze(1)).squeeze(1)
         nll.append(logits_NV.logsumexp(-1) - chosen_N)
+        check_numbers(nll[-1])
         correct.append(chosen_N >= logits_NV.amax(-1))
     nll_BT, correct_BT = (torch.cat(x).double().view(label_BT.shape).numpy(force=True) for x in (nll, correct))
     return nll_BT, correct_BT

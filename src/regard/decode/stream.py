@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from regard.decode.generate import TorchEngine
-from regard.decode.hypothesis import DecodedIds, Hypothesis, TopTokens, output_text
+from regard.decode.hypothesis import DecodedIds, Hypothesis, TopTokens, output_text, top_tokens_json
 from regard.decode.options import Options
 from regard.decode.request import Input, SearchInput
 from regard.decode.scorer import top_tokens
@@ -31,7 +31,7 @@ class Piece:
         """The JSON shape."""
         out: dict[str, object] = {"text": self.text, "token": self.token, "score": self.score}
         if self.top_tokens:
-            out["top_tokens"] = [{"token": token, "score": score} for token, score in self.top_tokens]
+            out["top_tokens"] = top_tokens_json(self.top_tokens)
         return out
 
 
@@ -135,6 +135,7 @@ def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = Non
     """
     engine = TorchEngine(runs, options)
     (prepared,) = engine.prepare([item])
-    if "unsatisfied" in prepared.flags:
-        raise UserError(f"stream: {prepared.flags['unsatisfied']}")
+    for name in ("error", "unsatisfied"):
+        if name in prepared.flags:
+            raise UserError(f"stream: {prepared.flags[name]}")
     return TokenStream(engine, prepared)

@@ -57,6 +57,15 @@ class EvaluationRequest:
         assert self.files.table is not None, "evaluate_file checks it"
         return self.files.table
 
+    def read(self) -> ParallelData:
+        """The examples of the files, checked to have the features that the runs need."""
+        data = self.files.read(self.counter)
+        for run in self.runs:
+            for item, location in zip(data.inputs, data.locations, strict=True):
+                if problem := run.codec.features_problem(Example(item.source, None, item.features)):
+                    raise UserError(f"{location}: {problem}")
+        return data
+
     def keep(self, data: ParallelData, problems: Sequence[Sequence[str]]) -> list[int]:
         """The examples with which no run has a problem; the others are counted, and their lines named."""
 
@@ -98,7 +107,7 @@ def evaluate_file(request: EvaluationRequest) -> Evaluation:
 
 
 def _evaluate_pairs(request: EvaluationRequest) -> Evaluation:
-    data = request.files.read(request.counter)
+    data = request.read()
     data = data.part(request.keep(data, too_long(request.systems, data.inputs, data.references)))
     systems = [replace(each, texts=data.outputs.get(each.outputs or "", ())) for each in request.systems]
     evaluation = evaluate_pairs(systems, data.inputs, data.references, request.judging)
@@ -131,7 +140,7 @@ def _empty_outputs(outputs: Outputs | None, data: ParallelData) -> list[str]:
 
 def _evaluate_labelled(request: EvaluationRequest) -> Evaluation:
     check_metrics(request.judging.metrics, request.runs[0].task.evaluation)
-    data = request.files.read(request.counter)
+    data = request.read()
     labels, problems = [], []
     for system in request.systems:
         if not system.runs:
@@ -140,7 +149,7 @@ def _evaluate_labelled(request: EvaluationRequest) -> Evaluation:
         options = system.options
         classified = classify(system.runs[0], _examples(data), options.batch_tokens, options.max_source)
         labels.append([each.label for each in classified])
-        problems.append(["".join(each.flags.values()) for each in classified])
+        problems.append([each.flags.get("too_long", "") for each in classified])
     kept = request.keep(data, problems)
     data = data.part(kept)
     results = [Outputs([texts[i] for i in kept], data.references) for texts in labels]

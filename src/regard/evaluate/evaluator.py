@@ -141,7 +141,7 @@ def _judged(
     return Outputs(texts, references, log_probabilities, tokens, judging.settings, flags)
 
 
-EMPTY_FLAGS = ("too_long", "unsatisfied")  # reasons of an empty output
+EMPTY_FLAGS = ("too_long", "unsatisfied", "error")  # reasons of an empty output
 
 
 def _decode(system: System, inputs: Sequence[Request], open_engine: OpenEngine) -> Iterator[Hypothesis]:

@@ -143,15 +143,33 @@ class Codec:
         beyond = index - tokenizer.size
         return self.features[beyond] if beyond < len(self.features) else f"<{index}>"  # models may have rows to spare
 
-    def note_unknown(
-        self, examples: Sequence[Example], unknown: UnknownTokens, rows: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        """Count what is unknown in the sources, text and features; `rows` are their ids if they are known already."""
-        for example, row in zip(examples, self.encode_source(examples) if rows is None else rows, strict=True):
-            if self.source.unknown(row):
-                names = split_features(example.features or "", self.feature_separator)
-                features = [name for name in names if name not in self._feature_ids]
-                unknown.count(self.source.unknown_tokens(example.source) + features)
+    def unknown_tokens(self, example: Example, source: Sequence[int], target: Sequence[int] = ()) -> list[str]:
+        """What is unknown in an example, of which these are the ids: tokens of the texts, and features."""
+        unknown: list[str] = []
+        if self.source.unknown(source):
+            names = split_features(example.features or "", self.feature_separator)
+            unknown += self.source.unknown_tokens(example.source)
+            unknown += [name for name in names if name not in self._feature_ids]
+        return unknown + (self.target.unknown_tokens(example.target or "") if self.target.unknown(target) else [])
+
+    def note_unknown(self, examples: Sequence[Example], unknown: UnknownTokens) -> None:
+        """Count what is unknown in the sources, text and features."""
+        for example, row in zip(examples, self.encode_source(examples), strict=True):
+            unknown.count(self.unknown_tokens(example, row))
+
+    def features_problem(self, example: Example) -> str:
+        """Why an example does not fit the run, which has features or has none; empty if it does."""
+        if "features" not in self.columns:
+            return "features: not for this run, which was trained without features" if example.features else ""
+        return "features: is required, since the run was trained with features" if example.features is None else ""
+
+    @property
+    def one_vocabulary(self) -> bool:
+        """Whether source and target number the same tokens alike, though they may cut a text differently."""
+        if self.shared:
+            return True
+        ids = range(self.source.size)
+        return self.source_vocab == self.target.size and self.source.pieces(ids) == self.target.pieces(ids)
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizers; `config` is the caller's to keep."""
@@ -213,13 +231,13 @@ class UnknownTokens:
         if not self:
             return ""
         named = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{_shown(token)} {count:,}x" for token, count in named[:most])
+        shown = ", ".join(f"{shown_token(token)} {count:,}x" for token, count in named[:most])
         rest = f" and {len(named) - most:,} more" if len(named) > most else ""
         times = plural(self.total, f"unknown {what}")
         return f"{times} in {plural(self.texts, 'line')}: {shown}{rest}"
 
 
-def _shown(token: str) -> str:
+def shown_token(token: str) -> str:
     """A token in quotes, with its code point where the eye may not tell."""
     short = token if len(token) <= 24 else token[:23] + "…"
     if len(token) == 1 and not token.isascii():

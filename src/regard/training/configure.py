@@ -88,6 +88,8 @@ def _needs(recipe: Recipe, start: Config | None, prepared: Prepared[Any] | None)
     if prepared is None:
         return needs
     codec = prepared.codec
+    if start is None and task.seq2seq and not codec.one_vocabulary:  # of presets that share; a recipe may insist
+        needs["share_embeddings"] = False
     if start is None:
         needs |= {"ids": codec.ids.model_dump(), "frame": codec.frame}
         if task.start != "sos":  # the default of presets, which some change
@@ -146,6 +148,11 @@ def _check_fit(config: Config, recipe: Recipe, prepared: Prepared[Any]) -> None:
         raise UserError(f"{which}: {'images are read by a model with patches' if images else 'reads images'}")
     if task.name == "masked" and not config.predicts_tokens:
         raise UserError(f"{which}: task masked needs a model that predicts tokens; add --set output=tokens")
+    if config.share_embeddings and not prepared.codec.one_vocabulary:
+        raise UserError(
+            f"{which}: share_embeddings needs one vocabulary for both sides, and there are two; "
+            "add --set text.shared=true, or --set share_embeddings=false"
+        )
     lengths = _lengths(recipe, prepared)
     for name, stack in config.stacks.items():
         most, longest = stack.max_positions, lengths.get(name, 0)

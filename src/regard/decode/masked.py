@@ -1,0 +1,192 @@
+"""What a masked language model answers: tokens for the masks of a text, and vectors of whole texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from unicodedata import normalize as normalize_unicode
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import normalize as normalize_length
+
+from regard.batch import TokenIds, by_length, pad, windows
+from regard.decode.generate import Engine
+from regard.decode.hypothesis import Hypothesis, empty_hypothesis, unknown_flags
+from regard.decode.options import Options
+from regard.decode.preparer import MAX_CHARACTERS, UNBOUNDED, too_long
+from regard.decode.request import Input, Request, SearchInput
+from regard.decode.scorer import check_numbers, top_tokens
+from regard.errors import UserError
+from regard.run import Run
+from regard.text.codec import Example
+
+OPTIONS = ("top_tokens", "max_source", "batch_tokens", "window")  # those of decoding that filling masks reads
+CANDIDATES = 5  # for every mask, unless `top_tokens` asks for another number
+MAX_LOGITS = 1 << 22  # in memory at once
+
+
+@dataclass(frozen=True)
+class MaskedText(SearchInput):
+    """A text with masks: its ids, and the parts of it between the masks."""
+
+    parts: tuple[str, ...] = ()
+
+
+class MaskFiller(Engine):
+    """Fills every mask of a text with its most probable token, predicted while all masks are still masks.
+
+    The score of a hypothesis is the sum of the log-probabilities of its tokens, one per mask; `top_tokens` are the
+    candidates of each mask. Probabilities are those of the whole vocabulary, but special tokens are no candidates.
+    """
+
+    def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.run, *others = [runs] if isinstance(runs, Run) else runs
+        run, fields = self.run, Options.model_fields
+        foreign = [
+            name for name in fields if name not in OPTIONS and getattr(self.options, name) != fields[name].default
+        ]
+        if foreign or others:
+            names = ", ".join(foreign or ["ensemble"])
+            raise UserError(
+                f"{names}: no meaning for {run.task.model}, which fills masks (it has {', '.join(OPTIONS)})"
+            )
+        mask = run.config.ids.mask
+        if mask is None or not run.config.predicts_tokens:
+            lacks = "vocabulary has no mask token" if mask is None else "model has no LM head"
+            raise UserError(f"{run.path}: its {lacks}, so there is nothing to fill masks with")
+        source = run.codec.source
+        self.mask, self.mask_id = source.pieces([mask])[0], mask
+        self._spellings = source.spellings()
+        # Where words bring along the space before them, the space before a mask belongs to the masked token.
+        self._space = " " if any(len(each) > 1 and each.startswith(b" ") for each in self._spellings) else ""
+        never = sorted({*source.special, *range(source.size, run.config.source_vocab)})
+        self._never = torch.tensor(never, dtype=torch.long, device=run.model.device)
+
+    def prepare(self, inputs: Sequence[Input]) -> list[SearchInput]:
+        return [self._prepare(item) for item in inputs]
+
+    def _prepare(self, item: Input) -> MaskedText:
+        request = item if isinstance(item, Request) else Request(item if isinstance(item, str) else item.source)
+        text, fields = request.source, Request.model_fields
+        wishes = [name for name in fields if name != "source" and getattr(request, name) != fields[name].default]
+        if isinstance(item, Example) and item.features:
+            wishes.append("features")
+        if wishes:
+            return MaskedText((), flags={"error": f"{', '.join(wishes)}: no meaning where masks are filled"})
+        if len(text) > MAX_CHARACTERS:
+            return MaskedText((), flags={"too_long": f"the text has {len(text)} characters"})
+        if not text.strip():
+            return MaskedText((), flags={"empty": "the text is empty"})
+        parts = text.split(self.mask)
+        parts[:-1] = [part.removesuffix(self._space) for part in parts[:-1]]
+        codec, rows = self.run.codec, self.run.codec.source.encode(parts)
+        row, after = codec.ids.around(codec.frame)
+        for i, ids in enumerate(rows):
+            row += [self.mask_id, *ids] if i else ids
+        row += after
+        pairs = zip(parts, rows, strict=True)
+        unknown = tuple(token for part, ids in pairs for token in codec.unknown_tokens(Example(part), ids))
+        limit = self.run.config.top.max_positions or UNBOUNDED
+        flags = too_long("text", len(row), limit, self.options.max_source)
+        if len(parts) == 1 and not flags:
+            flags = {"unsatisfied": f"there is no {self.mask} in it to fill"}
+        return MaskedText((row,), unknown=unknown, flags=flags, parts=tuple(parts))
+
+    @torch.inference_mode()
+    def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        results = [[empty_hypothesis(item.flags)] for item in inputs]
+        texts = {i: item for i, item in enumerate(inputs) if isinstance(item, MaskedText) and not item.flags}
+        keys = list(texts)
+        for batch in by_length([len(texts[i].sources[0]) for i in keys], self.options.batch_tokens):
+            indices = [keys[j] for j in batch]
+            rows = iter(self._candidates([texts[i].sources[0] for i in indices]))
+            for i in indices:
+                results[i] = [self._hypothesis(texts[i], [next(rows) for _ in texts[i].parts[1:]])]
+        return results
+
+    def _candidates(self, rows: Sequence[TokenIds]) -> Iterator[list[tuple[int, float]]]:
+        """The most probable tokens of every mask of some texts, with their log-probabilities."""
+        model = self.run.model
+        ids_BS, keep_BS = pad(rows, model.config.ids.pad, model.device)
+        x_ND = model.hidden(ids_BS, keep_BS)[ids_BS == self.mask_id]
+        for part_ND in x_ND.split(max(1, MAX_LOGITS // model.config.source_vocab)):
+            logp_NV = model.predict(part_ND).float().log_softmax(-1)
+            check_numbers(logp_NV)
+            yield from top_tokens(
+                logp_NV.index_fill_(1, self._never, -torch.inf), self.options.top_tokens or CANDIDATES
+            )
+
+    def _hypothesis(self, item: MaskedText, candidates: list[list[tuple[int, float]]]) -> Hypothesis:
+        ids, scores = zip(*(row[0] for row in candidates), strict=True)
+        pieces = self.run.codec.source_pieces
+        named = tuple(tuple(zip(pieces([i for i, _ in row]), [x for _, x in row], strict=True)) for row in candidates)
+        score, tokens, flags = sum(scores), tuple(pieces(ids)), unknown_flags(item.unknown)
+        text = self._text(item.parts, ids)
+        return Hypothesis(text, score, tokens, scores, score / len(ids), ids, flags=flags, top_tokens=named)
+
+    def _text(self, parts: Sequence[str], ids: Sequence[int]) -> str:
+        """The parts with tokens between them; as bytes, since a token may be a part of a character."""
+        first, *rest = (part.encode("utf-8", "replace") for part in parts)
+        joined = first
+        for index, part in zip(ids, rest, strict=True):
+            spelling = self._spellings[index]
+            joined += (spelling if joined else spelling.removeprefix(self._space.encode())) + part
+        text = joined.decode("utf-8", "replace")
+        return normalize_unicode("NFC", text) if self.run.codec.source.scheme == "nfd" else text
+
+
+def fill_masks(
+    runs: Run | Sequence[Run], inputs: Iterable[Input], options: Options | None = None
+) -> Iterator[list[Hypothesis]]:
+    """Every text with its masks filled, in order; one without a mask, or too long, is empty and flagged."""
+    engine = MaskFiller(runs, options)
+    for window in windows(inputs, engine.options.window):
+        yield from engine(window)
+
+
+class Embeddings(NamedTuple):
+    """Vectors of texts (texts, width), and the tokens of those that were truncated, by the number of the text."""
+
+    vectors: NDArray[np.float32]
+    truncated: dict[int, int]
+    limit: int  # tokens that the model reads at once, without special tokens
+
+
+@torch.inference_mode()
+def embed(run: Run, texts: Sequence[str], batch_tokens: int, average_windows: bool, normalize: bool) -> Embeddings:
+    """The mean of an encoder's vectors of the tokens of each text, special tokens included.
+
+    Of a text with more tokens than the model has positions the first ones count or, with `average_windows`, all of
+    them, read in as many windows as it takes.
+    """
+    codec, model, config = run.codec, run.model, run.config
+    before, after = codec.ids.around(codec.frame)
+    limit = (config.top.max_positions or UNBOUNDED) - len(before + after)
+    rows, owners = [], []
+    truncated: dict[int, int] = {}
+    for owner, ids in enumerate(codec.source.encode(texts)):
+        starts = range(0, len(ids), limit) if average_windows and ids else range(1)
+        if len(ids) > limit * len(starts):
+            truncated[owner] = len(ids)
+        rows += [[*before, *ids[start : start + limit], *after] for start in starts]
+        owners += [owner] * len(starts)
+    sums_ND, counts_N = torch.zeros(len(texts), config.top.out_width), torch.zeros(len(texts))
+    for batch in by_length([len(row) for row in rows], batch_tokens):
+        ids_BS, keep_BS = pad([rows[i] for i in batch], config.ids.pad, model.device)
+        x_BSD = model.hidden(ids_BS, keep_BS)
+        check_numbers(x_BSD)
+        owner_B = torch.tensor([owners[i] for i in batch])
+        sums_ND.index_add_(0, owner_B, _sum(x_BSD, keep_BS).float().cpu())
+        counts_N.index_add_(0, owner_B, torch.tensor([float(len(rows[i])) for i in batch]))
+    mean_ND = sums_ND / counts_N.clamp(min=1).unsqueeze(1)
+    return Embeddings((normalize_length(mean_ND, dim=-1) if normalize else mean_ND).numpy(), truncated, limit)
+
+
+def _sum(x_BSD: Tensor, keep_BS: Tensor | None) -> Tensor:
+    """The sum of the vectors of each row, padding left out."""
+    return (x_BSD if keep_BS is None else x_BSD * keep_BS.unsqueeze(-1)).sum(1)

@@ -1,0 +1,105 @@
+"""Runs and inputs that do not fit: features that are missing or too many, unknown tokens, weights that are broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decode_kit import blank, run_of, tokenizer
+
+from modelkit import family
+from regard.api import LoadedRun
+from regard.decode.classify import classify
+from regard.decode.scoring import score, score_text
+from regard.errors import UserError
+from regard.run import Run, average, weights_of
+from regard.text.codec import Codec, Example
+from toykit import call
+
+NEEDED = "features: is required, since the run was trained with features"
+REFUSED = "features: not for this run, which was trained without features"
+
+
+@pytest.fixture(scope="module")
+def inflected() -> LoadedRun:
+    """A run with features, of random weights."""
+    codec = Codec(tokenizer("char"), tokenizer("char"), ("N", "PL"), ("source", "features", "target"))
+    model = blank("transformer-tiny", 1, codec)
+    return LoadedRun(model.config, codec, model, Path("random"))
+
+
+def loaded(run: Run) -> LoadedRun:
+    return LoadedRun(run.config, run.codec, run.model, run.path, run.labels)
+
+
+def test_missing_and_needless_features_are_flagged(inflected: LoadedRun) -> None:
+    plain = loaded(run_of("transformer-tiny"))
+    for run, wrong, reason in ((inflected, Example("ab"), NEEDED), (plain, Example("ab", None, "N"), REFUSED)):
+        right = Example("ab", None, "N;PL" if run is inflected else None)
+        bad, good = (row[0] for row in run.generate([wrong, right], max_length=5))
+        assert (bad.text, bad.ids, bad.flags) == ("", (), {"error": reason}) and "error" not in good.flags
+        bad_score, good_score = run.score([wrong._replace(target="ba"), right._replace(target="ba")])
+        assert bad_score.flags == {"error": reason} and bad_score.as_dict()["score"] is None
+        assert good_score.flags == {} and good_score.score < 0
+        with pytest.raises(UserError, match=f"stream: {reason}"):
+            run.stream(wrong)
+        with pytest.raises(UserError, match=reason):
+            run.attention(wrong)
+        with pytest.raises(UserError, match=rf"data\[0\]: {NEEDED}" if run is inflected else "features"):
+            columns = ("source", "target") if run is inflected else ("source", "features", "target")
+            run.evaluate(
+                [("ab", "N", "ba")[: 3 if run is plain else 1] + ("ba",) * (run is inflected)], columns=columns
+            )
+    classifier = family("classes")
+    (flagged,) = classify(classifier, [Example("ab", None, "N")])
+    assert flagged.flags == {"error": REFUSED} and flagged.as_dict()["label"] is None
+
+
+def test_unknown_tokens_and_features_are_flagged(inflected: LoadedRun) -> None:
+    example, reason = Example("aßb", None, "N;DU"), "not in the vocabulary: 'ß' (U+00DF), 'DU'"
+    ((best,),) = inflected.generate([example], max_length=4)
+    assert best.flags["unknown"] == reason and best.ids
+    (scored,) = inflected.score([example._replace(target="bq")])
+    assert scored.flags == {"unknown": f"{reason}, 'q'"} and scored.score < 0
+    with pytest.warns(UserWarning, match="attention: not in the vocabulary") as warned:
+        inflected.attention(example, "b")
+    assert warned[0].filename == __file__
+    (answer,) = classify(family("classes"), ["aß"])
+    assert answer.flags and answer.label and answer.as_dict()["label"] == answer.label
+
+
+def broken(run: Run, path: Path) -> Run:
+    """A copy of a run on disk, with one weight that is no number."""
+    run.save(path)
+    copy = Run.load(path)
+    with torch.no_grad():
+        next(iter(weights_of(copy.model).values())).view(-1)[-1] = torch.nan
+        for parameter in copy.model.parameters():
+            if parameter.dim() > 1:
+                parameter.view(-1)[0] = torch.nan
+    copy.save(path)
+    return copy
+
+
+def test_broken_weights_are_refused(tmp_path: Path) -> None:
+    run = broken(run_of("transformer-tiny"), tmp_path / "nan")
+    run_of("transformer-tiny").save(tmp_path / "good")
+    with pytest.raises(UserError, match="scores that are not numbers"):
+        list(score(run, [("ab", "ba")]))
+    result = call("score", tmp_path / "nan", "--json", stdin="ab\tba\n")
+    assert result.code == 2 and result.out == "" and "its weights are broken" in result.err
+    for order in (["nan", "good"], ["good", "nan"]):
+        with pytest.raises(UserError, match=r"nan: some of its weights are not numbers \(\w"):
+            average([tmp_path / name for name in order], tmp_path / "mean")
+        assert not (tmp_path / "mean").exists()
+    for kind in ("lm", "masked"):
+        other = broken(family(kind), tmp_path / kind)
+        with pytest.raises(UserError, match="scores that are not numbers"):
+            score_text(other, torch.tensor(other.codec.source.encode(["abcabcabc"])[0]).numpy(), 4)
+    with pytest.raises(UserError, match="scores that are not numbers"):
+        classify(broken(family("classes"), tmp_path / "classes"), ["abc"])
+    with pytest.raises(UserError, match="scores that are not numbers"):
+        loaded(Run.load(tmp_path / "masked")).generate(["<mask>a"])
+    with pytest.raises(UserError, match="scores that are not numbers"):
+        loaded(Run.load(tmp_path / "masked")).embed(["abc"])

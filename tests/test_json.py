@@ -1,0 +1,138 @@
+"""What every verb prints with --json, for every task: strict JSON, a line each."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from modelkit import family, letters, picture
+from regard.cli import tables
+from regard.cli.app import VERBS
+from regard.metrics import METRICS
+from regard.run import Run
+from regard.tasks import TASKS
+from toykit import CliResult, call, strict_json
+
+PAIRS = "".join(f"{source}\t{source[::-1]}\n" for source in ("abc", "bcd", "cab", "dab", "ab", "cd", "abcd", "bad") * 3)
+TEXT = "abc dab\ncab ab\nbad\n" * 12
+# the run of each task, the sources that it answers, and data that it is judged by
+KINDS = {"pairs": None, "span": None, "lm": "lm", "masked": "masked", "classify": "classes", "image": "image"}
+SOURCES = {"masked": "a<mask>c\nno\n", "image": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("json")
+    (path / "pairs.tsv").write_text(PAIRS)
+    (path / "text.txt").write_text(TEXT)
+    (path / "labels.tsv").write_text("".join(f"{'ab' * n}\t{('one', 'two')[n % 2]}\n" for n in range(1, 7)))
+    images = np.concatenate([picture(n) for n in range(6)])
+    np.savez(path / "images.npz", images=images, labels=np.array(["one", "two", "three"] * 2))
+    for task, kind in KINDS.items():
+        (sentinels() if task == "span" else letters() if kind is None else family(kind)).save(path / task)
+    return path
+
+
+def sentinels() -> Run:
+    """A run of span corruption: a vocabulary with rows for the sentinels."""
+    from regard.data.objectives import SENTINELS
+    from regard.model import Model
+    from regard.presets import preset
+    from regard.text.codec import Codec
+    from regard.text.tokenizer import Tokenizer
+
+    codec = Codec(Tokenizer.train("char", [TEXT]))
+    little = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
+    torch.manual_seed(0)
+    config = preset("t5-tiny", codec.source_vocab + SENTINELS, changes={"encoder": little, "decoder": little})
+    return Run(config, codec, Model(config).eval(), Path("span"), task_name="span")
+
+
+def data(folder: Path, task: str) -> Path:
+    return (
+        folder
+        / {"pairs": "pairs.tsv", "text": "text.txt", "labelled": "labels.tsv", "images": "images.npz"}[
+            TASKS[task].reads
+        ]
+    )
+
+
+def parsed(result: CliResult) -> list[Any]:
+    assert result.code == 0, result.err
+    assert result.lines
+    return [strict_json(line) for line in result.lines]
+
+
+def test_the_tasks_and_verbs_are_all_here() -> None:
+    assert KINDS.keys() == TASKS.keys()
+    modules = {verb: importlib.import_module(f"regard.cli.{verb}") for verb in VERBS}
+    verbs = {verb for verb, module in modules.items() if "json" in signature(module.command).parameters}
+    assert verbs == {"generate", "score", "evaluate", "heads", "prune", "info", "convert"}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_generate(task: str, folder: Path) -> None:
+    sources = SOURCES.get(task, "abc\n\nßa\n")
+    order = [folder / "images.npz"] if sources is None else ["--workers", 1] if task in ("pairs", "span", "lm") else []
+    rows = parsed(call("generate", folder / task, *order, "--json", stdin=sources or ""))
+    if TASKS[task].labels:
+        assert all(row.keys() >= {"label", "probabilities"} for row in rows)
+    else:
+        keys = {"text", "score", "tokens", "token_scores"}
+        assert all(h.keys() >= keys for row in rows for h in row["hypotheses"])
+    if task in ("pairs", "lm"):
+        several = ["--beam", 3, "--nbest", 2, "--top-tokens", 2, "--max-length", 4]
+        more = parsed(call("generate", folder / task, *several, "--json", stdin="abc\n"))
+        assert len(more[0]["hypotheses"]) == 2
+        assert len(parsed(call("generate", folder / task, "--stream", "--max-length", 3, "--json", stdin="abc\n"))) > 1
+    if task == "pairs":
+        parsed(call("generate", folder / task, "--mbr", 3, "--alignment", "--json", stdin="abc\n"))
+
+
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if "decoder" in task.stacks])
+def test_score(task: str, folder: Path) -> None:
+    rows = parsed(call("score", folder / task, "--max-source", 5, "--json", stdin="abc\tcba\nßa\tq\nabcabc\tabc\n"))
+    assert [row["score"] is None for row in rows] == [False, False, True]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_evaluate_by_every_metric(task: str, folder: Path) -> None:
+    names = TASKS[task].evaluation or tuple(METRICS)
+    metrics = [part for name in names for part in ("--metric", name)]
+    against = ["--against", folder / task, "--bootstrap", 5]
+    (row,) = parsed(call("evaluate", folder / task, data(folder, task), *metrics, *against, "--json"))
+    assert list(row["metrics"]) == list(row["against"]) == list(names)
+    (default,) = parsed(call("evaluate", folder / task, data(folder, task), "--bootstrap", 0, "--json"))
+    assert default["metrics"].keys() <= set(names)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_heads_and_info(task: str, folder: Path) -> None:
+    file = folder / "pairs.tsv" if task == "span" else data(folder, task)
+    assert all("layer" in row for row in parsed(call("heads", folder / task, file, "--json")))
+    assert parsed(call("info", folder / task, "--json"))[0]["parameters"]["total"] > 0
+
+
+def test_prune_and_lists(folder: Path, tmp_path: Path) -> None:
+    order = ["--data", folder / "pairs.tsv", "--heads", 1, "--json"]
+    assert parsed(call("prune", folder / "pairs", tmp_path / "small", *order))[-1]["after"]
+    assert {"preset", "recipe"} <= {key for row in parsed(call("info", "--json")) for key in row}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("task", ["lm", "masked", "classify", "image"])
+def test_convert(task: str, folder: Path, tmp_path: Path) -> None:
+    (row,) = parsed(call("convert", folder / task, tmp_path / "hf", "--to", "hf", "--samples", 1, "--json"))
+    assert row["proof"]["difference"] < 1e-3
+
+
+def test_numbers_that_json_does_not_know_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.out_json({"a": [1.5, float("inf"), {"b": float("nan")}], "c": (float("-inf"),)})
+    assert strict_json(capsys.readouterr().out) == {"a": [1.5, None, {"b": None}], "c": [None]}
