@@ -35,6 +35,9 @@ def train(toy: Path, out: Path, *words: object):
         ),
         (("--set", "lora=4"), "train.lora: "),
         (("--seed", 10**30), "train.seed: input should be less than or equal to"),
+        (("--workers", 10**4000), "train.workers: input should be less than or equal to"),
+        (("--set", "train.steps=" + "9" * 5000), "--set train.steps: an integer of more than 64 bits"),
+        (("--set", "parts=" + "[" * 5000), "--set parts: an integer of more than 64 bits, or tables or lists nested"),
         (("--preset", "rnn-luong", "--set", "heads=3"), "model: encoder.heads, decoder.heads: not used by a recurrent"),
     ],
 )
@@ -45,6 +48,13 @@ def test_a_wrong_model_is_reported_before_data_is_read(words, message, toy, tmp_
     monkeypatch.setattr("regard.training.fit.prepare", read)
     result = train(toy, tmp_path / "new" / "run", *words)
     assert result.code == 2 and message in result.err, result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_name_of_a_run(toy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "--out: is empty" in train(toy, "").err
+    assert "--out: is empty" in call("demo", "--out", "").err
     assert list(tmp_path.iterdir()) == []
 
 

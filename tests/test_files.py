@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import resource
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +19,7 @@ import pytest
 
 from regard import files
 from regard.errors import UserError
-from regard.files import read_json, replace_directory, replace_file, write_json
+from regard.files import hold_lock, read_json, replace_directory, replace_file, write_json
 
 
 def full(*_: object, **__: object) -> None:
@@ -217,3 +222,70 @@ def test_json_that_is_not_there(tmp_path: Path) -> None:
         read_json(tmp_path / "none.json")
     with pytest.raises(UserError, match="cannot write"):
         write_json(tmp_path / "none" / "x.json", {})
+
+
+# Locks
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from regard.files import hold_lock
+with hold_lock(Path(sys.argv[1]), "run"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a lock."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path, killed: bool) -> None:
+    path = tmp_path / "lock"
+    with holder(path) as process:
+        named = rf"run: process {process.pid} on {re.escape(socket.gethostname())} \(since .*\) is writing here"
+        with pytest.raises(UserError, match=named), hold_lock(path, "run"):
+            raise AssertionError
+        if killed:
+            process.kill()
+    assert path.exists() == killed  # a file that is left is no obstacle
+    with hold_lock(path, "run"):
+        with pytest.raises(UserError, match=f"run: process {os.getpid()} "), hold_lock(path, "run"):
+            raise AssertionError
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert names(tmp_path) == []
+
+
+def test_a_lock_on_a_file_that_its_holder_removes_is_taken_again(tmp_path: Path, monkeypatch) -> None:
+    """Between opening and locking, the last holder may remove the file: that lock would exclude nobody."""
+    path, try_lock, tried = tmp_path / "lock", files._try_lock, []
+
+    def late(handle: int) -> bool | None:
+        if not tried:
+            path.unlink()
+        tried.append(handle)
+        return try_lock(handle)
+
+    monkeypatch.setattr(files, "_try_lock", late)
+    with hold_lock(path, "run") as held, pytest.raises(UserError, match="is writing here"), hold_lock(path, "run"):
+        raise AssertionError
+    assert held and len(tried) == 3
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", unsupported)
+    with hold_lock(tmp_path / "lock", "run") as held:
+        assert not held
+    with pytest.raises(UserError, match=r"none/lock: cannot lock: No such file"), hold_lock(tmp_path / "none/lock", ""):
+        raise AssertionError

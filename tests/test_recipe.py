@@ -140,7 +140,10 @@ def test_every_bare_name_lands_on_a_field_of_that_name(key: str) -> None:
             assert key in kinds[name].model_fields
 
 
-@given(st.one_of(st.integers(), st.booleans(), st.floats(allow_nan=False), st.lists(st.integers(), max_size=3)))
+INTEGERS = st.integers(-(2**63), 2**63 - 1)  # of TOML
+
+
+@given(st.one_of(INTEGERS, st.booleans(), st.floats(allow_nan=False), st.lists(INTEGERS, max_size=3)))
 def test_values_are_toml(value: object) -> None:
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     assert after(f"train.lr={text}")["train"]["lr"] == tomllib.loads(f"x = {text}")["x"] == value
@@ -220,3 +223,29 @@ def test_none_is_the_word_for_nothing_and_a_kind_of_position() -> None:
     stack = preset("transformer-tiny", 50, changes=changes).encoder
     assert stack is not None
     assert (stack.kv_heads, stack.bias, stack.position) == (None, "none", "none")
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, str(2**63), "[" * 3000, "[" * 20 + "1" + "]" * 20])
+def test_values_that_no_setting_can_have(value: str, tmp_path: Path) -> None:
+    """What the TOML library, Python or pydantic would stumble over is a mistake of the user like any other."""
+    with pytest.raises(UserError, match=r"--set train\.steps: (an integer of more than 64 bits|.*nested too deeply)"):
+        assign({}, f"train.steps={value}")
+    (tmp_path / "r.toml").write_text(f"[train]\nsteps = {value}\n")
+    with pytest.raises(UserError, match=r"r\.toml: an integer of more than 64 bits, or .* nested too deeply"):
+        read_recipe(tmp_path / "r.toml")
+
+
+def test_keys_that_are_too_deep(tmp_path: Path) -> None:
+    key = "model." + ".".join("a" * 3000)
+    with pytest.raises(UserError, match="no such section"):
+        assign({}, f"{key}=1")
+    for text in (f"{key} = 1", f"[{key}]\nx = 1"):
+        (tmp_path / "r.toml").write_text(text)
+        with pytest.raises(UserError, match=r"r\.toml: .* nested too deeply"):
+            read_recipe(tmp_path / "r.toml")
+
+
+@pytest.mark.parametrize("key", ["steps", "warmup", "workers", "seed", "average", "patience", "lora"])
+def test_numbers_beyond_all_sizes(key: str) -> None:
+    with pytest.raises(UserError, match=f"train.{key}: input should be less than or equal to 2147483647"):
+        load_recipe({"train": {key: 10**5000}})

@@ -378,5 +378,7 @@ def _as_settings(settings: Mapping[str, Any] | None) -> list[str]:
             text = "none" if value is None else to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]")
         except TypeError:
             raise UserError(f"train: settings: {key} cannot be {shown_value(value)}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"train: settings: {key}: this {type(value).__name__} is too large") from None
         lines.append(f"{key}={text}")
     return lines

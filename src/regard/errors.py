@@ -203,7 +203,8 @@ def plural(count: int, noun: str) -> str:
         return f"1 {noun}"
     if noun.endswith("is"):
         return f"{count:,} {noun[:-2]}es"
-    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+    hissing = noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch"
+    return f"{count:,} {noun}{'es' if hissing else 's'}"
 
 
 def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
@@ -218,7 +219,10 @@ def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
         return f"{key}: no such key{_probable_key(kind, path[-1])} (known: {', '.join(sorted(kind.model_fields))})"
     if item["type"] == "missing":
         return f"{key}: is required"
-    given = repr(item["input"])[:80]
+    try:
+        given = repr(item["input"])[:80]
+    except (ValueError, RecursionError):  # Python shows no number of more than 4,300 digits
+        given = f"this {type(item['input']).__name__}"
     if item["type"] in ("model_type", "dict_type"):
         return f"{key or 'it'} must be a table of keys and values, not {given}"
     if item["type"] == "literal_error" and isinstance(item["input"], str):

@@ -1,11 +1,15 @@
-"""Files: atomic writes (a crash leaves the old file or the new one, never half of one), JSON, and TOML as text."""
+"""Files: atomic writes (a crash leaves the old file or the new one, never half of one), locks, JSON, TOML as text."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import socket
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of a file system without them
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -73,6 +82,74 @@ def _writing(path: Path, temporary: Path) -> Iterator[None]:
             raise
         message = f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
         raise UserError(message) from error
+
+
+@contextmanager
+def hold_lock(path: Path, name: str) -> Iterator[bool]:
+    """Hold the lock on `path` -> whether the file system has locks; if another process has it, a UserError names that.
+
+    The kernel keeps the lock, so it ends with its process however that ends, and a file left behind is no obstacle.
+    """
+    try:
+        handle, held = _lock(path, name)
+    except OSError as error:
+        raise UserError(f"{path}: cannot lock: {error.strerror or error}") from None
+    try:
+        yield held
+    finally:
+        try:
+            with suppress(OSError):
+                if os.path.samestat(os.stat(path), os.fstat(handle)):
+                    os.unlink(path)  # while it is locked: a process that has opened it meanwhile opens it again
+        finally:
+            os.close(handle)
+
+
+def _lock(path: Path, name: str) -> tuple[int, bool]:
+    """Open and lock a file, and write into it who we are."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            held = _try_lock(handle)
+            if held is None:
+                raise UserError(f"{name}: {_holder(handle)} is writing here; wait until it ends, or stop it")
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(handle)):
+                    os.ftruncate(handle, 0)
+                    since = time.strftime("%Y-%m-%d %H:%M:%S")
+                    os.write(handle, f"process {os.getpid()} on {socket.gethostname()} (since {since})\n".encode())
+                    return handle, held
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # its last holder has removed it
+
+
+def _try_lock(handle: int) -> bool | None:
+    """Whether the file is locked now; None if another process has locked it, False if there are no locks."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _holder(handle: int) -> str:
+    return os.pread(handle, 200, 0).decode("utf-8", "replace").strip() or "another process"
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot remove: {error.strerror or error}") from None
 
 
 def _sync_rename(directory: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from regard.config import Config, Count, Id, Rate, Stack, Value, parse
+from regard.config import MAX_COUNT, Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
 from regard.tasks import TASKS, TaskName
 
@@ -17,6 +17,7 @@ Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
 Schedule = Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"]
 FOLDER = Path(__file__).parent / "recipes"
+DEEPEST = 8  # tables inside tables
 
 
 def option(default: Any, description: str, metavar: str | None = None, **settings: Any) -> Any:
@@ -71,7 +72,7 @@ class Train(Value):
     lr: float = option(1e-3, "Peak of the learning rate, a factor for noam; planned if not given.", gt=0)
     schedule: Schedule = option("cosine", "Of the learning rate.")
     warmup: int = option(
-        400, "Steps in which the learning rate rises; planned if not given: an eighth of the run.", ge=0
+        400, "Steps in which the learning rate rises; planned if not given: an eighth of the run.", ge=0, le=MAX_COUNT
     )
     beta1: Rate = option(0.9, "Of Adam.")
     beta2: Rate = option(0.98, "Of Adam.")
@@ -80,14 +81,14 @@ class Train(Value):
     clip: float = option(1.0, "Largest norm of the gradient; 0: any.", ge=0)
     label_smoothing: Rate = option(0.1, "Share of the probability that goes to all tokens alike.")
     scheduled_sampling: float = option(0.0, "How often the model's own prediction is fed back.", ge=0, le=1)
-    average: int = option(0, "At the end, average the last N validated checkpoints.", ge=0)
+    average: int = option(0, "At the end, average the last N validated checkpoints.", ge=0, le=MAX_COUNT)
     ema: Rate = option(
         0.0, "Validate and keep an exponential moving average of the weights, with this decay; planned if not given."
     )
     metric: Metric = option(
         "loss", "What the best checkpoint is chosen by; for pairs planned by the targets if not given."
     )
-    patience: int = option(0, "Validations without a better metric before stopping; 0: never.", ge=0)
+    patience: int = option(0, "Validations without a better metric before stopping; 0: never.", ge=0, le=MAX_COUNT)
     validate_every: Count | None = option(None, "Steps; by default about once per epoch, at most 40 times in a run.")
     validate_beam: Count = option(1, "Beam of the decoding that validates.")
     log_every: Count = option(50, "Steps.")
@@ -96,7 +97,7 @@ class Train(Value):
         "fp32", "Of matrix products; with a budget in minutes planned if not given."
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
-    workers: int = option(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0)
+    workers: int = option(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0, le=MAX_COUNT)
     context: Count | None = option(None, "lm, masked, span: tokens of text in a row of a batch.")
     mask_rate: float = option(0.15, "masked: share of tokens to predict.", gt=0, lt=1)
     span_rate: float = option(0.15, "span: share of tokens that are masked.", gt=0, lt=1)
@@ -104,7 +105,7 @@ class Train(Value):
     l0: float = option(0.0, "Penalty on open head gates: loss per token that all heads together cost.", ge=0)
     start_from: str | None = option(None, "Start from a run's weights and text.", metavar="RUN")
     parts: tuple[str, ...] | None = option(None, "Names of weights (or how they begin) that are trained; else all.")
-    lora: int = option(0, "Rank of adapters, which are then all that is trained; 0: none.", ge=0)
+    lora: int = option(0, "Rank of adapters, which are then all that is trained; 0: none.", ge=0, le=MAX_COUNT)
     lora_alpha: Annotated[float, Field(gt=0)] | None = option(None, "Scale of the adapters; by default twice the rank.")
     lora_on: tuple[str, ...] = option(("attention", "cross", "feed_forward"), "What gets adapters.")
 
@@ -167,10 +168,30 @@ class Recipe(Value):
         return self
 
 
+def read_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML text; what no setting can be is refused: deep nesting, integers of more than 64 bits."""
+    wrong = UserError(f"{where}: an integer of more than 64 bits, or tables or lists nested too deeply")
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError):  # Python reads no number of more than 4,300 digits
+        raise wrong from None
+    level: list[Any] = [tables]
+    for _ in range(DEEPEST):
+        inner = [v for table in level for v in (table.values() if isinstance(table, dict) else table)]
+        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in inner):
+            raise wrong
+        level = [value for value in inner if isinstance(value, dict | list)]
+    if level:
+        raise wrong
+    return tables
+
+
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """Read a TOML recipe as plain tables; `load_recipe` checks them once options have changed them."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return read_toml(Path(path).read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -215,9 +236,11 @@ def assign(tables: dict[str, Any], setting: str) -> None:
     """
     key, raw = split_setting(setting)
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
+        value = read_toml(f"value = {raw}", f"--set {key}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw
+    if key.count(".") >= DEEPEST:
+        raise UserError(f"--set {key[:40]}...: no such section")
     for path in _paths(key):
         if (part := put(tables, path, value)) is not None:
             raise UserError(f"--set {setting}: {part} is a value, not a table")

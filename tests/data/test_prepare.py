@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from regard import files
 from regard.data import prepare as module
-from regard.data.prepare import Prepared, open_prepared, prepare
+from regard.data.prepare import Prepared, changed_files, open_prepared, prepare
 from regard.errors import UserError
 from regard.recipe import load_recipe
 from regard.text import learn as vocabulary
@@ -70,11 +69,7 @@ def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS)}
     first = made(tmp_path / "data", data)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
-    for again in (
-        made(tmp_path / "data", data),
-        made(tmp_path / "data", data, resume=True),
-        open_prepared(tmp_path / "data"),
-    ):
+    for again in (made(tmp_path / "data", data), open_prepared(tmp_path / "data")):
         assert (again.notes, again.valid_examples, rows(again)) == (first.notes, first.valid_examples, rows(first))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
     made(tmp_path / "other", data)
@@ -82,40 +77,52 @@ def test_it_is_made_once_and_opened_by_others(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "other", "t.tsv"]  # nothing left over
 
 
-def test_changed_data_is_made_anew_or_stops_a_resume(tmp_path: Path) -> None:
+def test_changed_data_is_made_anew(tmp_path: Path) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS)}
     made(tmp_path / "data", data)
-    for changed, text, message in (
-        (PAIRS[:-1], {}, "training file 1"),
-        (PAIRS, {"min_count": 2}, "text.min_count"),
-    ):
-        table(tmp_path / "t.tsv", changed)
-        with pytest.raises(UserError, match=f"cannot resume: {message}"):
-            made(tmp_path / "data", data, text, resume=True)
     table(tmp_path / "t.tsv", PAIRS[:-1])
     anew = made(tmp_path / "data", data)
     assert len(anew.train) + len(anew.valid) == len(PAIRS) - 1
+    assert made(tmp_path / "data", data, {"source_tokens": "byte"}).codec.source.scheme == "byte"
     (tmp_path / "t.tsv").unlink()
-    assert rows(made(tmp_path / "data", data, resume=True)) == rows(anew)  # the corpus is all a resume needs
     with pytest.raises(UserError, match="no such file"):
         made(tmp_path / "data", data)
 
 
-def test_data_that_an_earlier_version_split_by_its_seed(tmp_path: Path) -> None:
-    data = {"train": table(tmp_path / "t.tsv", PAIRS)}
-    current = contents_after(made, tmp_path / "data", data)
-    record = tmp_path / "data" / "prepared.json"
-    old = json.loads(record.read_text())
-    old["made_from"]["train.seed"] = "2"
-    old["notes"] = ["as it was"]
-    record.write_text(json.dumps(old))
-    assert made(tmp_path / "data", data, seed=2, resume=True).notes == ["as it was"]
-    assert contents_after(made, tmp_path / "data", data, seed=2) == current  # a new run has the split of all others
+@pytest.mark.parametrize("earlier", [False, True])
+def test_files_that_changed_are_named(tmp_path: Path, earlier: bool) -> None:
+    """By size and hash, also in the records of earlier versions, which had another hash and no sizes."""
+    paths = [tmp_path / "t.tsv", tmp_path / "v.tsv"]
+    data = {"train": table(paths[0], PAIRS), "valid": table(paths[1], PAIRS[:9])}
+    order, sizes = load_recipe({"data": data}), [path.stat().st_size for path in paths]
+    files = prepare(order, tmp_path / "data").files
+    assert list(files.values()) == [
+        (path.name, len(path.read_bytes()), hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths
+    ]
+    if earlier:
+        record = json.loads((tmp_path / "data/prepared.json").read_text())
+        del record["files"]
+        for role, path in zip(files, paths, strict=True):
+            record["made_from"][role] = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        (tmp_path / "data/prepared.json").write_text(json.dumps(record))
+    assert list(changed_files(tmp_path / "data", order)) == []
+    text = paths[1].read_text()
+    paths[1].write_text(text[:-2] + "#\n")  # as long as before
+    (changed,) = changed_files(tmp_path / "data", order)
+    assert changed.startswith(f"{paths[1]}: has changed") and f"now {sizes[1]:,} bytes" in changed
+    assert (f"then {sizes[1]:,} bytes" in changed) == (not earlier)
+    table(paths[0], PAIRS[1:])
+    assert len(list(changed_files(tmp_path / "data", order))) == 2
+    for path in paths:
+        path.unlink()
+    assert list(changed_files(tmp_path / "data", order)) == []  # the corpus is all that a resumed run needs
 
 
-def contents_after(make: Callable[..., object], path: Path, *arguments: object, **options: Any) -> dict[str, bytes]:
-    make(path, *arguments, **options)
-    return contents(path)
+@pytest.mark.parametrize("same", [False, True])
+def test_validation_on_the_training_data_is_noted(tmp_path: Path, same: bool) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS), "valid": table(tmp_path / "v.tsv", PAIRS[same is False :])}
+    notes = "\n".join(made(tmp_path / "data", data).notes)
+    assert ("the validation data is the training data" in notes) == same
 
 
 SENTENCES = [(" ".join(CHANCE.choices(WORDS, k=6)), " ".join(CHANCE.choices(WORDS, k=6))) for _ in range(150)]
@@ -225,7 +232,6 @@ def test_stdin_and_pipes_are_read_once(tmp_path: Path, monkeypatch) -> None:
     piped = made(tmp_path / "stdin", {"train": "-"})
     assert rows(piped) == rows(expected)
     assert f"wrong column count (stdin:{len(PAIRS) + 1})" in "\n".join(piped.notes)
-    assert rows(made(tmp_path / "stdin", {"train": "-"}, resume=True)) == rows(expected)
     assert not list((tmp_path / "stdin").glob("spool*"))
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")

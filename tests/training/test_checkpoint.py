@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import resource
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -54,12 +56,40 @@ def test_a_step_saved_again_changes_only_its_numbers(tmp_path: Path) -> None:
 
 
 def test_temporary_files_are_removed(tmp_path: Path) -> None:
+    """Whatever a kill can leave: our own names, those of prepared data, those of the safetensors library."""
+    training, unique = tmp_path / "training", uuid4().hex
+    for directory in (f".step-00000007.{unique}.tmp", f".x.{unique}.tmp.old", "data.tmp", "data.tmp.old"):
+        (training / directory).mkdir(parents=True)
+        (training / directory / ".tmpAb3_xY").touch()
+    kept = [tmp_path / ".keep.tmp", training / "step-00000003/model.safetensors", training / "lock"]
+    for path in (
+        *kept,
+        tmp_path / f".model.safetensors.{unique}.tmp",
+        tmp_path / ".tmpAbCdE3",
+        training / ".tmpAbCdE3",
+        training / f"step-00000003/.progress.json.{unique}.tmp",
+        training / f"uncut/.config.json.{unique}.tmp",
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    Checkpoints(tmp_path).remove_temporary()
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(kept)
+    assert sorted(p.name for p in training.iterdir()) == ["lock", "step-00000003", "uncut"]
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     checkpoints = Checkpoints(tmp_path)
-    (tmp_path / "training" / ".step-00000007.1.tmp").mkdir(parents=True)
-    (tmp_path / ".model.safetensors.1.tmp").touch()
-    assert checkpoints.progress() is None
-    checkpoints.remove_temporary()
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["training"]
+    for step in (1, 2):
+        checkpoints.save(Progress(step=step), {"model": WEIGHTS})
+        checkpoints.keep(step, WEIGHTS)
+    monkeypatch.setattr(os, "unlink", busy)
+    with pytest.raises(
+        UserError, match=r"training/weights-0000000[12]\.safetensors: cannot remove: Input/output error"
+    ):
+        checkpoints.remove_old(kept=[])
 
 
 def test_weights_are_as_readable_as_other_files(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as xml
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from backwards import MakeRecipe
 
+from regard.data.prepare import DataFile
 from regard.errors import UserError
 from regard.training.checkpoint import Best, Progress
 from regard.training.model_card import write_model_card
@@ -163,6 +166,40 @@ def test_an_unwritable_log_is_a_users_error(tmp_path: Path) -> None:
         log.write({"event": "x"})
 
 
+def test_a_log_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")  # nothing of it can be cut off
+    reader = os.open(tmp_path / "log.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(UserError, match=r"log\.jsonl: cannot write: Invalid argument"):
+        Log(tmp_path / "log.jsonl")
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [(Lines, errno.EPIPE), (Lines, errno.EIO), (Lines, errno.ENOSPC), (Live, errno.EIO), (Live, errno.ENOSPC)],
+)
+def test_training_goes_on_when_its_progress_cannot_be_shown(
+    kind: type[Reporter], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed terminal, a pipe whose reader has ended, a full disk."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(number, "gone")
+
+    stream = Gone()
+    assert output(kind(stream), stream) == ""
+
+
+def test_a_pipe_that_is_closed_is_left_alone(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        for _ in range(3):
+            Lines(stream).say("progress")  # and leaving the block flushes what is left, which must not fail
+
+
 def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
     run = tmp_path / "my run"
     run.mkdir()
@@ -175,7 +212,8 @@ def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
         progress,
         parameters=1234567,
         examples=(120, 20),
-        notes=["source tokens: char: short"],
+        files={"training file 1": DataFile("train.tsv", 1234, "ab12")},
+        notes=["source tokens: char: short", f"from {order.data.train} + {order.data.valid}"],
         signatures={"bleu": "nrefs:1|v:2"},
     )
     card = (run / "README.md").read_text()
@@ -186,16 +224,18 @@ def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
         "| perplexity | 1.649 |",
         "the mean of 3 checkpoints, chosen by the highest bleu; outputs by beam search (4)",
         "120 examples to train on, 20 to validate",
-        f"`{order.data.train}`",
+        "training file 1: `train.tsv`, 1,234 bytes, SHA-256 `ab12`",
+        "from train.tsv + valid.tsv",
         "source tokens: char: short",
-        f"regard generate '{run}' input.txt",
+        "regard generate 'my run' input.txt",
         "skipped steps: 1",
     ):
         assert text in card
+    assert str(tmp_path) not in card
 
 
 def test_a_run_without_a_score_says_so(recipe: MakeRecipe, tmp_path: Path) -> None:
-    write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), notes=[], signatures={})
+    write_model_card(tmp_path, recipe(), Progress(), parameters=1, examples=(1, 1), files={}, notes=[], signatures={})
     assert "no validation gave a number" in (tmp_path / "README.md").read_text()
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,10 @@ def send(number: int) -> None:
 def test_interrupted_runs_end_like_uninterrupted_ones(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, precision: str
 ) -> None:
-    """Killed at a random moment, stopped by a signal, left by a worker: the end is the same bit for bit."""
+    """Killed at a random moment, stopped by a signal, left by a worker: the end is the same bit for bit.
+
+    A worker that was stopped itself does not keep the signal waiting, though the step waits for it.
+    """
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
     order = recipe(steps=40, validate_every=6, workers=workers, **settings)
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
@@ -102,22 +106,28 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         time.sleep(0.05)
     assert not left, "a worker outlives the first process"
 
+    started: list[Workers] = []
+    enter = Workers.__enter__
+    monkeypatch.setattr(Workers, "__enter__", lambda self: started.append(self) or enter(self))
+
+    def terminate() -> None:
+        started[0]._processes[0].send_signal(signal.SIGSTOP)
+        threading.Timer(0.5, send, (signal.SIGTERM,)).start()
+
     if workers == 1:
         assert run_and_kill(order, run, 26, 0.0, signal.SIGTERM) == 143
     else:
         with pytest.raises(Stopped) as stopped:
-            fit(order, run, resume=True, reporter=At(26, lambda: send(signal.SIGTERM)))
+            fit(order, run, resume=True, reporter=At(26, terminate))
         assert stopped.value.code == 143
+        assert signal.set_wakeup_fd(-1) == -1
     saved = [p.name for p in (run / "training").glob("step-*")]
     assert len(saved) == 1 and saved[0] >= "step-00000027"  # the step was finished
     assert not others(run)
 
     if workers > 1:
-        started: list[Workers] = []
-        enter = Workers.__enter__
-        monkeypatch.setattr(Workers, "__enter__", lambda self: started.append(self) or enter(self))
         with pytest.raises(WorkerDied, match="process 1 of 2 was killed by signal 9"):
-            fit(order, run, resume=True, reporter=At(32, lambda: started[0]._processes[0].kill()))
+            fit(order, run, resume=True, reporter=At(32, lambda: started[-1]._processes[0].kill()))
 
     fit(order, run, resume=True, reporter=Reporter())
     assert result(run) == result(uninterrupted), f"killed {delay} s after step {at}"
@@ -172,12 +182,23 @@ def test_a_crash_at_any_write_loses_nothing(
     assert stop_at > 15
 
 
-def test_ctrl_c_saves_too(recipe: MakeRecipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_other_signals_save_too(recipe: MakeRecipe, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    handler = signal.getsignal(number)
     with pytest.raises(Stopped) as stopped:
-        fit(recipe(steps=100_000), tmp_path / "run", reporter=At(5, lambda: send(signal.SIGINT)))
-    assert stopped.value.code == 130
+        fit(recipe(steps=100_000), tmp_path / "run", reporter=At(5, lambda: send(number)))
+    assert stopped.value.code == code
     assert (tmp_path / "run/training/step-00000006").is_dir()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is handler
+
+
+def test_nohup_is_respected(recipe: MakeRecipe, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        report = fit(recipe(steps=4), tmp_path / "run", reporter=At(2, lambda: send(signal.SIGHUP)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert report.progress.finished == "steps"
 
 
 def test_a_signal_during_validation_does_not_wait_for_its_end(
@@ -200,3 +221,20 @@ def test_a_signal_during_validation_does_not_wait_for_its_end(
     monkeypatch.setattr(regard.training.validation.PairValidation, "__call__", original)
     fit(order, tmp_path / "run", resume=True, reporter=Reporter())
     assert result(tmp_path / "run") == result(tmp_path / "uninterrupted")
+
+
+def test_a_run_has_one_writer(recipe: MakeRecipe, tmp_path: Path) -> None:
+    """While one trains, another is refused with its name and changes nothing; its own workers do not count."""
+    order, run, refused = recipe(steps=6, workers=2), tmp_path / "run", []
+
+    def train_there() -> None:
+        for resume in (False, True):
+            before = result(run)
+            with pytest.raises(UserError, match=rf"run: process {os.getpid()} on .* is writing here") as error:
+                fit(order, run, resume=resume, reporter=Reporter())
+            refused.append(error)
+            assert result(run) == before
+
+    report = fit(order, run, reporter=At(3, train_there))
+    assert len(refused) == 2 and report.progress.finished == "steps"
+    assert not (run / "training/lock").exists()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from backwards import MakeRecipe
 from safetensors.torch import load_file
 from test_resume import At, result, send
 from test_tasks import labelled_file, tables, train
@@ -18,7 +20,7 @@ from regard.recipe import Recipe, load_recipe
 from regard.run import Run, saved_recipe, weights_of
 from regard.training.fit import fit
 from regard.training.report import Reporter
-from regard.training.start import require_free, resumed_recipe, save_recipe
+from regard.training.start import resume_run, resumed_recipe, save_recipe
 from regard.training.trainer import Stopped
 
 
@@ -266,6 +268,19 @@ def test_what_is_not_given_or_left_to_choose_is_as_it_was() -> None:
     assert resumed(SAVED) == load_recipe(SAVED)
 
 
+@pytest.mark.parametrize(("began", "launched"), [(2, 3), (1, 2)])
+def test_a_launcher_starts_as_many_processes_as_before(began: int, launched: int, bases: Path, tmp_path: Path) -> None:
+    shutil.copytree(bases / "lm", tmp_path / "run")
+    saved = saved_recipe(tmp_path / "run")
+    save_recipe(saved.model_copy(update={"train": saved.train.model_copy(update={"workers": began})}), tmp_path / "run")
+    before, asked = listing(tmp_path / "run"), load_recipe({"train": {"steps": 99}})
+    with pytest.raises(UserError, match=rf"run: {launched} processes were started, but the run began with {began} "):
+        resume_run(asked, tmp_path / "run", torch.device("cpu"), Reporter(), launched)
+    assert listing(tmp_path / "run") == before
+    resume_run(asked, tmp_path / "run", torch.device("cpu"), Reporter(), 1 if began == 1 else began)
+    assert saved_recipe(tmp_path / "run").train.steps == 99
+
+
 def test_a_given_budget_replaces_the_old_one() -> None:
     train = resumed({"train": {"minutes": 3}}).train
     assert (train.minutes, train.steps, train.epochs, train.lr) == (3, None, None, 3e-4)
@@ -283,16 +298,93 @@ def test_all_changed_keys_are_named() -> None:
         assert text in str(error.value)
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    require_free(tmp_path / "new")
-    (tmp_path / "training").mkdir()
-    require_free(tmp_path)
-    (tmp_path / "README.md").touch()
-    with pytest.raises(UserError, match=r"has README\.md"):
-        require_free(tmp_path)
-    (tmp_path / "config.json").touch()
-    (tmp_path / "recipe.toml").touch()
-    with pytest.raises(UserError, match="--resume"):
-        require_free(tmp_path)
+def listing(directory: Path) -> dict[str, bytes | None]:
+    return {
+        str(p.relative_to(directory)): p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["config.json", "model.safetensors"],
+        ["README.md"],
+        ["recipe.toml", "source.tokenizer.json"],  # without prepared data nothing says that training wrote them
+        ["training/data/mine.tsv"],
+        ["training/step-00000001/x", "training/weights-1.safetensors"],
+        ["curve.svg", "alignment.json"],
+    ],
+)
+def test_somebodys_files_are_not_overwritten(
+    files: list[str], resume: bool, recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for name in files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text('{"mine": 1}')
+    before = listing(out)
+    with pytest.raises(UserError, match=f"has {files[0].removesuffix('/mine.tsv').removesuffix('/x')}.*another --out"):
+        fit(recipe(), out, resume=resume, reporter=Reporter())
+    assert listing(out) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_converted_run_is_not_overwritten(resume: bool, bases: Path, recipe: MakeRecipe, tmp_path: Path) -> None:
+    Run.load(bases / "lm").save(tmp_path / "run")
+    before = listing(tmp_path / "run")
+    with pytest.raises(UserError, match=r"would overwrite; it is a run, but.*--from .*run --out NEW"):
+        fit(recipe(), tmp_path / "run", resume=resume, reporter=Reporter())
+    assert listing(tmp_path / "run") == before
+
+
+def test_a_run_without_its_data_is_not_resumed(bases: Path, tmp_path: Path) -> None:
+    shutil.copytree(bases / "lm", tmp_path / "run", ignore=lambda *_: ["training"])
+    before = listing(tmp_path / "run")
+    with pytest.raises(UserError, match=r"cannot be resumed.*training/data.*--from"):
+        fit(load_recipe({"train": {"steps": 30}}), tmp_path / "run", resume=True, reporter=Reporter())
+    assert listing(tmp_path / "run") == before
+
+
+def test_files_that_training_does_not_write_may_be_there(recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "run/training").mkdir(parents=True)
+    for name in ("notes.txt", "training/notes.txt"):
+        (tmp_path / "run" / name).write_text("mine")
+    fit(recipe(steps=1), tmp_path / "run", reporter=Reporter())
+    assert (tmp_path / "run/notes.txt").read_text() == (tmp_path / "run/training/notes.txt").read_text() == "mine"
     with pytest.raises(UserError, match="is a file"):
-        require_free(tmp_path / "README.md")
+        fit(recipe(), tmp_path / "run/notes.txt", reporter=Reporter())
+
+
+class Killed(BaseException):
+    """Nothing is tidied up after it."""
+
+
+def test_stopped_while_it_is_set_up(
+    bases: Path, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command says how to go on, and then goes on as if nothing had been there."""
+    order, run = recipe(steps=2), tmp_path / "run"
+    fit(order, tmp_path / "whole", reporter=Reporter())
+
+    def kill(path: Path, value: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("regard.training.start.write_json", kill)  # config.json, the last of all
+        with pytest.raises(Killed):
+            fit(order, run, reporter=Reporter())
+    (run / "training/fresh.json").write_text('["of a base run"]')
+    (run / "tokenizer.json").write_text("of a shared vocabulary")
+    before = listing(run)
+    assert "recipe.toml" in before and "config.json" not in before
+    with pytest.raises(UserError, match=r"stopped here before its first step; the same command with --resume"):
+        fit(order, run, reporter=Reporter())
+    assert listing(run) == before
+    fit(order, run, resume=True, reporter=Reporter())
+    assert result(run) == result(tmp_path / "whole")
+
+
+def test_an_empty_name_is_no_directory(recipe: MakeRecipe) -> None:
+    with pytest.raises(UserError, match="--out: is empty"):
+        fit(recipe(), "", reporter=Reporter())

@@ -91,6 +91,8 @@ def command(
 
 def _new_directory(out: str | None) -> Path:
     if out is not None:
+        if not out:
+            raise UserError("--out: is empty; name the directory for everything that the demo writes")
         if (Path(out) / "run").exists():
             raise UserError(f"{out}: a demo is already there; name another directory with --out")
         return Path(out)

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, file_digest
@@ -38,6 +39,7 @@ from regard.text.tokenizer import Tokenizer
 FORMAT = 1
 NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
+ROLES = ("training", "validation")
 Data = TypeVar("Data", bound=Corpus | Stream | Images)
 
 
@@ -49,9 +51,18 @@ class Prepared(Generic[Data]):
     train: Data
     valid: Data
     notes: list[str]  # the choices made, for people
+    files: dict[str, DataFile] = field(default_factory=dict)  # by their role; versions before 0.7 did not record them
     labels: tuple[str, ...] = ()
     valid_examples: list[Example] = field(default_factory=list)  # the examples of a corpus `valid`, in its order
     pixels: Pixels | None = None  # for images
+
+
+class DataFile(NamedTuple):
+    """A file that data was prepared from, as it was then."""
+
+    name: str  # without its directory
+    bytes: int
+    sha256: str | None
 
 
 class _Kind(NamedTuple):
@@ -74,15 +85,13 @@ KINDS: dict[Reads, _Kind] = {
 def prepare(
     recipe: Recipe,
     directory: str | Path,
-    resume: bool = False,
     base: BaseText | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
 ) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
-    What is there is used if it was made from the same text with the same settings. If not, it is made anew, or, with
-    `resume`, it is an error; files that are gone or cannot be read twice are then taken to be the same. With a `base`,
-    text becomes ids as it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`.
+    What is there is used if it was made from the same text with the same settings. With a `base`, text becomes ids as
+    it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`.
     """
     path = Path(directory)
     train, valid = sources(recipe)
@@ -90,14 +99,9 @@ def prepare(
         requests(recipe.text)
     record = _read_record(path)
     if record is not None:
-        now, before = fingerprint(recipe, train, valid), record["made_from"]
-        changed = sorted(key for key in {*now, *before} if now.get(key) != before.get(key))
-        if resume:  # earlier versions split by the seed; what they split stays as it is
-            changed = [key for key in changed if now.get(key, "") is not None and key != "train.seed"]
-        if not changed:
+        now = fingerprint(recipe, train, valid)
+        if now == record["made_from"] and None not in now.values():
             return open_prepared(path)
-        if resume:
-            raise UserError(f"cannot resume: {', '.join(changed)} changed since the run began; start a new run")
     # With a fixed name, what a killed process has left is removed by the next one; it may be large.
     temporary = path.with_name(path.name + ".tmp")
     replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory), temporary)
@@ -118,7 +122,16 @@ def _write(
     record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base)
     if _stamps(train, valid) != before:
         raise UserError(f"{train.name}: changed while it was read; start again when it is complete")
-    record["made_from"] = fingerprint(recipe, train, valid)
+    record["made_from"] = made_from = fingerprint(recipe, train, valid)
+    record["files"] = {
+        role: DataFile(Path(name).name, os.stat(file).st_size, made_from[role])._asdict()
+        for role, name, file in _files(train, valid)
+    }
+    digests = [[made_from[role] for role in record["files"] if role.startswith(kind)] for kind in ROLES]
+    if digests[0] == digests[1]:
+        record["notes"].append(
+            "warning: the validation data is the training data, so its scores do not tell how new data would fare"
+        )
     (path / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     for copy in path.glob("spool-*"):
         copy.unlink()
@@ -137,10 +150,16 @@ def open_prepared(directory: str | Path) -> Prepared[Any]:
         train=kind.open(path / "train"),
         valid=kind.open(path / "valid"),
         notes=record["notes"],
+        files={role: DataFile(**file) for role, file in record.get("files", {}).items()},
         labels=tuple(record.get("labels", ())),
         valid_examples=read_examples(path) if (path / VALID_EXAMPLES).exists() else [],
         pixels=parse(Pixels, pixels, where) if pixels else None,
     )
+
+
+def is_prepared(directory: Path) -> bool:
+    """Whether `prepare` made this directory."""
+    return _read_record(directory) is not None
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -178,17 +197,23 @@ def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str
         values["train.start_from"] = recipe.train.start_from
     values["data.columns"] = ",".join(train.columns)
     values["data.max_length"] = str(recipe.data.max_length)
-    for role, source in (("training", train), ("validation", valid)):
-        for index, path in enumerate(source.paths if source else ()):
-            values[f"{role} file {index + 1}"] = _digest(path)
-    return values
+    return values | {role: _digest(path) for role, _, path in _files(train, valid)}
 
 
-def _digest(path: str) -> str | None:
+def _files(train: Source, valid: Source | None) -> Iterator[tuple[str, str, str]]:
+    """The role, the name and the path of every file."""
+    for kind, source in zip(ROLES, (train, valid), strict=True):
+        for index, path in enumerate(source.paths if source else (), start=1):
+            yield f"{kind} file {index}", "" if source is None else source.file_names[index - 1], path
+
+
+def _digest(path: str, like: str | None = None) -> str | None:
+    """The SHA-256 of a file; if `like` is what versions before 0.7 recorded, the hash that they used."""
     if not _regular(path):
         return None
+    kind: Any = "sha256" if like is None or len(like) == 64 else partial(blake2b, digest_size=16)
     with open_raw(path) as file:
-        return file_digest(file, partial(blake2b, digest_size=16)).hexdigest()  # type: ignore[arg-type]
+        return file_digest(file, kind).hexdigest()  # type: ignore[arg-type]
 
 
 def _regular(path: str) -> bool:
@@ -199,10 +224,28 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
     """Require that prepared data was made from the same data in memory."""
     before = (_read_record(Path(directory)) or {}).get("made_from", {})
     for role, data in memory.items():
+        then = before.get(f"{ROLES[role == 'valid']} file 1")
         with TemporaryDirectory() as temporary:
-            now = _digest(data.write(Path(temporary) / role).paths[0])
-        if now != before.get("training file 1" if role == "train" else "validation file 1", now):
+            now = _digest(data.write(Path(temporary) / role).paths[0], then)
+        if then not in (None, now):
             raise UserError(f"cannot resume: {data.name} changed since the run began; start a new run")
+
+
+def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
+    """What has become of files since data was prepared from them; those that cannot be read now are left out."""
+    record = _read_record(Path(directory)) or {}
+    for role, name, path in _files(*sources(recipe)):
+        then, now = record.get("made_from", {}).get(role), None
+        with suppress(UserError):
+            now = _digest(path, then)
+        if now is None or then in (None, now):
+            continue
+        size = record.get("files", {}).get(role, {}).get("bytes")
+        before = "" if size is None else f"{size:,} bytes, "
+        yield (
+            f"{name}: has changed since the run began: then {before}hash {then[:12]}..., "
+            f"now {os.stat(path).st_size:,} bytes, hash {now[:12]}..."
+        )
 
 
 def _spool(source: Source, directory: Path, memory: InMemory | None = None) -> Source:

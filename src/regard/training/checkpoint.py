@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.config import parse
 from regard.errors import UserError
-from regard.files import read_json, replace_directory, write_json
+from regard.files import read_json, remove, replace_directory, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
@@ -27,6 +27,8 @@ from regard.training.step import Stepper, optimizer_tensors, restore_optimizer
 TRAINING = "training"
 ADAPTERS = "adapters.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
+# The names of `replace_file` and `replace_directory`, of `prepare`, and of the safetensors library
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|data\.tmp(\.old)?|\.tmp\w{6}")
 Tensors = dict[str, Tensor]
 Scores = dict[str, float]
 
@@ -161,15 +163,24 @@ class Checkpoints:
         for step in self.steps()[:-1]:
             shutil.rmtree(self._directory(step), ignore_errors=True)
         for path in set(self.path.glob("weights-*.safetensors")) - set(map(self._kept, kept)):
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def remove_temporary(self) -> None:
-        """Remove what interrupted writing left behind."""
-        for entry in [*self.run.glob(".*.tmp"), *self.path.glob(".*.tmp")]:
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
+        """Remove what interrupted writing left behind, in the run and in each directory of its training."""
+        for directory in (self.run, self.path):
+            _sweep(directory)
+        for directory in filter(Path.is_dir, list(self.path.iterdir())):
+            _sweep(directory)
+
+
+def _sweep(directory: Path) -> None:
+    for entry in list(directory.iterdir()):
+        if not _TEMPORARY.fullmatch(entry.name):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            remove(entry)
 
 
 def read_tensors(path: Path) -> Tensors:
@@ -215,7 +226,6 @@ class CheckpointManager:
 
     def recover(self, progress: Progress) -> None:
         """Complete what a kill may have interrupted."""
-        self.files.remove_temporary()
         self._after_save(progress)
 
     def restore(self) -> Progress:

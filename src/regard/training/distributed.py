@@ -6,13 +6,14 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from regard.errors import UserError
 
 TIMEOUT = datetime.timedelta(minutes=30)
 STORE = "REGARD_STORE"  # names the rendezvous file of the workers that `Workers` starts
-EXIT_SECONDS = 5.0  # that a worker has to exit before it is killed
+EXIT_SECONDS = 5.0  # that the workers have to exit before they are killed
 CHUNK = 1 << 22  # numbers per all-reduce: while one chunk is summed, the next is on its way
 
 
@@ -183,9 +184,10 @@ class Workers:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
+        deadline = time.monotonic() + EXIT_SECONDS
         for process in self._processes:
             try:
-                process.wait(EXIT_SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -204,6 +206,38 @@ class Workers:
             if report is None:
                 raise
             raise WorkerDied(report) from None
+
+    @contextmanager
+    def continued_by(self, signals: Sequence[int]) -> Iterator[None]:
+        """Continue stopped workers when one of these signals arrives here.
+
+        While this process waits for them in a collective, Python cannot call its handlers; a thread can take note.
+        """
+        if threading.current_thread() is not threading.main_thread():  # elsewhere no signals arrive
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            while received := os.read(reader, 1):
+                if before >= 0:  # the event loop of a program that has called us
+                    with suppress(OSError):
+                        os.write(before, received)
+                if received[0] in signals and hasattr(signal, "SIGCONT"):
+                    for process in self._processes:
+                        process.send_signal(signal.SIGCONT)
+
+        thread = threading.Thread(target=watch, daemon=True, name="continue-workers")
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)
+            thread.join()
+            os.close(reader)
 
     def _report(self) -> str | None:
         """The status and stderr of the first worker that has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from regard.data.memory import InMemory
 from regard.data.pairs import find_features
-from regard.data.prepare import NOTHING, Prepared, open_prepared, prepare, require_same
+from regard.data.prepare import NOTHING, Prepared, changed_files, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
 from regard.device import cores, tune_allocator
 from regard.errors import UserError, plural
@@ -44,17 +45,18 @@ from regard.training.start import (
     DATA,
     UNCUT,
     add_trained_parts,
+    claim_run,
     finished_progress,
     is_run,
     make_model,
     open_base,
     plan_weights,
-    removed_if_empty,
-    require_free,
+    remove_remains,
+    require_new,
     resume_run,
     write_run,
 )
-from regard.training.trainer import Signals, Trainer
+from regard.training.trainer import CAUGHT, Signals, Trainer
 from regard.training.validation import Validation, make_validation
 from regard.training.verdict import at_chance, judge_outputs, still_improving
 
@@ -108,8 +110,11 @@ def fit(
     """Train as a recipe says and write a run directory; with `resume`, continue the one that is there.
 
     `memory` is the data that the recipe says is in memory.
-    Raises UserError for mistakes. On SIGTERM or SIGINT it saves and raises Stopped, a SystemExit with 128 + signal.
+    Raises UserError for mistakes. On SIGTERM, SIGINT or SIGHUP it saves and raises Stopped, a SystemExit with 128 +
+    signal.
     """
+    if not str(out):  # as a path it would be the current directory
+        raise UserError("--out: is empty; name the directory that the run is written to")
     path = Path(out)
     reporter = reporter or make_reporter()
     tune_allocator()
@@ -127,18 +132,21 @@ def _fit(
 ) -> TrainingReport:
     """Train in this process, or as the first of several that are started here."""
     device = _device(recipe, path, resume)
-    setup = _set_up(recipe, path, resume, device, reporter, memory)
-    if report := _finished(path):
-        reporter.say(f"{path}: this run is finished ({report.progress.finished}); a larger budget would let it go on")
-        return report
-    setup = setup or _open_setup(path)
-    size = setup.recipe.train.workers
-    if size == 1:
-        return _train(setup, ProcessGroup(device=device), reporter)
-    with Workers(size, "regard.training.fit", [str(path)]) as workers:
-        workers.wait()
-        with form_group(0, size, device, workers.store_file) as group, workers.name_failures():
-            return _train(setup, group, reporter)
+    with claim_run(path) as locked:
+        setup = _set_up(recipe, path, resume, device, reporter, memory, locked)
+        if report := _finished(path):
+            finished = f"this run is finished ({report.progress.finished})"
+            reporter.say(f"{path}: {finished}; a larger budget would let it go on")
+            return report
+        setup = setup or _open_setup(path)
+        size = setup.recipe.train.workers
+        if size == 1:
+            return _train(setup, ProcessGroup(device=device), reporter)
+        with Workers(size, "regard.training.fit", [str(path)]) as workers:
+            workers.wait()
+            group = form_group(0, size, device, workers.store_file)
+            with group, workers.name_failures(), workers.continued_by(CAUGHT):
+                return _train(setup, group, reporter)
 
 
 def _fit_launched(
@@ -146,12 +154,13 @@ def _fit_launched(
 ) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
     device = _device(recipe, path, resume)
-    with join_group(device) as group:
+    with join_group(device) as group, ExitStack() as stack:
         reporter = reporter if group.first else Reporter()
         setup, problem = None, None
         if group.first:
             try:
-                setup = _set_up(recipe, path, resume, device, reporter, memory, group.size)
+                locked = stack.enter_context(claim_run(path))
+                setup = _set_up(recipe, path, resume, device, reporter, memory, locked, group.size)
             except UserError as error:
                 problem = str(error)
         if problem := group.broadcast(problem):
@@ -180,33 +189,38 @@ def _set_up(
     device: torch.device,
     reporter: Reporter,
     memory: Mapping[str, InMemory],
+    locked: bool,
     launched: int = 1,
 ) -> _Setup | None:
     """Make the run directory ready; None for a resumed run, whose data is opened when it has anything left to do.
 
     `launched` is how many processes a launcher has started.
     """
+    if not locked:
+        reporter.say(f"warning: the file system of {path} has no locks; see to it that nothing else trains there")
     if resume and is_run(path):
         require_same(path / TRAINING / DATA, memory)
-        resume_run(recipe, path, device, reporter)
+        resume_run(recipe, path, device, reporter, launched)
+        for change in dict.fromkeys(changed_files(path / TRAINING / DATA, saved_recipe(path))):
+            reporter.say(f"warning: {change}; the run goes on with what it read then")
         return None
     if resume:
         reporter.say(f"{path}: no run to resume, a new one begins")
     else:
-        require_free(path)
+        require_new(path)
+    remove_remains(path)
     if columns := find_features(recipe):
         reporter.say(f"columns: {', '.join(columns)}, as the lines of {recipe.data.train} look")
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     # Mistakes in the settings are found before the data is read.
     base, base_text = open_base(recipe)
     check_model(recipe, base)
-    with removed_if_empty(path):
-        prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory)
-        for note in prepared.notes:
-            reporter.say(note)
-        plan = plan_run(recipe, base, prepared, device, launched, reporter)
-        fresh = plan_weights(plan.recipe, plan.config, prepared.labels, reporter)
-        write_run(path, plan.recipe, plan.config, prepared, fresh)
+    prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory)
+    for note in prepared.notes:
+        reporter.say(note)
+    plan = plan_run(recipe, base, prepared, device, launched, reporter)
+    fresh = plan_weights(plan.recipe, plan.config, prepared.labels, reporter)
+    write_run(path, plan.recipe, plan.config, prepared, fresh)
     return _Setup(path, plan.recipe, prepared, plan.loader)
 
 
@@ -256,6 +270,7 @@ def _finish(
         progress,
         parameters=report.parameters,
         examples=(prepared.train.size, prepared.valid.size),
+        files=prepared.files,
         notes=prepared.notes,
         signatures=validation.signatures,
     )

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from regard.data.prepare import DataFile
 from regard.errors import plural
 from regard.files import replace_file
 from regard.metrics import LOWER_IS_BETTER
@@ -51,16 +52,22 @@ def write_model_card(
     *,
     parameters: int,
     examples: tuple[int, int],
+    files: Mapping[str, DataFile],
     notes: list[str],
     signatures: Mapping[str, str],
 ) -> None:
-    """Write the model card; `examples` are the numbers for training and validation, `notes` the choices made."""
+    """Write the model card, which names files and runs without the directories of this machine.
+
+    `examples` are the numbers for training and validation, `notes` the choices made.
+    """
     data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
-    files = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
+    paths = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target, train.start_from]
+    names = {path: Path(path).name for path in paths if path}
+    name = run.resolve().name
     unit = {"text": "character", "images": "image"}.get(task.reads, "example")
-    origin = f"starting from `{train.start_from}`" if train.start_from else f"preset `{recipe.preset}`"
+    origin = f"starting from `{names[train.start_from]}`" if train.start_from else f"preset `{recipe.preset}`"
     lines = [
-        f"# {run.resolve().name}",
+        f"# {name}",
         "",
         f"{task.model[0].upper()}{task.model[1:]}, trained with regard: {origin}, {parameters:,} parameters.",
         "",
@@ -71,9 +78,9 @@ def write_model_card(
         *([f"![learning curve]({CURVE})", ""] if (run / CURVE).exists() else []),
         "## Data",
         "",
-        f"- files: {', '.join(f'`{name}`' for name in files if name)}",
+        *(f"- {role}: `{file.name}`, {file.bytes:,} bytes, SHA-256 `{file.sha256}`" for role, file in files.items()),
         f"- {plural(examples[0], unit)} to train on, {examples[1]:,} to validate",
-        *(f"- {note}" for note in notes),
+        *(f"- {_without_directories(note, names)}" for note in notes),
         "",
         "## Training",
         "",
@@ -86,13 +93,19 @@ def write_model_card(
         "## Use",
         "",
         "```sh",
-        *(f"regard {use.format(run=shlex.quote(str(run)))}" for use in USES[recipe.task]),
+        *(f"regard {use.format(run=shlex.quote(name))}" for use in USES[recipe.task]),
         "```",
     ]
     if task.name in ("pairs", "lm"):
-        lines += ["", "```python", "import regard", f"regard.load({str(run)!r}).generate([...])", "```"]
+        lines += ["", "```python", "import regard", f"regard.load({name!r}).generate([...])", "```"]
     text = "\n".join(lines) + "\n"
     replace_file(run / MODEL_CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _without_directories(note: str, names: Mapping[str, str]) -> str:
+    for path in sorted(names, key=len, reverse=True):
+        note = note.replace(path, names[path])
+    return note
 
 
 def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -99,8 +99,9 @@ class Lines(Reporter):
         self._next: float | None = None  # seconds of the run at which a line is due
 
     def say(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with _surviving(self._stream):
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
     def event(self, event: Event) -> None:
         left = _left(self._done, self._seconds)
@@ -130,7 +131,8 @@ class Live(Reporter):
         from rich.console import Console
         from rich.text import Text
 
-        self._console = Console(file=stream or sys.stderr)
+        self._stream = stream or sys.stderr
+        self._console = Console(file=self._stream)
         self._text = Text
         self._display: Display | None = None
         self._updated = 0.0
@@ -143,7 +145,8 @@ class Live(Reporter):
             folded = textwrap.fill(
                 line, self._console.width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "
             )
-            self._console.print(self._text(folded), soft_wrap=True, highlight=False)
+            with _surviving(self._stream):
+                self._console.print(self._text(folded), soft_wrap=True, highlight=False)
 
     def event(self, event: Event) -> None:
         if event["event"] == "train":
@@ -162,12 +165,13 @@ class Live(Reporter):
             return
         self._updated = now
         self._speed.clock(step, seconds)
-        if self._display is None:
-            from rich.live import Live as Display
+        with _surviving(self._stream):
+            if self._display is None:
+                from rich.live import Live as Display
 
-            self._display = Display(console=self._console, auto_refresh=False, transient=True)
-            self._display.start()
-        self._display.update(self._line(step, done, seconds), refresh=True)
+                self._display = Display(console=self._console, auto_refresh=False, transient=True)
+                self._display.start()
+            self._display.update(self._line(step, done, seconds), refresh=True)
 
     def _line(self, step: int, done: float, seconds: float) -> Any:
         """The line, with as much of it as the terminal has room for."""
@@ -186,8 +190,20 @@ class Live(Reporter):
 
     def close(self) -> None:
         if self._display is not None:
-            self._display.stop()
+            with _surviving(self._stream):
+                self._display.stop()
             self._display = None
+
+
+@contextmanager
+def _surviving(stream: TextIO) -> Iterator[None]:
+    """Go on when progress cannot be shown; a terminal or pipe that is gone is replaced by nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EPIPE):
+            with suppress(OSError, ValueError):  # it may be no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def make_reporter(stream: TextIO | None = None) -> Reporter:
@@ -252,8 +268,12 @@ class Log:
         self.path = path
         with self._reported():
             self._file = path.open("ab", buffering=0)
-        self._file.truncate(min(position, path.stat().st_size))
-        self.position = path.stat().st_size
+            try:
+                self._file.truncate(min(position, path.stat().st_size))
+                self.position = path.stat().st_size
+            except OSError:
+                self._file.close()
+                raise
 
     def write(self, event: Event) -> None:
         """Append an event; numbers that JSON does not know become null."""

@@ -11,21 +11,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from regard.config import Config
-from regard.data.prepare import Prepared
+from regard.data.prepare import Prepared, is_prepared
 from regard.device import usable_precision
-from regard.errors import UserError, closest
-from regard.files import read_json, replace_file, to_toml, write_json
+from regard.errors import UserError, closest, plural
+from regard.files import hold_lock, read_json, remove, replace_file, to_toml, write_json
 from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
-from regard.run import RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
+from regard.run import HEADS, RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
 from regard.tasks import TASKS, infer_task
 from regard.text.codec import Codec
 from regard.text.learn import BaseText
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.plan import Budget
-from regard.training.report import LOG, MODEL_CARD, Reporter
+from regard.training.report import CURVE, LOG, MODEL_CARD, Reporter
 
 DATA = "data"  # in the training directory
 UNCUT = "uncut"  # there too: config and weights from before closed heads were cut
@@ -34,14 +34,36 @@ GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight"
 BUDGET = ("train.minutes", "train.steps", "train.epochs")
 TOKENIZERS = ("source.tokenizer.json", "target.tokenizer.json", "tokenizer.json")
 # What a run is made of. `training` is not among them: prepared data alone is no run.
-FILES = ("config.json", WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, *TOKENIZERS)
+FILES = ("config.json", WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, *TOKENIZERS)
+LOCK = "lock"  # in the training directory
+# In the training directory, too; `prepare` and the checkpoints would replace or remove them.
+STATE = (DATA, UNCUT, FRESH, "step-*", "weights-*.safetensors")
+BEFORE_CONFIG = {RECIPE, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}  # written before config.json
 
 
 # The run directory
 
 
 @contextmanager
-def removed_if_empty(path: Path) -> Iterator[None]:
+def claim_run(path: Path) -> Iterator[bool]:
+    """Become the only writer of a run directory -> whether its file system has locks.
+
+    Somebody else's files are refused, and nothing is left of a new directory if an error occurs while it is empty.
+    """
+    require_ours(path)
+    with _removed_if_empty(path):
+        try:
+            (path / TRAINING).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
+        with hold_lock(path / TRAINING / LOCK, str(path)) as held:
+            if is_run(path) or stopped_in_setup(path):
+                Checkpoints(path).remove_temporary()
+            yield held
+
+
+@contextmanager
+def _removed_if_empty(path: Path) -> Iterator[None]:
     """If an error occurs, remove the directories that were made for the run and are still empty."""
     missing = [directory for directory in (path / TRAINING, path, *path.parents) if not directory.exists()]
     try:
@@ -76,9 +98,20 @@ def finished_progress(recipe: Recipe, path: Path) -> Progress | None:
     return progress if done >= 1 or progress.finished == "patience" else None
 
 
-def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter) -> None:
-    """Make a run ready to go on, with the requested budget."""
+def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Reporter, launched: int) -> None:
+    """Make a run ready to go on, with the requested budget, in the processes that were `launched` if several were."""
+    if not is_prepared(path / TRAINING / DATA):
+        raise UserError(
+            f"{path}: cannot be resumed, for its prepared data is not there ({TRAINING}/{DATA}); "
+            f"train it further with --from {path} --out NEW"
+        )
     saved = saved_recipe(path)
+    if launched > 1 and launched != (count := saved.train.workers):
+        how = f"start {count}" if count > 1 else "start it without a launcher"
+        raise UserError(
+            f"{path}: {launched} processes were started, but the run began with {plural(count, 'process')}; "
+            f"another number would change its result: {how}, or begin a new run with another --out"
+        )
     recipe = resumed_recipe(requested, saved, path)
     if finished_progress(recipe, path) is None:
         restore_unpruned(path, path / TRAINING / UNCUT)
@@ -92,18 +125,54 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
 
 
 def is_run(run: Path) -> bool:
-    """Whether a directory holds a run that was set up completely; config.json is written last."""
+    """Whether a directory holds a run that was set up completely by training; config.json is written last."""
     return (run / "config.json").is_file() and (run / RECIPE).is_file()
 
 
-def require_free(run: Path) -> None:
-    """Refuse to write over a run, or over somebody's files."""
+def require_ours(run: Path) -> None:
+    """Refuse a directory in which training would overwrite files that are not those of a training."""
     if run.exists() and not run.is_dir():
         raise UserError(f"{run}: is a file; --out takes a directory")
+    taken = _taken(run)
+    if is_run(run) or stopped_in_setup(run) or not taken:
+        return
+    hint = "choose another --out"
+    with suppress(UserError):
+        read_config(run)
+        hint = f"it is a run, but not of a training that could be resumed; train it further with --from {run} --out NEW"
+    raise UserError(f"{run}: has {', '.join(taken)}, which training would overwrite; {hint}")
+
+
+def stopped_in_setup(run: Path) -> bool:
+    """Whether a training was stopped here after its data was prepared and before it had written a run."""
+    return is_prepared(run / TRAINING / DATA) and BEFORE_CONFIG.issuperset(_taken(run))
+
+
+def _taken(run: Path) -> list[str]:
+    """What there is in a directory of that which training writes; an empty directory is nothing."""
+    there = [name for name in FILES if (run / name).exists()]
+    for pattern in STATE:
+        for path in sorted((run / TRAINING).glob(pattern)):
+            if not path.is_dir() or any(path.iterdir()):
+                there.append(str(path.relative_to(run)))
+    return there
+
+
+def require_new(run: Path) -> None:
+    """Refuse to begin a run where one is."""
     if is_run(run):
         raise UserError(f"{run}: there is a run already; continue it with --resume, or choose another --out")
-    if taken := [name for name in FILES if (run / name).exists()]:
-        raise UserError(f"{run}: has {', '.join(taken)}, which training would overwrite; choose another --out")
+    if stopped_in_setup(run) and len(_taken(run)) > 1:  # prepared data alone is used again
+        raise UserError(
+            f"{run}: a training was stopped here before its first step; "
+            "the same command with --resume begins it again, or choose another --out"
+        )
+
+
+def remove_remains(run: Path) -> None:
+    """Remove what a training that was stopped in its set-up has left, except for the data."""
+    for name in BEFORE_CONFIG - {f"{TRAINING}/{DATA}"}:
+        remove(run / name)
 
 
 def save_recipe(recipe: Recipe, run: Path) -> None:

@@ -25,7 +25,8 @@ from regard.training.step import Stepper, swapped_weights
 
 CHECKPOINT_SECONDS = 120.0
 MOST_SKIPS = 3  # in a row
-CAUGHT = (signal.SIGTERM, signal.SIGINT)
+# No SIGHUP on Windows
+CAUGHT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class Stopped(SystemExit):
@@ -50,7 +51,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._old = {number: signal.signal(number, self._handle) for number in CAUGHT}
+            ignored = {number for number in CAUGHT[2:] if signal.getsignal(number) is signal.SIG_IGN}  # by nohup
+            self._old = {number: signal.signal(number, self._handle) for number in CAUGHT if number not in ignored}
         return self
 
     def __exit__(self, *_: object) -> None:
