@@ -32,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("json")
     (path / "pairs.tsv").write_text(PAIRS)
     (path / "text.txt").write_text(TEXT)
-    (path / "labels.tsv").write_text("".join(f"{'ab' * n}\t{('one', 'two')[n % 2]}\n" for n in range(1, 7)))
-    images = np.concatenate([picture(n) for n in range(6)])
-    np.savez(path / "images.npz", images=images, labels=np.array(["one", "two", "three"] * 2))
+    (path / "labels.tsv").write_text("".join(f"{'ab' * n}\t{('one', 'two')[n % 2]}\n" for n in range(1, 15)))
+    images = np.concatenate([picture(n) for n in range(15)])
+    np.savez(path / "images.npz", images=images, labels=np.array(["one", "two", "three"] * 5))
     for task, kind in KINDS.items():
         (sentinels() if task == "span" else letters() if kind is None else family(kind)).save(path / task)
     return path
@@ -120,9 +120,15 @@ def test_heads_and_info(task: str, folder: Path) -> None:
     assert parsed(call("info", folder / task, "--json"))[0]["parameters"]["total"] > 0
 
 
-def test_prune_and_lists(folder: Path, tmp_path: Path) -> None:
-    order = ["--data", folder / "pairs.tsv", "--heads", 1, "--json"]
-    assert parsed(call("prune", folder / "pairs", tmp_path / "small", *order))[-1]["after"]
+@pytest.mark.parametrize("task", TASKS)
+def test_prune(task: str, folder: Path, tmp_path: Path) -> None:
+    file = folder / "pairs.tsv" if task == "span" else data(folder, task)
+    order = ["--data", file, "--heads", 1, "--json"]
+    (row,) = parsed(call("prune", folder / task, tmp_path / "small", *order))
+    assert row["after"]["heads"] == row["before"]["heads"] - 1
+
+
+def test_lists_of_presets_and_recipes() -> None:
     assert {"preset", "recipe"} <= {key for row in parsed(call("info", "--json")) for key in row}
 
 

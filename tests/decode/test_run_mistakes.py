@@ -37,7 +37,8 @@ def test_missing_and_needless_features_are_flagged(inflected: LoadedRun) -> None
     plain = loaded(run_of("transformer-tiny"))
     for run, wrong, reason in ((inflected, Example("ab"), NEEDED), (plain, Example("ab", None, "N"), REFUSED)):
         right = Example("ab", None, "N;PL" if run is inflected else None)
-        bad, good = (row[0] for row in run.generate([wrong, right], max_length=5))
+        bad, good, empty = (row[0] for row in run.generate([wrong, right, wrong._replace(source="")], max_length=5))
+        assert list(empty.flags) == ["empty"]
         assert (bad.text, bad.ids, bad.flags) == ("", (), {"error": reason}) and "error" not in good.flags
         bad_score, good_score = run.score([wrong._replace(target="ba"), right._replace(target="ba")])
         assert bad_score.flags == {"error": reason} and bad_score.as_dict()["score"] is None
@@ -89,6 +90,8 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
         list(score(run, [("ab", "ba")]))
     result = call("score", tmp_path / "nan", "--json", stdin="ab\tba\n")
     assert result.code == 2 and result.out == "" and "its weights are broken" in result.err
+    looked = call("inspect", tmp_path / "nan", "ab", "--target", "ba", "-o", tmp_path / "page.html")
+    assert looked.code == 2 and "some of its weights are not numbers" in looked.err
     for order in (["nan", "good"], ["good", "nan"]):
         with pytest.raises(UserError, match=r"nan: some of its weights are not numbers \(\w"):
             average([tmp_path / name for name in order], tmp_path / "mean")

@@ -17,7 +17,7 @@ from regard.errors import UserError, one_of
 from regard.files import replace_file
 from regard.inspect.plots import draw_all_heads, draw_in_colour, draw_in_shades, draw_matrix, save
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
-from regard.run import Run
+from regard.run import Run, require_numbers
 from regard.text.codec import Example
 
 EXAMPLE = "regard inspect runs/g2p hello -o hello.html"
@@ -72,6 +72,7 @@ def command(
     if not text.strip():
         raise UserError("there is nothing to look at: TEXT is empty")
     (opened,) = open_runs([run], device, threads)
+    require_numbers(opened)
     try:
         remark = check_example(opened.codec, Example(text, None if opened.task.labels else target, features))
     except UserError as error:

@@ -85,14 +85,13 @@ class MaskFiller(Engine):
         parts = text.split(self.mask)
         parts[:-1] = [part.removesuffix(self._space) for part in parts[:-1]]
         codec, rows = self.run.codec, self.run.codec.source.encode(parts)
-        row, after = codec.ids.around(codec.frame)
-        for i, ids in enumerate(rows):
-            row += [self.mask_id, *ids] if i else ids
-        row += after
+        before, after = codec.ids.around(codec.frame)
+        row = [*before, *rows[0], *(index for ids in rows[1:] for index in (self.mask_id, *ids)), *after]
         pairs = zip(parts, rows, strict=True)
         unknown = tuple(token for part, ids in pairs for token in codec.unknown_tokens(Example(part), ids))
-        limit = self.run.config.top.max_positions or UNBOUNDED
-        flags = too_long("text", len(row), limit, self.options.max_source)
+        special = len(before + after)
+        limit = (self.run.config.top.max_positions or UNBOUNDED) - special
+        flags = too_long("text", len(row) - special, limit, self.options.max_source)
         if len(parts) == 1 and not flags:
             flags = {"unsatisfied": f"there is no {self.mask} in it to fill"}
         return MaskedText((row,), unknown=unknown, flags=flags, parts=tuple(parts))

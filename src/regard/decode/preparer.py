@@ -92,10 +92,10 @@ class Preparer:
     def _prepare(self, request: Request, sources: tuple[list[int], ...] | None) -> SearchInput:
         if sources is None:
             return SearchInput((), flags={"too_long": f"the source has {len(request.source)} characters"})
-        if problem := self.codec.features_problem(Example(request.source, features=request.features)):
-            return SearchInput(sources, flags={"error": problem})
         if not (request.source.strip() or self.continues):
             return SearchInput(sources, flags={"empty": "the source is empty"})
+        if problem := self.codec.features_problem(Example(request.source, features=request.features)):
+            return SearchInput(sources, flags={"error": problem})
         length = max(map(len, sources)) - (not self.continues)
         if flags := too_long("source", length, self.max_source, self.options.max_source):
             return SearchInput(sources, flags=flags)
