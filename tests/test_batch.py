@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.batch import Batch, collate, pad
+from regard.batch import Batch, collate, in_parts, pad
 from regard.config import Config, Stack
 
 CONFIG = Config(source_vocab=50, target_vocab=50, encoder=Stack(), decoder=Stack())
@@ -32,6 +33,55 @@ def test_collate(rows: list[tuple[list[int], list[int]]], start: str, arrays: bo
     assert (batch.source_keep_BS is None) == (len({len(s) for s, _ in rows}) == 1)
     assert (batch.keep_BT is None) == (len({len(t) for _, t in rows}) == 1)
     assert batch.tokens == batch.total == sum(len(t) for _, t in rows)
+
+
+@given(pairs, st.data())
+def test_some_rows_are_the_batch_of_those_examples(
+    rows: list[tuple[list[int], list[int]]], data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, len(rows) - 1))
+    stop = data.draw(st.integers(start + 1, len(rows)))
+    whole, part = (collate(*zip(*some, strict=True), CONFIG, total=99) for some in (rows, rows[start:stop]))
+    for ours, expected in zip(whole.rows(slice(start, stop)), part, strict=True):
+        same = torch.equal(ours, expected) if isinstance(expected, torch.Tensor) else ours == expected
+        assert same
+    assert part.size == part.source_BS.numel() + part.label_BT.numel()
+
+
+def test_labels_that_are_not_predicted_are_no_padding() -> None:
+    label = torch.arange(8).view(2, 4)
+    chosen = torch.tensor([[True, False, False, True], [False, True, False, False]])
+    batch = Batch(label, None, label[:, :0], label, chosen, 3, 3)
+    row = batch.rows(slice(1, 2))
+    assert (
+        row.label_BT.tolist() == [[4, 5, 6, 7]] and row.keep_BT is not None and row.keep_BT.tolist() == [[0, 1, 0, 0]]
+    )
+    assert row.tokens == 1
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sets(st.integers(0, 39)))
+def test_parts_are_halved_until_they_fit(rows: int, room: int, unfit: set[int]) -> None:
+    def work(part: slice) -> list[int]:
+        numbers = list(range(rows))[part]
+        if len(numbers) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if unfit & set(numbers):
+            raise MemoryError
+        return numbers
+
+    covered = []
+    for part, numbers in in_parts(work, rows):
+        assert (numbers is None) == (part.stop - part.start == 1 and part.start in unfit)
+        covered += [part.start] if numbers is None else numbers
+    assert covered == list(range(rows))
+
+
+def test_other_errors_are_raised() -> None:
+    def work(part: slice) -> int:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        list(in_parts(work, 4))
 
 
 def test_the_whole_step_may_be_larger_than_the_batch() -> None:

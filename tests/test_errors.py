@@ -7,13 +7,15 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import typer
 
 from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
 from regard.decode.options import Options
-from regard.errors import SYNONYMS, UserError, closest, nearest, plural
+from regard.errors import SYNONYMS, UserError, closest, is_out_of_memory, nearest, plural
 from regard.recipe import Data, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
 from regard.tasks import TASKS
 from toykit import call
@@ -154,3 +156,29 @@ def test_extras_are_installed_by_a_command_that_works_in_a_clone():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("missing_extra", "install"):
                 named |= {node.args[-1].value} if isinstance(node.args[-1], ast.Constant) else set()
     assert named == set(extras)
+
+
+@pytest.mark.parametrize(
+    "allocate", [lambda: torch.empty(1 << 60), lambda: np.empty(1 << 55), lambda: bytearray(1 << 62)]
+)
+def test_running_out_of_memory_is_recognised(allocate):
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    assert is_out_of_memory(caught.value)
+
+
+def test_running_out_of_memory_on_an_accelerator_is_recognised():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 5.00 GB)"))
+    for other in (RuntimeError("shapes do not fit"), ValueError("out of memory"), UserError("not enough memory")):
+        assert not is_out_of_memory(other)
+
+
+def test_running_out_of_memory_is_no_fault(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nGPU 0 has ...")
+
+    monkeypatch.setattr("regard.cli.input.Run.load", fail)
+    result = call("generate", "runs/none", stdin="a\n")
+    assert result.code == 2 and "fault" not in result.err and "GPU 0" not in result.err
+    assert "error: not enough memory: CUDA out of memory" in result.err and "--batch-tokens" in result.err

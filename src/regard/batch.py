@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.config import Config, Value
+from regard.errors import is_out_of_memory
 
 TokenIds = Sequence[int] | np.ndarray
 T = TypeVar("T")
@@ -31,6 +32,56 @@ class Batch(NamedTuple):
     def to(self, device: torch.device | str) -> Batch:
         moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**moved)
+
+    @property
+    def size(self) -> int:
+        """A measure of the memory that it takes: ids of both sides, with padding."""
+        return self.source_BS.numel() + self.label_BT.numel()
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the rows, without the padding that only the others needed; the divisor of the loss stays."""
+        if rows.stop - rows.start == len(self.label_BT):
+            return self
+        source_BS, source_keep_BS = _trim(self.source_keep_BS, rows, self.source_BS)
+        if self.input_BT.shape[1] == self.label_BT.shape[1]:
+            input_BT, _ = _trim(self.keep_BT, rows, self.input_BT)
+            label_BT, keep_BT = _trim(self.keep_BT, rows, self.label_BT)
+        else:  # labels of what an encoder reads, where keep_BT says which count, and labels of whole examples
+            input_BT, label_BT = self.input_BT[rows], self.label_BT[rows]
+            keep_BT = None if self.keep_BT is None else self.keep_BT[rows]
+        tokens = label_BT.numel() if keep_BT is None else int(keep_BT.sum())
+        return Batch(source_BS, source_keep_BS, input_BT, label_BT, keep_BT, tokens, self.total)
+
+
+def _trim(keep_BT: Tensor | None, rows: slice, x_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Some rows up to the longest of them, and their keep-mask (None if nothing is padded)."""
+    if keep_BT is None:
+        return x_BT[rows], None
+    longest = int(keep_BT[rows].sum(1).max())
+    keep_BT = keep_BT[rows, :longest]
+    return x_BT[rows, :longest], None if bool(keep_BT.all()) else keep_BT
+
+
+def in_parts(work: Callable[[slice], T], rows: int) -> Iterator[tuple[slice, T | None]]:
+    """What `work` gives for all rows at once, or for parts of them, halved where memory runs out.
+
+    A single row for which it still runs out gives None.
+    """
+    waiting = [slice(0, rows)]
+    while waiting:
+        part = waiting.pop()
+        result: T | None = None
+        try:
+            result = work(part)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside the handler, where the error and with it what the work had allocated are gone.
+        if result is None and part.stop - part.start > 1:
+            middle = (part.start + part.stop) // 2
+            waiting += [slice(middle, part.stop), slice(part.start, middle)]
+        else:
+            yield part, result
 
 
 def pad(rows: Sequence[TokenIds], fill: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:

@@ -138,6 +138,17 @@ class UserError(Exception):
     """A mistake of the user; the command line prints its message and exits with 2."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: of Python or numpy, of torch on a CPU, or of an accelerator."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: torch is not imported here
+    if kinds & {"MemoryError", "OutOfMemoryError"}:
+        return True
+    return "RuntimeError" in kinds and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+
+
 def _bare(word: str) -> str:
     """A name without case and without what joins its parts: --beam-size, beam_size and beamSize are one."""
     return word.lower().replace("-", "").replace("_", "")

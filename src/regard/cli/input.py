@@ -27,6 +27,7 @@ from regard.data.reader import (
     BAD_REQUEST,
     COLUMNS,
     LONG,
+    NO_MEMORY,
     STDIN,
     UNMET,
     Line,
@@ -240,7 +241,7 @@ class InputLines:
 
     def note_flags(self, line: InputLine, flags: dict[str, str]) -> None:
         """Count a line whose output is empty for the reason that these flags give, or degenerates."""
-        for name, reason in (("too_long", LONG), ("unsatisfied", UNMET)):
+        for name, reason in (("too_long", LONG), ("unsatisfied", UNMET), ("out_of_memory", NO_MEMORY)):
             if name in flags:
                 self.counter.skip(reason, line.location, flags[name], tell=True)
         self.degenerate += any(name in flags for name in DEGENERATE)

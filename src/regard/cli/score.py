@@ -23,7 +23,18 @@ from regard.cli.input import (
     with_options,
 )
 from regard.cli.tables import message, out, out_json
-from regard.data.reader import BAD_REQUEST, BLANK, COLUMNS, LONG, LineCounter, Located, Source, read_lines, shown
+from regard.data.reader import (
+    BAD_REQUEST,
+    BLANK,
+    COLUMNS,
+    LONG,
+    NO_MEMORY,
+    LineCounter,
+    Located,
+    Source,
+    read_lines,
+    shown,
+)
 from regard.decode.options import Options
 from regard.decode.scoring import score
 from regard.evaluate.unknown import UnknownParts
@@ -66,7 +77,7 @@ def command(
     ahead, behind = tee(_noted(located, unknown, chosen.window))
     printed = 0
     for scored, (number, example) in zip(score(runs, (item.example for item in ahead), chosen), behind, strict=False):
-        for name, reason in (("too_long", LONG), ("error", BAD_REQUEST)):
+        for name, reason in (("too_long", LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
             if name in scored.flags:
                 counter.skip(reason, f"{shown(pairs)}:{number}", scored.flags[name], tell=True)
         if json:

@@ -1,7 +1,7 @@
 """A corpus on disk: the ids of both sides in flat files, read as needed, so that its size costs little memory.
 
-`source.bin` and `target.bin` hold the ids one example after the other, `*.offsets` where each begins, and `meta.json`
-the counts.
+`source.bin` and `target.bin` hold the ids one example after the other, `*.offsets` where each begins, `lines.bin` the
+line that each came from, and `meta.json` the counts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from regard.text.scheme import threads
 
 FORMAT = 1
 SIDES = ("source", "target")
+LINES = "lines.bin"
 CHUNK = 8192  # examples tokenised at a time
 CHUNK_TEXT = 1_000_000  # characters tokenised at a time
 SMALL = 64 << 20  # bytes of a file that is mapped into memory
@@ -49,9 +50,16 @@ class Corpus:
         self.source, self.target = source.row, target.row  # the ids of an example, by its number
         self.source_lengths, self.target_lengths = source.lengths, target.lengths
         self.size = len(self)  # reported as the amount of data
+        self._lines = path / LINES
 
     def __len__(self) -> int:
         return len(self.source_lengths)
+
+    def line(self, index: int) -> int | None:
+        """The number of the line that an example was read from; None if it was not kept, as by earlier versions."""
+        if not self._lines.is_file():
+            return None
+        return int(np.fromfile(self._lines, np.int64, count=1, offset=8 * index)[0])
 
     def batch(self, indices: NDArray[np.integer[Any]], config: Config, total: int | None = None) -> Batch:
         """The examples with these numbers."""
@@ -165,6 +173,7 @@ class CorpusWriter:
                 kept.append(index)
         self._write("source", [sources[index] for index in kept])
         self._write("target", [targets[index] for index in kept])
+        append(self.path / LINES, np.array([waiting[index].number for index in kept], np.int64))
         self.count += len(kept)
         if self.examples is not None:
             self.examples.extend(examples[index] for index in kept)

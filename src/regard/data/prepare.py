@@ -176,7 +176,7 @@ def sources(recipe: Recipe) -> tuple[Source, Source | None]:
     if "features" in data.columns and (data.source or data.valid_source):
         raise UserError("data.columns: features are a column of a table (--data FILE.tsv); parallel files have none")
     if data.train is not None:
-        train = Source((data.train,), data.columns)
+        train = Source((data.train,), data.columns, packed=data.train == MEMORY)
     elif data.source is not None and data.target is not None:
         train = Source((data.source, data.target))
     else:

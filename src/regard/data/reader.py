@@ -34,6 +34,7 @@ COLUMNS = "wrong column count"
 EMPTY = "empty side"
 ENCODING = "invalid UTF-8"
 LONG = "too long"
+NO_MEMORY = "too large for the memory"
 UNMET = "with a constraint that cannot be met"
 BAD_REQUEST = "not a valid request"
 NAMED = 5  # lines that are named per reason

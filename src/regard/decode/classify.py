@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.batch import TokenIds, by_length, pad
+from regard.batch import TokenIds, by_length, in_parts, pad
 from regard.decode.hypothesis import unknown_flags
+from regard.decode.preparer import out_of_memory
 from regard.decode.scorer import check_numbers
 from regard.errors import UserError
 from regard.notebook import result_cells, table
@@ -80,9 +81,10 @@ def classify_ids(
     fit = [i for i, result in enumerate(results) if not result.flags]
     for batch in by_length([len(rows[i]) for i in fit], batch_tokens):
         indices = [fit[j] for j in batch]
-        source_BS, keep_BS = pad([rows[i] for i in indices], run.config.ids.pad, run.model.device)
-        for i, answer in zip(indices, _classify(run, source_BS, keep_BS), strict=True):
-            results[i] = answer
+        for part, answers in in_parts(lambda part: _classify_rows(run, [rows[i] for i in indices[part]]), len(indices)):  # noqa: B023
+            unfit = Classification("", {}, out_of_memory("text", len(rows[indices[part.start]])))
+            for i, answer in zip(indices[part], answers or [unfit], strict=True):
+                results[i] = answer
     return results
 
 
@@ -111,6 +113,10 @@ def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]
         scaled = images.astype(np.float32) if pixels is None else pixels(images)
         results += _classify(run, torch.from_numpy(scaled).to(run.model.device), None)
     return results
+
+
+def _classify_rows(run: Run, rows: Sequence[TokenIds]) -> list[Classification]:
+    return _classify(run, *pad(rows, run.config.ids.pad, run.model.device))
 
 
 @torch.inference_mode()

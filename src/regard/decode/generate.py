@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
-from regard.batch import windows
+from regard.batch import in_parts, windows
 from regard.decode.hypothesis import (
     DecodedIds,
     Hypothesis,
@@ -22,7 +22,7 @@ from regard.decode.hypothesis import (
     make_hypotheses,
 )
 from regard.decode.options import Options
-from regard.decode.preparer import Preparer
+from regard.decode.preparer import Preparer, out_of_memory
 from regard.decode.request import Input, SearchInput
 from regard.decode.scorer import Scorer
 from regard.decode.search import search
@@ -72,11 +72,16 @@ class TorchEngine(Engine):
         self.scorer = Scorer(models, self.options.weights, self.preparer.blocked, self.options.precision, packed)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        decoded: list[list[DecodedIds]] = [[] for _ in inputs]
+        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         for batch in self.preparer.batches(dict(enumerate(inputs))):
-            for i, outputs in zip(batch, search(self.scorer, [inputs[i] for i in batch], self.options), strict=True):
-                decoded[i] = outputs
-        return self.finish(inputs, decoded)
+            items = [inputs[i] for i in batch]
+            for rows, decoded in in_parts(lambda rows: self._decode_batch(items[rows]), len(items)):  # noqa: B023
+                for i, row in zip(batch[rows], decoded or [_no_memory(items[rows.start])], strict=True):
+                    results[i] = row
+        return results
+
+    def _decode_batch(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        return self.finish(inputs, search(self.scorer, inputs, self.options))
 
     def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
         """The outputs of searches as hypotheses, with what the options ask to be shown."""
@@ -121,13 +126,19 @@ class TorchEngine(Engine):
             results[i][rank] = replace(hypothesis, alignment=alignment, flags=flags)
 
 
+def _no_memory(item: SearchInput) -> list[Hypothesis]:
+    """The answer to an input that does not fit into memory even alone."""
+    return [empty_hypothesis(out_of_memory("source", max(map(len, item.sources))))]
+
+
 def generate(
     runs: Run | Sequence[Run], inputs: Iterable[Input], options: Options | None = None
 ) -> Iterator[list[Hypothesis]]:
     """The best outputs for every input, in order; several runs make an ensemble.
 
     `window` inputs are read ahead. An empty line gives an empty output without asking the model, and so does one that
-    is too long or whose constraints cannot be met; all are flagged. Options that no line can meet are an error.
+    is too long, whose constraints cannot be met, or for which memory does not suffice; all are flagged. Options that no
+    line can meet are an error.
     """
     engine = TorchEngine(runs, options)
     for window in windows(inputs, engine.options.window):

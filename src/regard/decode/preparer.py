@@ -26,7 +26,7 @@ from regard.decode.phrases import (
     make_phrases,
 )
 from regard.decode.request import Input, Request, SearchInput
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -277,6 +277,11 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
     if not runs[0].task.seq2seq:
         return decoder - 1, decoder
     return min(stack["encoder"].max_positions or UNBOUNDED for stack in stacks) - 1, decoder - 1
+
+
+def out_of_memory(what: str, tokens: int) -> dict[str, str]:
+    """A flag for what does not fit into memory even alone."""
+    return {"out_of_memory": f"there is not enough memory for the {what} of {plural(tokens, 'token')}, even alone"}
 
 
 def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:

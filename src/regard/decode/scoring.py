@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.batch import Batch, TokenIds, by_length, collate, pad, windows
+from regard.batch import Batch, TokenIds, by_length, collate, in_parts, pad, windows
 from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, lm_batch
 from regard.data.order import Indices
 from regard.data.plain import Stream
 from regard.decode.hypothesis import unknown_flags
 from regard.decode.options import Options
-from regard.decode.preparer import check_ensemble, encode, position_limits, too_long
+from regard.decode.preparer import check_ensemble, encode, out_of_memory, position_limits, too_long
 from regard.decode.scorer import Scorer, check_numbers, top_tokens
 from regard.errors import UserError, plural
 from regard.model import Model
@@ -68,9 +68,9 @@ class Scored:
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
     """The score of every pair, in order; several runs make an ensemble. Of the options weights and batching matter.
 
-    An empty target for an empty source scores 0, as in `generate`; a pair that is too long, or whose features do not
-    fit the run, has a flag and no score. For a language model the source is a prompt and the target its continuation;
-    there too the end token counts.
+    An empty target for an empty source scores 0, as in `generate`; a pair that is too long, whose features do not fit
+    the run, or for which memory does not suffice, has a flag and no score. For a language model the source is a prompt
+    and the target its continuation; there too the end token counts.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
@@ -82,15 +82,17 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
         sources, targets, flags = _encode(runs, examples, options)
         fit = [i for i, flag in enumerate(flags) if not flag]
         scores = force(scorer, [sources[i] for i in fit], [targets[i] for i in fit], options.batch_tokens)
-        token_scores = dict(zip(fit, scores, strict=True))
+        scored = dict(zip(fit, scores, strict=True))
         for i, (example, target) in enumerate(zip(examples, targets, strict=True)):
-            if flags[i]:
-                yield Scored(math.nan, (), (), flags[i])
+            token_scores = scored.get(i)
+            if token_scores is None:
+                unfit = out_of_memory("pair", max(map(len, sources[i])) + len(target))
+                yield Scored(math.nan, (), (), flags[i] or unfit)
             elif not example.source.strip() and len(target) == 1 and not scorer.continues:
                 yield Scored(0.0, (), ())
             else:
                 unknown = unknown_flags(codec.unknown_tokens(example, sources[i][0], target))
-                yield Scored(sum(token_scores[i]), tuple(codec.target_pieces(target)), token_scores[i], unknown)
+                yield Scored(sum(token_scores), tuple(codec.target_pieces(target)), token_scores, unknown)
 
 
 def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
@@ -102,15 +104,24 @@ def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[st
 @torch.inference_mode()
 def force(
     scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int = 8192
-) -> list[tuple[float, ...]]:
-    """The log-probability of each token of every target (with its end token); `sources` holds ids per model."""
-    results: list[tuple[float, ...]] = [()] * len(targets)
-    for batch, parts in _forced(scorer, sources, targets, batch_tokens):
+) -> list[tuple[float, ...] | None]:
+    """The log-probability of each token of every target (with its end token), or None if it does not fit into memory.
+
+    `sources` holds ids per model.
+    """
+
+    def scores(batch: Sequence[int]) -> list[NDArray[np.float64]]:
+        parts = _forced(scorer, [sources[i] for i in batch], [targets[i] for i in batch])
         scores_N = torch.cat([logp_NV.gather(1, label_N.unsqueeze(1)).squeeze(1) for logp_NV, label_N in parts])
         check_numbers(scores_N)
         ends = np.cumsum([len(targets[i]) for i in batch])[:-1]
-        for i, row in zip(batch, np.split(scores_N.double().numpy(force=True), ends), strict=True):
-            results[i] = tuple(row.tolist())
+        return np.split(scores_N.double().numpy(force=True), ends)
+
+    results: list[tuple[float, ...] | None] = [None] * len(targets)
+    for batch in _batches(scorer, sources, targets, batch_tokens):
+        for rows, found in in_parts(lambda rows: scores(batch[rows]), len(batch)):  # noqa: B023
+            for i, row in zip(batch[rows], found or (), strict=found is not None):
+                results[i] = tuple(row.tolist())
     return results
 
 
@@ -124,30 +135,32 @@ def force_top(
 ) -> list[list[list[tuple[int, float]]]]:
     """The `count` most probable tokens, with their log-probabilities, in place of each token of every target."""
     results: list[list[list[tuple[int, float]]]] = [[] for _ in targets]
-    for batch, parts in _forced(scorer, sources, targets, batch_tokens):
+    for batch in _batches(scorer, sources, targets, batch_tokens):
+        parts = _forced(scorer, [sources[i] for i in batch], [targets[i] for i in batch])
         rows = (row for logp_NV, _ in parts for row in top_tokens(scorer.block(logp_NV), count))
         for i in batch:
             results[i] = list(islice(rows, len(targets[i])))
     return results
 
 
-def _forced(
+def _batches(
     scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int
-) -> Iterator[tuple[list[int], Iterator[tuple[Tensor, Tensor]]]]:
-    """Batches of targets, and of each some log-probabilities (N, V) at a time with the tokens that stand there (N,)."""
+) -> Iterator[list[int]]:
     join = sum if scorer.continues else max
     lengths = [join((len(target), max(map(len, ids)))) for ids, target in zip(sources, targets, strict=True)]
-    for batch in by_length(lengths, batch_tokens):
-        labels = [targets[i] for i in batch]
-        hidden = []
-        for m, model in enumerate(scorer.models):
-            with use_matmuls(scorer.matmuls):
-                hidden.append(_hidden(model, [sources[i][m] for i in batch], labels))
-        label_N = torch.from_numpy(np.concatenate([np.asarray(label, dtype=np.int64) for label in labels]))
-        yield batch, _log_probabilities(scorer, hidden, label_N.to(scorer.device))
+    return by_length(lengths, batch_tokens)
 
 
-def _log_probabilities(scorer: Scorer, hidden: Sequence[Tensor], label_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _forced(
+    scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some log-probabilities (N, V) of a batch at a time, with the tokens that stand there (N,)."""
+    hidden = []
+    for m, model in enumerate(scorer.models):
+        with use_matmuls(scorer.matmuls):
+            hidden.append(_hidden(model, [ids[m] for ids in sources], targets))
+    label_N = torch.from_numpy(np.concatenate([np.asarray(label, dtype=np.int64) for label in targets]))
+    label_N = label_N.to(scorer.device)
     rows = max(1, MAX_LOGITS // scorer.vocab)
     for start in range(0, len(label_N), rows):
         part = slice(start, start + rows)

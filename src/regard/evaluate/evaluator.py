@@ -136,12 +136,14 @@ def _judged(
     best = list(_decode(system, inputs, judging.open_engine)) if set(names) - {"perplexity"} else []
     flags = {i: reason for i, h in enumerate(best) for name, reason in h.flags.items() if name in EMPTY_FLAGS}
     scored = list(score(system.runs, _pairs(inputs, references), system.options)) if "perplexity" in names else []
+    if unfit := next((item.flags["out_of_memory"] for item in scored if "out_of_memory" in item.flags), None):
+        raise UserError(f"perplexity: {unfit}")
     log_probabilities, tokens = [item.score for item in scored], [len(item.tokens) for item in scored]
     texts = [hypothesis.text for hypothesis in best]
     return Outputs(texts, references, log_probabilities, tokens, judging.settings, flags)
 
 
-EMPTY_FLAGS = ("too_long", "unsatisfied", "error")  # reasons of an empty output
+EMPTY_FLAGS = ("too_long", "unsatisfied", "out_of_memory", "error")  # reasons of an empty output
 
 
 def _decode(system: System, inputs: Sequence[Request], open_engine: OpenEngine) -> Iterator[Hypothesis]:

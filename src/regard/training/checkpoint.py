@@ -82,6 +82,8 @@ class Progress(BaseModel):
     seconds: float = 0.0  # of wall-clock time, validation included
     skipped: int = 0
     skipped_in_a_row: int = 0
+    memory_failures: int = 0  # times that memory ran out, and a batch was split
+    unfit: int = 0  # examples left out because they do not fit into memory even alone
     window: Window = Window()
     validated: int = 0  # the step of the last validation
     validated_at: float = 0.0  # and when that was, in seconds

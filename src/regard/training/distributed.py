@@ -270,7 +270,8 @@ class GradientAllReduce:
 
     def __init__(self, parameters: Iterable[nn.Parameter], bf16: bool) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
-        self.total = torch.zeros(sum(p.numel() for p in self._parameters))
+        device = self._parameters[0].device if self._parameters else None
+        self.total = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
         self._sent = self.total.bfloat16() if bf16 else self.total
         self._sent_views, self._total_views = self._views(self._sent), self._views(self.total)
 

@@ -16,7 +16,8 @@ from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
 from regard.data.order import Indices, batches, generator
 from regard.data.plain import Stream
-from regard.data.prepare import Prepared
+from regard.data.prepare import Prepared, sources
+from regard.errors import plural
 from regard.recipe import Recipe, Train
 from regard.tasks import TASKS, Reads
 
@@ -32,13 +33,14 @@ class StepBatches(NamedTuple):
     tokens: int  # target tokens
     all_tokens: int  # of both sides
     begins_epoch: bool  # segment memory starts empty
+    locate: Callable[[int, int], str]  # names the example of a row of a share
 
 
 class DataLoader:
     """Training data as a sequence of steps.
 
     `cut` makes the batches of an epoch as indices of examples, a pure function of (seed, epoch); `make` turns batch
-    number k of an epoch into a GlobalBatch: make(epoch, k, indices).
+    number k of an epoch into a GlobalBatch: make(epoch, k, indices). `locate` names the example of an index.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class DataLoader:
         train: Train,
         cut: Callable[[int], list[Indices]],
         make: Callable[[int, int, Indices], GlobalBatch],
+        locate: Callable[[int], str],
     ) -> None:
         self._train = train
         self._cut = cut
         self._make = make
+        self._locate = locate
         self._epoch = -1
         self._batches: list[Indices] = []
 
@@ -76,12 +80,16 @@ class DataLoader:
             shares.append((each.part(part, tokens), float(has_rows)))
         examples = sum(each.examples for each in global_batches)
         all_tokens = sum(each.all_tokens for each in global_batches)
-        return StepBatches(shares, len(indices), examples, tokens, all_tokens, begins_epoch=batch == 0)
+
+        def locate(share: int, row: int) -> str:
+            return self._locate(int(indices[share][rank::size][row]))
+
+        return StepBatches(shares, len(indices), examples, tokens, all_tokens, batch == 0, locate)
 
 
 def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) -> DataLoader:
     """Pairs, or texts with labels, in batches of similar length."""
-    train, corpus = recipe.train, prepared.train
+    train, corpus, source = recipe.train, prepared.train, sources(recipe)[0]
     lengths = corpus.source_lengths, corpus.target_lengths
 
     def make(epoch: int, batch: int, rows: Indices) -> GlobalBatch:
@@ -92,7 +100,12 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
     def cut(epoch: int) -> list[Indices]:
         return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
 
-    return DataLoader(train, cut, make)
+    def locate(row: int) -> str:
+        line, tokens = corpus.line(row), " and ".join(f"{int(each[row]):,}" for each in lengths)
+        where = f"example {row + 1:,} of {source.name}" if line is None else source.location(line)
+        return f"{where} ({tokens} tokens)"
+
+    return DataLoader(train, cut, make, locate)
 
 
 def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> DataLoader:
@@ -109,7 +122,7 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> 
     def cut(epoch: int) -> list[Indices]:
         return chunks(generator(train.seed, epoch).permutation(len(images)), train.batch_examples or IMAGES)
 
-    return DataLoader(train, cut, make)
+    return DataLoader(train, cut, make, lambda row: f"image {row:,} of the training data")
 
 
 def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> DataLoader:
@@ -129,7 +142,10 @@ def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> D
     def make(epoch: int, batch: int, starts: Indices) -> GlobalBatch:
         return objective.batch(starts, (train.seed, epoch, batch))
 
-    return DataLoader(train, cut, make)
+    def locate(start: int) -> str:
+        return f"{plural(windows.length, 'token')} of {sources(recipe)[0].name} from token {start:,} on"
+
+    return DataLoader(train, cut, make, locate)
 
 
 def chunks(indices: Indices, size: int) -> list[Indices]:

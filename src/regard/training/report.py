@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from regard.errors import UserError
+from regard.data.reader import NAMED
+from regard.errors import UserError, plural
 from regard.files import replace_file
 
 if TYPE_CHECKING:
@@ -228,9 +229,17 @@ def describe_event(event: Event) -> str:
         return f"mean of the last {event['checkpoints']} checkpoints: {', '.join(_scores(event))} · {used}"
     if kind == "skip":
         return f"step {step:,} · skipped: the loss or its gradient is not a finite number"
+    if kind == "memory":
+        named = "; ".join(event["skipped"][:NAMED]) + "; ..." * (len(event["skipped"]) > NAMED)
+        unfit = f"; skipped, since it does not fit even alone: {named}" if named else ""
+        return f"step {step:,} · memory ran out: the batch was read in {plural(event['pieces'], 'part')}{unfit}"
     if kind == "end":
         why = "no better for too long" if event["reason"] == "patience" else f"{event['reason']} used up"
-        return f"finished at step {step:,} after {format_duration(event['seconds'])}: {why}"
+        memory = ""
+        if failures := event.get("memory_failures"):
+            unfit = f", {plural(event['unfit'], 'example')} skipped" if event["unfit"] else ""
+            memory = f"; memory ran out {plural(failures, 'time')} (batches split{unfit})"
+        return f"finished at step {step:,} after {format_duration(event['seconds'])}: {why}{memory}"
     return " · ".join(f"{key} {value}" for key, value in event.items())
 
 

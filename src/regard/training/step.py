@@ -1,17 +1,24 @@
-"""One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average."""
+"""One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average.
+
+A batch that does not fit into memory is split, with the same gradient. No process talks to the others before it has its
+own gradient, so each can split on its own.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from regard.batch import Batch
-from regard.loss import Loss, Objective
+from regard.errors import UserError, is_out_of_memory
+from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.model import Model
 from regard.nn.adapters import LR_FACTOR, head_gates
 from regard.nn.primitives import MaskPool, bf16_matmuls, use_matmuls, use_pool
@@ -21,6 +28,34 @@ from regard.training.distributed import GradientAllReduce, ProcessGroup, broadca
 
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Piece(NamedTuple):
+    """Rows of a batch of a step that are read at once."""
+
+    share: int  # the number of the batch
+    rows: slice  # of it
+    batch: Batch  # these rows alone
+    weight: float
+
+    def halves(self) -> list[Piece]:
+        start, stop = self.rows.start, self.rows.stop
+        half = (stop - start) // 2
+        parts = ((0, half), (half, stop - start))
+        return [
+            self._replace(rows=slice(start + first, start + end), batch=self.batch.rows(slice(first, end)))
+            for first, end in parts
+        ]
+
+
+@dataclass
+class MemoryFailures:
+    """How often memory ran out in a step of this process, and the examples that did not fit even alone."""
+
+    count: int = 0
+    pieces: int = 0  # that were read in the end
+    tokens: int = 0  # labels of the examples that were left out
+    examples: list[tuple[int, int]] = field(default_factory=list)  # numbers of the batch, and of the row in it
 
 
 class Stepper:
@@ -35,21 +70,18 @@ class Stepper:
         self.group = group
         self.optimizer = make_optimizer(model, train)
         self.objective = objective or Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
+        self.memory_failures = MemoryFailures()  # of the last step
+        self._too_large = math.inf  # the size of a batch for which memory ran out; those are split beforehand
         self._parameters = list(model.parameters())
-        self._module: nn.Module = self.objective
         on_cpu = group.device.type == "cpu"
         # On a CPU bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
         self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_cpu else {}
         self._all_reduce: GradientAllReduce | None = None
-        self._averaged_over = 1
-        if group.size > 1 and on_cpu:
+        if group.size > 1:
+            # Not DistributedDataParallel: it sends gradients while they are computed, so a process whose memory runs
+            # out could not begin again.
             broadcast_weights(self._parameters)
             self._all_reduce = GradientAllReduce(self._parameters, bf16=bool(self._matmuls))
-        elif group.size > 1:
-            self._module = DistributedDataParallel(
-                self.objective, forward_sync_buffers=False, gradient_as_bucket_view=True
-            )
-            self._averaged_over = group.size
         self._pool = MaskPool(train.seed * _RANKS + group.rank) if on_cpu else None
         use_pool(model, self._pool)
         self.ema = Ema(model, train.ema) if train.ema else None
@@ -67,34 +99,85 @@ class Stepper:
         """Compute the gradients of a step -> [sum of negative log-probabilities, sum of the objective, gradient norm].
 
         The sums are those of this process, the gradients those of all. Random numbers depend on (seed, step, rank)
-        alone.
+        and on how batches had to be split alone. `memory_failures` says what did not fit.
         """
-        self._module.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.group.rank)
-        if self._pool is not None:
-            self._pool.begin(step)
-        nll = torch.zeros((), device=self.group.device)
-        smoothed = torch.zeros((), device=self.group.device)
-        autocast = self.train.precision == "bf16" and not self._matmuls
-        for index, (batch, weight) in enumerate(shares):
-            more = index < len(shares) - 1
-            no_sync = self._module.no_sync() if more and self._module is not self.objective else nullcontext()  # type: ignore[operator]
-            with no_sync, use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
-                with torch.autocast(self.group.device.type, torch.bfloat16, enabled=autocast):
-                    loss: Loss = self._module(batch.to(self.group.device))
-                # DistributedDataParallel averages over processes, which is undone here. A loss that is not finite
-                # makes its gradients NaN, whatever they were: then every process sees it in the norm.
-                scale = weight * self._averaged_over / batch.total + loss.smoothed.detach() * 0
-                (loss.smoothed * scale).backward()
-            nll += weight * loss.nll
-            smoothed += weight * loss.smoothed.detach()
+        self.objective.train()
+        self.memory_failures = failures = MemoryFailures()
+        remembered = self.objective.segment_memory
+        pieces = [
+            Piece(share, slice(0, len(batch.label_BT)), batch, weight) for share, (batch, weight) in enumerate(shares)
+        ]
+        pieces = self._fitting(pieces)
+        while isinstance(sums := self._accumulate(step, pieces), Piece):
+            self.objective.segment_memory = remembered
+            pieces = self._without(pieces, sums)
+        if failures.examples:
+            self.objective.segment_memory = None  # it has fewer rows now
+        failures.pieces = len(pieces)
         if self._all_reduce is not None:
             self._all_reduce()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        sums: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()  # the one host sync per step
-        return sums
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.group.device)
+        numbers: list[float] = torch.stack((*sums, norm)).double().tolist()  # the one host sync per step
+        return numbers
+
+    def _accumulate(self, step: int, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor] | Piece:
+        """Add up the gradients of a step -> the sums of both losses, or the piece for which memory ran out."""
+        self.optimizer.zero_grad(set_to_none=True)  # also of what came before the piece that failed
+        torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.group.rank)
+        if self._pool is not None:
+            self._pool.begin(step)
+        nll, smoothed = (torch.zeros((), device=self.group.device) for _ in range(2))
+        for _, share in groupby(pieces, key=lambda piece: piece.share):
+            before, after = self.objective.segment_memory, []
+            for piece in share:
+                self.objective.segment_memory = memory_rows(before, piece.rows)
+                try:
+                    loss = self._backward(piece)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    return piece
+                after.append(self.objective.segment_memory)
+                nll += piece.weight * loss.nll
+                smoothed += piece.weight * loss.smoothed.detach()
+            self.objective.segment_memory = join_memories(after)
+        return nll, smoothed
+
+    def _backward(self, piece: Piece) -> Loss:
+        """Add the gradient of a piece to those of the step."""
+        device, autocast = self.group.device, self.train.precision == "bf16" and not self._matmuls
+        with use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss: Loss = self.objective(piece.batch.to(device))
+            # A loss that is not finite makes its gradients NaN, whatever they were: then every process sees it in the
+            # norm.
+            scale = piece.weight / piece.batch.total + loss.smoothed.detach() * 0
+            (loss.smoothed * scale).backward()
+        return loss
+
+    def _without(self, pieces: Sequence[Piece], failed: Piece) -> list[Piece]:
+        """The pieces to try again with after memory ran out for one of them; a single row is left out."""
+        self.memory_failures.count += 1
+        if failed.rows.stop - failed.rows.start > 1:
+            self._too_large = min(self._too_large, failed.batch.size)
+            return self._fitting(pieces)
+        if failed.weight:
+            self.memory_failures.examples.append((failed.share, failed.rows.start))
+            self.memory_failures.tokens += failed.batch.tokens
+        return [piece for piece in pieces if piece is not failed]
+
+    def _fitting(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces, split until each is smaller than what did not fit, or a single row."""
+        done: list[Piece] = []
+        waiting = list(reversed(pieces))
+        while waiting:
+            piece = waiting.pop()
+            if piece.batch.size >= self._too_large and piece.rows.stop - piece.rows.start > 1:
+                waiting += reversed(piece.halves())
+            else:
+                done.append(piece)
+        return done
 
     def update(self, step: int, rate: float, norm: float) -> bool:
         """Move the weights, with the gradient clipped; if it is not finite, nothing moves -> whether they moved."""
@@ -105,7 +188,15 @@ class Stepper:
         self.optimizer.grad_scale = torch.tensor(excess, device=self.group.device)  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"not enough memory for the optimizer, which keeps two numbers for each of {self.model.size:,} "
+                "parameters; take a smaller model, or fewer processes (train.workers)"
+            ) from None
         if self.ema is not None:
             self.ema.update(self.model, step)
         return True

@@ -109,6 +109,7 @@ class Trainer:
         self._steps_per_epoch = math.ceil(loader.batches_in(0) / train.accumulate)
         self._log: Log | None = None  # of the first process
         self._saved_at = self._logged_at = self._began = 0.0
+        self._unfit_in_a_row = 0  # steps of which nothing fits into memory
 
     def run(self, start: Event) -> Progress:
         """Train from the last checkpoint, or from the beginning, to the end. `start` opens the log.
@@ -160,7 +161,9 @@ class Trainer:
         step = progress.step + 1
         rate = self.stepper.rate(step, self._done())
         nll, smoothed, norm = self.stepper.backward(step, batches.shares)
-        gathered = self.group.gather_later([nll, smoothed, self._clock(), float(self.signals.received)])
+        failures = self.stepper.memory_failures
+        numbers = [nll, smoothed, self._clock(), float(self.signals.received), failures.count, failures.tokens]
+        gathered = self.group.gather_later(numbers)
         moved = self.stepper.update(step, rate, norm)
         ranks = gathered()
         progress.seconds = ranks[0][2]
@@ -170,19 +173,22 @@ class Trainer:
         progress.tokens += batches.tokens
         if progress.batch >= self.loader.batches_in(progress.epoch):
             progress.epoch, progress.batch = progress.epoch + 1, 0
-        nll, smoothed = (sum(row[i] for row in ranks) for i in (0, 1))
-        if moved:
+        nll, smoothed, failed, unfit = (sum(row[i] for row in ranks) for i in (0, 1, 4, 5))
+        tokens = max(0, batches.tokens - int(unfit))
+        if failed:
+            self._report_memory(batches.locate, tokens)
+        if moved and tokens:
             progress.skipped_in_a_row = 0
             window.steps += 1
             window.examples += batches.examples
-            window.tokens += batches.tokens
+            window.tokens += tokens
             window.symbols += batches.all_tokens
             window.nll += nll
             window.smoothed += smoothed
             window.norm += norm
-            self.reporter.loss(nll / batches.tokens, batches.all_tokens)
-        else:
-            self._skip(nll / batches.tokens, norm)
+            self.reporter.loss(nll / tokens, batches.all_tokens)
+        elif tokens:
+            self._skip(nll / tokens, norm)
         if step % self.train.log_every == 0 and window.steps:
             self._log_window(rate)
         return int(max(row[3] for row in ranks))
@@ -200,6 +206,25 @@ class Trainer:
                 f"  start again with a lower learning rate (train.lr, now {self.train.lr:g}), a longer warm-up "
                 f"(train.warmup, now {self.train.warmup}), clipping (train.clip, now {self.train.clip:g})"
                 + (", or train.precision=fp32" if self.train.precision != "fp32" else "")
+            )
+
+    def _report_memory(self, locate: Callable[[int, int], str], tokens: int) -> None:
+        """Count and report that memory ran out in a step of which so many tokens are left; all processes call it."""
+        progress, failures = self.progress, self.stepper.memory_failures
+        mine = (failures.count, failures.pieces, [locate(*example) for example in failures.examples])
+        ranks = self.group.gather_json(mine)
+        skipped = [name for _, _, names in ranks for name in names]
+        progress.memory_failures += sum(count for count, _, _ in ranks)
+        progress.unfit += len(skipped)
+        pieces = sum(pieces for count, pieces, _ in ranks if count)
+        self._event("memory", step=progress.step, pieces=pieces, skipped=skipped)
+        self._unfit_in_a_row = 0 if tokens else self._unfit_in_a_row + 1
+        if self._unfit_in_a_row >= MOST_SKIPS:
+            raise UserError(
+                f"not enough memory: in {MOST_SKIPS} steps in a row, the last being step {progress.step}, not one "
+                f"example fits even alone, such as {skipped[0]}\n"
+                "  take a smaller model (model.width, model.layers), leave out long examples (data.max_length) or "
+                "shorten rows of text (train.context), use fewer processes (train.workers), or free memory"
             )
 
     def _log_window(self, rate: float) -> None:
@@ -317,9 +342,10 @@ class Trainer:
             self._average()
         progress.finished = reason
         best = progress.best and {"best_step": progress.best.step, self.train.metric: progress.best.value}
-        self._event(
-            "end", step=progress.step, reason=reason, skipped=progress.skipped, **(best or {}), seconds=self._rounded()
-        )
+        counts = {"skipped": progress.skipped}
+        if progress.memory_failures:
+            counts |= {"memory_failures": progress.memory_failures, "unfit": progress.unfit}
+        self._event("end", step=progress.step, reason=reason, **counts, **(best or {}), seconds=self._rounded())
         if self._log is not None:
             progress.log_bytes = self._log.position
 

@@ -97,12 +97,17 @@ def label_logits(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 def run_steps(
     stepper: Stepper, batches: Iterable[Batch], steps: int, after_step: Callable[[int], None] = lambda step: None
 ) -> list[float]:
-    """Take steps of one batch each -> the loss per token of each; the model ends in eval mode."""
+    """Take steps of one batch each -> the loss per token of each; the model ends in eval mode.
+
+    Batches that do not fit into memory are split; an example that does not fit even alone is an error.
+    """
     losses = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for step, batch in zip(range(1, steps + 1), batches, strict=False):
             stepper.objective.segment_memory = None  # batches come in random order
             nll, _, norm = stepper.backward(step, [(batch, 1.0)])
+            if stepper.memory_failures.examples:
+                raise UserError("not enough memory to tune: a single example does not fit; leave out the longest")
             stepper.update(step, stepper.rate(step, (step - 1) / steps), norm)
             losses.append(nll / batch.tokens)
             after_step(step)

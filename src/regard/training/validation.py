@@ -6,7 +6,7 @@ Each process scores its share of the batches; the scores are those of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.batch import Batch
+from regard.batch import Batch, in_parts
 from regard.config import Config
 from regard.data.corpus import Corpus
 from regard.data.images import Images
@@ -24,7 +24,8 @@ from regard.data.plain import Stream
 from regard.data.prepare import Prepared
 from regard.decode.generate import generate
 from regard.decode.options import Options
-from regard.loss import Objective
+from regard.errors import UserError
+from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.metrics import measure
 from regard.model import Model
 from regard.recipe import Recipe
@@ -50,13 +51,32 @@ def mean_scores(model: Model, batches: Iterable[Batch], group: ProcessGroup) -> 
     objective = Objective(model).eval()
     nll, correct, tokens = 0.0, 0.0, 0.0
     for batch in batches:
-        loss = objective(batch.to(group.device))
-        nll += float(loss.nll)
-        correct += float(loss.correct)
+        for loss in _losses(objective, batch, group.device):
+            nll += float(loss.nll)
+            correct += float(loss.correct)
         tokens += batch.tokens
     sums = group.gather([nll, correct, tokens])
     total = max(1.0, sum(row[2] for row in sums))
     return {"loss": sum(row[0] for row in sums) / total, "accuracy": 100 * sum(row[1] for row in sums) / total}
+
+
+def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterator[Loss]:
+    """The loss of a batch, in parts if memory runs out."""
+    before, after = objective.segment_memory, []
+
+    def read(rows: slice) -> Loss:
+        objective.segment_memory = memory_rows(before, rows)
+        loss: Loss = objective(batch.rows(rows).to(device))
+        return loss
+
+    count = len(batch.label_BT)
+    for rows, loss in in_parts(read, count):
+        if loss is None:
+            size = batch.rows(rows).size
+            raise UserError(f"not enough memory to validate: one example of {size:,} tokens does not fit even alone")
+        after.append(objective.segment_memory)
+        yield loss
+    objective.segment_memory = join_memories(after)
 
 
 class Validation:

@@ -1,0 +1,87 @@
+"""When memory runs out, batches are split; an input that does not fit alone is flagged, and the others are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decode_kit import run_of, same, sources
+from test_classify import classifier
+
+from regard.decode.classify import classify
+from regard.decode.generate import TorchEngine
+from regard.decode.options import Options
+from regard.decode.scoring import score
+from regard.decode.workers import WorkerPool
+from regard.model import Model
+from regard.run import Run
+
+UNFIT = "abcdefabcdefabcd"
+TEXTS = [*sources(1, 9), UNFIT, *sources(2, 9)]
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> list[int]:
+    """Let memory run out for more rows, or for rows of more tokens -> how often it did."""
+    failures: list[int] = []
+
+    def limited(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Model, source_BS: torch.Tensor, *others: Any) -> Any:
+            if source_BS.shape[0] > rows or source_BS.shape[1] > tokens:
+                failures.append(1)
+                torch.empty(1 << 60)
+            return original(self, source_BS, *others)
+
+        return call
+
+    for name in ("encode", "hidden", "forward"):
+        monkeypatch.setattr(Model, name, limited(getattr(Model, name)))
+    return failures
+
+
+OPTIONS = [
+    Options(max_length=8),
+    Options(max_length=8, beam=3, nbest=2, alignment=True, top_tokens=2),
+    Options(max_length=8, sample=True, nbest=2),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "beam", "sample"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_generate(options: Options, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: True)
+    engine = TorchEngine(run_of("transformer-tiny", 3), options)
+    expected = engine(TEXTS)
+    failures = limit(monkeypatch, rows=4, tokens=len(UNFIT))
+    with WorkerPool(engine, workers, always=True) if workers > 1 else engine as ours:
+        answers = ours(TEXTS)
+    assert failures
+    for text, answer, before in zip(TEXTS, answers, expected, strict=True):
+        if text == UNFIT:
+            assert [h.text for h in answer] == [""] and "17 tokens, even alone" in answer[0].flags["out_of_memory"]
+        else:
+            assert same(answer, before) and [h.flags for h in answer] == [h.flags for h in before]
+
+
+def test_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, pairs = run_of("transformer-tiny", 3), [(text, text[::-1]) for text in TEXTS]
+    expected = list(score(run, pairs))
+    assert limit(monkeypatch, rows=4, tokens=len(UNFIT)) == []
+    for (text, _), ours, before in zip(pairs, score(run, pairs), expected, strict=True):
+        if text == UNFIT:
+            assert "34 tokens" in ours.flags["out_of_memory"] and ours.as_dict()["score"] is None
+        else:
+            assert ours.score == pytest.approx(before.score, abs=1e-5) and not ours.flags
+
+
+def test_classify(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Run = classifier({"position": "rotary"})
+    expected = classify(run, TEXTS)
+    failures = limit(monkeypatch, rows=4, tokens=len(UNFIT) + 1)
+    for text, ours, before in zip(TEXTS, classify(run, TEXTS), expected, strict=True):
+        if text == UNFIT:
+            assert "18 tokens" in ours.flags["out_of_memory"] and not ours.label
+        else:
+            assert ours.label == before.label and ours.probabilities == pytest.approx(before.probabilities, abs=1e-5)
+    assert failures

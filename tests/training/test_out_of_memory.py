@@ -1,0 +1,242 @@
+"""A batch for which memory runs out is split, with the gradient of the whole; what does not fit alone is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backwards import MakeRecipe
+
+from regard.batch import Batch, collate
+from regard.config import Config
+from regard.data.objectives import lm_batch
+from regard.errors import UserError
+from regard.loss import Loss, Objective
+from regard.model import Model
+from regard.presets import preset
+from regard.recipe import Train
+from regard.training.distributed import ProcessGroup, form_group
+from regard.training.fit import fit
+from regard.training.report import Lines, Reporter, describe_event, read_log
+from regard.training.step import Stepper
+from regard.training.validation import mean_scores
+
+TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0}
+ROWS = [([4 + i % 5] * (1 + 2 * i) + [3], [5 + i % 4] * (1 + i % 5) + [3]) for i in range(9)]
+TOTAL = sum(len(target) for _, target in ROWS)
+Shares = list[tuple[Batch, float]]
+
+
+def config(name: str = "transformer-tiny", **values: Any) -> Config:
+    return preset(name, 12, changes={"encoder": TINY, "decoder": {**TINY, **values}})
+
+
+def shares(rows: list[Any] = ROWS) -> Shares:
+    return [(collate([source for source, _ in rows], [target for _, target in rows], config(), TOTAL), 1.0)]
+
+
+def stepper(shape: Config | None = None, group: ProcessGroup | None = None) -> Stepper:
+    torch.manual_seed(1)
+    return Stepper(Model(shape or config()), Train(label_smoothing=0.1), group or ProcessGroup())
+
+
+def run_out(*_: object) -> None:
+    torch.empty(1 << 60)  # what torch raises on a CPU
+
+
+def forbid(ours: Stepper, too_large: Callable[[Batch], bool], in_backward: bool = False) -> None:
+    """Let memory run out for some batches: at once, or when a part of the gradient has been added up."""
+    original, model = ours.objective.forward, ours.model
+    failing = False
+
+    def forward(batch: Batch) -> Loss:
+        nonlocal failing
+        failing = too_large(batch)
+        if failing and not in_backward:
+            run_out()
+        return original(batch)
+
+    ours.objective.forward = forward  # type: ignore[method-assign]
+    if in_backward:
+        assert model.encoder is not None
+        for parameter in model.encoder.parameters():  # the decoder has its gradient by then
+            parameter.register_post_accumulate_grad_hook(lambda _: run_out() if failing else None)
+
+
+def gradient(ours: Stepper) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in ours.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("room", [200, 60, 26])
+def test_the_gradient_of_a_split_batch_is_that_of_the_whole(room: int, in_backward: bool) -> None:
+    whole, split = stepper(), stepper()
+    expected = whole.backward(1, shares())
+    assert whole.memory_failures.count == 0 and whole.memory_failures.pieces == 1
+    forbid(split, lambda batch: batch.size > room, in_backward)
+    assert split.backward(1, shares()) == pytest.approx(expected, rel=1e-5)
+    assert split.memory_failures.count > 0 and split.memory_failures.pieces > 1 and not split.memory_failures.examples
+    torch.testing.assert_close(gradient(split), gradient(whole), rtol=1e-4, atol=1e-7)
+    split.backward(2, shares())  # the limit is known now
+    assert split.memory_failures.count == 0 and split.memory_failures.pieces > 1
+    torch.testing.assert_close(gradient(split), gradient(whole), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_does_not_fit_alone_is_left_out_and_told(in_backward: bool) -> None:
+    ours, others = stepper(), stepper()
+    longest = max(len(source) for source, _ in ROWS[:8])
+    forbid(ours, lambda batch: batch.source_BS.shape[1] > longest, in_backward)
+    mixed = [*ROWS[:3], ROWS[8], *ROWS[3:8]]
+    two = [*shares(mixed[:2]), *shares(mixed[2:])]
+    nll, smoothed, norm = ours.backward(1, two)
+    assert ours.memory_failures.examples == [(1, 1)]
+    assert ours.memory_failures.tokens == len(ROWS[8][1])
+    assert [nll, smoothed, norm] == pytest.approx(others.backward(1, shares(ROWS[:8])), rel=1e-5)
+    torch.testing.assert_close(gradient(ours), gradient(others), rtol=1e-4, atol=1e-7)
+
+
+def test_if_nothing_fits_there_is_no_gradient() -> None:
+    ours = stepper()
+    forbid(ours, lambda batch: True)
+    assert ours.backward(1, shares()) == [0.0, 0.0, 0.0]
+    assert len(ours.memory_failures.examples) == len(ROWS) and ours.memory_failures.tokens == TOTAL
+
+
+def test_another_error_is_not_taken_for_it() -> None:
+    ours = stepper()
+
+    def forward(batch: Batch) -> Loss:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    ours.objective.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="shapes"):
+        ours.backward(1, shares())
+
+
+def test_the_optimizer_may_not_fit_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = stepper()
+    norm = ours.backward(1, shares())[2]
+    monkeypatch.setattr(ours.optimizer, "step", run_out)
+    with pytest.raises(UserError, match=r"not enough memory for the optimizer.*parameters"):
+        ours.update(1, 1e-3, norm)
+
+
+def test_segment_memory_is_split_with_the_batch() -> None:
+    shape = config("xl-tiny", memory=4)
+    text = torch.randint(4, 12, (6, 11), generator=torch.Generator().manual_seed(1))
+    segments: Shares = [(lm_batch(text[:, :6], 60), 1.0), (lm_batch(text[:, 5:], 60), 1.0)]
+    whole, split = stepper(shape), stepper(shape)
+    forbid(split, lambda batch: len(batch.label_BT) > 2)
+    for step in (1, 2):
+        assert split.backward(step, segments) == pytest.approx(whole.backward(step, segments), rel=1e-5)
+        torch.testing.assert_close(gradient(split), gradient(whole), rtol=1e-4, atol=1e-7)
+        for ours, theirs in zip(
+            split.objective.segment_memory or (), whole.objective.segment_memory or (), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["transformer-tiny", "xl-tiny"])
+def test_validation_in_parts_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = config(name, **({"memory": 4} if name == "xl-tiny" else {}))
+    model = stepper(shape).model.eval()
+    text = torch.randint(4, 12, (6, 11), generator=torch.Generator().manual_seed(1))
+    batches = [lm_batch(text[:, :6]), lm_batch(text[:, 5:])] if name == "xl-tiny" else [shares()[0][0]]
+    expected = mean_scores(model, batches, ProcessGroup())
+    original = Objective.forward
+    most = 2
+
+    def forward(self: Objective, batch: Batch) -> Loss:
+        if len(batch.label_BT) > most:
+            run_out()
+        return original(self, batch)
+
+    monkeypatch.setattr(Objective, "forward", forward)
+    assert mean_scores(model, batches, ProcessGroup()) == pytest.approx(expected, rel=1e-5)
+    most = 0
+    with pytest.raises(UserError, match="not enough memory to validate"):
+        mean_scores(model, batches, ProcessGroup())
+
+
+def take_part(rank: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    with form_group(rank, 2, torch.device("cpu"), store) as group:
+        ours = stepper(group=group)
+        if rank == 1:
+            forbid(ours, lambda batch: batch.size > 60, in_backward=True)
+        sums = ours.backward(1, shares(ROWS[rank::2]))
+        torch.save((sums, gradient(ours), ours.memory_failures.count), out)
+
+
+def test_one_of_two_processes_splits_alone(tmp_path: Path) -> None:
+    outs = [tmp_path / "0", tmp_path / "1"]
+    processes = [
+        get_context("spawn").Process(target=take_part, args=(rank, str(tmp_path / "store"), str(out)))
+        for rank, out in enumerate(outs)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    (first, left, none), (second, right, some) = (torch.load(out, weights_only=True) for out in outs)
+    whole = stepper()
+    nll, smoothed, norm = whole.backward(1, shares())
+    assert none == 0 and some > 0
+    assert [first[0] + second[0], first[1] + second[1], first[2]] == pytest.approx([nll, smoothed, norm], rel=1e-5)
+    assert torch.equal(left, right) and first[2] == second[2]
+    torch.testing.assert_close(left, gradient(whole), rtol=1e-4, atol=1e-7)
+
+
+# A run
+
+
+def limit_run(monkeypatch: pytest.MonkeyPatch, too_large: Callable[[Batch], bool]) -> None:
+    original = Objective.forward
+
+    def forward(self: Objective, batch: Batch) -> Loss:
+        if self.training and too_large(batch):
+            run_out()
+        return original(self, batch)
+
+    monkeypatch.setattr(Objective, "forward", forward)
+
+
+def test_a_run_goes_on_and_names_the_line(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.tsv"
+    lines = file.read_text().splitlines()
+    lines[40:40] = ["not a pair", "abcdefg" * 5 + "\t" + "a " * 30]
+    file.write_text("".join(line + "\n" for line in lines))
+    limit_run(monkeypatch, lambda batch: batch.source_BS.shape[1] > 30 or len(batch.label_BT) > 5)
+    report = fit(recipe(epochs=1, steps=None), tmp_path / "run", reporter=Lines())
+    events = read_log(tmp_path / "run" / "log.jsonl")
+    told = [event for event in events if event["event"] == "memory"]
+    (skipped,) = [event for event in told if event["skipped"]]
+    assert skipped["skipped"] == [f"{file}:42 (36 and 31 tokens)"]
+    assert report.progress.unfit == events[-1]["unfit"] == 1
+    assert report.progress.memory_failures == events[-1]["memory_failures"] >= len(told) >= 1
+    messages = capsys.readouterr().err
+    assert f"does not fit even alone: {file}:42" in messages
+    assert "memory ran out" in next(line for line in messages.splitlines() if line.startswith("finished"))
+    assert all(event["loss"] > 0.5 for event in events if event["event"] == "train")
+
+
+def test_a_model_that_fits_nothing_is_a_clear_error(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_run(monkeypatch, lambda batch: True)
+    with pytest.raises(UserError, match=r"(?s)not enough memory: in 3 steps.*step 3.*train.tsv:\d+ .*data.max_length"):
+        fit(recipe(steps=9), tmp_path / "run", reporter=Reporter())
+
+
+def test_events_in_words() -> None:
+    event = {"event": "memory", "step": 7, "pieces": 4, "skipped": []}
+    assert describe_event(event) == "step 7 · memory ran out: the batch was read in 4 parts"
+    many = describe_event({**event, "skipped": [f"f.tsv:{n}" for n in range(9)]})
+    assert many.endswith("does not fit even alone: f.tsv:0; f.tsv:1; f.tsv:2; f.tsv:3; f.tsv:4; ...")
