@@ -36,6 +36,7 @@ USES = {
     "pairs": ("generate {run} input.txt", "evaluate {run} pairs.tsv", "inspect {run} TEXT -o page.html"),
     "lm": ("generate {run} prompts.txt", "evaluate {run} text.txt"),
     "masked": (
+        "generate {run} masked.txt",
         "evaluate {run} text.txt",
         "train --task classify --data labelled.tsv --from {run} --out runs/classifier",
     ),
