@@ -61,7 +61,12 @@ def test_temporary_files_are_removed(tmp_path: Path) -> None:
     for directory in (f".step-00000007.{unique}.tmp", f".x.{unique}.tmp.old", "data.tmp", "data.tmp.old"):
         (training / directory).mkdir(parents=True)
         (training / directory / ".tmpAb3_xY").touch()
-    kept = [tmp_path / ".keep.tmp", training / "step-00000003/model.safetensors", training / "lock"]
+    kept = [
+        tmp_path / ".keep.tmp",
+        tmp_path / "data.tmp",
+        training / "step-00000003/model.safetensors",
+        training / "lock",
+    ]
     for path in (
         *kept,
         tmp_path / f".model.safetensors.{unique}.tmp",

@@ -211,6 +211,10 @@ def test_processes_started_by_torchrun(pairs: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, script, order, tmp_path / "run"], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["4", "4"], done.stderr
     assert "workers = 2" in (tmp_path / "run/recipe.toml").read_text()
+    order = json.dumps(tables(pairs, workers=3))
+    done = subprocess.run([*command, script, order, tmp_path / "new"], capture_output=True, text=True, check=False)
+    assert "train.workers: 3 asked for, but 2 processes were started" in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_recipe_is_a_value(pairs: Path, tmp_path: Path) -> None:

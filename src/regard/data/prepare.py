@@ -241,10 +241,10 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
         if now is None or then in (None, now):
             continue
         size = record.get("files", {}).get(role, {}).get("bytes")
-        before = "" if size is None else f"{size:,} bytes, "
+        before, kind = "" if size is None else f"{size:,} bytes, ", "SHA-256" if len(then) == 64 else "BLAKE2b"
         yield (
-            f"{name}: has changed since the run began: then {before}hash {then[:12]}..., "
-            f"now {os.stat(path).st_size:,} bytes, hash {now[:12]}..."
+            f"{name}: has changed since the run began: then {before}{kind} {then[:12]}..., "
+            f"now {os.stat(path).st_size:,} bytes, {kind} {now[:12]}..."
         )
 
 

@@ -27,8 +27,8 @@ from regard.training.step import Stepper, optimizer_tensors, restore_optimizer
 TRAINING = "training"
 ADAPTERS = "adapters.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
-# The names of `replace_file` and `replace_directory`, of `prepare`, and of the safetensors library
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|data\.tmp(\.old)?|\.tmp\w{6}")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of our writes, of the safetensors library
+_PREPARING = ("data.tmp", "data.tmp.old")  # what `prepare` writes to before it renames
 Tensors = dict[str, Tensor]
 Scores = dict[str, float]
 
@@ -169,6 +169,8 @@ class Checkpoints:
 
     def remove_temporary(self) -> None:
         """Remove what interrupted writing left behind, in the run and in each directory of its training."""
+        for name in _PREPARING:
+            shutil.rmtree(self.path / name, ignore_errors=True)
         for directory in (self.run, self.path):
             _sweep(directory)
         for directory in filter(Path.is_dir, list(self.path.iterdir())):

@@ -27,6 +27,7 @@ from regard.errors import UserError
 TIMEOUT = datetime.timedelta(minutes=30)
 STORE = "REGARD_STORE"  # names the rendezvous file of the workers that `Workers` starts
 EXIT_SECONDS = 5.0  # that the workers have to exit before they are killed
+LAST = b"\0"  # no signal has this number
 CHUNK = 1 << 22  # numbers per all-reduce: while one chunk is summed, the next is on its way
 
 
@@ -221,7 +222,7 @@ class Workers:
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
         def watch() -> None:
-            while received := os.read(reader, 1):
+            while (received := os.read(reader, 1)) != LAST:
                 if before >= 0:  # the event loop of a program that has called us
                     with suppress(OSError):
                         os.write(before, received)
@@ -235,8 +236,9 @@ class Workers:
             yield
         finally:
             signal.set_wakeup_fd(before)
-            os.close(writer)
+            os.write(writer, LAST)
             thread.join()
+            os.close(writer)
             os.close(reader)
 
     def _report(self) -> str | None:

@@ -65,6 +65,9 @@ def write_model_card(
     paths = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target, train.start_from]
     names = {path: Path(path).name for path in paths if path}
     name = run.resolve().name
+    described = [
+        f"- {role}: `{file.name}`, {file.bytes:,} bytes, SHA-256 `{file.sha256}`" for role, file in files.items()
+    ]
     unit = {"text": "character", "images": "image"}.get(task.reads, "example")
     origin = f"starting from `{names[train.start_from]}`" if train.start_from else f"preset `{recipe.preset}`"
     lines = [
@@ -79,7 +82,7 @@ def write_model_card(
         *([f"![learning curve]({CURVE})", ""] if (run / CURVE).exists() else []),
         "## Data",
         "",
-        *(f"- {role}: `{file.name}`, {file.bytes:,} bytes, SHA-256 `{file.sha256}`" for role, file in files.items()),
+        *(described or [f"- files: {', '.join(f'`{names[path]}`' for path in paths[:-1] if path)}"]),
         f"- {plural(examples[0], unit)} to train on, {examples[1]:,} to validate",
         *(f"- {_without_directories(note, names)}" for note in notes),
         "",

@@ -323,8 +323,6 @@ def complete_processes(
     """Decide how many processes train -> the recipe with them, and the reason."""
     train = recipe.train
     if launched > 1:
-        if train.workers not in (0, launched):
-            raise UserError(f"train.workers: {train.workers} asked for, but {launched} processes were started")
         workers, reason = launched, "as they were started"
     elif config.has_memory and not train.workers:
         workers, reason = 1, "its segment memory needs the text in order"

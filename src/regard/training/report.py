@@ -203,8 +203,8 @@ def _surviving(stream: TextIO) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.EIO, errno.EPIPE):
-            with suppress(OSError, ValueError):  # it may be no file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:  # the stream may be no file
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 def make_reporter(stream: TextIO | None = None) -> Reporter:

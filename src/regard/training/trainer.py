@@ -25,7 +25,6 @@ from regard.training.step import Stepper, swapped_weights
 
 CHECKPOINT_SECONDS = 120.0
 MOST_SKIPS = 3  # in a row
-# No SIGHUP on Windows
 CAUGHT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
@@ -51,8 +50,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            ignored = {number for number in CAUGHT[2:] if signal.getsignal(number) is signal.SIG_IGN}  # by nohup
-            self._old = {number: signal.signal(number, self._handle) for number in CAUGHT if number not in ignored}
+            # nohup has SIGHUP ignored, and so it stays; a shell does that to SIGINT for all that runs in the background
+            caught = [n for n in CAUGHT if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+            self._old = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
