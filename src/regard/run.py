@@ -16,7 +16,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from regard.batch import Pixels
-from regard.config import Config, Stack, Value, parse
+from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.errors import UserError, plural
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.model import Model, allocate, on_meta
@@ -32,6 +32,13 @@ HEADS = "alignment.json"  # the heads that alignments are read from
 RECIPE = "recipe.toml"
 
 
+class Generation(Value):
+    """What a model's outputs are like beside its config, as a converted model says it."""
+
+    suppressed: tuple[Id, ...] = ()  # ids that are never produced, beside the special tokens
+    max_length: Count | None = None  # most output tokens by default, the end not counted
+
+
 class RunConfig(Value):
     """What config.json holds."""
 
@@ -41,6 +48,7 @@ class RunConfig(Value):
     task: TaskName | None = None  # runs of version 0.4 and older do not name it
     labels: tuple[str, ...] = ()  # of a classifier, by number
     pixels: Pixels | None = None  # of a model that reads images
+    generation: Generation = Generation()
 
 
 @dataclass
@@ -54,6 +62,7 @@ class Run:
     labels: tuple[str, ...] = ()
     pixels: Pixels | None = None
     task_name: TaskName | None = None  # None: as the model suggests
+    generation: Generation = field(default_factory=Generation)
     packed: PackedWeights = field(default_factory=PackedWeights, init=False, repr=False, compare=False)
 
     @property
@@ -65,6 +74,13 @@ class Run:
     def label_names(self) -> tuple[str, ...]:
         """The labels by class; those of a converted model may be numbers only."""
         return self.labels or tuple(map(str, range(self.config.classes or 0)))
+
+    def never_produced(self, unknown: bool = False) -> list[int]:
+        """Ids that no output has: special tokens but the end (and `unknown` ones, if so), and ids without a token."""
+        ids, vocab = self.config.ids, self.config.target_vocab
+        never = {ids.pad, ids.sos, ids.mask, *([] if unknown else [ids.unk]), *self.generation.suppressed}
+        never |= set(range(self.codec.target.size, vocab))
+        return sorted(index for index in never - {ids.eos} if index is not None and index < vocab)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -107,7 +123,8 @@ class Run:
             tokens, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
             if tokens > rows:
                 raise UserError(f"{path}: its {side} tokenizer has {tokens} tokens, its model {rows} ({side}_vocab)")
-        return cls(config.model, codec, model.eval(), path, config.labels, config.pixels, config.task)
+        about = (config.labels, config.pixels, config.task, config.generation)
+        return cls(config.model, codec, model.eval(), path, *about)
 
     def save(self, path: str | Path) -> None:
         """Write what is needed to use the run."""
@@ -117,7 +134,12 @@ class Run:
         except OSError as error:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
         config = RunConfig(
-            model=self.config, text=self.codec.config, task=self.task.name, labels=self.labels, pixels=self.pixels
+            model=self.config,
+            text=self.codec.config,
+            task=self.task.name,
+            labels=self.labels,
+            pixels=self.pixels,
+            generation=self.generation,
         )
         write_json(path / "config.json", config.model_dump(mode="json"))
         self.codec.save(path)

@@ -16,7 +16,8 @@ from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
 from regard.convert.family import ACTIVATIONS
 from regard.convert.hf import RECORD, from_hf, to_hf
-from regard.convert.proof import draw_samples, our_outputs, their_outputs
+from regard.convert.probe import draw_samples
+from regard.convert.proof import our_outputs, their_outputs
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec
@@ -46,7 +47,7 @@ def test_read_and_written_again(name, hub, tmp_path):
     assert report.proof is not None and report.proof.difference < 1e-5
     run = Run.load(tmp_path / "run")
     assert run.task.name == read(tmp_path / "run")["task"] == task_of(name)
-    samples = draw_samples(run.config, 6)
+    samples = draw_samples(run.config, 6)[:1]
     for ours, theirs in zip(our_outputs(run.model, samples), their_outputs(model, run.config, samples), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
         assert theirs.std() > 0.1  # there is something to compare

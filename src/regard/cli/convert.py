@@ -33,7 +33,8 @@ def command(
     """Make a run of a Hugging Face directory, or export a run.
 
     With --to a run is written for another library. Both models answer sample inputs, and a difference stops the
-    conversion. For Hugging Face directories that needs transformers to be installed.
+    conversion. For Hugging Face directories that needs transformers to be installed; else nothing is proven, and a
+    message says so.
     """
     if to not in (None, *FORMATS):
         raise one_of("--to", str(to), FORMATS)
@@ -51,9 +52,12 @@ def command(
     if json:
         out_json(report.to_json())
     else:
-        difference = "-" if report.proof is None else f"{report.proof.difference:.2g}"
-        parameters = f"{report.parameters:,}"
-        print_table(
-            [("model", report.architecture), ("parameters", parameters), ("difference", difference)], left=(0, 1)
-        )
+        proof = report.proof
+        rows = [
+            ("model", report.architecture),
+            ("parameters", f"{report.parameters:,}"),
+            ("proven", "no" if proof is None else "yes"),
+            ("difference", "-" if proof is None else f"{proof.difference:.2g}"),
+        ]
+        print_table(rows, left=(0, 1))
     message(f"{new}: written")

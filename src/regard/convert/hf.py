@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
+from torch import Tensor
 
 from regard.config import Config, Frame, Stack
 from regard.convert.bert import BERT
 from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, write_labels
+from regard.convert.generation import read_chat_template, read_generation, write_chat_template, write_generation
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
 from regard.convert.marian import MARIAN
-from regard.convert.proof import ConversionReport, Proof, prove, require_new, write_reported
-from regard.convert.read import CONFIG, SAFE, open_directory, open_weights
+from regard.convert.proof import (
+    ConversionReport,
+    Proof,
+    compare_models,
+    prove,
+    require_new,
+    write_reported,
+)
+from regard.convert.read import CONFIG, GENERATION, SAFE, Checkpoint, open_directory, open_weights
 from regard.convert.reformer import REFORMER
 from regard.convert.t5 import T5
 from regard.convert.table import Table, check_weights, expand, export_weights, import_weights
 from regard.convert.tokenizers import has_tokenizer, id_tokenizer, read_tokenizers, write_tokenizers
 from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
-from regard.errors import UserError, closest, install
+from regard.errors import UserError, closest, install, plural
 from regard.files import replace_file, write_json
-from regard.model import allocate, on_meta
-from regard.run import Run, weights_of
+from regard.model import Model, allocate, on_meta
+from regard.run import Generation, Run, weights_of
 from regard.tasks import BOTH
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
@@ -33,8 +44,40 @@ from regard.text.tokenizer import Tokenizer
 Log = Callable[[str], None]
 FAMILIES = {family.model_type: family for family in (MARIAN, BERT, GPT2, T5, LLAMA, TRANSFO_XL, REFORMER, VIT)}
 RECORD = "converted.json"
-# The largest difference of outputs, relative to the largest output if that is above 1.
-IMPORT_TOLERANCE, EXPORT_TOLERANCE = 1e-4, 1e-5
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A Hugging Face directory whose weights fit its config.json."""
+
+    family: Family
+    architecture: str
+    hf: Fields
+    config: Config
+    codec: Codec
+    table: Table
+    checkpoint: Checkpoint
+
+    def load(self) -> Model:
+        """Our model with their weights."""
+        model = allocate(on_meta(self.config)).eval()
+        import_weights(weights_of(model), self.table, self.checkpoint.tensor)
+        return model
+
+
+def open_model(source: Path, note: Log) -> OpenedModel:
+    """Read everything of a directory but the weights themselves."""
+    hf = Fields(open_directory(source, note), str(source / CONFIG))
+    family, architecture = identify(hf)
+    checkpoint = open_weights(source, family, hf, note)
+    codec = _read_text(source, family, hf, note)
+    config = family.read(Fields(hf.data, hf.where, checkpoint.shapes.keys(), codec.ids), architecture, codec.frame)
+    table = family.weights(config, hf)
+    ignored = check_weights(weights_of(on_meta(config)), table, checkpoint.shapes, family.ignores, str(source))
+    if ignored:
+        rest = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        note(f"not needed: {', '.join(ignored[:3])}{rest}")
+    return OpenedModel(family, architecture, hf, config, codec, table, checkpoint)
 
 
 def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> ConversionReport:
@@ -46,27 +89,23 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         notes.append(message)
         log(message)
 
-    hf = Fields(open_directory(source, note), str(source / CONFIG))
-    family, architecture = identify(hf)
-    checkpoint = open_weights(source, family, hf, note)
-    codec = _read_text(source, family, hf, note)
-    config = family.read(Fields(hf.data, hf.where, checkpoint.shapes.keys(), codec.ids), architecture, codec.frame)
-    table = family.weights(config, hf)
-    ignored = check_weights(weights_of(on_meta(config)), table, checkpoint.shapes, family.ignores, str(source))
-    if ignored:
-        rest = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
-        note(f"not needed: {', '.join(ignored[:3])}{rest}")
-    labels = read_labels(hf, config)
+    opened = open_model(source, note)
+    config, family, architecture = opened.config, opened.family, opened.architecture
+    labels = read_labels(opened.hf, config)
     pixels = None if config.patches is None else read_image_processor(source, config.patches)
+    generation = Generation() if config.decoder is None else read_generation(source, opened.hf, config, note)
+    template = read_chat_template(source, note)
 
     def write(path: Path) -> ConversionReport:
-        model = allocate(on_meta(config)).eval()
-        import_weights(weights_of(model), table, checkpoint.tensor)
-        Run(config, codec, model, path, labels, pixels).save(path)
-        del model  # before another is loaded: memory may not hold three
-        model = Run.load(path).model
-        proof = None if family.unproven else prove(model, source, architecture, samples, IMPORT_TOLERANCE)
-        report = _report(source, family, architecture, model.size, proof, notes)
+        Run(config, opened.codec, opened.load(), path, labels, pixels, generation=generation).save(path)
+        if template is not None:
+            write_chat_template(template, path)
+        run = Run.load(path)  # the model that was saved is gone: memory may not hold three
+        export = partial(their_tensors, family, architecture, opened.table)
+        proof = None
+        if not family.unproven:
+            proof = prove(run, run.model, export, source, architecture, samples, run.never_produced())
+        report = _report(source, family, architecture, run.model.size, proof, notes)
         write_json(path / RECORD, report.to_json())
         _write_model_card(path, out.resolve().name, report)
         return report
@@ -88,26 +127,40 @@ def _read_text(source: Path, family: Family, hf: Fields, note: Log) -> Codec:
     return Codec(id_tokenizer(hf.data, hf.count("vocab_size"), frame), frame=frame)
 
 
+def their_tensors(family: Family, architecture: str, table: Table, model: Model) -> dict[str, Tensor]:
+    """The weights of a model of ours under their names."""
+    tensors = {**export_weights(weights_of(model), table), **family.extra(model.config)}
+    if architecture == "BertModel":  # a model without a head has no prefix
+        tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
 def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport:
     """Write a run as a Hugging Face directory."""
     out = require_new(out)
     family, settings, table = their_config(run.config, str(run.path))
     architecture = settings["architectures"][0]
-    tensors = {**export_weights(weights_of(run.model), table), **family.extra(run.config)}
-    if architecture == "BertModel":  # a model without a head has no prefix
-        tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
+    export = partial(their_tensors, family, architecture, table)
 
     def write(path: Path) -> ConversionReport:
         write_json(path / CONFIG, settings | write_labels(run.labels, run.config) | {"dtype": "float32"})
-        data = save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, {"format": "pt"})
+        data = save({name: x.contiguous().cpu() for name, x in export(run.model).items()}, {"format": "pt"})
         replace_file(path / SAFE, lambda temporary: temporary.write_bytes(data))
         notes: list[str] = []
         if run.config.patches is None:
             notes = [note.replace(str(path), str(out)) for note in write_tokenizers(run.codec, path, family.model_type)]
         else:
             write_json(path / IMAGE_PROCESSOR, image_processor(run.pixels, run.config.patches))
-        proof = None if family.unproven else prove(run.model, path, architecture, samples, EXPORT_TOLERANCE)
-        return _report(run.path, family, architecture, run.model.size, proof, notes)
+        if run.config.decoder is not None:
+            write_json(path / GENERATION, write_generation(run))
+        if (template := read_chat_template(run.path, notes.append)) is not None:
+            write_chat_template(template, path)
+        again = compare_models(run.model, open_model(path, lambda _: None).load(), samples)
+        again.require(run.path.resolve().name, "outputs", "the directory that was written, read again,")
+        proof = None
+        if not family.unproven:
+            proof = prove(run, allocate(on_meta(run.config)).eval(), export, path, architecture, samples)
+        return _report(run.path, family, architecture, run.model.size, proof, notes, again)
 
     report = write_reported(out, write)
     for message in report.details["notes"]:
@@ -116,20 +169,40 @@ def to_hf(run: Run, out: str | Path, samples: int, log: Log) -> ConversionReport
 
 
 def _report(
-    source: Path, family: Family, architecture: str, size: int, proof: Proof | None, notes: list[str]
+    source: Path,
+    family: Family,
+    architecture: str,
+    size: int,
+    proof: Proof | None,
+    notes: list[str],
+    again: Proof | None = None,
 ) -> ConversionReport:
-    """The report of a conversion, which a difference between the models stops."""
+    """The report of a conversion, which a difference stops; `again` compares what was written with the run."""
     if proof is None:
         why = family.unproven or f"there is no transformers here that has this model: {install('hf')}"
         summary = f"not proven: {why}"
+        if again is not None:
+            summary += (
+                f". What was written was read again by regard alone: {again.samples} random inputs differ by at most"
+                f" {again.difference:.2g}"
+            )
     else:
-        proof.require(source.resolve().name, "outputs", "transformers")
+        proof.require(source.resolve().name, "outputs", f"transformers {proof.version}")
         summary = (
-            f"proven: {proof.samples} random inputs through this model and through transformers {proof.version} differ"
-            f" by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
+            f"proven: {proof.samples} random inputs{_extent(proof)} through this model and through transformers"
+            f" {proof.version}, with these weights and with random ones, differ by at most {proof.difference:.2g}"
+            f" (allowed: {proof.tolerance:g})"
         )
-    details = {"model_type": family.model_type, "notes": notes}
+        if proof.outputs:
+            summary += f"; greedy search gives {plural(proof.outputs, 'equal output')}"
+    details: Json = {"model_type": family.model_type, "notes": notes}
+    if again is not None:
+        details["read_again"] = again.difference
     return ConversionReport(source.resolve().name, architecture, size, proof, summary, details)
+
+
+def _extent(proof: Proof) -> str:
+    return f" and one of {proof.tokens} tokens" if proof.tokens else ""
 
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:

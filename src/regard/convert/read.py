@@ -45,8 +45,8 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
     if code:
         log(f"ignored: {', '.join(code)} (code that comes with a model is never run)")
     generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
-    if isinstance(generation, dict):
-        data |= {k: v for k, v in generation.items() if k.endswith("_token_id") and data.get(k) is None}
+    if isinstance(generation, dict):  # which overrules config.json, as in transformers
+        data |= {k: v for k, v in generation.items() if k.endswith("_token_id") and v is not None}
     # Ids beyond the vocabulary are left over from the defaults of a larger one.
     sizes = [size for key in ("vocab_size", "decoder_vocab_size") if type(size := data.get(key)) is int]
     beyond = {k for k, v in data.items() if k.endswith("_token_id") and type(v) is int and sizes and v >= max(sizes)}

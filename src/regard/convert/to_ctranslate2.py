@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Library
 from torch import Tensor
 
 from regard.config import Config, Stack
-from regard.convert.proof import LONGEST, ConversionReport, Proof, require_new, write_reported
+from regard.convert.probe import SHORT
+from regard.convert.proof import ConversionReport, Proof, require_new, write_reported
 from regard.convert.table import Table, export_weights
 from regard.errors import UserError, missing_extra
 from regard.nn.position import sinusoid
@@ -229,7 +230,7 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
     def write_proven(path: Path) -> ConversionReport:
         write_model(run, path, add_special_tokens=True)  # the model is proven before its weights are quantised
         proof = Proof(samples, largest_difference(run, path, samples, "fp32"), TOLERANCE, library().__version__)
-        proof.require(str(run.path), "log-probabilities", "CTranslate2")
+        proof.require(str(run.path), "log-probabilities", f"CTranslate2 {proof.version}")
         summary = (
             f"proven: log-probabilities of {proof.samples} random outputs by this model and by CTranslate2"
             f" {proof.version} in fp32 differ by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
@@ -271,5 +272,5 @@ def _draw(config: Config, vocab: int, count: int) -> list[list[int]]:
     generator = np.random.default_rng(1)
     special = set(config.ids.model_dump(exclude_none=True).values())
     tokens = [index for index in range(vocab) if index not in special] or [config.ids.unk]
-    longest = min(LONGEST, *(stack.max_length - 2 for stack in config.stacks.values()))  # special tokens come on top
+    longest = min(SHORT, *(stack.max_length - 2 for stack in config.stacks.values()))  # special tokens come on top
     return [generator.choice(tokens, generator.integers(1, max(1, longest) + 1)).tolist() for _ in range(count)]

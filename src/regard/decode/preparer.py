@@ -54,9 +54,7 @@ class Preparer:
         for name in ("alignment", "coverage_penalty"):
             if getattr(options, name) and self.continues:
                 raise UserError(f"{name}: a language model has no source to look at; leave it out")
-        ids = self.config.ids
-        never = {ids.pad, ids.sos, ids.mask, *([] if options.unknown else [ids.unk])} - {ids.eos, None}
-        self.blocked = [*(i for i in never if i is not None), *range(self.codec.target.size, self.config.target_vocab)]
+        self.blocked = sorted({index for run in runs for index in run.never_produced(options.unknown)})
         self.combining = combining_tokens(self.codec.target)
         self._phrases: dict[tuple[Requirements, tuple[str, ...], tuple[str, ...]], Phrases] = {}
         self._check_options()
@@ -134,7 +132,10 @@ class Preparer:
         if options.max_ratio is not None:
             limits.append(max(1, math.ceil(options.max_ratio * source)))
         if len(limits) == 1:  # the default limit gives way to the minimum
+            usual = self.runs[0].generation.max_length
             default = CONTINUATION_LENGTH if self.continues else LENGTH_RATIO * source + LENGTH_EXTRA
+            if usual is not None:
+                default = usual if self.continues else min(usual, default)
             limits.append(max(default, minimum))
         if minimum > min(limits):
             raise UserError(

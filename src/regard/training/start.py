@@ -86,6 +86,8 @@ def write_run(path: Path, recipe: Recipe, config: Config, prepared: Prepared[Any
         raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
     save_recipe(recipe, path)
     run = RunConfig(model=config, text=codec.config, task=recipe.task, labels=prepared.labels, pixels=prepared.pixels)
+    if recipe.train.start_from:
+        run = run.model_copy(update={"generation": read_config(Path(recipe.train.start_from)).generation})
     write_json(path / "config.json", run.model_dump(mode="json"))
 
 

@@ -1,0 +1,119 @@
+"""What generation needs is carried both ways: ids that are never produced, the end, the limit, the chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hfkit import V, make, quiet
+
+import regard
+from familykit import build, shrunk
+from regard.convert.generation import CHAT_TEMPLATE
+from regard.convert.hf import from_hf, to_hf
+from regard.run import Generation, Run
+from regard.text.codec import Codec
+from regard.text.tokenizer import Tokenizer
+from toykit import call
+
+transformers = pytest.importorskip("transformers")
+
+
+def converted(name: str, tmp_path: Path, **settings: Any) -> tuple[regard.api.LoadedRun, list[str]]:
+    """A run made of a directory with this generation_config.json, and the notes."""
+    make(name, tmp_path / "hf")
+    path, notes = tmp_path / "hf" / "generation_config.json", []
+    there = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(there | settings))
+    from_hf(tmp_path / "hf", tmp_path / "run", 2, notes.append)
+    return regard.load(tmp_path / "run"), notes
+
+
+def test_ids_and_limit_are_carried_both_ways(tmp_path):
+    settings = {"bad_words_ids": [[V - 1], [3], [4, 5]], "suppress_tokens": [6, 7, V + 3], "max_length": 12}
+    run, notes = converted("marian", tmp_path, **settings)
+    assert run.generation == Generation(suppressed=(3, 6, 7, V - 1), max_length=10)
+    assert any("more than one token" in note for note in notes)
+    answers = [hypotheses[0] for hypotheses in run.generate([f"{i} {i + 1} 9" for i in range(8, 30)])]
+    assert {3, 6, 7}.isdisjoint(i for answer in answers for i in answer.ids)
+    assert max(len(answer.ids) for answer in answers) == 11  # and the end
+    (longer, *_), *_ = run.generate(["8 9 10"], max_length=20, min_length=15)
+    assert len(longer.ids) > 11  # the user's limit overrules it
+    to_hf(run, tmp_path / "back", 2, quiet)
+    back = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert back["suppress_tokens"] == run.never_produced() and {3, 6, 7} < set(back["suppress_tokens"])
+    assert (back["eos_token_id"], back["decoder_start_token_id"], back["max_length"]) == (0, V - 1, 12)
+    from_hf(tmp_path / "back", tmp_path / "again", 2, quiet)
+    again = Run.load(tmp_path / "again")
+    assert again.never_produced() == run.never_produced() and again.generation.max_length == 10
+
+
+def test_the_end_of_generation_config_overrules_that_of_config(tmp_path):
+    run, _ = converted("gpt2", tmp_path, eos_token_id=5)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 3 and run.config.ids.eos == 5
+
+
+def test_a_language_model_adds_as_many_tokens_as_its_directory_says(tmp_path):
+    run, notes = converted("llama-2", tmp_path, max_new_tokens=7, num_beams=4, top_k=50, length_penalty=0.5)
+    assert notes[-1].endswith("num_beams 4 (--beam), length_penalty 0.5 (--length-penalty)")
+    assert all(len(answer.ids) <= 7 for (answer, *_) in run.generate(["5 6", "9", "30 2 7"]))
+    to_hf(run, tmp_path / "back", 1, quiet)
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["max_new_tokens"] == 7
+
+
+@pytest.mark.parametrize("name", ["marian", "t5-small", "gpt2", "llama-2-7b"])
+def test_by_default_transformers_generates_what_the_run_does(name, tmp_path):
+    """Text in, text out, with nothing but the files of the exported directory."""
+    config = shrunk(name, vocab=16)
+    config = shrunk(name, vocab=16, changes={side: {"max_length": 64} for side in config.stacks})
+    codec = Codec(Tokenizer.train("char", ["abcdefghijkl"]), frame="end" if config.encoder else "none")
+    model = build(config.model_copy(update={"frame": codec.frame}))
+    for parameter in model.parameters():
+        parameter.mul_(2)  # so that outputs differ
+    run = Run(model.config, codec, model, tmp_path / "run", generation=Generation(max_length=20))
+    run.save(tmp_path / "run")
+    to_hf(run, tmp_path / "hf", 2, quiet)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs = transformers.AutoModelForSeq2SeqLM if config.encoder else transformers.AutoModelForCausalLM
+    theirs = theirs.from_pretrained(tmp_path / "hf")
+    texts, made = ["abc", "fedcba", "kkk", "hijklabc"], set()
+    for text, (answer, *_) in zip(texts, regard.load(tmp_path / "run").generate(texts), strict=True):
+        given = tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            ids = theirs.generate(given.input_ids, attention_mask=given.attention_mask)[0]
+        ids = ids[1:] if config.encoder else ids[given.input_ids.shape[1] :]
+        found = tokenizer.decode(ids, skip_special_tokens=True)
+        assert found == answer.text
+        made.add(found)
+    assert len(made) > 1
+
+
+@pytest.mark.parametrize("form", ["file", "setting", "several"])
+def test_the_chat_template_is_kept(form, tmp_path):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    codec = Codec(Tokenizer.train("char", ["abc"]), frame="none")
+    model = build(shrunk("gpt2"))
+    to_hf(Run(model.config, codec, model, tmp_path / "none"), tmp_path / "hf", 1, quiet)
+    if form == "file":
+        (tmp_path / "hf" / CHAT_TEMPLATE).write_text(template)
+    else:
+        path = tmp_path / "hf" / "tokenizer_config.json"
+        both = [{"name": "default", "template": template}, {"name": "tools", "template": "x"}]
+        settings = {"chat_template": template if form == "setting" else both}
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    notes: list[str] = []
+    from_hf(tmp_path / "hf", tmp_path / "run", 1, notes.append)
+    assert any("tools" in note for note in notes) == (form == "several")
+    to_hf(Run.load(tmp_path / "run"), tmp_path / "back", 1, quiet)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == template
+
+
+def test_without_transformers_the_command_line_says_that_nothing_was_proven(tmp_path, monkeypatch):
+    converted("t5", tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    result = call("convert", tmp_path / "run", tmp_path / "out", "--to", "hf")
+    assert result.code == 0 and "proven\tno" in result.lines and "not proven" in result.err
+    assert "read again by regard alone" in result.err

@@ -1,0 +1,218 @@
+"""The proof notices every setting of a config that changes what a model computes, and every difference in outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import torch
+from hfkit import make, quiet
+from pydantic import BaseModel, ValidationError
+
+import regard.convert.family as family
+from regard.config import Config
+from regard.convert.hf import effective_fields, from_hf, open_model, their_tensors, to_hf
+from regard.convert.probe import draw_samples, fill_weights
+from regard.convert.proof import (
+    TOLERANCE,
+    Proof,
+    compare_greedy,
+    largest_difference,
+    load_theirs,
+    our_outputs,
+    their_outputs,
+)
+from regard.errors import UserError
+from regard.model import Model, allocate, on_meta
+from regard.presets import merge
+from regard.run import Run, weights_of
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ("marian", "bert-masked", "bert-classes", "gpt2", "t5-1.1", "llama-3", "reformer", "vit")
+# Values of fields that the type of a field does not tell.
+OTHERS: dict[str, list[Any]] = {"kept_heads": [[[0], [0]]], "kept_cross_heads": [[[0], [0]]]}
+
+
+def leaves(value: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Every field of a config and of its tables: path, value, annotation."""
+    for name, info in type(value).model_fields.items():
+        inner = getattr(value, name)
+        if isinstance(inner, BaseModel):
+            yield from leaves(inner, (*path, name))
+        else:
+            yield (*path, name), inner, info.annotation
+
+
+def literals(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for part in get_args(annotation) for choice in literals(part)]
+
+
+def other_values(name: str, value: Any, annotation: Any, length: int) -> list[Any]:
+    if choices := literals(annotation):
+        return choices
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1, 2 * value, value // 2]
+    if isinstance(value, float):
+        return [value * 10, value * 1.1, value / 2]
+    return OTHERS.get(name, [1, 3, length - 2])  # of None
+
+
+def variants(config: Config, length: int) -> Iterator[tuple[str, Config]]:
+    """The config with each of its fields changed alone, where that is allowed and says that it has an effect."""
+    fields = effective_fields(config)
+    for path, value, annotation in leaves(config):
+        for other in other_values(path[-1], value, annotation, length):
+            changes: Any = other
+            for name in reversed(path):
+                changes = {name: changes}
+            try:
+                changed = Config.model_validate(merge(config.model_dump(), changes))
+            except ValidationError:
+                continue
+            if changed != config and effective_fields(changed) != fields:
+                yield f"{'.'.join(path)}={other}", changed
+
+
+def without_effect(setting: str, config: Config) -> bool:
+    """Fields of a part that a model does not have, or that only greedy outputs show, or only hashed inputs."""
+    unused = ["encoder.cross", "encoder.kept_cross", "start=", "ids."]
+    if len(config.stacks) == 1:
+        unused += ["decoder.cross", "decoder.kept_cross"]
+        unused.append("source_vocab" if config.encoder is None else "target_vocab")
+    if config.top.mixer == "lsh":  # hashes are random; tests/nn/test_lsh.py compares them where they are the same
+        unused.append("decoder.lsh")
+    if config.top.axial is not None:  # whose rows and columns are the limit
+        unused.append("decoder.max_length")
+    return setting.startswith(tuple(unused))
+
+
+def shapes(config: Config) -> dict[str, torch.Size]:
+    return {name: x.shape for name, x in weights_of(on_meta(config)).items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_is_noticed(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("regard.convert.probe.LONG", 128)  # faster
+    model_class = type(make(name, tmp_path))
+    opened = open_model(tmp_path, quiet)
+    config, batches = opened.config, draw_samples(opened.config, 3)
+    probe = allocate(on_meta(config)).eval()
+    fill_weights(probe, lambda: our_outputs(probe, batches[-1:]))
+    tensors = their_tensors(opened.family, opened.architecture, opened.table, probe)
+    theirs = load_theirs(model_class, tmp_path, tensors)
+    expected = their_outputs(theirs, config, batches)
+    assert largest_difference(our_outputs(probe, batches), expected) < TOLERANCE / 2
+    longest = max(batch["input_ids"].shape[1] for batch in batches) if "input_ids" in batches[0] else 4
+    unnoticed, compared, known = [], 0, shapes(config)
+    for setting, changed in variants(config, longest):
+        if shapes(changed) != known or without_effect(setting, config):
+            continue  # the weights of a directory would not fit
+        if changed.patches != config.patches:
+            with pytest.raises(UserError, match="refuses inputs"):
+                their_outputs(theirs, changed, draw_samples(changed, 1))
+            continue
+        difference = largest_difference(outputs_with(probe, changed, batches), expected)
+        compared += 1
+        if difference <= TOLERANCE:
+            unnoticed.append(f"{setting}: {difference:.2g}")
+    assert not unnoticed and compared > 5
+
+
+def outputs_with(probe: Model, config: Config, batches: Any) -> list[torch.Tensor]:
+    """The outputs of a model of another config with the same weights."""
+    model = allocate(on_meta(config)).eval()
+    with torch.no_grad():
+        for name, x in weights_of(model).items():
+            x.copy_(weights_of(probe)[name])
+    return our_outputs(model, batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bert-vectors", {"encoder": {"norm_eps": 1e-11}}),
+        ("gpt2", {"decoder": {"norm_eps": 1e-4}}),
+        ("gpt2", {"decoder": {"window": 28}}),
+        ("llama-2", {"decoder": {"window": 510}}),
+        ("t5", {"decoder": {"cross_window": 510}}),
+    ],
+)
+def test_a_setting_read_wrongly_stops_the_conversion(name, changes, tmp_path, monkeypatch):
+    make(name, tmp_path / "hf")
+    parse = family.parse
+    monkeypatch.setattr(family, "parse", lambda kind, data, where: parse(kind, merge(data, changes), where))
+    with pytest.raises(UserError, match="not the same"):
+        from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def converted(tmp_path: Path):
+    """A converted run, its directory, and the model of transformers."""
+    model = make("marian", tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "run", 2, quiet)
+    return Run.load(tmp_path / "run"), tmp_path / "hf", model
+
+
+@pytest.mark.parametrize("field", ["start", "eos"])
+def test_other_greedy_outputs_stop_the_conversion(field, converted):
+    run, _, model = converted
+    samples = draw_samples(run.config, 6)[0]
+    produced = int(model.generate(samples["input_ids"][:1], max_new_tokens=5)[0, 3])
+    changes = {"start": "eos"} if field == "start" else {"ids": {"eos": produced}}
+    config = Config.model_validate(merge(run.config.model_dump(), changes))
+    changed = replace(run, config=config, model=Model(config).eval())
+    changed.model.load_state_dict(run.model.state_dict())
+    assert compare_greedy(run, model, samples, run.never_produced()) == 6
+    with pytest.raises(UserError, match="greedy search gives"):
+        compare_greedy(changed, model, samples, run.never_produced())
+
+
+def test_ids_that_only_one_of_them_suppresses_stop_the_conversion(converted):
+    run, _, model = converted
+    samples = draw_samples(run.config, 6)[0]
+    model.generation_config.suppress_tokens = list(range(2, 30))
+    with pytest.raises(UserError, match="greedy search gives"):
+        compare_greedy(run, model, samples, run.never_produced())
+
+
+def test_the_long_sample_is_as_long_as_the_model_allows(tmp_path):
+    def lengths(name: str) -> list[int]:
+        make(name, tmp_path / name)
+        return [batch["input_ids"].shape[1] for batch in draw_samples(open_model(tmp_path / name, quiet).config, 2)]
+
+    assert lengths("gpt2") == [24, 30] and lengths("t5") == [24, 512]
+    assert lengths("reformer") == [16]  # a chunk
+
+
+def test_what_is_not_a_number_is_no_proof():
+    nan = [torch.tensor([1.0, float("nan")])]
+    assert not Proof(1, largest_difference(nan, [torch.ones(2)]), TOLERANCE, "").holds
+    assert Proof(1, largest_difference([torch.ones(2)], [torch.ones(2)]), TOLERANCE, "").holds
+
+
+def test_without_transformers_what_was_written_is_read_again(converted, tmp_path, monkeypatch):
+    run, *_ = converted
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    report = to_hf(run, tmp_path / "out", 2, quiet)
+    assert report.proof is None and report.details["read_again"] < TOLERANCE
+    assert "not proven" in report.summary and "read again by regard alone" in report.summary
+    exact = their_tensors
+
+    def wrong(*args: Any) -> dict[str, torch.Tensor]:
+        tensors = exact(*args)
+        name = next(name for name in tensors if name.endswith("fc1.weight"))
+        return tensors | {name: tensors[name] * 1.01}
+
+    monkeypatch.setattr("regard.convert.hf.their_tensors", wrong)
+    with pytest.raises(UserError, match="not the same"):
+        to_hf(run, tmp_path / "new", 2, quiet)
+    assert not (tmp_path / "new").exists()
