@@ -3,7 +3,8 @@
 The tour of the README makes its own files.
 
 Lines that start with `$` are commands; what follows must be found in their output, in order, where `...` stands for
-anything. Commands run as written, except that training is cut to a few steps of a small model.
+anything. Commands run as written, except that training is cut to a few steps of a small model. A text block right after
+a Python block is what that one prints.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import shlex
 import shutil
 import subprocess
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +29,12 @@ from toykit import SMALL, CliResult, call, small
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 BLOCKS = [
-    pytest.param(kind, text, id=f"{page.name}-{number}")
+    pytest.param(kind, text, printed, id=f"{page.name}-{number}")
     for page in PAGES
     if page.name != "README.md"
-    for number, (kind, text) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
+    for number, (kind, text, printed) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
 ]
 
 
@@ -63,10 +66,10 @@ def directory(toy, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("kind", "text"), BLOCKS)
-def test_block(kind, text, directory, monkeypatch):
+@pytest.mark.parametrize(("kind", "text", "printed"), BLOCKS)
+def test_block(kind, text, printed, directory, monkeypatch):
     monkeypatch.chdir(directory)
-    run_block(kind, text)
+    run_block(kind, text, printed)
 
 
 def test_the_tour_needs_nothing_but_the_demo(tmp_path, monkeypatch):
@@ -77,13 +80,15 @@ def test_the_tour_needs_nothing_but_the_demo(tmp_path, monkeypatch):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (started,) = re.findall(r"\.venv/bin/(regard demo.*)$", readme, re.MULTILINE)
     assert shell(f"{started} --minutes 0.05").code == 0
-    for kind, text in BLOCK.findall(readme):
-        run_block(kind, text)
+    for block in BLOCK.findall(readme):
+        run_block(*block)
 
 
-def run_block(kind: str, text: str) -> None:
+def run_block(kind: str, text: str, printed: str) -> None:
     if kind == "python":
-        exec(compile(text, "docs", "exec"), {})
+        with redirect_stdout(StringIO()) as out:
+            exec(compile(text, "docs", "exec"), {})
+        assert not printed or out.getvalue() == printed
         return
     for command, shown in commands(text):
         result = shell(command)
