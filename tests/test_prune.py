@@ -32,7 +32,7 @@ from regard.model import Model
 from regard.nn.hooks import patch, without
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.tune import prune, quality_curve, save_pruned, split_data, tune
+from regard.training.tune import fair_rates, prune, quality_curve, save_pruned, split_data, tune
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0
@@ -260,9 +260,30 @@ def test_pruning_a_run(tmp_path: Path) -> None:
     assert load_heads(tmp_path / "small") == tuple((0, index) for index in range(len(kept)))
 
 
+def test_speed_is_a_median_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is twice as fast; now and then something else makes either ten times slower."""
+    now, calls = 0.0, []
+
+    def work(name: str, seconds: float) -> Any:
+        def run() -> None:
+            nonlocal now
+            calls.append(name)
+            now += seconds * (10 if len(calls) % 5 == 0 else 1)
+
+        return run
+
+    monkeypatch.setattr("regard.training.tune.time.process_time", lambda: now)
+    rates = fair_rates([work("before", 2.0), work("after", 1.0)], 8, torch.device("cpu"))
+    assert rates == pytest.approx([4.0, 8.0])
+    turns = [calls[i : i + 2] for i in range(2, len(calls), 2)]
+    assert all(sorted(turn) == ["after", "before"] for turn in turns)
+    assert [turn[0] for turn in turns[:4]] == ["before", "after", "before", "after"]
+
+
 def test_one_shot_without_tuning_reports_the_same_state_twice() -> None:
     _, report = prune(letters(), EXAMPLES, EXAMPLES[:2], PruneAmount(count=4))
-    assert report.after is report.pruned and report.after.heads == 20
+    assert report.after == report.pruned and report.after.heads == 20
+    assert report.before.sentences_per_second > 0 < report.after.sentences_per_second
     assert report.curve[-1][0] == 18
 
 

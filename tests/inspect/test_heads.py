@@ -53,9 +53,11 @@ def steered(model: Model, name: str, offset: int) -> Callable[[torch.Tensor], to
         ("encoder", "encoder.blocks.0.attention", 1, "next token"),
         ("encoder", "encoder.blocks.1.attention", 0, "own token"),
         ("decoder", "decoder.blocks.1.attention", -1, "previous token"),
-        ("decoder", "decoder.blocks.1.attention", -2, "position, offset −2"),
+        ("decoder", "decoder.blocks.1.attention", -2, "token 2 back"),
         ("encoder", "encoder.blocks.0.attention", -99, "first token"),
-        ("cross", "decoder.blocks.0.cross", 0, "position, offset +0"),
+        ("cross", "decoder.blocks.0.cross", 0, "same position"),
+        ("encoder", "encoder.blocks.1.attention", 3, "token 3 ahead"),
+        ("cross", "decoder.blocks.0.cross", 2, "position 2 ahead"),
     ],
 )
 def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, transformer: Model) -> None:
@@ -69,6 +71,38 @@ def test_heads_are_recognised(kind: str, name: str, offset: int, what: str, tran
     if offset > -9:
         edge = 1 / (8 if kind != "decoder" else 7)
         assert found.means(0)[2] == pytest.approx(abs(offset), abs=2 * abs(offset) * edge)
+
+
+def test_far_offsets_are_recognised(transformer: Model) -> None:
+    name, tokens = "encoder.blocks.0.attention", [4 + i % 6 for i in range(40)]
+    batches = pair_batches([([*tokens, 3], [5, 3])], transformer.config)
+    with patch(transformer, {f"{name}.weights": steered(transformer, name, -17)}):
+        assert sum_attention(transformer, batches)[name].describe(0) == ("token 17 back", pytest.approx(1))
+
+
+def test_a_mixed_head_says_what_it_mixes(transformer: Model) -> None:
+    """Of each query, 40 % go to the token before and 30 % to the first one (both, at the second), the rest evenly."""
+    name = "encoder.blocks.0.attention"
+
+    def mix(x_BHTS: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(x_BHTS, 0.3 / x_BHTS.shape[3])
+        for t in range(x_BHTS.shape[2]):
+            out[:, :, t, max(0, t - 1)] += 0.4
+            out[:, :, t, 0] += 0.3
+        return out
+
+    length = 10
+    batches = pair_batches([([4, 5, 6, 7, 8, 9, 4, 5, 6, 3], [5, 3])], transformer.config)
+    with patch(transformer, {f"{name}.weights": mix}):
+        found = sum_attention(transformer, batches)[name]
+    weights_TS = mix(torch.zeros(1, 1, length, length))[0, 0]
+    expected = {
+        "previous token": float(weights_TS.diagonal(-1).sum()) / length,
+        "first token": float(weights_TS[:, 0].sum()) / length,
+    }
+    assert found.describe(0)[0] == "mixed"
+    assert dict(found.parts(0)) == pytest.approx(expected, abs=1e-5)
+    assert [what for what, _ in found.parts(0)] == sorted(expected, key=lambda what: -expected[what])
 
 
 def test_even_heads_are_recognised(transformer: Model) -> None:

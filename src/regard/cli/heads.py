@@ -85,5 +85,5 @@ def _row(head: HeadStatistics) -> list[str]:
     ablation = "" if head.ablation is None else f"{head.ablation:+.4f}"
     numbers = [f"{head.confidence:.2f}", f"{head.entropy:.2f}", f"{head.distance:.1f}"]
     row = [head.kind, str(head.layer + 1), str(head.head + 1), f"{head.gradient:.4f}", ablation, *numbers]
-    row += [head.what, f"{head.share:.2f}"]
+    row += [head.description, f"{head.share:.2f}"]
     return row if head.induction is None else [*row, f"{head.induction:.2f}"]

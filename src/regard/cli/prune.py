@@ -97,7 +97,7 @@ def _print_report(report: PruneReport) -> None:
     ]
     for name in report.before.metrics:
         rows.append([name, *(f"{state.metrics[name]:.2f}" for state in states.values())])
-    rows.append(["sentences/s", *(f"{state.sentences_per_second:.1f}" for state in states.values())])
+    rows.append(["sentences/CPU s", *(f"{state.sentences_per_second:.1f}" for state in states.values())])
     print_table(rows, ["", *states])
 
 

@@ -26,8 +26,8 @@ from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
 
-MAX_OFFSET = 8  # between query and key; larger ones count as one
 MAIN_SHARE = 0.5  # of a head's weight: enough to say what it does
+PART_SHARE, MOST_PARTS = 0.1, 3  # of all weight of a head: enough to be named as a part of it, and how many are
 EVEN_SHARE = 0.9  # of the largest possible entropy: enough to say that it attends to everything evenly
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
 
@@ -48,12 +48,21 @@ class HeadStatistics:
     distance: float  # between query and key, by weight: tokens, in an image pixels
     what: str  # what it mainly attends to, in words
     share: float  # of its weight that goes there
+    parts: tuple[tuple[str, float], ...] = ()  # the patterns with most of all its weight; they may overlap
     alignment: float | None = None  # cross-attention: agreement with given links, or sharpness times coverage
     induction: float | None = None  # language models: weight on what followed the same token before
 
     def to_json(self) -> dict[str, Any]:
         present = {key: value for key, value in vars(self).items() if value is not None}
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in present.items()}
+        rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in present.items()}
+        return {**rounded, "parts": {what: round(share, 6) for what, share in self.parts}}
+
+    @property
+    def description(self) -> str:
+        """What it attends to, and if that is several things, which."""
+        if self.what != "mixed" or not self.parts:
+            return self.what
+        return "mixed: " + ", ".join(f"{share:.0%} {what}" for what, share in self.parts)
 
 
 def measure_heads(
@@ -83,7 +92,8 @@ def measure_heads(
             key, location = (name, index), (name, *kind_and_layer(name), number, index)
             means, (what, share) = sums[name].means(index), sums[name].describe(index)
             importance, extra = (gradient[key], ablated.get(key)), (aligned.get(key), induced.get(key))
-            heads.append(HeadStatistics(*location, *importance, *means, what, share, *extra))
+            parts = sums[name].parts(index)
+            heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *extra))
     aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
     heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
     return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
@@ -149,6 +159,21 @@ class AttentionSums:
         evenness = float(self.sums_3H[1, head]) / self.max_entropy if self.max_entropy else 0.0
         return ("everything evenly", evenness) if evenness >= EVEN_SHARE else ("mixed", shares.get(best, 0.0))
 
+    def parts(self, head: int) -> tuple[tuple[str, float], ...]:
+        """The patterns that have most of all weight of a head, with their shares, the largest first."""
+        shares = {what: float(weight_H[head]) / max(1, self.queries) for what, (weight_H, _) in self.targets.items()}
+        largest = sorted(shares.items(), key=lambda item: -item[1])[:MOST_PARTS]
+        return tuple((what, share) for what, share in largest if share >= PART_SHARE)
+
+
+def offset_name(kind: str, offset: int) -> str:
+    """How a key so many positions after the query (before it, if negative) is called."""
+    if kind == "cross":
+        names, noun = {0: "same position"}, "position"
+    else:
+        names, noun = {-1: "previous token", 0: "own token", 1: "next token"}, "token"
+    return names.get(offset, f"{noun} {abs(offset)} {'back' if offset < 0 else 'ahead'}")
+
 
 @torch.no_grad()
 def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
@@ -198,9 +223,16 @@ def _add_tokens(
         weight_H = (weights_BHTS * target_BTS.unsqueeze(1)).sum((0, 2, 3))
         sums.add_target(what, weight_H, int(target_BTS.any(2).sum()))
 
-    names = {-1: "previous token", 0: "own token", 1: "next token"} if kind != "cross" else {}
-    for offset in range(-MAX_OFFSET, MAX_OFFSET + 1):
-        add_target(names.get(offset, f"position, offset {offset:+d}".replace("-", "−")), offset_BTS == offset)
+    # All offsets at once: sums over the diagonals of the weights, and the queries that have a key there.
+    queries, keys = mask_BTS.shape[1:]
+    diagonal_N = (s_S - t_T1 + queries - 1).flatten()
+    weight_HO = weights_BHTS.new_zeros(weights_BHTS.shape[1], queries + keys - 1)
+    weight_HO.index_add_(1, diagonal_N, weights_BHTS.sum(0).flatten(1))
+    count_O = torch.zeros(queries + keys - 1, dtype=torch.int64, device=diagonal_N.device)
+    count_O.index_add_(0, diagonal_N, mask_BTS.sum(0).flatten())
+    for index, count in enumerate(count_O.tolist()):
+        if count:
+            sums.add_target(offset_name(kind, index - queries + 1), weight_HO[:, index], count)
     add_target("first token", (s_S == 0).expand_as(mask_BTS))
     if kind != "decoder":
         last_B11 = (key_keep_BS.sum(1) - 1).view(-1, 1, 1)

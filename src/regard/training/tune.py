@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -62,6 +63,7 @@ JUDGED = 10  # times while tuning
 GATE_COST = 0.1  # of all heads, in loss per token, while gates are learned
 GATE_LR = 0.1  # high: in a short training the gates have a long way to go
 POINTS = 12  # of the curve
+ROUNDS = 9  # of measuring speed
 REPORT = "prune.json"
 TUNE_TOKENS, TUNE_EXAMPLES = 4096, 64  # of a batch
 
@@ -204,7 +206,7 @@ class Snapshot:
     parameters: int
     loss: float  # per token, in nats
     metrics: dict[str, float]
-    sentences_per_second: float  # decoded greedily on this machine; for models that do not decode, read
+    sentences_per_second: float = 0.0  # of processor time, decoded greedily; read, if the model does not decode
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,10 @@ def prune(
         judge = _judge(smaller, held_out, valid, notify)
         tune(small, shuffled_data(run, data), tune_steps, teacher=run.model, judge=judge, lr=lr)
         after = take_snapshot(smaller, held_out, valid)
+    works = [decoding_work(each, held_out, valid) for each in (run, smaller)]
+    full, faster = fair_rates([work for work, _ in works], works[0][1], run.model.device)
+    before = replace(before, sentences_per_second=full)
+    pruned, after = (replace(each, sentences_per_second=faster) for each in (pruned, after))  # of the same shape
     attentions = run.model.attentions()
     numbers = {name: [attentions[name].head_numbers[head] for head in heads] for name, heads in removed.items()}
     return smaller, PruneReport(before, pruned, after, numbers, curve, tune_steps)
@@ -288,25 +294,44 @@ def take_snapshot(run: Run, data: TaskData, batches: Sequence[Batch]) -> Snapsho
     if run.task.seq2seq:
         assert not isinstance(data, str | LabelledImages)
         names = [name for name in default_metrics(run, [e.target or "" for e in data]) if name != "perplexity"]
-        decode, some = TorchEngine(run, Options()), list(data[:64])
-        decode(some[:4])  # the first call is always slow
-        rate = len(some) / min(_seconds(lambda: decode(some)) for _ in range(3))
         scores = evaluate(run, data, Options(), names, samples=0).metrics
         metrics = {name: value.score for name, value in scores.items()}
     else:
-        first = batches[0].to(run.model.device)
-        rate = len(first.label_BT) / min(_seconds(lambda: Objective(run.model)(first)) for _ in range(3))
         metrics = {"perplexity": math.exp(min(loss, 700.0))}
         if run.task.labels:
             metrics = {"accuracy": mean_scores(run.model, batches, ProcessGroup(device=run.model.device))["accuracy"]}
-    return Snapshot(count_heads(run.model), run.model.size, loss, metrics, rate)
+    return Snapshot(count_heads(run.model), run.model.size, loss, metrics)
+
+
+def decoding_work(run: Run, data: TaskData, batches: Sequence[Batch]) -> tuple[Callable[[], object], int]:
+    """A function that decodes (or reads, if the model does not decode) some examples, and their number."""
+    if run.task.seq2seq:
+        assert not isinstance(data, str | LabelledImages)
+        engine, some = TorchEngine(run, Options()), list(data[:64])
+        return lambda: engine(some), len(some)
+    first = batches[0].to(run.model.device)
+    return lambda: Objective(run.model)(first), len(first.label_BT)
 
 
 @torch.no_grad()
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return max(1e-9, time.perf_counter() - began)
+def fair_rates(works: Sequence[Callable[[], object]], items: int, device: torch.device) -> list[float]:
+    """Items per second of several works, which take turns; medians, of processor time where a CPU does the work.
+
+    What else the machine does then slows none of them alone, and waiting for it does not count.
+    """
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    for work in works:
+        work()  # the first call is always slow
+    seconds: list[list[float]] = [[] for _ in works]
+    for number in range(ROUNDS):
+        turns = list(enumerate(works))
+        for index, work in turns if number % 2 == 0 else reversed(turns):
+            began = clock()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[index].append(clock() - began)
+    return [items / max(1e-9, statistics.median(each)) for each in seconds]
 
 
 def _judge(run: Run, data: TaskData, batches: Sequence[Batch], notify: Callable[[str], None]) -> Callable[[], float]:
