@@ -76,7 +76,7 @@ class Run:
         return self.labels or tuple(map(str, range(self.config.classes or 0)))
 
     def never_produced(self, unknown: bool = False) -> list[int]:
-        """Ids that no output has: special tokens but the end (and `unknown` ones, if so), and ids without a token."""
+        """Ids that no output has: special tokens but the end and, if so, the `unknown` one, and ids without a token."""
         ids, vocab = self.config.ids, self.config.target_vocab
         never = {ids.pad, ids.sos, ids.mask, *([] if unknown else [ids.unk]), *self.generation.suppressed}
         never |= set(range(self.codec.target.size, vocab))

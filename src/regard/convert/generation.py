@@ -56,7 +56,8 @@ def read_generation(directory: Path, hf: Fields, config: Config, log: Callable[[
     single = [row[0] for row in rows if len(row) == 1]
     listed = there.get("suppress_tokens", [])
     ids = {*single, *(listed if isinstance(listed, list) else [])}
-    suppressed = sorted(i for i in ids if type(i) is int and 0 <= i < config.target_vocab and i != config.ids.eos)
+    special = set(config.ids.model_dump().values())  # which a run never produces, but for the end
+    suppressed = sorted(i for i in ids if type(i) is int and 0 <= i < config.target_vocab and i not in special)
     return Generation(suppressed=tuple(suppressed), max_length=_limit(there, config, log))
 
 

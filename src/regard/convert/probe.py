@@ -109,9 +109,7 @@ class _Scaling:
             found = float((output - bias).square().mean().sqrt())
             if not self.tied:
                 linear.weight.mul_(self.size / max(found, 1e-30))
-            elif (
-                linear.bias is not None
-            ):  # the weight is that of the embedding: the bias takes the size of its products
+            elif linear.bias is not None:  # the weight is the embedding's: the bias takes the size of its products
                 linear.bias.mul_(found / self.size)
         result: Tensor = linear.forward(*inputs)
         return result
