@@ -52,7 +52,7 @@ def browser() -> Iterator[chromium.Chromium]:
 
 
 def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -> Trace:
-    return trace(run, Example(source), run.codec.target.encode([output])[0], **options)
+    return trace(run, Example(source), run.codec.encode_target([output])[0], **options)
 
 
 def show(browser: chromium.Chromium, found: Trace, folder: Path, dark: bool = False) -> float:
@@ -195,7 +195,7 @@ def test_output_leads_to_the_walk_and_its_numbers_are_the_models(
     found = made(transformer_run)
     show(browser, found, tmp_path)
     browser.click("#tab-output")
-    browser.click(".steps tbody tr", 2)
+    browser.click(".steps tr[tabindex]", 2)
     browser.click("#panel .quiet")
     assert browser.run("document.querySelector('#tab-walk').getAttribute('aria-selected')") == "true"
     titles = browser.run("Array.from(document.querySelectorAll('.walk > li > h2'), n => n.textContent)")
@@ -301,6 +301,10 @@ def test_three_hundred_tokens_a_side_do_not_freeze(
     browser.click("#tab-heads")
     browser.hover(".columns > div:first-child .word", 3)
     assert browser.run("document.querySelectorAll('.links path').length") > 0
+    browser.click("#tab-output")
+    browser.click(".steps tr[tabindex]", 250)
+    details = "document.querySelector('.details').getBoundingClientRect()"
+    assert browser.run(f"{details}.top > 0 && {details}.bottom <= window.innerHeight")
     assert complaints(browser) == []
 
 
@@ -308,13 +312,115 @@ def test_right_to_left_words_run_from_the_right(
     browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
 ) -> None:
     found = made(transformer_run)
-    hebrew = ("שָׁ", "ל", "וֹ", "ם", "\u05b8", "<eos>")
-    found = dataclasses.replace(found, tokens={**found.tokens, "source": hebrew})
-    show(browser, found, tmp_path)
-    places = browser.run("Array.from(document.querySelector('.words').children, n => n.getBoundingClientRect().left)")
-    assert places == sorted(places, reverse=True)
+    hebrew = ("V", "PST", "שָׁ", "ל", "\u05b8", "<eos>")  # features stand before the word
+    both = {"source": "rtl", "output": "rtl", "input": "rtl"}
+    show(browser, dataclasses.replace(found, tokens={**found.tokens, "source": hebrew}, directions=both), tmp_path)
+    lefts = "Array.from({}, n => n.getBoundingClientRect().left)"
+    places = browser.run(lefts.format("document.querySelector('.words').children"))
+    assert len(places) == 6 and places == sorted(places, reverse=True)
     texts = browser.run("Array.from(document.querySelectorAll('.words')[0].children, n => n.textContent)")
     assert texts == [*hebrew[:4], "◌\u05b8", "<eos>"]
+    message = "document.querySelector('.read').textContent"
+    _, y = browser.spot(".figure")
+    left = browser.run("document.querySelector('.figure').getBoundingClientRect().left")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + 4, y=y)  # at the labels: the first column
+    assert "<eos>" in browser.run(message)
+    browser.run("document.querySelector('.figure').focus()")
+    for _ in range(7):
+        browser.key("ArrowRight")
+    assert "attends to  V" in browser.run(message)
+    browser.key("ArrowLeft")
+    assert "attends to  PST" in browser.run(message)
+    browser.click("#tab-lens")
+    places = browser.run(lefts.format("document.querySelectorAll('.lens thead th')"))
+    assert len(places) == 5 and places == sorted(places, reverse=True)
+    assert complaints(browser) == []
+
+
+def test_paper_is_light_and_has_every_view(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
+    found = made(transformer_run)
+    show(browser, found, tmp_path, dark=True)
+    theme = "document.documentElement.dataset.theme"
+    browser.run(
+        "window.addEventListener('beforeprint', () => { window.seen = ["
+        f"{theme}, Array.from(document.querySelectorAll('.sheets > section > h1'), n => n.textContent),"
+        " document.querySelectorAll('.walk > li').length, getComputedStyle(document.body).backgroundColor,"
+        " Array.from(document.querySelectorAll('.sheets .scroll')).every(n => n.scrollWidth <= n.clientWidth + 2)]; })"
+    )
+    titles = browser.run("Array.from(document.querySelectorAll('[role=tab]'), n => n.textContent)")
+    pdf = browser.call("Page.printToPDF", printBackground=True)["data"]
+    assert len(pdf) > 10_000
+    cards = next(walk for walk in found.walks if walk.name == "decoder").layers[0]
+    assert browser.run("window.seen") == ["light", titles, len(cards), "rgb(250, 249, 246)", True]
+    assert browser.run(theme) == "dark" and browser.run("document.querySelector('.sheets')") is None
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(250, 249, 246)"
+    browser.call("Emulation.setEmulatedMedia", media="")
+    assert complaints(browser) == []
+
+
+def test_the_walk_of_a_pruned_model_reaches_every_head(
+    browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_letters(kept_heads=((1,), (1,)), kept_cross_heads=((0, 3), (0, 3)))
+    found = made(run)
+    show(browser, found, tmp_path)
+    browser.click("#tab-walk")
+    buttons = "Array.from(document.querySelectorAll('[aria-label=head] button'), n => n.textContent)"
+    assert browser.run(buttons) == ["1", "2", "4"]
+    browser.click("[aria-label=head] button", 2)
+    cards = "Array.from(document.querySelectorAll('.walk > li'))"
+    notes = browser.run(f"{cards}.filter(n => n.querySelector('.note')).map(n => n.querySelector('h2').textContent)")
+    layer = next(walk for walk in found.walks if walk.name == "decoder").layers[0]
+    assert notes == [card.title for card in layer if card.scores and card.scores.map.endswith("attention")]
+    marked = browser.run(f"{cards}.flatMap(n => Array.from(n.querySelectorAll('tr.on th'), x => x.textContent))")
+    assert [text for text in marked if text.startswith("z") and text[1:].isdigit()] == ["z2", "z4"]
+    card = next(card for card in layer if card.title == "Cross-attention: weighted sum")
+    shown = browser.run(
+        f"{cards}.find(n => n.querySelector('h2').textContent === {card.title!r}).querySelector('tr.on td').textContent"
+    )
+    assert float(shown.replace("−", "-")) == pytest.approx(card.vectors[0].first[1, 1, 0], abs=0.02)
+    browser.click("#tab-heads")
+    assert complaints(browser) == []
+
+
+def test_few_presses_of_tab_lead_through_a_long_text(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    show(browser, made(transformer_run, "abcab" * 12, "bcdab" * 12), tmp_path)
+    stops = (
+        "Array.from(document.querySelectorAll('#panel button, #panel select, #panel [tabindex]')).filter("
+        "n => n.tabIndex >= 0 && !n.closest('.choice')).length"
+    )
+    for name, most in {"alignment": 4, "heads": 3, "model": 3, "output": 2, "lens": 1}.items():
+        browser.click(f"#tab-{name}")
+        assert 1 <= browser.run(stops) <= most, name
+    browser.run("document.querySelector('.lens .cell').focus()")
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+        browser.key(key)
+    assert browser.run("document.querySelector('.read').textContent").startswith("layer 2, token 3:")
+    assert browser.run(stops) == 1
+    browser.key("End")
+    assert browser.run("document.querySelector('.read').textContent").startswith("layer 2, token 61:")
+
+
+def test_the_lens_says_where_the_output_differs(
+    browser: chromium.Chromium, transformer_run: Run, tmp_path: Path
+) -> None:
+    found = made(transformer_run)
+    other = sum(step.token != last[0].token for step, last in zip(found.steps, found.lens[-1].steps, strict=True))
+    assert other
+    show(browser, found, tmp_path)
+    browser.click("#tab-lens")
+    assert f"At {other} of 4 tokens the output" in browser.run("document.querySelector('#panel p').textContent")
+
+
+def test_axes_are_named_in_the_plural(
+    browser: chromium.Chromium, make_letters: Callable[..., Run], tmp_path: Path
+) -> None:
+    show(browser, made(make_letters(position="rotary")), tmp_path)
+    browser.click("#tab-position")
+    assert "positions down, pairs of dimensions across" in browser.run("document.querySelector('#panel').textContent")
 
 
 def test_it_works_in_the_frame_of_a_notebook(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:

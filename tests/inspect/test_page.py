@@ -63,7 +63,7 @@ def read(text: str) -> Reader:
 @pytest.fixture(scope="module")
 def found() -> Trace:
     run = letters()
-    return trace(run, Example("abcab"), run.codec.target.encode(["bcd"])[0])
+    return trace(run, Example("abcab"), run.codec.encode_target(["bcd"])[0])
 
 
 def with_tokens(found: Trace, token: str) -> Trace:
@@ -119,15 +119,15 @@ def test_data_come_back(found: Trace) -> None:
 
 
 def unpacked(entry: dict[str, Any], numbers: bytes) -> np.ndarray:
-    kind = {"u1": "u1", "u2": "<u2", "i2": "<i2"}[entry["type"]]
+    kind = {"u2": "<u2", "i2": "<i2"}[entry["type"]]
     count = int(np.prod(entry["shape"]))
     return np.frombuffer(numbers, kind, count, entry["at"]).reshape(entry["shape"]) * entry["scale"]
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=9))
 def test_packed_numbers_are_near(numbers: list[float]) -> None:
-    packer = Packer(two_bytes=False)
-    packer.weights(np.array([0.5], dtype=np.float32))  # an odd number of bytes before it
+    packer = Packer()
+    packer.weights(np.array([0.5], dtype=np.float32))  # something before it
     x = np.array([*numbers, np.inf], dtype=np.float32)
     entry = packer.signed(x)
     back = unpacked(entry, zlib.decompress(base64.b64decode(packer.pack())))
@@ -154,8 +154,18 @@ def test_a_notebook_gets_a_frame_that_can_do_nothing_else(found: Trace) -> None:
 
 def test_a_large_model_stays_small(make_letters: Callable[..., Run]) -> None:
     run = make_letters(layers=6, heads=8, width=64)
-    text = trace(run, Example("abcde" * 6), run.codec.target.encode(["bcdab" * 6])[0]).to_html()
+    text = trace(run, Example("abcde" * 6), run.codec.encode_target(["bcdab" * 6])[0]).to_html()
     assert len(text.encode()) < 3_000_000
+
+
+def test_weights_of_long_texts_still_sum_to_one(make_letters: Callable[..., Run]) -> None:
+    run = make_letters()
+    found = trace(run, Example("abcde" * 60), run.codec.encode_target(["bcdab" * 60])[0])
+    block = found.page_data()
+    numbers = zlib.decompress(base64.b64decode(block["numbers"]))
+    for entry, m in zip(block["maps"], found.maps, strict=True):
+        assert m.weights_HTS.shape[1:] == (300, 300)
+        assert np.allclose(unpacked(entry["weights"], numbers).sum(-1), 1.0, atol=3e-3), m.name
 
 
 def test_kinds_that_are_not_there_leave_no_trace(make_letters: Callable[..., Run]) -> None:

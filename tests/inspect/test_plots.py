@@ -14,12 +14,13 @@ from regard.run import Run
 from regard.text.codec import Example
 
 matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib.image")
 
 
 @pytest.fixture
 def found(make_letters: Callable[..., Run]) -> Trace:
     run = make_letters()
-    return trace(run, Example("abcab"), run.codec.target.encode(["bcd"])[0])
+    return trace(run, Example("abcab"), run.codec.encode_target(["bcd"])[0])
 
 
 def test_pictures_are_files_of_their_kind(found: Trace, tmp_path: Path) -> None:
@@ -44,6 +45,29 @@ def test_tokens_are_labels_and_never_formulas(found: Trace, tmp_path: Path) -> N
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["b", "c", "d", "<eos>"]
 
 
+def test_right_to_left_keys_run_from_the_right(found: Trace) -> None:
+    odd = dataclasses.replace(found, directions={**found.directions, "source": "rtl"})
+    for figure in (picture.draw_matrix(odd.matrix()), picture.draw_all_heads(odd, "cross")):
+        left, right = figure.axes[0].get_xlim()
+        assert left > right
+    left, right = picture.draw_matrix(found.matrix()).axes[0].get_xlim()
+    assert left < right
+
+
+@pytest.mark.parametrize("point", ["\u05b8", "\u05bc", "\u064e", "\u0650\u0651", "\u0301"])
+def test_vowel_points_are_drawn_on_their_circle(point: str, tmp_path: Path) -> None:
+    """A label with a point is not wider than its circle alone."""
+
+    def width(label: str) -> int:
+        figure = picture.new_figure(2, 2)
+        figure.text(0.5, 0.5, label, fontsize=40)
+        picture.save(figure, tmp_path / "label.png")
+        inked = matplotlib.image.imread(tmp_path / "label.png")[..., 0].min(0) < 0.5
+        return int(np.ptp(np.flatnonzero(inked)))
+
+    assert width(picture._picture_label(point)) <= 1.2 * width("◌")
+
+
 def test_heads_and_grids(found: Trace, tmp_path: Path) -> None:
     whole = picture.draw_all_heads(found, "cross")
     assert len(whole.axes) == 8
@@ -63,7 +87,7 @@ def test_heads_and_grids(found: Trace, tmp_path: Path) -> None:
 
 def test_long_texts_stay_within_the_paper(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
-    long = trace(run, Example("abcab" * 40), run.codec.target.encode(["bcd" * 40])[0])
+    long = trace(run, Example("abcab" * 40), run.codec.encode_target(["bcd" * 40])[0])
     figure = picture.draw_matrix(long.matrix())
     assert max(figure.get_size_inches()) <= picture.LARGEST + 1
     assert len(figure.axes[0].get_xticklabels()) <= 60

@@ -39,6 +39,12 @@ def test_wide_combining_and_right_to_left_characters():
     assert draw_in_shades(["ש"], ["s"], [[1.0]])[0] == f"  {LTR_MARK}ש{LTR_MARK}"
 
 
+def test_right_to_left_columns_begin_at_the_right():
+    assert draw_in_shades(list("ab"), ["x"], [[1.0, 0.0]], right_to_left=True) == ["  b  a", "x    ██"]
+    lines = draw_in_shades(list("abcd"), ["x"], [[1.0, 0.0, 0.0, 1.0]], 8, right_to_left=True)
+    assert [line.split() for line in lines] == [["b", "a"], ["x", "██"], [], ["d", "c"], ["x", "██"]]
+
+
 @pytest.mark.parametrize(
     ("piece", "text"), [(" ", "␣"), ("\t", "␉"), ("", "∅"), ("\u200b", "·"), ("\x1b[1m", "␛[1m"), ("\u2028", "�")]
 )

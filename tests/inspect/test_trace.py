@@ -1,25 +1,29 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from modelkit import check_scores
+from modelkit import check_scores, letters, tiny
 from regard.decode.alignment import alignment_quality
 from regard.errors import UserError
-from regard.inspect.trace import Trace, trace
+from regard.inspect.inputs import text_direction
+from regard.inspect.trace import Trace, trace, trace_pair
 from regard.nn.hooks import record, taps
 from regard.run import Run
-from regard.text.codec import Example
+from regard.text.codec import Codec, Example
+from regard.text.tokenizer import Tokenizer
 
 TEXT, OUTPUT = "abcab", "bcd"
 
 
 def traced(run: Run, source: str = TEXT, output: str = OUTPUT, **options: Any) -> Trace:
-    return trace(run, Example(source), run.codec.target.encode([output])[0], **options)
+    return trace(run, Example(source), run.codec.encode_target([output])[0], **options)
 
 
 def logits(run: Run, source: str = TEXT, output: str = OUTPUT) -> torch.Tensor:
@@ -137,10 +141,81 @@ def test_long_texts_are_truncated_with_a_note(transformer_run: Run) -> None:
     assert not traced(transformer_run).notes
 
 
-def test_the_target_may_come_with_or_without_its_end(transformer_run: Run) -> None:
-    ids = transformer_run.codec.target.encode(["bc"])[0]
-    with_end = trace(transformer_run, Example(TEXT), [*ids, transformer_run.config.ids.eos])
-    assert with_end.tokens == trace(transformer_run, Example(TEXT), ids).tokens
+def test_the_target_is_shown_with_or_without_its_end_as_it_was_given(transformer_run: Run) -> None:
+    ids = transformer_run.codec.encode_target(["bc"])[0]
+    assert trace(transformer_run, Example(TEXT), ids).tokens["output"] == ("b", "c", "<eos>")
+    assert trace(transformer_run, Example(TEXT), ids[:-1]).tokens["output"] == ("b", "c")
+
+
+@torch.no_grad()
+def test_an_output_that_was_cut_shows_no_end(transformer_run: Run) -> None:
+    complete = trace_pair(transformer_run, Example(TEXT), OUTPUT)
+    assert complete.tokens["output"][-1] == "<eos>" and not complete.notes
+    model = transformer_run.model
+
+    def never_end(module: torch.nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([transformer_run.config.ids.eos]), -1e4)
+
+    assert model.output is not None
+    handle = model.output.register_forward_hook(never_end)
+    found = trace_pair(transformer_run, Example(TEXT))
+    handle.remove()
+    assert "<eos>" not in found.tokens["output"] and len(found.tokens["output"]) == len(found.steps) > 5
+    (note,) = found.notes
+    assert note.startswith("The output ended at the limit of")
+
+
+def hebrew_run() -> Run:
+    tokenizer = Tokenizer.train("char", ["שלום"])
+    codec = Codec(tokenizer, tokenizer, features=("V", "PST"), columns=("source", "features", "target"))
+    return Run((model := tiny(vocab=codec.target_vocab)).config, codec, model, Path("runs/hebrew"))
+
+
+def test_the_direction_is_that_of_the_word_and_features_are_told() -> None:
+    run = hebrew_run()
+    found = trace(run, Example("שלום", None, "V;PST"), run.codec.encode_target(["ש"])[0])
+    assert found.tokens["source"][:3] == ("V", "PST", "ש")
+    assert found.directions == {"source": "rtl", "input": "rtl", "output": "rtl"}
+    assert found.texts == {"source": "שלום", "features": "V;PST", "output": "ש"}
+    assert found.matrix().right_to_left
+    assert set(traced(letters()).directions.values()) == {"ltr"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("abc", "ltr"), ("12 שלום", "rtl"), ("كتاب abc", "rtl"), ("1", "ltr"), ("", "ltr")]
+)
+def test_the_direction_of_a_text(text: str, expected: str) -> None:
+    assert text_direction(text) == expected
+
+
+@pytest.mark.parametrize("bias", ["all", "ff", "none"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_formulas_name_the_biases_that_the_model_has(bias: str, gated: bool, make_letters: Callable[..., Run]) -> None:
+    """The biases in the formulas of a layer are as many as its linear maps have, keys and values being two maps."""
+    run = make_letters(bias=bias, gated=gated)
+    decoder = next(walk for walk in traced(run).walks if walk.name == "decoder")
+    assert run.model.decoder is not None
+    for block, cards in zip(run.model.decoder.blocks, decoder.layers, strict=True):
+        names = [name for name, _ in block.named_parameters() if name.endswith(".bias") and "norm" not in name]
+        count = sum(2 if "key_value" in name else 1 for name in names)
+        formulas = " ".join(card.formula for card in cards if card.show != "prediction")
+        assert len(re.findall(r"\+ b_", formulas)) == count
+
+
+def test_formulas_of_recurrent_models_name_biases(make_letters: Callable[..., Run]) -> None:
+    (cards,) = traced(make_letters("rnn-bahdanau")).walks[0].layers
+    formulas = {card.title: card.formula for card in cards}
+    assert "U k_s + b)" in formulas["scores, mask, softmax"] and formulas["Concatenation"].endswith("+ b)")
+
+
+def test_side_by_side_are_the_heads_that_are_left(make_letters: Callable[..., Run]) -> None:
+    run = make_letters(kept_heads=((0, 3), (1, 2, 3)), kept_cross_heads=((2,), (0, 1, 2, 3)))
+    for walk in traced(run).walks:
+        stack = run.config.stacks[walk.name]
+        assert stack.kept_heads is not None
+        for kept, cards in zip(stack.kept_heads, walk.layers, strict=True):
+            card = next(card for card in cards if card.show == "heads")
+            assert card.formula.startswith(f"o_t = [{' ; '.join(f'z^{{{head + 1}}}_t' for head in kept)}] W_O")
 
 
 def test_chosen_heads_make_the_alignment(transformer_run: Run) -> None:

@@ -122,9 +122,10 @@ def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
 def _draw_at_terminal(traced: Trace, kind: str | None, layer: int | None, head: int | None) -> None:
     matrix = traced.matrix(kind, layer, head)
     rows, columns = matrix.tokens
+    weights = matrix.weights_TS.tolist()
     console = Console()
     if console.is_terminal:
-        console.print(draw_in_colour(columns, rows, matrix.weights_TS.tolist(), console.width))
+        console.print(draw_in_colour(columns, rows, weights, console.width, matrix.right_to_left))
     else:
-        for line in draw_in_shades(columns, rows, matrix.weights_TS.tolist()):
+        for line in draw_in_shades(columns, rows, weights, right_to_left=matrix.right_to_left):
             out(line)

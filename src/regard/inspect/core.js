@@ -12,7 +12,7 @@ async function unpack(text) {
   return new Response(stream).arrayBuffer();
 }
 
-const KINDS = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array };
+const KINDS = { u2: Uint16Array, i2: Int16Array };
 const NONE = -32768;
 
 function values(entry) {
@@ -99,10 +99,26 @@ const SPECIAL = new Set(["<sos>", "<eos>", "<pad>"]);
 // A space before a word is part of many tokens: it is shown, but quietly.
 const leads = (token) => /^ [^ ]/.test(token);
 const word = (token) => h("bdi", { class: SPECIAL.has(token) ? "special" : null }, leads(token) ? [h("i", {}, "␣"), visible(token.slice(1))] : visible(token));
-const rightToLeft = (tokens) => {
-  const strong = tokens.filter((t) => !SPECIAL.has(t)).join("").match(/\p{L}/u);
-  return Boolean(strong && /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u.test(strong[0]));
-};
+// A token row is written in the direction of its text: features, which stand before it, are written like names.
+const rightToLeft = (name) => data.directions[name] === "rtl";
+
+// One stop of the Tab key for many nodes: arrow keys move among them, up and down by `across`; null is a gap.
+function roving(nodes, { across = 1, start = 0, mirrored = false } = {}) {
+  let at = Math.max(0, nodes[start] ? start : nodes.findIndex(Boolean));
+  const sideways = mirrored ? -1 : 1;
+  nodes.forEach((node, i) => {
+    if (!node) return;
+    node.setAttribute("tabindex", i === at ? "0" : "-1");
+    node.addEventListener("focus", () => { nodes[at].setAttribute("tabindex", "-1"); at = i; node.setAttribute("tabindex", "0"); });
+    node.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -sideways, ArrowRight: sideways, ArrowUp: -across, ArrowDown: across, Home: 1, End: -1 }[event.key];
+      if (!step) return;
+      let next = event.key === "Home" ? 0 : event.key === "End" ? nodes.length - 1 : i + step;
+      while (next in nodes && !nodes[next]) next += step;
+      if (nodes[next]) { event.preventDefault(); nodes[next].focus(); }
+    });
+  });
+}
 
 // Numbers for people
 
@@ -141,6 +157,6 @@ const ink = (name) => getComputedStyle(document.documentElement).getPropertyValu
 
 // What is chosen, shared by all views
 
-const state = { view: "alignment", map: 0, head: -1, step: 0, alignment: 0, picture: 0, walk: 0, walkLayer: 0, walkHead: 0, walkRow: 1 };
+const state = { view: "alignment", map: 0, head: -1, step: 0, alignment: 0, picture: 0, walk: 0, walkLayer: 0, walkHead: 0, walkRow: 1 }; // head: an index among those of the map; walkHead: the number of a head, which outlives pruning
 const KIND_NAMES = { cross: "Cross", encoder: "Encoder self", decoder: "Decoder self" };
 const kindName = (kind) => KIND_NAMES[kind] || kind;

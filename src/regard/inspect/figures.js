@@ -1,6 +1,7 @@
 // Figures: a matrix with tokens on both axes, and lines between two rows of words.
 
 const FONT = () => getComputedStyle(document.body).fontFamily;
+const directionOf = (label) => (/^\P{L}*[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u.test(label) ? "rtl" : "ltr"); // of one token
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 
 function canvasOf(width, height) {
@@ -15,7 +16,7 @@ function canvasOf(width, height) {
   return [made, pen];
 }
 
-// options: rows, columns (tokens), at(t, s), max, label, room (px), signed, onPick(t, s), onHover(t, s), tell(t, s) -> nodes
+// options: rows, columns (tokens), at(t, s), max, label, room (px), signed, mirrored (columns from the right), onPick(t, s), onHover(t, s), tell(t, s) -> nodes
 function matrix(options) {
   const T = options.rows.length, S = options.columns.length;
   const measure = document.createElement("canvas").getContext("2d");
@@ -36,6 +37,7 @@ function matrix(options) {
   const [base, pen] = canvasOf(width, height);
   const [over, mark] = canvasOf(width, height);
 
+  const place = (s) => (options.mirrored ? S - 1 - s : s); // the column of a key, and the key of a column
   const shade = (v) => (options.signed ? colour(0.5 + v / (2 * options.max || 1), "over") : colour(v / (options.max || 1)));
   const gap = Math.min(wide, cell) >= (options.signed ? 12 : 8) ? 1 : 0;
   if (gap) {
@@ -44,17 +46,17 @@ function matrix(options) {
     for (let t = 0; t < T; t++) for (let s = 0; s < S; s++) {
       const v = options.at(t, s), rgb = shade(v);
       pen.fillStyle = css(rgb);
-      pen.fillRect(left + s * wide, top + t * cell, wide - gap, cell - gap);
+      pen.fillRect(left + place(s) * wide, top + t * cell, wide - gap, cell - gap);
       if (inside && v >= 0.095) {
         pen.font = "11px " + FONT();
         pen.fillStyle = inkOn(rgb);
-        pen.fillText(v >= 0.995 ? "1" : v.toFixed(2).slice(1), left + s * wide + (wide - gap) / 2, top + t * cell + cell / 2 + 4);
+        pen.fillText(v >= 0.995 ? "1" : v.toFixed(2).slice(1), left + place(s) * wide + (wide - gap) / 2, top + t * cell + cell / 2 + 4);
       }
     }
   } else {
     const image = new ImageData(S, T);
     for (let t = 0, i = 0; t < T; t++) for (let s = 0; s < S; s++, i += 4) {
-      const rgb = shade(options.at(t, s));
+      const rgb = shade(options.at(t, place(s)));
       image.data[i] = rgb[0]; image.data[i + 1] = rgb[1]; image.data[i + 2] = rgb[2]; image.data[i + 3] = 255;
     }
     const small = document.createElement("canvas");
@@ -71,18 +73,18 @@ function matrix(options) {
   const size = (px) => Math.min(14, Math.max(10, px - 1)) + "px " + FONT();
   if (rowNamed) {
     pen.font = size(cell); pen.textAlign = "right";
-    rows.forEach((label, t) => { pen.fillStyle = special(options.rows[t]); pen.direction = rightToLeft([label]) ? "rtl" : "ltr"; pen.fillText(label, left - 8, top + t * cell + cell / 2 + 4.5, rowWidth - 8); });
+    rows.forEach((label, t) => { pen.fillStyle = special(options.rows[t]); pen.direction = directionOf(label); pen.fillText(label, left - 8, top + t * cell + cell / 2 + 4.5, rowWidth - 8); });
   } else ticks(T, options.firstRow === undefined ? 1 : options.firstRow, (t, name) => { pen.textAlign = "right"; pen.fillText(name, left - 6, top + (t + 0.5) * cell + 4); });
   if (named) {
     pen.font = size(wide);
     columns.forEach((label, s) => {
       pen.fillStyle = special(options.columns[s]);
-      pen.direction = rightToLeft([label]) ? "rtl" : "ltr";
-      const x = left + s * wide + (wide - gap) / 2;
+      pen.direction = directionOf(label);
+      const x = left + place(s) * wide + (wide - gap) / 2;
       if (fits[s]) { pen.textAlign = "center"; pen.fillText(label, x, top - 8); return; }
       pen.save(); pen.translate(x + (fits.some(Boolean) ? -3 : 4), top - 6); pen.rotate(-Math.PI / 3); pen.textAlign = "left"; pen.fillText(label, 0, 0, 126); pen.restore();
     });
-  } else ticks(S, first, (s, name) => { pen.textAlign = "center"; pen.fillText(name, left + (s + 0.5) * wide, top - 6); });
+  } else ticks(S, first, (s, name) => { pen.textAlign = "center"; pen.fillText(name, left + (place(s) + 0.5) * wide, top - 6); });
   function ticks(count, from, draw) {
     pen.font = "11px " + FONT(); pen.fillStyle = ink("--faint");
     const every = [10, 20, 25, 50, 100, 200].find((n) => count / n <= 12) || 500;
@@ -100,15 +102,15 @@ function matrix(options) {
     mark.strokeStyle = accent;
     mark.globalAlpha = 0.12; mark.fillStyle = accent;
     mark.fillRect(left, top + t * cell, wide * S, cell);
-    if (s !== null) mark.fillRect(left + s * wide, top, wide, cell * T);
+    if (s !== null) mark.fillRect(left + place(s) * wide, top, wide, cell * T);
     mark.globalAlpha = 1; mark.lineWidth = 1.5;
-    if (s !== null) mark.strokeRect(left + s * wide - 0.5, top + t * cell - 0.5, Math.max(3, wide), Math.max(3, cell));
+    if (s !== null) mark.strokeRect(left + place(s) * wide - 0.5, top + t * cell - 0.5, Math.max(3, wide), Math.max(3, cell));
     put(read, ...options.tell(t, s));
   }
   const find = (event) => {
     const box = base.getBoundingClientRect();
     const s = Math.floor((event.clientX - box.left - left) / wide), t = Math.floor((event.clientY - box.top - top) / cell);
-    return t >= 0 && t < T && s < S && s >= -4 ? [t, clamp(s, 0, S - 1)] : null;
+    return t >= 0 && t < T && s < S && s >= -4 ? [t, place(clamp(s, 0, S - 1))] : null;
   };
   const hover = (t, s) => { show_(t, s); if (options.onHover) options.onHover(t, s); };
   figure.addEventListener("pointermove", (event) => { const hit = find(event); hover(hit ? hit[0] : null, hit ? hit[1] : null); });
@@ -119,7 +121,7 @@ function matrix(options) {
     if (step) {
       event.preventDefault();
       const [t, s] = at || [0, -1];
-      hover(clamp(t + step[0], 0, T - 1), clamp((s === null ? 0 : s) + step[1], 0, S - 1));
+      hover(clamp(t + step[0], 0, T - 1), clamp((s === null ? 0 : s) + (options.mirrored ? -step[1] : step[1]), 0, S - 1));
     } else if ((event.key === "Enter" || event.key === " ") && at && options.onPick) { event.preventDefault(); options.onPick(...at); }
     else if (event.key === "Escape") hover(null, null);
   });
@@ -133,7 +135,7 @@ function legend(max, signed) {
   return h("span", { class: "legend" }, signed ? name(-max) : "0", strip, name(max));
 }
 
-// options: rows, columns, at, max, upright, label, chosen, onHover(t), onPick(t), rowsLabel, columnsLabel
+// options: rows, columns (tokens), at, max, upright, label, chosen, onHover(t), onPick(t), rowsName, columnsName (of token rows)
 function links(options) {
   const T = options.rows.length, S = options.columns.length;
   let pinned = options.chosen === undefined ? null : options.chosen;
@@ -144,16 +146,14 @@ function links(options) {
     pointerenter: () => point(isRow ? i : null, isRow ? null : i), pointerleave: () => point(null, null),
     focus: () => point(isRow ? i : null, isRow ? null : i), blur: () => point(null, null),
     click: () => { if (isRow) pin(pinned === i ? null : i); },
-    keydown: (event) => {
-      const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-      const next = step && event.currentTarget.parentNode.children[i + step];
-      if (next) { event.preventDefault(); next.focus(); }
-    },
   }, word(token));
   const rows = options.rows.map((token, i) => button(token, i, true));
   const columns = options.columns.map((token, i) => button(token, i, false));
-  const sides = (list, isRow) => h("div", { class: options.upright ? null : "words", role: "group", "aria-label": isRow ? options.rowsLabel : options.columnsLabel,
-    dir: !options.upright && rightToLeft(isRow ? options.rows : options.columns) ? "rtl" : null }, list);
+  const sides = (list, isRow) => {
+    const name = isRow ? options.rowsName : options.columnsName, mirrored = !options.upright && rightToLeft(name);
+    roving(list, { mirrored, start: isRow && pinned !== null ? pinned : 0 });
+    return h("div", { class: options.upright ? null : "words", role: "group", "aria-label": name, dir: mirrored ? "rtl" : null }, list);
+  };
   const space = h("div", { style: options.upright ? {} : { height: "110px" } });
   const box = h("div", { class: "links " + (options.upright ? "columns" : ""), role: "group", "aria-label": options.label });
   put(box, ...(options.upright ? [sides(rows, true), sides(columns, false)] : [sides(columns, false), space, sides(rows, true)]), lines);
@@ -239,7 +239,7 @@ function links(options) {
 }
 
 // A small picture of one head: where the picture has fewer points than the matrix, the largest weight of each wins.
-function thumbnail(m, size) {
+function thumbnail(m, size, mirrored) {
   const [made, pen] = canvasOf(size, size);
   const T = m.T, S = m.S, pixels = Math.min(made.width, 168);
   const high = Math.min(T, pixels), wide = Math.min(S, pixels);
@@ -248,7 +248,7 @@ function thumbnail(m, size) {
   for (let t = 0; t < T; t++) {
     const y = Math.floor((t * high) / T);
     for (let s = 0; s < S; s++) {
-      const i = y * wide + Math.floor((s * wide) / S), v = m.data[t * S + s];
+      const i = y * wide + Math.floor(((mirrored ? S - 1 - s : s) * wide) / S), v = m.data[t * S + s];
       if (v > best[i]) best[i] = v;
     }
   }

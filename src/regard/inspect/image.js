@@ -90,12 +90,14 @@ VIEWS.unshift({ name: "image", title: "Image", when: () => data.image !== null, 
 
 function headRow_(shot, map) {
   const size = 84;
-  return h("div", { class: "shots" }, map.heads.map((number, index) => {
+  const shots = map.heads.map((number, index) => {
     const [made, pen] = canvasOf(size, (size * shot.height) / shot.width);
     paintImage(pen, shot, size, ...patchWeights(plane(map.weights, index), state.patch));
     return h("button", { class: "thumb", type: "button", "aria-pressed": String(state.head === index), "aria-label": `head ${number + 1}`,
       click: () => { state.head = state.head === index ? -1 : index; refresh(); } }, made, h("small", {}, String(number + 1)));
-  }));
+  });
+  roving(shots, { start: Math.max(0, state.head) });
+  return h("div", { class: "shots" }, shots);
 }
 
 // Mean distance by depth: a row of dots per layer, and the numbers.

@@ -6,10 +6,11 @@ Both depend on the task of the run, each by one table from task to function.
 from __future__ import annotations
 
 import base64
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from regard.run import Run
 from regard.text.codec import Example
 
 CLASS_TOKEN = "<cls>"  # shown for the class token of an image
+Direction = Literal["ltr", "rtl"]  # in which a text is written
 
 # One example
 
@@ -51,6 +53,7 @@ class InspectionInput:
     arguments: tuple[Tensor | None, ...]  # of the model
     ids: dict[str, list[int]]  # by stack; none for images
     tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
+    directions: dict[str, Direction]  # of the text of each token row
     texts: dict[str, str]
     labels: list[int] | None  # outputs whose probability is shown; None: the most probable ones
     names: OutputNames
@@ -68,11 +71,11 @@ def text_input(run: Run, example: Example, target: Sequence[int], limit: int) ->
 def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
     codec, config = run.codec, run.config
     source = codec.encode_source([example])[0]
-    output = [*target] if target and target[-1] == config.ids.eos else [*target, config.ids.eos]
+    output = [*target] or [config.ids.eos]
     notes = [*_truncation_note("source", source, limit), *_truncation_note("output", output, limit)]
     labels = output[:limit]
     rows = {"source": source[:limit], "input": [config.start_id, *labels[:-1]], "output": labels}
-    texts = {"source": example.source, "output": codec.decode_target(labels)}
+    texts = _source_text("source", example) | {"output": codec.decode_target(labels)}
     return _token_input(run, rows, texts, labels, codec.target_pieces, notes)
 
 
@@ -90,7 +93,7 @@ def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: in
 def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
     ids = run.codec.encode_source([example])[0]
     rows, notes = {"source": ids[:limit]}, _truncation_note("text", ids, limit)
-    texts, label = {"text": example.source}, example.target
+    texts, label = _source_text("text", example), example.target
     if run.task.labels:
         return _token_input(run, rows, texts | _label_text(label), _label_ids(run, label), _class_names(run), notes)
     if run.config.predicts_tokens and run.config.ids.mask is None:
@@ -115,7 +118,20 @@ def _token_input(
     ids = {stack: rows[name] for stack, name in (("encoder", "source"), ("decoder", "input")) if name in rows}
     first, *others = (torch.tensor([row], device=run.model.device) for row in ids.values())
     tokens = {name: tuple(pieces[name](row)) for name, row in rows.items()}
-    return InspectionInput((first, None, *others), ids, tokens, texts, labels, names, notes)
+    # Features stand before the text and are written like names, so tokens do not tell the direction, but the text does.
+    written = {"input": "output"}
+    directions = {name: text_direction(texts.get(written.get(name, name)) or texts.get("text", "")) for name in rows}
+    return InspectionInput((first, None, *others), ids, tokens, directions, texts, labels, names, notes)
+
+
+def text_direction(text: str) -> Direction:
+    """The direction of the first letter of a text that has one."""
+    classes = (unicodedata.bidirectional(char) for char in text)
+    return "rtl" if next((name for name in classes if name in ("L", "R", "AL")), "L") != "L" else "ltr"
+
+
+def _source_text(name: str, example: Example) -> dict[str, str]:
+    return {name: example.source} | ({"features": example.features} if example.features else {})
 
 
 _INPUTS: dict[str, Callable[[Run, Example, Sequence[int], int], InspectionInput]] = {
@@ -144,6 +160,7 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
         (torch.from_numpy(scaled_CHW).unsqueeze(0).to(run.model.device), None),
         {},
         {"source": (CLASS_TOKEN, *patch_names)},
+        {"source": "ltr"},
         {"image": name} | _label_text(label),
         _label_ids(run, label) if run.model.classifies else [],
         _class_names(run),

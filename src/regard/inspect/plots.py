@@ -10,6 +10,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ INK, SOFT, LINE = "#1c2026", "#5d6470", "#d9d6cf"
 RAMP = ["#ffffff", "#d6e4f1", "#80b2d8", "#2c70b0", "#082d63"]  # one hue: the lightness carries the number
 LINE_COLOURS = ("#1a5a9e", "#d08a3c", "#5d6470", "#082d63")
 SMALL = {"fontsize": 7, "color": SOFT}
+NON_JOINER = "\N{ZERO WIDTH NON-JOINER}"
 KIND_NAMES = {"encoder": "Encoder self-attention", "decoder": "Decoder self-attention", "cross": "Cross-attention"}
 
 
@@ -83,16 +85,31 @@ def draw_matrix(matrix: AttentionMatrix) -> Figure:
     axes.xaxis.set_label_position("top")
     for tokens, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
         every = max(1, -(-len(tokens) // MAX_LABELS))
-        labels = [visible(token)[:LABEL_LENGTH] for token in tokens[::every]]
+        labels = [_picture_label(token)[:LABEL_LENGTH] for token in tokens[::every]]
         # A dollar sign is a dollar sign, not the start of a formula.
         set_ticks(range(0, len(tokens), every), labels, fontsize=9, color=INK, parse_math=False)
     for text in axes.get_xticklabels():
         if len(text.get_text()) > 3:
             text.set(rotation=60, ha="left", rotation_mode="anchor")
+    if matrix.right_to_left:
+        axes.invert_xaxis()
     axes.set_ylabel(matrix.names[0], color=SOFT, fontsize=8)
     axes.set_xlabel(matrix.names[1], color=SOFT, fontsize=8)
     _colorbar(figure, image, axes, shrink=0.6, aspect=18)
     return figure
+
+
+def _picture_label(token: str) -> str:
+    """A token as a label; a Hebrew or Arabic point comes before its circle, on which the font then draws it.
+
+    The font has no anchor for them on a circle, and would draw them beside it. A point that nothing precedes gets
+    another circle, hence the invisible character.
+    """
+    label = visible(token)
+    points = "".join(takewhile(lambda char: unicodedata.category(char) == "Mn", label[1:]))
+    if label[0] == "◌" and points and unicodedata.name(points[0], "").startswith(("HEBREW", "ARABIC")):
+        return NON_JOINER + points + "◌" + label[1 + len(points) :]
+    return label
 
 
 def draw_all_heads(trace: Trace, kind: str) -> Figure:
@@ -110,6 +127,8 @@ def draw_all_heads(trace: Trace, kind: str) -> Figure:
             axes.set_yticks([])
             if number in m.heads:
                 _heatmap(axes, m.weights_HTS[m.heads.index(number)], grid=False)
+                if trace.directions[m.columns] == "rtl":
+                    axes.invert_xaxis()
             else:
                 axes.set_axis_off()
             if row == 0:
@@ -190,18 +209,22 @@ Weights = Sequence[Sequence[float]]  # a row per target token, a column per sour
 Cell = tuple[str, float | None]  # text to print; or blanks of the cell's width, with their weight
 
 
-def draw_in_shades(source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80) -> list[str]:
+def draw_in_shades(
+    source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80, right_to_left: bool = False
+) -> list[str]:
     """Draw as plain lines: source across, target down; source tokens that do not fit `width` columns go on below."""
     return [
         "".join(text if weight is None else shade(weight) * len(text) for text, weight in row).rstrip()
-        for row in _rows(source, target, weights, width)
+        for row in _rows(source, target, weights, width, right_to_left)
     ]
 
 
-def draw_in_colour(source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80) -> Text:
+def draw_in_colour(
+    source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80, right_to_left: bool = False
+) -> Text:
     """Draw for a terminal: the brighter a cell, the larger the weight."""
     text = Text(no_wrap=True, overflow="ignore")
-    for number, row in enumerate(_rows(source, target, weights, width)):
+    for number, row in enumerate(_rows(source, target, weights, width, right_to_left)):
         text.append("\n" if number else "")
         for piece, weight in row:
             text.append(piece, style="bold" if weight is None else f"on {colour(weight)}")
@@ -247,7 +270,9 @@ def _padded(text: str, width: int) -> str:
     return (LTR_MARK + text + LTR_MARK if right_to_left else text) + blank
 
 
-def _rows(source: Sequence[str], target: Sequence[str], weights: Weights, width: int) -> Iterator[list[Cell]]:
+def _rows(
+    source: Sequence[str], target: Sequence[str], weights: Weights, width: int, right_to_left: bool
+) -> Iterator[list[Cell]]:
     if len(weights) != len(target) or any(len(row) != len(source) for row in weights):
         raise ValueError(
             f"{len(target)} target and {len(source)} source tokens need as many rows and columns of weights"
@@ -258,6 +283,7 @@ def _rows(source: Sequence[str], target: Sequence[str], weights: Weights, width:
     for columns in _bands(sizes, max(1, width - margin)):
         if columns.start:
             yield []
+        columns = columns[::-1] if right_to_left else columns
         yield [(" " * margin, None), *((_padded(across[s], sizes[s]) + " ", None) for s in columns)]
         for t, label in enumerate(down):
             row: list[Cell] = [(_padded(label, margin), None)]

@@ -4,10 +4,10 @@ let panel = null, tabs = [], shown = [];
 
 function go(name) {
   state.view = name;
-  refresh();
   const tab = tabs.find((t) => t.id === "tab-" + name);
   if (tab && document.activeElement !== tab) tab.focus({ preventScroll: true });
   if (tab) tab.scrollIntoView({ block: "nearest" });
+  refresh();
   try { history.replaceState(null, "", "#" + name); } catch (error) { /* a frame without an address */ }
 }
 
@@ -33,6 +33,35 @@ const address = (node) => ({ index: focusable().indexOf(node), tag: node.tagName
 const restore = (holder) => { const node = focusable()[holder.index]; return node && node.tagName === holder.tag ? node : null; };
 
 const sentence = (name) => h("dd", { dir: "auto", class: data.texts[name].length > 120 ? "small" : null }, data.texts[name]);
+
+// On paper: light colours, and all views one below the other, each as wide as the paper.
+const PAPER = 700; // pixels
+let finishPrinting = null; // what makes the page as it was
+function startPrinting() {
+  if (finishPrinting) return;
+  const root = document.documentElement, details = document.querySelector("main > details"), sheets = h("div", { class: "sheets" });
+  const before = { theme: root.dataset.theme, open: details.open, top: window.scrollY };
+  finishPrinting = () => {
+    sheets.remove();
+    root.dataset.theme = before.theme;
+    root.classList.remove("printing");
+    details.open = before.open;
+    refresh();
+    window.scrollTo(0, before.top);
+    finishPrinting = null;
+  };
+  root.dataset.theme = "light";
+  root.classList.add("printing");
+  details.open = true;
+  panel.after(sheets);
+  for (const v of shown) {
+    const body = h("div");
+    sheets.append(h("section", {}, h("h1", {}, v.title), body));
+    const settle = v.fill(body, PAPER);
+    if (settle) settle();
+    for (const box of body.querySelectorAll(".scroll")) if (box.scrollWidth > box.clientWidth + 1) box.style.zoom = String(box.clientWidth / box.scrollWidth);
+  }
+}
 
 function build() {
   document.title = data.title + " · regard";
@@ -72,6 +101,8 @@ function build() {
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(refresh);
   });
+  window.addEventListener("beforeprint", startPrinting);
+  window.addEventListener("afterprint", () => { if (finishPrinting) finishPrinting(); });
   document.documentElement.dataset.ready = "yes";
 }
 

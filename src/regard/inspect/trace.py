@@ -7,7 +7,7 @@ with names, between token rows with names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,13 @@ import torch
 
 from regard.decode.alignment import alignment_quality, best_heads, load_heads
 from regard.decode.generate import TorchEngine
+from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
 from regard.decode.request import Request
 from regard.errors import UserError, plural
 from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
-from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text_input
+from regard.inspect.inputs import Direction, ImageInput, InspectionInput, image_input, text_input
 from regard.inspect.logit_lens import LensLayer, OutputStep, lens_hooks, logit_lens, mask_each_token, output_steps
 from regard.inspect.page import Packer, render_frame, render_page
 from regard.inspect.walk import make_walks
@@ -34,7 +35,6 @@ from regard.text.codec import Example
 
 MAX_TOKENS = 300  # shown per side
 MAX_TEXT = 4000  # characters of a text that the page shows
-TWO_BYTE_WEIGHTS = 1_500_000  # attention weights up to which the page spends two bytes on each
 MIN_POSITIONS = 32  # of a position heatmap
 TOKEN_ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
 
@@ -65,6 +65,7 @@ class AttentionMatrix(NamedTuple):
     weights_TS: np.ndarray
     tokens: tuple[tuple[str, ...], tuple[str, ...]]
     names: tuple[str, str]
+    right_to_left: bool = False  # the order in which keys are written
 
     def __repr__(self) -> str:
         rows, columns = self.names
@@ -82,6 +83,7 @@ class Trace:
     facts: dict[str, str]  # the architecture, in words
     texts: dict[str, str]  # source and output as people read them
     tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
+    directions: dict[str, Direction]  # in which the text of each token row is written
     maps: tuple[AttentionMap, ...]
     alignment: dict[str, np.ndarray]  # (output, source) maps by name; the first is the best guess
     steps: tuple[OutputStep, ...]
@@ -124,7 +126,8 @@ class Trace:
                 raise UserError(f"no head {head + 1} in layer {m.layer + 1}; it has {known}")
             rows, columns = m.rows, m.columns
             weights_TS = m.weights_HTS.mean(0) if head is None else m.weights_HTS[m.heads.index(head)]
-        return AttentionMatrix(weights_TS, (self.tokens[rows], self.tokens[columns]), (rows, columns))
+        tokens = self.tokens[rows], self.tokens[columns]
+        return AttentionMatrix(weights_TS, tokens, (rows, columns), self.directions[columns] == "rtl")
 
     def to_html(self) -> str:
         """The attention page: one file that needs nothing else."""
@@ -135,7 +138,7 @@ class Trace:
 
     def page_data(self) -> dict[str, Any]:
         """What the page's script reads: the fields of the trace."""
-        packer = Packer(two_bytes=sum(m.weights_HTS.size for m in self.maps) <= TWO_BYTE_WEIGHTS)
+        packer = Packer()
         plain = {
             "texts": {name: text[:MAX_TEXT] for name, text in self.texts.items()},
             "alignment": [{"name": name, "weights": weights} for name, weights in self.alignment.items()],
@@ -156,12 +159,25 @@ def trace(
 ) -> Trace:
     """Trace a text through a run's model.
 
-    `target` are the ids of the output, given or decoded, with or without their end; for a language model, those of the
-    continuation, if there is one; an encoder alone has none, and a class to compare with is the example's target.
+    `target` are the ids of the output, given or decoded, shown as they are: with the end token if they have one. For a
+    language model they are those of the continuation, if there is one; an encoder alone has none, and a class to
+    compare with is the example's target.
     `heads` (layer, index among the heads it has) are averaged for the alignment; without them the head that aligns best
     is chosen.
     """
     return _trace_input(run, text_input(run, example, target or (), most), heads)
+
+
+def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
+    """Trace an output of the search; the end token that a limit put there is not the model's, and is left out."""
+    ids = list(decoded.ids)
+    limit = decoded.flags.get("max_length")
+    if limit is not None and ids[-1] == run.config.ids.eos:
+        ids.pop()
+    found = trace(run, example, ids, heads=load_heads(run.path))
+    return (
+        found if limit is None else replace(found, notes=(*found.notes, f"The output {limit}, before its end token."))
+    )
 
 
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:
@@ -185,13 +201,11 @@ def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, fe
 def trace_pair(run: Run, example: Example, target: str | None = None, beam: int = 5) -> Trace:
     """Trace a source with an output: `target`, or the best of a beam search."""
     if target is not None:
-        ids = run.codec.encode_target([target])[0]
-    else:
-        best = TorchEngine(run, Options(beam=beam))([Request(example.source, example.features)])[0][0]
-        if not best.ids:
-            raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
-        ids = list(best.ids)
-    return trace(run, example, ids, heads=load_heads(run.path))
+        return trace(run, example, run.codec.encode_target([target])[0], heads=load_heads(run.path))
+    best = TorchEngine(run, Options(beam=beam))([Request(example.source, example.features)])[0][0]
+    if not best.ids:
+        raise UserError(f"the model has no output for this source: {', '.join(best.flags.values())}")
+    return _trace_decoded(run, example, best)
 
 
 @torch.no_grad()
@@ -251,6 +265,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         facts=run.facts,
         texts=inputs.texts | ({"prediction": inputs.names(best)[0]} if model.classifies else {}),
         tokens=tokens,
+        directions=inputs.directions,
         maps=tuple(maps),
         alignment=_alignments(maps, heads) if "source" in tokens else {},
         steps=output_steps(logits_TV, labels, inputs.names),

@@ -22,12 +22,12 @@ view("alignment", "Alignment", () => data.alignment.length > 0, (panel, room) =>
   const rows = tokensOf("output"), columns = tokensOf("source");
   const strings = links({
     rows, columns, at: m.at, max: m.max, chosen: state.pinned, label: "Lines between the source and the output",
-    rowsLabel: "output", columnsLabel: "source",
+    rowsName: "output", columnsName: "source",
     onHover: (t, s) => { if (t !== null) grid.mark(t, null); else if (s === null) grid.mark(null); },
     onPick: (t) => { state.pinned = t === null ? undefined : t; if (t !== null) state.step = t; },
   });
   const grid = matrix({
-    rows, columns, at: m.at, max: m.max, room: room - 44, label: "Attention of the output, down, over the source, across",
+    rows, columns, at: m.at, max: m.max, room: room - 44, mirrored: rightToLeft("source"), label: "Attention of the output, down, over the source, across",
     tell: (t, s) => (s === null ? told(rows[t], m.at(t, best(m, t)), columns[best(m, t)]) : told(rows[t], m.at(t, s), columns[s])),
     onHover: (t) => strings.mark(t),
     onPick: (t) => { state.step = t; go("output"); },
@@ -63,7 +63,12 @@ function roll(map) {
   return made;
 }
 const chosen = (map) => (state.head === ROLLED && rolls(map) ? roll(map) : plane(map.weights, map.heads.length > 1 ? Math.max(-1, state.head) : 0));
-const keepHead = () => { const map = data.maps[state.map]; state.head = state.head === ROLLED && !rolls(map) ? -1 : Math.min(state.head, map.heads.length - 1); };
+// Another map: the head of the same number, if it has one, else the mean.
+function changeMap(index) {
+  const before = data.maps[state.map], map = data.maps[index];
+  state.map = index;
+  state.head = state.head === ROLLED ? (rolls(map) ? ROLLED : -1) : state.head < 0 ? -1 : map.heads.indexOf(before.heads[state.head]);
+}
 
 function mapControls() {
   const kinds = [...new Set(data.maps.map((m) => m.kind))];
@@ -73,11 +78,11 @@ function mapControls() {
   return [
     kinds.length > 1 ? choice("attention", kinds.map(kindName), kinds.indexOf(current.kind), (i) => {
       const same = data.maps.findIndex((m) => m.kind === kinds[i] && m.layer === current.layer);
-      state.map = same >= 0 ? same : data.maps.findIndex((m) => m.kind === kinds[i]);
-      keepHead(); state.pinnedHead = undefined; refresh();
+      changeMap(same >= 0 ? same : data.maps.findIndex((m) => m.kind === kinds[i]));
+      state.pinnedHead = undefined; refresh();
     }) : null,
     layers.length > 1 ? pick("layer", layers.map(([m]) => String(m.layer + 1)), layers.findIndex(([, i]) => i === state.map), (i) => {
-      state.map = layers[i][1]; keepHead(); refresh();
+      changeMap(layers[i][1]); refresh();
     }) : null,
     heads.length > 2 ? pick("head", heads, state.head === ROLLED ? heads.length - 1 : state.head + 1, (i) => { state.head = i > current.heads.length ? ROLLED : i - 1; refresh(); }) : null,
   ];
@@ -88,12 +93,12 @@ view("heads", "Heads", () => data.maps.length > 0, (panel, room) => {
   const rows = tokensOf(map.rows), columns = tokensOf(map.columns);
   const strings = links({
     rows, columns, at: m.at, max: m.max, upright: true, chosen: state.pinnedHead, label: "Queries and keys",
-    rowsLabel: map.rows, columnsLabel: map.columns,
+    rowsName: map.rows, columnsName: map.columns,
     onHover: (t, s) => { if (t !== null) grid.mark(t, null); else if (s === null) grid.mark(null); },
     onPick: (t) => { state.pinnedHead = t === null ? undefined : t; },
   });
   const grid = matrix({
-    rows, columns, at: m.at, max: m.max, room: room > 780 ? room - 470 : room - 44, label: `${kindName(map.kind)} attention, layer ${map.layer + 1}`,
+    rows, columns, at: m.at, max: m.max, room: room > 780 ? room - 470 : room - 44, mirrored: rightToLeft(map.columns), label: `${kindName(map.kind)} attention, layer ${map.layer + 1}`,
     tell: (t, s) => (s === null ? told(rows[t], m.at(t, best(m, t)), columns[best(m, t)]) : told(rows[t], m.at(t, s), columns[s])),
     onHover: (t) => strings.mark(t),
     onPick: (t) => walkTo(map, t),
@@ -114,43 +119,44 @@ view("model", "All heads", () => data.maps.some((m) => m.heads.length > 1) || da
       const size = clamp(Math.floor((room - 110) / most) - 18, 28, 104);
       const grid = h("div", { class: "grid", style: { gridTemplateColumns: `max-content repeat(${most}, max-content)` } }, h("span"));
       for (let k = 0; k < most; k++) grid.append(h("span", { class: "side", style: { textAlign: "center" } }, String(k + 1)));
+      const cells = [];
       for (const map of maps) {
         grid.append(h("span", { class: "side" }, `layer ${map.layer + 1}`));
         for (let k = 0; k < most; k++) {
           const index = map.heads.indexOf(k);
-          grid.append(index < 0 ? h("span", { class: "dim", title: "pruned", style: { textAlign: "center" } }, "·") : h("button", {
+          cells.push(index < 0 ? null : h("button", {
             class: "thumb", type: "button", "aria-label": `${kindName(kind)} layer ${map.layer + 1} head ${k + 1}`,
             click: () => { state.map = data.maps.indexOf(map); state.head = index; go("heads"); },
-          }, thumbnail(plane(map.weights, index), size)));
+          }, thumbnail(plane(map.weights, index), size, rightToLeft(map.columns))));
+          grid.append(cells[cells.length - 1] || h("span", { class: "dim", title: "pruned", style: { textAlign: "center" } }, "·"));
         }
       }
+      roving(cells, { across: most });
       return h("section", { class: "card" }, h("h2", {}, kindName(kind)), h("div", { class: "scroll" }, grid));
     }));
 });
 
 view("output", "Output", () => data.steps.length > 0, (panel) => {
   const most = Math.max(...data.steps.map((s) => s.entropy), 1);
-  const body = h("tbody");
-  data.steps.forEach((step, t) => {
+  const lines = data.steps.map((step, t) => {
     const choose = () => { state.step = t; refresh(); };
-    const line = h("tr", { tabindex: 0, class: t === state.step ? "on" : "", "aria-selected": String(t === state.step), click: choose,
-      keydown: (event) => {
-        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); }
-        const next = { ArrowDown: line.nextSibling, ArrowUp: line.previousSibling }[event.key];
-        if (next) { event.preventDefault(); next.focus(); }
-      } },
+    return h("tr", { class: t === state.step ? "on" : "", "aria-expanded": String(t === state.step), click: choose,
+      keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } } },
       h("td", {}, String(t + 1)), h("td", {}, word(step.token)),
       h("td", {}, h("span", { class: "bar", style: { width: 70 * step.probability + "px" } }), percent(step.probability)),
       h("td", {}, h("span", { class: "bar other", style: { width: (46 * step.entropy) / most + "px" } }), step.entropy.toFixed(2)),
       h("td", {}, step.candidates.slice(0, 4).map(([token, p]) => h("span", { class: "chip" + (token === step.token ? " chosen" : "") }, word(token), h("small", {}, percent(p))))));
-    body.append(line);
   });
+  // The details of the chosen step stand right below it, so that they are on the screen wherever it is.
   const step = data.steps[state.step];
-  put(panel, h("div", { class: "split" },
-    h("section", { class: "card scroll" }, h("table", { class: "steps" },
-      h("thead", {}, h("tr", {}, ["", data.unit, "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))), body)),
-    h("section", { class: "card" }, h("h2", {}, data.unit === "class" ? "Class: " : `Token ${state.step + 1}: `, word(step.token)), candidates(step),
-      speaking() >= 0 ? h("button", { class: "quiet", type: "button", click: () => { state.walk = speaking(); state.walkLayer = data.walks[state.walk].layers.length - 1; state.walkRow = state.step; go("walk"); } }, "Walk through this step") : null)));
+  const details = h("tr", { class: "details" }, h("td"), h("td", { colspan: 4 },
+    h("h2", {}, data.unit === "class" ? "Class: " : `Token ${state.step + 1}: `, word(step.token)), candidates(step),
+    speaking() >= 0 ? h("button", { class: "quiet", type: "button", click: () => { state.walk = speaking(); state.walkLayer = data.walks[state.walk].layers.length - 1; state.walkRow = state.step; go("walk"); } }, "Walk through this step") : null));
+  roving(lines, { start: state.step });
+  put(panel, h("section", { class: "card scroll" }, h("table", { class: "steps" },
+    h("thead", {}, h("tr", {}, ["", data.unit, "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))),
+    h("tbody", {}, lines.flatMap((line, t) => (t === state.step ? [line, details] : [line]))))));
+  return () => { for (const line of [details, lines[state.step]]) line.scrollIntoView({ block: "nearest" }); };
 });
 
 // The walk that ends in a prediction.
@@ -166,16 +172,24 @@ function candidates(step) {
 view("lens", "Logit lens", () => data.lens.length > 0, (panel) => {
   const read = h("p", { class: "read", "aria-live": "polite" }, "Point at a cell to see the runners-up.");
   const tell = (lens, t) => put(read, `${lens.label}, ${data.unit} ${t + 1}:  `, ...lens.steps[t].map(([token, p]) => h("span", { class: "chip" }, h("b", {}, word(token)), h("small", {}, percent(p)))));
+  const cells = [];
   const line = (lens) => h("tr", {}, h("th", { scope: "row" }, lens.label), lens.steps.map((step, t) => {
     const [token, p] = step[0], rgb = colour(0.75 * p);
-    return h("td", {}, h("span", { class: "cell" + (token === data.steps[t].token ? " chosen" : ""), tabindex: 0, style: { backgroundColor: css(rgb), color: inkOn(rgb) },
-      pointerenter: () => tell(lens, t), focus: () => tell(lens, t) }, h("bdi", {}, shorter(visible(token), 12)), h("small", {}, percent(p))));
+    cells.push(h("span", { class: "cell" + (token === data.steps[t].token ? " chosen" : ""), style: { backgroundColor: css(rgb), color: inkOn(rgb) },
+      pointerenter: () => tell(lens, t), focus: () => tell(lens, t) }, h("bdi", {}, shorter(visible(token), 12)), h("small", { dir: "ltr" }, percent(p))));
+    return h("td", {}, cells[cells.length - 1]);
   }));
-  put(panel, h("p", { class: "dim" }, "What each layer would predict if the LM head read its vector. The last row is the model's own prediction; the stronger the colour the surer, bold agrees with the output."),
-    h("section", { class: "card" }, h("div", { class: "scroll" }, h("table", { class: "lens" },
+  const rows = data.lens.map(line), mirrored = rightToLeft("output");
+  roving(cells, { across: data.steps.length, mirrored });
+  const last = data.lens[data.lens.length - 1].steps, other = data.steps.filter((step, t) => last[t][0][0] !== step.token).length;
+  const differs = data.unit === "class" ? "The class shown is another one." : `At ${other} of ${data.steps.length} tokens the output has another one, which the search or a given text preferred.`;
+  put(panel, h("p", { class: "dim" }, `What each layer would predict if the LM head read its vector. The last row is what the whole model finds most probable. ${other ? differs + " " : ""}The stronger the colour the surer; bold agrees with the output.`),
+    h("section", { class: "card" }, h("div", { class: "scroll" }, h("table", { class: "lens", dir: mirrored ? "rtl" : null },
       h("thead", {}, h("tr", {}, h("th"), data.steps.map((step) => h("th", { scope: "col" }, word(step.token))))),
-      h("tbody", {}, data.lens.map(line)))), read));
+      h("tbody", {}, rows))), read));
 });
+
+const plural = (name) => name.replace(/^\w+/, "$&s"); // pair of dimensions -> pairs of dimensions
 
 view("position", "Position", () => data.positions.length > 0, (panel, room) => {
   const found = data.positions[state.picture], [T, S] = found.values.shape, all = values(found.values);
@@ -187,7 +201,7 @@ view("position", "Position", () => data.positions.length > 0, (panel, room) => {
     rows: numbersFrom(T, found.rows === "head" ? 1 : 0), columns: numbersFrom(S, found.first_column), at, max, signed: true, stretch: true, tall: found.rows === "head" ? 300 : 520, first: found.first_column, firstRow: found.rows === "head" ? 1 : 0, numbered: true,
     room: room - 44, label: found.caption, tell: (t, s) => [`${found.rows} ${found.rows === "head" ? t + 1 : t}`, s === null ? "" : `, ${found.columns} ${s + found.first_column}: `, h("b", {}, s === null ? "" : show(at(t, s)))],
   });
-  const cards = [h("section", { class: "card" }, h("p", {}, found.caption), h("p", { class: "dim" }, `${found.rows}s down, ${found.columns}s across`), grid.node)];
+  const cards = [h("section", { class: "card" }, h("p", {}, found.caption), h("p", { class: "dim" }, `${plural(found.rows)} down, ${plural(found.columns)} across`), grid.node)];
   if (found.columns === "dimension") {
     const N = Math.min(T, 64), like = new Float32Array(N * N);
     for (let i = 0; i < N; i++) for (let j = 0; j < N; j++) {

@@ -13,9 +13,9 @@ function formula(text) {
 }
 
 const number = (v, max, weight) => {
-  if (v === null) return h("span", { class: "n minus" }, "−∞");
+  if (v === null) return h("span", { class: "n minus", dir: "ltr" }, "−∞");
   const rgb = weight ? colour(v / (max || 1)) : colour(0.5 + (0.42 * v) / (max || 1), "over");
-  return h("span", { class: "n", style: { backgroundColor: css(rgb), color: inkOn(rgb) } }, show(v));
+  return h("span", { class: "n", dir: "ltr", style: { backgroundColor: css(rgb), color: inkOn(rgb) } }, show(v));
 };
 const largest = (list) => Math.max(1e-9, ...list.flat().filter((v) => v !== null).map(Math.abs));
 
@@ -37,7 +37,8 @@ function card(c, t, head, walk) {
   const parts = [h("h2", {}, c.title), formula(c.formula), h("p", {}, c.text)];
   const scores = c.scores, map = scores && data.maps.find((m) => m.name === scores.map);
   const keys = map ? tokensOf(map.columns) : [];
-  const k = scores ? Math.min(head, scores.raw.shape[0] - 1) : head;
+  const k = map ? Math.max(0, map.heads.indexOf(head)) : 0; // an attention that lost this head shows its first
+  if (map && map.heads.indexOf(head) < 0) parts.push(h("p", { class: "note" }, `This attention has no head ${head + 1}, it was pruned; head ${map.heads[0] + 1} is shown.`));
   const weights = map ? row(map.weights, k, t) : [];
   const all = weights.map((_, s) => s).filter((s) => weights[s] > 0.0004).sort((a, b) => weights[b] - weights[a]), order = all.slice(0, 6);
   const rest = order.reduce((left, s) => left - weights[s], 1);
@@ -50,7 +51,7 @@ function card(c, t, head, walk) {
     parts.push(h("p", { class: "dim", style: { margin: "10px 0 4px" } }, all.length > 6 ? "the six keys with the largest weights" : "the keys with a weight"));
     parts.push(rowsOfNumbers(order.map((s) => { const [l, n] = headRow(scores.keys, k, s); return [tokenHead(keys[s]), l, `length ${show(n)}`]; }), scores.keys.width));
   } else if (c.show === "scores") {
-    parts.push(scoreTable(scores, keys, weights, k, t));
+    parts.push(scoreTable(scores, map, weights, k, t));
   } else if (c.show === "sum") {
     const lines = order.map((s) => { const [l] = headRow(scores.values, k, s); return [tokenHead(keys[s]), l, `× ${weights[s].toFixed(3)}`]; });
     const [z, norm] = headRow(c.vectors[0], k, t);
@@ -59,8 +60,7 @@ function card(c, t, head, walk) {
     parts.push(rowsOfNumbers(lines, c.vectors[0].width));
   } else if (c.show === "heads") {
     const z = c.vectors[0];
-    const numbersOf = map ? map.heads : null;
-    const lines = Array.from({ length: z.first.shape[0] }, (_, i) => { const [l, n] = headRow(z, i, t); return [italic(`z^{${(numbersOf ? numbersOf[i] : i) + 1}}`), l, `length ${show(n)}`, i === k]; });
+    const lines = Array.from({ length: z.first.shape[0] }, (_, i) => { const [l, n] = headRow(z, i, t); return [italic(`z^{${map.heads[i] + 1}}`), l, `length ${show(n)}`, i === k]; });
     parts.push(rowsOfNumbers(lines, z.width), h("p", { class: "dim", style: { margin: "8px 0 4px" } }, "through W", h("sub", {}, "O")), rowsOfNumbers([vectorRow(c.vectors[1], t, "o_t")], c.vectors[1].width));
   } else if (c.show === "prediction") {
     const only = c.vectors[0].first.shape[0] === 1 ? 0 : t; // there is one prediction of a class, whichever token walks
@@ -73,7 +73,8 @@ function card(c, t, head, walk) {
   return h("li", {}, parts);
 }
 
-function scoreTable(scores, keys, weights, k, t) {
+function scoreTable(scores, map, weights, k, t) {
+  const keys = tokensOf(map.columns);
   const raw = row(scores.raw, k, t), bias = scores.bias ? row(scores.bias, k, t) : null, mask = scores.mask ? row(scores.mask, t) : null;
   const scaled = raw.map((v) => (v === null ? null : v * scores.scale));
   const masked = scaled.map((v, s) => (mask && !mask[s] ? null : bias ? v + bias[s] : v));
@@ -82,7 +83,7 @@ function scoreTable(scores, keys, weights, k, t) {
   if (bias) lines.push(["bias", bias]);
   if (mask || bias) lines.push([mask ? "masked" : "sum", masked]);
   const max = largest(lines.map((line) => line[1]));
-  return h("div", { class: "scroll" }, h("table", { class: "numbers" },
+  return h("div", { class: "scroll" }, h("table", { class: "numbers", dir: rightToLeft(map.columns) ? "rtl" : null },
     h("thead", {}, h("tr", {}, h("th"), keys.map((token) => h("th", { scope: "col" }, word(shorter(token, 12)))))),
     h("tbody", {}, lines.map(([label, list]) => h("tr", {}, italic(label), list.map((v) => h("td", {}, number(v, max))))),
       h("tr", { class: "on" }, italic("softmax"), weights.map((v) => h("td", {}, number(v, Math.max(...weights), true)))))));
@@ -95,7 +96,7 @@ function walkTo(map, t) {
   state.walk = index;
   state.walkLayer = Math.min(map.layer, data.walks[index].layers.length - 1);
   state.walkRow = t;
-  state.walkHead = Math.max(0, state.head);
+  state.walkHead = map.heads[Math.max(0, state.head)];
   go("walk");
 }
 
@@ -106,9 +107,9 @@ view("walk", "Walk", () => data.walks.length > 0, (panel) => {
   const tokens = tokensOf(walk.rows), first = layer.flatMap((c) => c.vectors)[0];
   const many = first ? first.first.shape[first.first.shape.length - 2] : tokens.length;
   state.walkRow = Math.min(state.walkRow, many - 1);
-  const map = data.maps.find((m) => m.kind === walk.name && m.layer === state.walkLayer);
-  const heads = map ? map.heads.length : 1;
-  state.walkHead = Math.min(state.walkHead, heads - 1);
+  const maps = data.maps.filter((m) => layer.some((c) => c.scores && c.scores.map === m.name));
+  const heads = [...new Set(maps.flatMap((m) => m.heads))].sort((a, b) => a - b); // of any attention of this layer
+  if (!heads.includes(state.walkHead)) state.walkHead = heads[0];
   const names = tokens.slice(0, many).map((token, i) => `${i + 1}  ${visible(token)}`);
   put(panel,
     h("p", { class: "dim" }, walk.layers.length > 1 || walk.layers[0].length > 8 ? "One token through one layer, with this model's own numbers. Of each vector the first eight are shown." : "One step of the decoder, with this model's own numbers. Of each vector the first eight are shown."),
@@ -116,7 +117,7 @@ view("walk", "Walk", () => data.walks.length > 0, (panel) => {
       data.walks.length > 1 ? choice("stack", data.walks.map((w) => w.name), state.walk, (i) => { state.walk = i; state.walkRow = 0; refresh(); }) : null,
       walk.layers.length > 1 ? pick("layer", walk.layers.map((_, i) => String(i + 1)), state.walkLayer, (i) => { state.walkLayer = i; refresh(); }) : null,
       select("token", names, state.walkRow, (i) => { state.walkRow = i; refresh(); }),
-      heads > 1 ? pick("head", map.heads.map((n) => String(n + 1)), state.walkHead, (i) => { state.walkHead = i; refresh(); }) : null),
+      heads.length > 1 ? pick("head", heads.map((n) => String(n + 1)), heads.indexOf(state.walkHead), (i) => { state.walkHead = heads[i]; refresh(); }) : null),
     many < tokens.length ? h("p", { class: "note" }, `The walk is kept for the first ${many} of ${tokens.length} tokens.`) : null,
     h("ol", { class: "walk" }, layer.map((c) => card(c, state.walkRow, state.walkHead, walk))));
 });

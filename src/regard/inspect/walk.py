@@ -36,7 +36,7 @@ FORMULAS = {
     "dot": "q_t · k_s",
     "general": "q_t · W k_s",
     "cosine": "τ (q_t · k_s) / (|q_t| |k_s|)",
-    "additive": "v · tanh(W q_t + U k_s)",
+    "additive": "v · tanh(W q_t + U k_s + b)",
     "concat": "v · tanh(W [q_t ; k_s])",
     "location": "(W q_t)_s",
 }
@@ -111,6 +111,11 @@ def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> t
     return q_1HTE[0], AttentionScores(name, raw_HTS.numpy(), scale, bias_HTS, mask_TS, keys, values)
 
 
+def _bias(name: str, *layers: nn.Module | None) -> str:
+    """What a formula adds for the bias of these layers: nothing if they have none."""
+    return f" + {name}" if any(getattr(layer, "bias", None) is not None for layer in layers) else ""
+
+
 def _attention_cards(
     name: str, attention: Attention, stack: Stack, calls: ForwardCalls, position: Position, kind: str
 ) -> list[Card]:
@@ -129,10 +134,13 @@ def _attention_cards(
     if type(position).rotate is not Position.rotate:
         text += " Position enters by a rotation of q and k."
     mixed_HTE = calls.input(attention.out).unflatten(-1, (heads, -1)).transpose(0, 1)
+    numbers = [f"z^{{{number + 1}}}_t" for number in attention.head_numbers]
+    side_by_side = " ; ".join(numbers if heads < 4 else [numbers[0], "…", numbers[-1]])
     return [
         Card(
             prefix + "query, key, value",
-            f"q_t = {x}_t W_Q    k_s = {other} W_K    v_s = {other} W_V",
+            f"q_t = {x}_t W_Q{_bias('b_Q', attention.query)}    k_s = {other} W_K{_bias('b_K', attention.key_value)}"
+            f"    v_s = {other} W_V{_bias('b_V', attention.key_value)}",
             text,
             f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value};"
             f" all {heads} heads are one matrix",
@@ -152,11 +160,12 @@ def _attention_cards(
         ),
         Card(
             prefix + "heads side by side",
-            f"o_t = [z^1_t ; … ; z^{heads}_t] W_O",
+            f"o_t = [{side_by_side}] W_O{_bias('b_O', attention.out)}",
             "Every head has its own z. Side by side they go through one matrix, which mixes them.",
             f"1 × {heads * value}  ·  {heads * value} × {width}  =  1 × {width}",
             vectors_of({"z": mixed_HTE, "o": calls.output(attention)}),
-            show="heads",
+            scores,
+            "heads",
         ),
     ]
 
@@ -205,7 +214,9 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     hidden_TF = calls.input(part.down)
     act = {"gelu_tanh": "gelu"}.get(stack.activation, stack.activation)
     x = "x̂" if stack.norm_at == "pre" else "x"
-    formula = f"o_t = {act}({x}_t W_1) W_2" if not stack.gated else f"o_t = ({act}({x}_t W_g) ∘ {x}_t W_1) W_2"
+    up, down = f"{x}_t W_1{_bias('b_1', part.up)}", f"W_2{_bias('b_2', part.down)}"
+    gate = f"{act}({x}_t W_g{_bias('b_g', part.gate)})"
+    formula = f"o_t = ({gate} ∘ ({up})) {down}" if stack.gated else f"o_t = {act}({up}) {down}"
     active = float((hidden_TF.abs() > 1e-6).float().mean())
     text = f"Each token by itself. {active:.0%} of all neurons are not zero here."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
@@ -261,7 +272,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     both_TD = calls.input(decoder.combine)
     combine = Card(
         "Concatenation",
-        "h̃_t = tanh(W [c_t ; h_t])",
+        f"h̃_t = tanh(W [c_t ; h_t]{_bias('b', decoder.combine)})",
         "Context and state side by side, through one matrix and a tanh.",
         f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
         vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
