@@ -10,22 +10,39 @@ import subprocess
 import sys
 from pathlib import Path
 
+from regard.inspect.trace import trace
+from regard.model import Model
+from regard.presets import preset
+from regard.run import Run
+from regard.text.codec import Codec, Example
+from regard.text.tokenizer import Tokenizer
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "tests" / "inspect"))
 
 import chromium  # noqa: E402
 
-CLIPS = {"alignment": 680, "walk": 900, "position": 620}  # visible height of each view in pixels
+CLIPS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
 
 
 def regard(*arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "regard", *map(str, arguments)], check=True)
 
 
+def sinusoid_page(word: str) -> str:
+    """The page of a model with sinusoids, whose position view needs no training."""
+    tokenizer = Tokenizer.train("char", [word])
+    stack = {"position": "sinusoid", "width": 128}
+    model = Model(preset("transformer-tiny", tokenizer.size, changes={"encoder": stack, "decoder": stack}))
+    run = Run(model.config, Codec(tokenizer), model, Path("sinusoids"))
+    return trace(run, Example(word)).to_html()
+
+
 def main() -> None:
     run, word, pairs, image_run, images = sys.argv[1:6]
-    page, image_page = HERE / "page.html", HERE / "image.html"
+    page, position_page, image_page = HERE / "page.html", HERE / "position.html", HERE / "image.html"
     regard("inspect", run, word, "--out", page)
+    position_page.write_text(sinusoid_page(word), encoding="utf-8")
     regard("inspect", image_run, images, "--index", 18, "--out", image_page)
     regard("inspect", run, word, "--attention", "cross", "--png", HERE / "cross-heads.png")
     regard("heads", run, pairs, "--picture", HERE / "heads.svg", "--no-store")
@@ -39,14 +56,20 @@ def main() -> None:
         browser.run("window.scrollTo(0, 0)")
         browser.screenshot(HERE / f"page-{name}.png", full=False)
         browser.close()
+    browser = chromium.Chromium(program, 1180, 470)
+    browser.open(position_page)
+    browser.click("#tab-position")
+    browser.run("document.querySelectorAll('main > :not(#panel)').forEach((node) => node.remove())")
+    browser.screenshot(HERE / "page-position.png", full=False)
+    browser.close()
     browser = chromium.Chromium(program, 1180, 800)
     browser.open(image_page)
-    browser.click(".thumb", 2)
+    browser.click(".thumb", 1)
     browser.hover("h1")
     browser.screenshot(HERE / "page-image.png")
     browser.close()
-    page.unlink()
-    image_page.unlink()
+    for path in (page, position_page, image_page):
+        path.unlink()
 
 
 if __name__ == "__main__":
