@@ -67,7 +67,7 @@ def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
     assert (loaded.model.source_embedding is loaded.model.target_embedding) == shared
     files = {path.name for path in (tmp_path / "deep" / "run").iterdir()}
     tokenizers = {"tokenizer.json"} if shared else {"source.tokenizer.json", "target.tokenizer.json"}
-    assert files == {"config.json", "model.safetensors"} | tokenizers
+    assert files == {"config.json", "model.safetensors", "manifest.json"} | tokenizers
 
 
 def test_saving_twice_is_saving_once(tmp_path: Path) -> None:
@@ -187,6 +187,7 @@ def test_a_run_of_version_0_4_names_neither_task_nor_tokens(tmp_path: Path) -> N
     data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     del data["task"]
     (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    (tmp_path / "manifest.json").unlink()  # which such a run does not have
     loaded = Run.load(tmp_path)
     assert loaded.config == run.config and loaded.task.name == "pairs"
 

@@ -275,13 +275,16 @@ class LoadedRun(Run):
 
 
 @checked_call()
-def load(path: str | Path, device: str | torch.device = "cpu") -> LoadedRun:
-    """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one."""
+def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool = False) -> LoadedRun:
+    """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one.
+
+    Its files must be those that were saved; with `verify` large weights are compared in full too, not only by size.
+    """
     if not isinstance(path, str | Path):
         raise UserError(f"load: takes the path of a run directory, not {shown_value(path)}")
     if not isinstance(device, str | torch.device):
         raise UserError(f"load: device is auto, cpu, cuda, cuda:N or mps, not {shown_value(device)}")
-    return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device)
+    return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device, verify)
 
 
 @checked_call(hint=SETTINGS)

@@ -27,6 +27,8 @@ Frame = Literal["end", "both", "start", "none"]
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True)]  # strict: true is not 1
 Id = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)]
+MAX_TOKENS = 2**21  # of a vocabulary: eight times the largest that there are
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, strict=True)]
 Width = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
 Few = Annotated[int, Field(ge=1, le=1000, strict=True)]
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]  # of an image

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,17 +20,29 @@ from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.errors import UserError, plural
 from regard.files import read_json, replace_directory, replace_file, write_json
+from regard.manifest import (
+    MANIFEST,
+    accept_files,
+    changed_files,
+    read_manifest,
+    require_own_files,
+    require_unchanged,
+    rewriting,
+    update_manifest,
+)
 from regard.model import Model, allocate, on_meta
 from regard.nn.primitives import PackedWeights
 from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.tasks import TASKS, Task, TaskName, infer_task
-from regard.text.codec import Codec, TextConfig
+from regard.text.codec import TOKENIZERS, Codec, TextConfig
 
 FORMAT = 1
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 HEADS = "alignment.json"  # the heads that alignments are read from
 RECIPE = "recipe.toml"
+READ = (CONFIG, WEIGHTS, HEADS, *TOKENIZERS)  # files that loading and decoding read
 
 
 class Generation(Value):
@@ -112,17 +125,33 @@ class Run:
         return table({**facts, "device": self.model.device}.items(), caption=str(self.path))
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
-        """Open a run directory, reading only its own files."""
+    def load(cls, path: str | Path, device: str | torch.device = "cpu", verify: bool = False) -> Self:
+        """Open a run directory, reading only its own files, which must be those that were saved.
+
+        With `verify` large weights are compared with their SHA-256 too, not only by size.
+        """
         path = Path(path)
+        try:
+            run = cls._read(path, device)
+        except UserError as error:
+            changes = changed_files(path, READ) if path.is_dir() else []
+            raise UserError("\n  ".join([str(error), *changes])) from None
+        require_saved(path, READ, verify)
+        return run
+
+    @classmethod
+    def _read(cls, path: Path, device: str | torch.device) -> Self:
         config = read_config(path)
+        with _open(path / WEIGHTS) as file:
+            require_layers(config.model, len(file.keys()), str(path / WEIGHTS))
         model = on_meta(config.model)
         load_weights(model, path / WEIGHTS, device)
+        rows = (config.model.source_vocab, config.model.target_vocab)
+        for side, size, most in zip(("source", "target"), config.text.sizes or (), rows, strict=False):
+            _require_rows(path, side, size, most)
         codec = Codec.load(path, config.text)
-        for side in ("source", "target"):
-            tokens, rows = getattr(codec, f"{side}_vocab"), getattr(config.model, f"{side}_vocab")
-            if tokens > rows:
-                raise UserError(f"{path}: its {side} tokenizer has {tokens} tokens, its model {rows} ({side}_vocab)")
+        _require_rows(path, "source", codec.source_vocab, rows[0])
+        _require_rows(path, "target", codec.target_vocab, rows[1])
         about = (config.labels, config.pixels, config.task, config.generation)
         return cls(config.model, codec, model.eval(), path, *about)
 
@@ -141,9 +170,44 @@ class Run:
             pixels=self.pixels,
             generation=self.generation,
         )
-        write_json(path / "config.json", config.model_dump(mode="json"))
-        self.codec.save(path)
-        save_weights(weights_of(self.model), path / WEIGHTS)
+        with rewriting(path, CONFIG, WEIGHTS, *TOKENIZERS):
+            write_json(path / CONFIG, config.model_dump(mode="json"))
+            self.codec.save(path)
+            save_weights(weights_of(self.model), path / WEIGHTS)
+
+
+def require_saved(path: Path, names: Collection[str] | None = None, verify: bool = False) -> None:
+    """Refuse a run some of whose files are not those that were saved with it."""
+    accept = f"regard info {shlex.quote(str(path))} --accept"
+    require_unchanged(path, f"changed on purpose? Then accept the files as they are: {accept}", names, verify)
+
+
+def verify_run(path: Path) -> str:
+    """Compare every file of a run with its manifest, checkpoints included -> a message."""
+    require_saved(path, verify=True)
+    manifests = sorted(path.rglob(MANIFEST))
+    for manifest in manifests:
+        require_unchanged(manifest.parent, "the run can be used, but training cannot be resumed from it", verify=True)
+    count = sum(len(read_manifest(manifest.parent).files) for manifest in manifests)
+    if not count:
+        return f"{path}: has no {MANIFEST} to compare its files with; --accept writes one"
+    return f"{path}: {plural(count, 'file')} as saved, by size and SHA-256"
+
+
+def accept_run(path: Path) -> str:
+    """Record the files of a run as they are now -> a message."""
+    read_config(path)
+    try:
+        changes = changed_files(path, verify=True)
+    except UserError as error:
+        changes = [str(error)]
+    accept_files(path, (*READ, RECIPE))
+    return "\n  ".join([f"{path}: its files are accepted as they are", *changes])
+
+
+def _require_rows(path: Path, side: str, tokens: int, rows: int) -> None:
+    if tokens > rows:
+        raise UserError(f"{path}: its {side} tokenizer has {tokens} tokens, its model {rows} ({side}_vocab)")
 
 
 def _describe(stack: Stack) -> str:
@@ -160,15 +224,16 @@ def read_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
         raise UserError(f"{path}: no such run directory")
-    if not (path / "config.json").is_file():
+    require_own_files(path, (*READ, RECIPE))
+    if not (path / CONFIG).is_file():
         raise UserError(
             f"{path}: not a run directory: it has no config.json (was the training stopped before its start?)"
         )
-    data = read_json(path / "config.json")
+    data = read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         number = data.get("format") if isinstance(data, dict) else None
-        raise UserError(f"{path / 'config.json'}: format {number!r} is not {FORMAT}, the one this version reads")
-    config = parse(RunConfig, data, str(path / "config.json"))
+        raise UserError(f"{path / CONFIG}: format {number!r} is not {FORMAT}, the one this version reads")
+    config = parse(RunConfig, data, str(path / CONFIG))
     if config.task is not None:
         return config
     task = infer_task(config.model)
@@ -205,25 +270,40 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     replace_file(path, lambda temporary: temporary.write_bytes(save(tensors)))
 
 
+def require_layers(config: Config, tensors: int, where: str) -> None:
+    """Refuse a config of more layers than there are tensors, before time is spent on building them."""
+    layers = sum(stack.layers for stack in config.stacks.values())
+    if layers > tensors:
+        message = f"missing: layers, of which config.json says {layers}, for there are {tensors} tensors"
+        raise UserError(f"{where}: weights do not fit config.json\n  {message}")
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A file of weights."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; the run has no weights yet")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
 def load_weights(model: Model, path: Path, device: str | torch.device = "cpu") -> None:
     """Fill a model from a file; all missing, extra and misshapen names come in one message.
 
     A model on the meta device is allocated on `device`, but only once the file fits it: a config.json may say anything.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; the run has no weights yet")
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            stored = {name: list(file.get_slice(name).get_shape()) for name in names}
-            require_shapes(stored, {name: list(x.shape) for name, x in weights_of(model).items()}, str(path))
-            if next(model.parameters()).is_meta:
-                allocate(model, device)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters(remove_duplicate=True):
-                    parameter.copy_(file.get_tensor(name))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+    with _open(path) as file:
+        names = file.keys()
+        stored = {name: list(file.get_slice(name).get_shape()) for name in names}
+        require_shapes(stored, {name: list(x.shape) for name, x in weights_of(model).items()}, str(path))
+        if next(model.parameters()).is_meta:
+            allocate(model, device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters(remove_duplicate=True):
+                parameter.copy_(file.get_tensor(name))
 
 
 def require_shapes(
@@ -287,6 +367,7 @@ def average(paths: Sequence[str | Path], out: str | Path) -> Run:
         first.save(temporary)
         if (first.path / HEADS).is_file():
             shutil.copyfile(first.path / HEADS, temporary / HEADS)
+            update_manifest(temporary, [HEADS])
 
     replace_directory(Path(out), write)
     return replace(first, path=Path(out))

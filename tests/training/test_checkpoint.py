@@ -55,6 +55,30 @@ def test_a_step_saved_again_changes_only_its_numbers(tmp_path: Path) -> None:
     assert set(checkpoints.tensors(5, "model")) == {"a", "b"}
 
 
+def test_a_flipped_bit_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Progress(step=5), {"model": WEIGHTS, "optimizer": WEIGHTS})
+    checkpoints.save(Progress(step=5, finished="steps"), {})
+    checkpoints.keep(3, WEIGHTS)
+    checkpoints.verify(5)
+    assert checkpoints.kept(3).keys() == WEIGHTS.keys()
+    for path in [
+        *(tmp_path / "training" / "step-00000005").iterdir(),
+        tmp_path / "training" / "weights-00000003.safetensors",
+    ]:
+        if path.name == "manifest.json":
+            continue
+        data = path.read_bytes()
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        with pytest.raises(UserError, match=f"{path.name}: has changed.*\n.*--from"):
+            checkpoints.verify(5)
+            checkpoints.kept(3)
+        path.write_bytes(data)
+    (tmp_path / "training" / "step-00000005" / "optimizer.safetensors").unlink()
+    with pytest.raises(UserError, match=r"optimizer\.safetensors: is missing"):
+        checkpoints.verify(5)
+
+
 def test_temporary_files_are_removed(tmp_path: Path) -> None:
     """Whatever a kill can leave: our own names, those of prepared data, those of the safetensors library."""
     training, unique = tmp_path / "training", uuid4().hex

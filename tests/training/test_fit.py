@@ -77,6 +77,7 @@ def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> Non
         "recipe.toml",
         "log.jsonl",
         "README.md",
+        "manifest.json",
         "training",
     }
     loaded = Run.load(run)

@@ -234,6 +234,7 @@ def test_runs_from_before_there_were_tasks_can_be_resumed(tmp_path: Path) -> Non
     recipe = tmp_path / "run/recipe.toml"
     lines = [line for line in recipe.read_text().splitlines() if not line.startswith(("task", "mask", "span", "lora"))]
     recipe.write_text("\n".join(lines))
+    (tmp_path / "run/manifest.json").unlink()
     assert (
         fit(load_recipe({"train": {"steps": 3}}), tmp_path / "run", resume=True, reporter=Reporter()).progress.step == 3
     )

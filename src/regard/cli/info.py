@@ -15,7 +15,7 @@ from regard.errors import UserError, closest
 from regard.model import on_meta
 from regard.presets import ABOUT, PRESETS, changed_recipe, model_without_data, preset
 from regard.recipe import Train, load_recipe, recipe_names, recipe_summary
-from regard.run import read_config
+from regard.run import accept_run, read_config, verify_run
 from regard.tasks import infer_task
 
 EXAMPLE = "regard info transformer-base --vocab 37000"
@@ -33,6 +33,12 @@ def command(
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every file of the run with its manifest, large ones too.")
+    ] = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Accept files of the run that were changed on purpose.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show parameters, FLOPs and memory of a model.
@@ -42,6 +48,11 @@ def command(
     if what is None:
         _list_all(json)
         return
+    for wanted, option, check in ((accept, "--accept", accept_run), (verify, "--verify", verify_run)):
+        if wanted and not Path(what).is_dir():
+            raise UserError(f"{option} belongs to a run directory, which {what} is not")
+        if wanted:
+            message(check(Path(what)))
     config, train = find_config(what, vocab, settings or [])
     info = describe(config, Workload(length, batch_tokens or train.batch_tokens, sentences, beam))
     rate = measure_rate(config.top.width)

@@ -36,7 +36,7 @@ from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image
 from regard.errors import UserError, closest, install, plural
 from regard.files import replace_file, write_json
 from regard.model import Model, allocate, on_meta
-from regard.run import Generation, Run, weights_of
+from regard.run import Generation, Run, require_layers, weights_of
 from regard.tasks import BOTH
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
@@ -72,6 +72,7 @@ def open_model(source: Path, note: Log) -> OpenedModel:
     checkpoint = open_weights(source, family, hf, note)
     codec = _read_text(source, family, hf, note)
     config = family.read(Fields(hf.data, hf.where, checkpoint.shapes.keys(), codec.ids), architecture, codec.frame)
+    require_layers(config, len(checkpoint.shapes), str(source))
     table = family.weights(config, hf)
     ignored = check_weights(weights_of(on_meta(config)), table, checkpoint.shapes, family.ignores, str(source))
     if ignored:

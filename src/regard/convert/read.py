@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 from regard.convert.family import Family, Fields, Json
 from regard.errors import UserError
 from regard.files import read_json
+from regard.manifest import require_own_files
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -27,13 +29,7 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
         raise UserError(f"{path}: no such directory")
     if not (path / CONFIG).is_file():
         raise UserError(f"{path}: not a Hugging Face directory: it has no {CONFIG}")
-    home = path.resolve()
-    # A download cache consists of links into its blobs; no other link may lead out of the directory.
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    for entry in sorted(path.rglob("*")):
-        target = entry.resolve()
-        if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-            raise UserError(f"{entry}: leads out of its directory; only a directory's own files are read")
+    require_own_files(path, sorted(str(entry.relative_to(path)) for entry in path.rglob("*")))
     data = read_json(path / CONFIG)
     if not isinstance(data, dict):
         raise UserError(f"{path / CONFIG}: must hold a table of settings")
@@ -127,24 +123,19 @@ def _shards(index: Path) -> list[Path]:
 
 def _read_safetensors(path: Path, checkpoint: Checkpoint, family: Family) -> None:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            for inner in names:
-                header = file.get_slice(inner)
-                dtype = str(header.get_dtype())
-                read = partial(_read_tensor, path, inner)
-                checkpoint.add(inner, list(header.get_shape()), DTYPES.get(dtype, dtype), read, family)
+        file = safe_open(path, framework="pt")  # open as long as its tensors may be read
+        names = file.keys()
+        for inner in names:
+            header = file.get_slice(inner)
+            dtype = str(header.get_dtype())
+            read = partial(file.get_tensor, inner)
+            checkpoint.add(inner, list(header.get_shape()), DTYPES.get(dtype, dtype), read, family)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
-
-
 def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
+    _require_stored(path)
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of any kind: the file may be broken, or hold more than tensors
@@ -154,3 +145,16 @@ def _read_pickled(path: Path, checkpoint: Checkpoint, family: Family) -> None:
         raise UserError(f"{path}: must hold a table of tensors and nothing else")
     for inner, x in tensors.items():
         checkpoint.add(str(inner), list(x.shape), str(x.dtype).removeprefix("torch."), x.float, family)
+
+
+def _require_stored(path: Path) -> None:
+    """Refuse an archive of compressed files, which may need any amount of memory; torch writes them as they are."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [file.filename for file in archive.infolist() if file.compress_type != zipfile.ZIP_STORED]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: not readable as plain weights: {error}") from None
+    if packed:
+        raise UserError(f"{path}: not readable as plain weights: {packed[0]} in it is compressed")

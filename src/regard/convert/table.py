@@ -101,11 +101,11 @@ def check_weights(
     for rule in rules:
         theirs = rule.to_theirs(torch.empty_like(parameters[name], device="meta") for name in rule.ours)
         expected |= {name: list(value.shape) for name, value in theirs.items()}
-    ignored = sorted(name for name in shapes.keys() - expected.keys() if ignores(name))
+    ignored = {name for name in shapes.keys() - expected.keys() if ignores(name)}
     needed = {name: shape for name, shape in shapes.items() if name not in ignored}
     uncovered = parameters.keys() - {name for rule in rules for name in rule.ours}
     require_shapes(needed, expected, where, [f"nothing gives our {name}" for name in sorted(uncovered)])
-    return ignored
+    return sorted(ignored)
 
 
 @torch.no_grad()

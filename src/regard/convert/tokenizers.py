@@ -16,7 +16,7 @@ from regard.errors import UserError
 from regard.files import write_json
 from regard.text.codec import Codec
 from regard.text.scheme import SPECIALS
-from regard.text.tokenizer import ForeignTokenizer, Tokenizer
+from regard.text.tokenizer import ForeignTokenizer, Tokenizer, library_errors, require_ids
 
 FILES = ("*tokenizer*", "*vocab*", "*.spm", "*.model", "merges.txt")
 # The special tokens around a text where no file tells them.
@@ -41,10 +41,12 @@ def has_tokenizer(directory: Path) -> bool:
 def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> tuple[Codec, list[str]]:
     """The tokenizers of a directory, with the special tokens that they add around a text, and notes for the user."""
     settings = read_settings(directory)
-    try:
-        opened = open_vocabulary(directory, model_type, settings)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory}: the settings of its tokenizer cannot be understood: {error!r}") from None
+    with library_errors(f"{directory}: the settings of its tokenizer cannot be understood"):
+        return _read(directory, model_type, hf_config, settings)
+
+
+def _read(directory: Path, model_type: str, hf_config: Json, settings: Json) -> tuple[Codec, list[str]]:
+    opened = open_vocabulary(directory, model_type, settings)
     special = _SpecialTokens(opened.libraries[0], settings)
     before, after, changed = _around(opened, special, settings, model_type)
     if max(len(before), len(after)) > 1:
@@ -243,6 +245,7 @@ def id_tokenizer(hf_config: Json, size: int, frame: Frame) -> ForeignTokenizer:
         ids = (index for value in values for index in (value if isinstance(value, list) else [value]))
         return next((index for index in ids if type(index) is int and 0 <= index < size), 0)
 
+    require_ids([size - 1])
     pad, eos, sos = first("pad", "eos"), first("eos", "pad"), first("bos", "decoder_start", "eos")
     library = Library(models.WordLevel({str(index): index for index in range(size)}, unk_token=str(pad)))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # at line ends too

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from regard.config import MAX_TOKENS
 from regard.convert.family import Json
 from regard.errors import UserError
 from regard.files import read_json
-from regard.text.tokenizer import HIDDEN, read_text
+from regard.text.tokenizer import HIDDEN, checked_state, library_errors, read_text, require_ids
 
 JSON, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 ADDED = "added_tokens.json"
@@ -54,6 +55,8 @@ def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedV
         library = build(read_sentencepiece(directory / model))
         if model_type == "t5":
             count = settings.get("extra_ids", 100)
+            if type(count) is not int or not 0 <= count < MAX_TOKENS:
+                raise ValueError(f"extra_ids {count!r:.40}")
             library.add_special_tokens([f"<extra_id_{index}>" for index in reversed(range(count))])
     elif has("vocab.txt"):
         library = _word_piece(directory / "vocab.txt", settings)
@@ -77,9 +80,11 @@ def _opened(libraries: list[Tokenizer], framed: bool) -> OpenedVocabulary:
 def _read_json(path: Path) -> Tokenizer:
     text = read_text(path)
     try:
-        return Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exceptions
-        raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+        with library_errors():
+            checked_state(text)
+            return Tokenizer.from_str(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _source_and_target(directory: Path) -> OpenedVocabulary:
@@ -157,8 +162,12 @@ def _add_tokens(library: Tokenizer, directory: Path, settings: Json) -> None:
 
 def _read_ids(path: Path) -> dict[str, int]:
     ids = _table(path)
-    if not ids or not all(type(index) is int and index >= 0 for index in ids.values()):
+    if not ids:
         raise UserError(f"{path}: must hold the number of every token")
+    try:
+        require_ids(ids.values(), len(ids))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return ids
 
 

@@ -25,6 +25,7 @@ from regard.decode.hypothesis import Alignment
 from regard.decode.options import HeadIndex, Options
 from regard.errors import UserError
 from regard.files import read_json, write_json
+from regard.manifest import rewriting
 from regard.model import Model, kind_and_layer
 from regard.nn.hooks import Recording, record
 from regard.run import HEADS, Run
@@ -47,7 +48,8 @@ class AlignmentHeads(Value):
 
 def save_heads(path: Path, heads: Sequence[HeadIndex]) -> None:
     """Write the alignment heads of a run to its directory."""
-    write_json(path / HEADS, {"heads": [list(head) for head in heads]})
+    with rewriting(path, HEADS):
+        write_json(path / HEADS, {"heads": [list(head) for head in heads]})
 
 
 def load_heads(path: Path) -> tuple[HeadIndex, ...]:

@@ -20,6 +20,7 @@ from regard.config import Config
 from regard.errors import UserError
 from regard.files import replace_file
 from regard.loss import Objective
+from regard.manifest import rewriting
 from regard.model import Model, kind_and_layer
 from regard.nn.adapters import add_gates
 from regard.nn.attention import Attention
@@ -289,8 +290,9 @@ def prune_closed_gates(path: Path, backup: Path) -> str:
 def restore_unpruned(path: Path, backup: Path) -> None:
     """Undo `prune_closed_gates`, so that training goes on with all heads."""
     if all((backup / name).is_file() for name in FILES):
-        for name in FILES:
-            _copy(backup / name, path / name)
+        with rewriting(path, *FILES):
+            for name in FILES:
+                _copy(backup / name, path / name)
     shutil.rmtree(backup, ignore_errors=True)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from regard.config import Count, Frame, SpecialIds, Value
+from regard.config import Frame, SpecialIds, Tokens, Value
 from regard.errors import UserError, plural
 from regard.recipe import Column
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
-SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
+TOKENIZERS = SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
 
 
 class Example(NamedTuple):
@@ -34,7 +34,7 @@ class TextConfig(Value):
     feature_separator: str = ";"
     frame: Frame = "end"  # special tokens around a source text: x eos, sos x eos, sos x, or none
     ids: SpecialIds | None = None  # of foreign vocabularies; those we learn all have the same
-    sizes: tuple[Count, Count] | None = None  # of foreign vocabularies: how many ids each side has
+    sizes: tuple[Tokens, Tokens] | None = None  # of foreign vocabularies: how many ids each side has
 
 
 class Codec:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Library
 
-from regard.config import SpecialIds
+from regard.config import MAX_TOKENS, SpecialIds
 from regard.errors import UserError
 from regard.files import replace_file
 from regard.text.scheme import BYTE_OF, IDS, PATTERNS, SMALLEST, SPECIALS, learn, parse_scheme, split_simple, threads
@@ -152,7 +153,14 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a saved tokenizer; nothing in the file can run code."""
-        return _parsed(path, lambda text: cls(Library.from_str(text)), "not a tokenizer of ours: ")
+        return _parsed(path, cls._of_text, "not a tokenizer of ours: ")
+
+    @classmethod
+    def _of_text(cls, text: str) -> Tokenizer:
+        state = checked_state(text)
+        if any(state.get(key) for key in ("truncation", "padding", "post_processor", "added_tokens")):
+            raise UserError("it does more than cut text")
+        return cls(Library.from_str(text))
 
 
 class ForeignTokenizer(Tokenizer):
@@ -164,7 +172,7 @@ class ForeignTokenizer(Tokenizer):
     """
 
     def __init__(self, text: str, ids: SpecialIds, size: int | None = None) -> None:
-        state: dict[str, Any] = json.loads(text)
+        state = checked_state(text)
         self._text = text
         self._kind = self.scheme = "foreign"
         self.ids = ids
@@ -258,11 +266,47 @@ def _parsed(path: str | Path, parse: Callable[[str], T], mistake: str = "") -> T
     """What `parse` makes of a tokenizer's file."""
     text = read_text(path)
     try:
-        return parse(text)
+        with library_errors():
+            return parse(text)
     except UserError as error:
         raise UserError(f"{path}: {mistake}{error}") from None
-    except Exception as error:  # the library raises plain Exceptions
-        raise UserError(f"{path}: not a readable tokenizer: {error}") from None
+
+
+@contextmanager
+def library_errors(what: str = "not a readable tokenizer") -> Iterator[None]:
+    """Turn what the library raises into a UserError: plain Exceptions, and panics, which are not even that."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {error!r:.500}") from None
+
+
+def checked_state(text: str) -> dict[str, Any]:
+    """A tokenizer in the library's format, with ids that it can be trusted with: it makes tables up to the largest."""
+    state = json.loads(text)
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise UserError("not a readable tokenizer: it has no table model")
+    vocab, added = state["model"].get("vocab"), state.get("added_tokens", [])
+    if not isinstance(vocab, dict | list) or not isinstance(added, list):
+        raise UserError("not a readable tokenizer: model.vocab and added_tokens must be lists of tokens")
+    if not all(isinstance(token, dict) for token in added):
+        raise UserError("not a readable tokenizer: added_tokens must be a list of tables")
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.get("id") for token in added)]
+    require_ids(ids, len(vocab))
+    return state
+
+
+def require_ids(ids: Iterable[Any], count: int = 0) -> None:
+    """Refuse a vocabulary of numbers that are no ids, or of too many."""
+    wrong = next((index for index in ids if type(index) is not int or not 0 <= index < MAX_TOKENS), None)
+    if wrong is not None:
+        raise UserError(f"a token has the id {wrong!r:.40}; allowed are 0 to {MAX_TOKENS - 1}")
+    if count > MAX_TOKENS:
+        raise UserError(f"it has {count:,} tokens, more than {MAX_TOKENS:,}")
 
 
 def _recognise(library: Library) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from regard.config import parse
 from regard.errors import UserError
 from regard.files import read_json, remove, replace_directory, write_json
+from regard.manifest import require_unchanged, rewriting, update_manifest
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
@@ -26,9 +27,11 @@ from regard.training.step import Stepper, optimizer_tensors, restore_optimizer
 
 TRAINING = "training"
 ADAPTERS = "adapters.safetensors"
+PROGRESS = "progress.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of our writes, of the safetensors library
 _PREPARING = ("data.tmp", "data.tmp.old")  # what `prepare` writes to before it renames
+DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
 Tensors = dict[str, Tensor]
 Scores = dict[str, float]
 
@@ -130,7 +133,7 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             return None
-        path = self._directory(steps[-1]) / "progress.json"
+        path = self._directory(steps[-1]) / PROGRESS
         data = read_json(path)
         return parse(Progress, data if isinstance(data, dict) else {}, str(path))
 
@@ -138,13 +141,15 @@ class Checkpoints:
         """Save a step: `parts` are named groups of tensors. If it was saved before, only the numbers can differ."""
         path = self._directory(progress.step)
         if path.is_dir():
-            write_json(path / "progress.json", progress.model_dump())
+            with rewriting(path, PROGRESS):
+                write_json(path / PROGRESS, progress.model_dump())
             return
 
         def write(temporary: Path) -> None:
             for name, tensors in parts.items():
                 write_tensors(tensors, temporary / f"{name}.safetensors")
-            write_json(temporary / "progress.json", progress.model_dump())
+            write_json(temporary / PROGRESS, progress.model_dump())
+            update_manifest(temporary, [PROGRESS, *(f"{name}.safetensors" for name in parts)])
 
         replace_directory(path, write)
 
@@ -153,11 +158,18 @@ class Checkpoints:
         path = self._directory(step) / f"{part}.safetensors"
         return {} if optional and not path.is_file() else read_tensors(path)
 
+    def verify(self, step: int) -> None:
+        """Require every file of a saved step to be the one that was saved."""
+        require_unchanged(self._directory(step), DAMAGED, verify=True)
+
     def keep(self, step: int, weights: Tensors) -> None:
         """Keep weights for averaging."""
-        save_weights(weights, self._kept(step))
+        with rewriting(self.path, self._kept(step).name):
+            save_weights(weights, self._kept(step))
 
     def kept(self, step: int) -> Tensors:
+        """Weights that were kept for averaging, which must be those that were saved."""
+        require_unchanged(self.path, DAMAGED, [self._kept(step).name], verify=True)
         return read_tensors(self._kept(step))
 
     def remove_old(self, kept: list[int]) -> None:
@@ -224,9 +236,10 @@ class CheckpointManager:
     def publish(self, weights: Tensors) -> None:
         """Make weights the run's model, gates and adapters merged into it; adapters are also written beside it."""
         plain, adapters = merge_adapters(self._model, fold_gates(self._model, weights))
-        if adapters:
-            save_weights(adapters, self.files.run / ADAPTERS)
-        save_weights(plain, self.files.run / WEIGHTS)
+        with rewriting(self.files.run, ADAPTERS, WEIGHTS):
+            if adapters:
+                save_weights(adapters, self.files.run / ADAPTERS)
+            save_weights(plain, self.files.run / WEIGHTS)
 
     def recover(self, progress: Progress) -> None:
         """Complete what a kill may have interrupted."""
@@ -237,6 +250,7 @@ class CheckpointManager:
         progress = self.files.progress()
         if progress is None:
             return Progress()
+        self.files.verify(progress.step)
         try:
             self._load(progress.step)
         except (KeyError, RuntimeError) as error:  # a wrong name or shape

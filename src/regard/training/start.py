@@ -16,12 +16,13 @@ from regard.device import usable_precision
 from regard.errors import UserError, closest, plural
 from regard.files import hold_lock, read_json, remove, replace_file, to_toml, write_json
 from regard.inspect.prune import gate_heads, restore_unpruned
+from regard.manifest import MANIFEST, rewriting, update_manifest
 from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
-from regard.run import HEADS, RECIPE, WEIGHTS, RunConfig, read_config, saved_recipe, weights_of
+from regard.run import CONFIG, HEADS, RECIPE, WEIGHTS, RunConfig, read_config, require_saved, saved_recipe, weights_of
 from regard.tasks import TASKS, infer_task
-from regard.text.codec import Codec
+from regard.text.codec import TOKENIZERS, Codec
 from regard.text.learn import BaseText
 from regard.training.checkpoint import ADAPTERS, TRAINING, Checkpoints, Progress
 from regard.training.plan import Budget
@@ -32,13 +33,18 @@ UNCUT = "uncut"  # there too: config and weights from before closed heads were c
 FRESH = "fresh.json"  # in the training directory: names of weights that the base run does not have
 GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
 BUDGET = ("train.minutes", "train.steps", "train.epochs")
-TOKENIZERS = ("source.tokenizer.json", "target.tokenizer.json", "tokenizer.json")
 # What a run is made of. `training` is not among them: prepared data alone is no run.
-FILES = ("config.json", WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, *TOKENIZERS)
+FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, MANIFEST, *TOKENIZERS)
 LOCK = "lock"  # in the training directory
 # In the training directory, too; `prepare` and the checkpoints would replace or remove them.
 STATE = (DATA, UNCUT, FRESH, "step-*", "weights-*.safetensors")
-BEFORE_CONFIG = {RECIPE, f"{TRAINING}/{DATA}", f"{TRAINING}/{FRESH}", *TOKENIZERS}  # written before config.json
+BEFORE_CONFIG = {
+    RECIPE,
+    MANIFEST,
+    f"{TRAINING}/{DATA}",
+    f"{TRAINING}/{FRESH}",
+    *TOKENIZERS,
+}  # written before config.json
 
 
 # The run directory
@@ -88,7 +94,8 @@ def write_run(path: Path, recipe: Recipe, config: Config, prepared: Prepared[Any
     run = RunConfig(model=config, text=codec.config, task=recipe.task, labels=prepared.labels, pixels=prepared.pixels)
     if recipe.train.start_from:
         run = run.model_copy(update={"generation": read_config(Path(recipe.train.start_from)).generation})
-    write_json(path / "config.json", run.model_dump(mode="json"))
+    write_json(path / CONFIG, run.model_dump(mode="json"))
+    update_manifest(path, [CONFIG, RECIPE, *TOKENIZERS])
 
 
 def finished_progress(recipe: Recipe, path: Path) -> Progress | None:
@@ -114,6 +121,7 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
             f"{path}: {launched} processes were started, but the run began with {plural(count, 'process')}; "
             f"another number would change its result: {how}, or begin a new run with another --out"
         )
+    require_saved(path, (CONFIG, RECIPE, *TOKENIZERS))
     recipe = resumed_recipe(requested, saved, path)
     if finished_progress(recipe, path) is None:
         restore_unpruned(path, path / TRAINING / UNCUT)
@@ -128,7 +136,7 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
 
 def is_run(run: Path) -> bool:
     """Whether a directory holds a run that was set up completely by training; config.json is written last."""
-    return (run / "config.json").is_file() and (run / RECIPE).is_file()
+    return (run / CONFIG).is_file() and (run / RECIPE).is_file()
 
 
 def require_ours(run: Path) -> None:
@@ -180,7 +188,8 @@ def remove_remains(run: Path) -> None:
 def save_recipe(recipe: Recipe, run: Path) -> None:
     """Write the complete recipe; what is not set has no key, for TOML knows no null."""
     text = to_toml(recipe.model_dump(mode="json"))
-    replace_file(run / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    with rewriting(run, RECIPE):
+        replace_file(run / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
@@ -232,6 +241,7 @@ def open_base(recipe: Recipe) -> tuple[RunConfig, BaseText] | tuple[None, None]:
         raise UserError(f"{recipe.train.start_from} brings its own model; leave preset {recipe.preset} out")
     run = Path(recipe.train.start_from)
     config = read_config(run)
+    require_saved(run, verify=True)
     different = []  # settings that would be ignored, for the tokenizers are those of the base run
     for key in sorted(recipe.text.model_fields_set):
         here, there = getattr(recipe.text, key), getattr(config.text, key, Text.model_fields[key].default)

@@ -1,0 +1,238 @@
+"""Run directories that were damaged, changed or made by an attacker: refused, in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+
+import regard
+from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
+from fuzzkit import attack, in_child
+from regard.config import SpecialIds
+from regard.errors import UserError
+from regard.manifest import MANIFEST
+from regard.run import Run
+from regard.text.codec import Codec
+from regard.text.tokenizer import ForeignTokenizer, Tokenizer
+from toykit import call
+
+SEED = 13
+LETTERS = ["abcab", "bca"]
+
+
+def foreign() -> ForeignTokenizer:
+    names = ["<pad>", "<unk>", "<s>", "</s>", "a", "b", "c", "ab"]
+    library = Library(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    library.add_special_tokens(names[:4])
+    return ForeignTokenizer(library.to_str(), SpecialIds())
+
+
+def codec_of(name: str, number: int) -> Codec:
+    """Tokenizers of another kind for each of several runs."""
+    mask = "bert" in name
+    kinds = ("char", "word", "byte", "bpe:270", "unigram:270", "nfd", "space")
+    if number % 8 == 7 and not mask:
+        return Codec(foreign())
+    return Codec(Tokenizer.train(kinds[number % 8 % len(kinds)], LETTERS, mask=mask))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A small run of every family, one with features and two tokenizers, and a trained one."""
+    place = tmp_path_factory.mktemp("bases")
+    for number, name in enumerate([*BOTH, *DECODERS, *ENCODERS]):
+        codec = codec_of(name, number)
+        config = shrunk(name, codec.source_vocab)
+        labels = tuple(f"label {n}" for n in range(config.classes or 0))
+        Run(config, codec, build(config), Path(name), labels).save(place / name)
+    sides = Codec(Tokenizer.train("char", LETTERS), Tokenizer.train("space", ["A B"]), ("N", "PL"))
+    config = shrunk(BOTH[-1], 9, {"source_vocab": sides.source_vocab, "target_vocab": sides.target_vocab})
+    Run(config, sides, build(config), Path("two")).save(place / "two")
+    for base in place.iterdir():
+        use(base)  # what is loaded and set up at first use need not be in every child
+    return sorted(place.iterdir())
+
+
+def use(path: Path, draw: Random | None = None) -> None:
+    """Load a run and let it answer; with `draw`, mostly without its manifest."""
+    if draw is not None and draw.random() < 0.75 and (path / MANIFEST).is_file():
+        (path / MANIFEST).unlink()
+    run = regard.load(path, verify=True)
+    if run.task.reads == "images":
+        patches = run.config.image_patches
+        run.model(torch.zeros(1, patches.channels, patches.height, patches.width), None)
+    elif run.task.labels:
+        run.classify(["abc"])
+    elif "decoder" in run.config.stacks:
+        run.generate(["abc"], beam=2, max_length=4)
+    else:
+        run.embed(["abc"])
+
+
+def check(bases: list[Path], place: Path, cases: range) -> None:
+    faults, counts = attack(bases, place, cases, SEED, use)
+    print(counts)
+    assert not faults, f"{len(faults)} faults\n" + "\n".join(faults)
+    assert counts["refused"] > len(cases) / 2
+
+
+def test_a_fault_is_noticed() -> None:
+    """Aborts, tracebacks, memory and time are seen from outside."""
+    assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).kind == "killed"
+    assert in_child(lambda: 1 / 0).kind == "error"
+    assert in_child(lambda: [b"x" * 2**20 for _ in range(600)]).fault
+    assert not in_child(lambda: None).fault
+
+
+def test_mutated_runs_are_refused(bases: list[Path], tmp_path: Path) -> None:
+    check(bases, tmp_path, range(60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 5000, 500))
+def test_many_mutated_runs_are_refused(bases: list[Path], tmp_path: Path, start: int) -> None:
+    check(bases, tmp_path, range(start, start + 500))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = shrunk(BOTH[0], foreign().size)
+    Run(config, Codec(foreign()), build(config), Path("run")).save(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def edit(path: Path, *keys: Any, to: Any) -> None:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    holder = data
+    for key in keys[:-1]:
+        holder = holder[key]
+    holder[keys[-1]] = to
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_id_beyond_any_vocabulary(run: Path, own: bool) -> None:
+    """The tokenizer library would make a table of that many entries, and end the process."""
+    path = run / "tokenizer.json"
+    if own:
+        Tokenizer.train("word", ["a b c"]).save(path)
+        edit(run / "config.json", "text", "ids", to=None)
+    (run / MANIFEST).unlink()
+    edit(path, "model", "vocab", "a", to=2**31 - 1)
+    outcome = in_child(lambda: Run.load(run))
+    assert outcome.kind == "refused" and "2147483647" in outcome.text and not outcome.fault, outcome
+
+
+def test_a_vocabulary_size_beyond_the_model(run: Path) -> None:
+    (run / MANIFEST).unlink()
+    for size in (2**31 - 1, 2**21, 100):
+        edit(run / "config.json", "text", "sizes", to=[size, size])
+        outcome = in_child(lambda: Run.load(run))
+        assert outcome.kind == "refused" and not outcome.fault, outcome
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", MANIFEST])
+def test_links_that_lead_out_are_refused(run: Path, name: str) -> None:
+    (run / name).rename(run.parent / name)
+    (run / name).symlink_to(run.parent / name)
+    with pytest.raises(UserError, match=f"{name}: leads out of its directory"):
+        Run.load(run)
+
+
+def test_links_within_a_run_and_into_a_download_cache_are_followed(run: Path) -> None:
+    (run / "config.json").rename(run / "other.json")
+    (run / "config.json").symlink_to("other.json")
+    assert Run.load(run).config
+    snapshot = run.parent / "snapshots" / "1234"
+    snapshot.parent.mkdir()
+    run.rename(run.parent / "blobs")
+    snapshot.mkdir()
+    for file in (run.parent / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert Run.load(snapshot).config
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_every_flipped_bit_is_named(run: Path, name: str) -> None:
+    path = run / name
+    data = path.read_bytes()
+    for position in range(0, len(data), max(1, len(data) // 7)):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(UserError, match=f"{name}: has changed"):
+            Run.load(run)
+    path.write_bytes(data)
+    assert Run.load(run, verify=True).config
+
+
+def test_large_weights_are_compared_on_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.manifest.HASHED", 10)
+    path = run / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert Run.load(run).config
+    with pytest.raises(UserError, match=r"model\.safetensors: has changed: as long as the one saved"):
+        regard.load(run, verify=True)
+    path.write_bytes(data[:-4])
+    with pytest.raises(UserError, match=r"model\.safetensors: has changed: [\d,]+ bytes, saved were"):
+        Run.load(run)
+
+
+def test_a_file_changed_on_purpose_is_accepted(run: Path) -> None:
+    edit(run / "config.json", "model", "encoder", "dropout", to=0.5)
+    refused = call("info", run, "--verify")
+    assert refused.code == 2 and "config.json: has changed" in refused.err
+    with pytest.raises(UserError) as caught:
+        Run.load(run)
+    command = str(caught.value).rsplit("regard ", 1)[1].split()
+    assert command == ["info", str(run), "--accept"]
+    accepted = call(*command)
+    assert accepted.code == 0 and "config.json: has changed" in accepted.err
+    assert Run.load(run).config.encoder.dropout == 0.5  # type: ignore[union-attr]
+    assert "3 files as saved" in call("info", run, "--verify").err
+
+
+def test_a_run_without_a_manifest_loads_and_can_get_one(run: Path) -> None:
+    (run / MANIFEST).unlink()
+    assert Run.load(run, verify=True).config
+    assert "no manifest.json" in call("info", run, "--verify").err
+    assert call("info", run, "--accept").code == 0
+    assert "3 files as saved" in call("info", run, "--verify").err
+    (run / MANIFEST).write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json"):
+        Run.load(run)
+    assert call("info", run, "--accept").code == 0
+    assert Run.load(run).config
+    assert "belongs to a run directory" in call("info", "bert-base", "--verify").err
+
+
+def test_a_killed_rewrite_is_no_change(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a new file and its entry the file has none, which is as in runs without a manifest."""
+    again = Run.load(run)
+    for number in range(5):  # each write in turn is the last one
+        again.save(run)
+        left = number
+
+        def write(path: Path, fill: Any, real: Any = regard.files.replace_file) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+            real(path, fill)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            for module in ("files", "run", "text.tokenizer"):
+                patch.setattr(f"regard.{module}.replace_file", write)
+            again.save(run)
+        assert Run.load(run, verify=True).config == again.config
+    again.save(run)
+    assert len(json.loads((run / MANIFEST).read_text())["files"]) == 3
