@@ -175,9 +175,8 @@ def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
     if limit is not None and ids[-1] == run.config.ids.eos:
         ids.pop()
     found = trace(run, example, ids, heads=load_heads(run.path))
-    return (
-        found if limit is None else replace(found, notes=(*found.notes, f"The output {limit}, before its end token."))
-    )
+    notes = () if limit is None else (f"The output {limit}, before its end token.",)
+    return replace(found, notes=found.notes + notes)
 
 
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:

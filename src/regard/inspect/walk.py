@@ -111,9 +111,9 @@ def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> t
     return q_1HTE[0], AttentionScores(name, raw_HTS.numpy(), scale, bias_HTS, mask_TS, keys, values)
 
 
-def _bias(name: str, *layers: nn.Module | None) -> str:
-    """What a formula adds for the bias of these layers: nothing if they have none."""
-    return f" + {name}" if any(getattr(layer, "bias", None) is not None for layer in layers) else ""
+def _bias(name: str, layer: nn.Module | None) -> str:
+    """What a formula adds for the bias of a layer: nothing if it has none."""
+    return "" if getattr(layer, "bias", None) is None else f" + {name}"
 
 
 def _attention_cards(
