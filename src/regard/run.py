@@ -42,6 +42,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 HEADS = "alignment.json"  # the heads that alignments are read from
 RECIPE = "recipe.toml"
+CHAT_TEMPLATE = "chat_template.jinja"  # of a converted model, for other programs
 READ = (CONFIG, WEIGHTS, HEADS, *TOKENIZERS)  # files that loading and decoding read
 
 
@@ -201,7 +202,7 @@ def accept_run(path: Path) -> str:
         changes = changed_files(path, verify=True)
     except UserError as error:
         changes = [str(error)]
-    accept_files(path, (*READ, RECIPE))
+    accept_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     return "\n  ".join([f"{path}: its files are accepted as they are", *changes])
 
 
@@ -224,7 +225,7 @@ def read_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
         raise UserError(f"{path}: no such run directory")
-    require_own_files(path, (*READ, RECIPE))
+    require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     if not (path / CONFIG).is_file():
         raise UserError(
             f"{path}: not a run directory: it has no config.json (was the training stopped before its start?)"

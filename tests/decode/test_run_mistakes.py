@@ -90,6 +90,12 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
         list(score(run, [("ab", "ba")]))
     result = call("score", tmp_path / "nan", "--json", stdin="ab\tba\n")
     assert result.code == 2 and result.out == "" and "its weights are broken" in result.err
+    (tmp_path / "pairs.tsv").write_text("ab\tba\nba\tab\n" * 8)
+    for verb in (
+        ["heads", tmp_path / "nan", tmp_path / "pairs.tsv"],
+        ["prune", tmp_path / "nan", tmp_path / "small", "--data", tmp_path / "pairs.tsv", "--heads", 1],
+    ):
+        assert "some of its weights are not numbers" in call(*verb).err
     looked = call("inspect", tmp_path / "nan", "ab", "--target", "ba", "-o", tmp_path / "page.html")
     assert looked.code == 2 and "some of its weights are not numbers" in looked.err
     for order in (["nan", "good"], ["good", "nan"]):

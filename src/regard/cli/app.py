@@ -1,6 +1,6 @@
 """The program: its verbs, which are loaded when they are called, and its exit codes.
 
-0 done; 2 a mistake of the user's, reported in one message; 1 a mistake of ours; 130 and 143 stopped by a signal.
+0 done; 2 a mistake of the user's, reported in one message; 1 a mistake of ours; 129, 130 and 143 stopped by a signal.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from regard.decode.alignment import read_links, save_heads
 from regard.inspect.heads import HeadStatistics, best_alignment_heads, grids, induction_heads, measure_heads
 from regard.inspect.inputs import describe_size, read_task_data
 from regard.inspect.plots import draw_heads, save
-from regard.run import HEADS
+from regard.run import HEADS, require_numbers
 
 EXAMPLE = "regard heads runs/g2p dev.tsv --picture heads.png"
 NAMES = ("attention", "layer", "head", "gradient", "ablation", "confidence", "entropy", "distance", "looks at", "share")
@@ -51,6 +51,7 @@ def command(
     named.
     """
     (opened,) = open_runs([run], device, threads)
+    require_numbers(opened)
     counter = LineCounter(strict)
     data = read_task_data(opened, pairs_of(file, target, columns, opened.codec.columns), counter, examples)
     if counter.skipped:

@@ -16,6 +16,7 @@ from regard.inspect.inputs import describe_size, read_task_data
 from regard.inspect.plots import draw_lines
 from regard.inspect.plots import save as save_picture
 from regard.inspect.prune import Criterion, PruneAmount
+from regard.run import require_numbers
 from regard.training.tune import PruneReport, prune, save_pruned, split_data
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
@@ -63,6 +64,7 @@ def command(
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
     method, amount = cast(Criterion, by), PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
+    require_numbers(opened)
     counter = LineCounter(strict)
     learn = read_task_data(opened, pairs_of(data, target, columns, opened.codec.columns), counter)
     if valid is None:

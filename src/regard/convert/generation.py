@@ -12,10 +12,9 @@ from regard.convert.read import GENERATION
 from regard.convert.vocabularies import SETTINGS
 from regard.decode.preparer import CONTINUATION_LENGTH
 from regard.files import read_json, replace_file
-from regard.run import Generation, Run
+from regard.run import CHAT_TEMPLATE, Generation, Run
 from regard.text.tokenizer import read_text
 
-CHAT_TEMPLATE = "chat_template.jinja"  # in their directories and in a run
 USUAL_LENGTH = 512  # tokens of a decoder, start and end counted, where a run does not limit its outputs
 # Settings of theirs for which there is an option of `generate` or `train`, and values that change nothing.
 OPTIONS: dict[str, tuple[str, Any]] = {

@@ -35,8 +35,9 @@ from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
 from regard.errors import UserError, closest, install, plural
 from regard.files import replace_file, write_json
+from regard.manifest import update_manifest
 from regard.model import Model, allocate, on_meta
-from regard.run import Generation, Run, require_layers, weights_of
+from regard.run import CHAT_TEMPLATE, Generation, Run, require_layers, weights_of
 from regard.tasks import BOTH
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
@@ -101,6 +102,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         Run(config, opened.codec, opened.load(), path, labels, pixels, generation=generation).save(path)
         if template is not None:
             write_chat_template(template, path)
+            update_manifest(path, [CHAT_TEMPLATE])
         run = Run.load(path)  # the model that was saved is gone: memory may not hold three
         export = partial(their_tensors, family, architecture, opened.table)
         proof = None
