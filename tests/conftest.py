@@ -11,8 +11,11 @@ import torch
 from toykit import call, small, spell, toy_words
 
 torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as jobs in the background inherit it; some tests send it
+# Jobs in the background and those of nohup inherit these as ignored; some tests send them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
