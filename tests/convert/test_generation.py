@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import regard
 from familykit import build, shrunk
 from regard.convert.generation import CHAT_TEMPLATE
 from regard.convert.hf import from_hf, to_hf
+from regard.errors import UserError
 from regard.run import Generation, Run
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
@@ -54,6 +56,52 @@ def test_ids_and_limit_are_carried_both_ways(tmp_path):
 def test_the_end_of_generation_config_overrules_that_of_config(tmp_path):
     run, _ = converted("gpt2", tmp_path, eos_token_id=5)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 3 and run.config.ids.eos == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(("eos_token_id", value, "must be the id") for value in ("", {"": {}}, False, 1e308, float("inf"), [[3]])),
+        ("forced_eos_token_id", {}, "must be the id"),
+        ("suppress_tokens", "5", "must be the id"),
+        ("bad_words_ids", [5], "must be a list of lists"),
+        ("bad_words_ids", [[5.5]], "must be the id"),
+        ("max_length", "20", "must be a whole number above zero"),
+        ("max_length", 10**30, "should be less than"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(key, value, message, tmp_path):
+    with pytest.raises(UserError, match=rf"(?s)generation_config\.json: .*{key}.* {message}"):
+        converted("t5", tmp_path, **{key: value})
+
+
+@pytest.mark.parametrize("beyond", [V, 2**63, 2**64, 10**30, -1])
+def test_ids_outside_of_the_vocabulary_are_none(beyond, tmp_path):
+    keys = ("eos_token_id", "decoder_start_token_id", "pad_token_id", "forced_eos_token_id")
+    run, notes = converted("marian", tmp_path, **dict.fromkeys(keys, beyond), suppress_tokens=[5, -2, 2**65])
+    assert (run.config.ids.eos, run.config.start_id, run.config.ids.pad) == (0, V - 1, V - 1)  # as in config.json
+    assert run.generation.suppressed == (5,)
+    assert any("beyond the vocabulary" in note and all(key in note for key in keys) for note in notes) == (beyond != -1)
+
+
+@pytest.mark.parametrize("name", ["marian", "t5", "gpt2"])
+def test_ids_that_generation_config_leaves_out_are_those_of_config(name, tmp_path):
+    """Although transformers itself then knows no start, or no end."""
+    make(name, tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"transformers_version": "5.0.0"}')
+    assert from_hf(tmp_path / "hf", tmp_path / "run", 6, quiet).proof.outputs == 6
+    config, hf = Run.load(tmp_path / "run").config, json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config.ids.eos == hf["eos_token_id"]
+    assert config.start_id == hf["bos_token_id" if name == "gpt2" else "decoder_start_token_id"]
+
+
+def test_words_of_several_tokens_do_not_stop_the_conversion(tmp_path):
+    """Transformers would avoid them, and a run does not."""
+    run, _ = converted("marian", tmp_path)
+    ids = [hypotheses[0].ids for hypotheses in run.generate([f"{i} {i + 1} 9" for i in range(8, 30)])]
+    words = [list(pair) for row in ids for pair in pairwise(row[:-1])]
+    again, notes = converted("marian", tmp_path / "again", bad_words_ids=words)
+    assert words and again.generation == run.generation and f"not kept: {len(words)} of bad_words_ids" in notes[-1]
 
 
 def test_a_language_model_adds_as_many_tokens_as_its_directory_says(tmp_path):

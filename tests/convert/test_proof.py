@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 import regard.convert.family as family
 from regard.config import Config
+from regard.convert.generation import write_generation
 from regard.convert.hf import effective_fields, from_hf, open_model, their_tensors, to_hf
 from regard.convert.probe import draw_samples, fill_weights
 from regard.convert.proof import (
@@ -171,9 +172,9 @@ def test_other_greedy_outputs_stop_the_conversion(field, converted):
     config = Config.model_validate(merge(run.config.model_dump(), changes))
     changed = replace(run, config=config, model=Model(config).eval())
     changed.model.load_state_dict(run.model.state_dict())
-    assert compare_greedy(run, model, samples, run.never_produced()) == 6
+    assert compare_greedy(run, model, samples, write_generation(run)) == 6
     with pytest.raises(UserError, match="greedy search gives"):
-        compare_greedy(changed, model, samples, run.never_produced())
+        compare_greedy(changed, model, samples, write_generation(run))
 
 
 def test_ids_that_only_one_of_them_suppresses_stop_the_conversion(converted):
@@ -181,7 +182,24 @@ def test_ids_that_only_one_of_them_suppresses_stop_the_conversion(converted):
     samples = draw_samples(run.config, 6)[0]
     model.generation_config.suppress_tokens = list(range(2, 30))
     with pytest.raises(UserError, match="greedy search gives"):
-        compare_greedy(run, model, samples, run.never_produced())
+        compare_greedy(run, model, samples, write_generation(run))
+
+
+def test_what_transformers_raises_is_no_fault_of_ours(converted, monkeypatch):
+    run, _, model = converted
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise KeyError("some  setting")
+
+    samples = draw_samples(run.config, 2)[0]
+    monkeypatch.setattr(model, "generate", fail)
+    with pytest.raises(
+        UserError, match="run: cannot be proven, transformers does not generate: KeyError: 'some setting'"
+    ):
+        compare_greedy(run, model, samples, {})
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(UserError, match="refuses inputs that fit ours: KeyError"):
+        their_outputs(model, run.config, [samples])
 
 
 def test_the_long_sample_is_as_long_as_the_model_allows(tmp_path):
@@ -197,6 +215,7 @@ def test_what_is_not_a_number_is_no_proof():
     nan = [torch.tensor([1.0, float("nan")])]
     assert not Proof(1, largest_difference(nan, [torch.ones(2)]), TOLERANCE, "").holds
     assert Proof(1, largest_difference([torch.ones(2)], [torch.ones(2)]), TOLERANCE, "").holds
+    assert not Proof(1, largest_difference([torch.ones(2)], [torch.ones(3)]), TOLERANCE, "").holds
 
 
 def test_without_transformers_what_was_written_is_read_again(converted, tmp_path, monkeypatch):

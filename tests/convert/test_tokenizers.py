@@ -404,7 +404,13 @@ def test_unreadable_files_are_errors(made, tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(setting))
         with pytest.raises(UserError, match="cannot be understood"):
             read_tokenizers(tmp_path, "t5", {})
-    (tmp_path / "tokenizer_config.json").unlink()
+    wrong = {"add_eos_token": {"": {}}, "add_bos_token": "yes", "eos_token": 1, "pad_token": {"": {}}, "unk_token": []}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in wrong.items():
+            (tmp_path / name).write_text(json.dumps({key: value}))
+            with pytest.raises(UserError, match=rf"{name}: {key} must be (true or false|the name of a token), not"):
+                read_tokenizers(tmp_path, "t5", {})
+        (tmp_path / name).unlink()
     (tmp_path / "spiece.model").unlink()
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "</s>": 2}')
     for merges in ("#version: 0.2\na b\n", "a\n", "a c\n"):

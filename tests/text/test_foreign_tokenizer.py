@@ -198,3 +198,15 @@ def test_both_sides_number_their_marks_alike() -> None:
         Codec(foreign("words"), Tokenizer.train("char", ["ab"]))
     with pytest.raises(UserError, match="differently"):
         Codec(Tokenizer.train("char", ["ab"]), Tokenizer.train("char", ["ab"], mask=True))
+
+
+@pytest.mark.parametrize("kind", ["words", "pairs", "starts"])
+def test_an_unknown_token_outside_of_the_vocabulary_is_an_error_of_the_file(kind: str) -> None:
+    state = json.loads(KINDS[kind]().to_str())
+    state["model"]["unk_token"] = "[UNK]"
+    tokenizer = ForeignTokenizer(json.dumps(state), IDS)
+    assert tokenizer.encode(["a"])[0]  # every part of it is known
+    with pytest.raises(UserError, match=r"the tokenizer cannot cut this text: .*vocab"):
+        tokenizer.encode(["é"])
+    with pytest.raises(UserError, match=r"the tokenizer cannot cut this text: .*vocab"):
+        tokenizer.unknown_tokens("é")

@@ -168,7 +168,8 @@ def test_what_is_not_a_tokenizer_of_ours_is_refused(tmp_path) -> None:
         **good,
         "model": {**good["model"], "vocab": {s: (i + 1) % 4 for s, i in list(good["model"]["vocab"].items())[:4]}},
     }
-    for text in ("", "{}", "\0", "[1]", json.dumps(shifted), foreign.to_str(), added.to_str()):
+    other = json.dumps({**good, "model": {**good["model"], "unk_token": "[UNK]"}})  # which encoding would not find
+    for text in ("", "{}", "\0", "[1]", json.dumps(shifted), other, foreign.to_str(), added.to_str()):
         path.write_text(text)
         with pytest.raises(UserError, match=r"t\.json: not a"):
             Tokenizer.load(path)

@@ -12,6 +12,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from regard.config import Activation, Config, Frame, SpecialIds, parse
 from regard.convert.table import Table
 from regard.errors import UserError, closest
+from regard.files import read_json
 from regard.presets import merge
 
 Json = dict[str, Any]
@@ -39,12 +41,20 @@ RESOLVED = {"kv_heads": "kv", "head_width": "head", "value_width": "value"}
 
 @dataclass(frozen=True)
 class Fields:
-    """A config.json of another library. Errors name the key whose value is not supported; null counts as left out."""
+    """A JSON file of another library. Errors name the key whose value is not supported; null counts as left out."""
 
     data: Json
     where: str
     names: Set[str] = frozenset()  # of the tensors of its model
     ids: SpecialIds = field(default_factory=SpecialIds)  # of its tokenizer
+
+    @classmethod
+    def load(cls, path: Path) -> Fields:
+        """The settings of a file; none where there is no such file."""
+        data = read_json(path) if path.is_file() else {}
+        if not isinstance(data, dict):
+            raise UserError(f"{path}: must hold a table of settings, not {data!r:.40}")
+        return cls(data, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value as it is."""
@@ -55,15 +65,23 @@ class Fields:
         """A whole number above zero."""
         value = self.get(key, default)
         if type(value) is not int or value < 1:
-            raise UserError(f"{self.where}: {key} must be a whole number above zero, not {value!r}")
+            raise UserError(f"{self.where}: {key} must be a whole number above zero, not {value!r:.100}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise UserError(f"{self.where}: {key} must be true or false, not {value!r}")
+            raise UserError(f"{self.where}: {key} must be true or false, not {value!r:.100}")
         return value
+
+    def token_ids(self, key: str) -> list[int]:
+        """Ids of tokens, one or a list in the file; negative ones stand for none."""
+        value = self.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(type(index) is not int for index in ids):
+            raise UserError(f"{self.where}: {key} must be the id of a token or a list of ids, not {value!r:.100}")
+        return [index for index in ids if index >= 0]
 
     def choice(self, key: str, allowed: Mapping[str, T], default: str) -> T:
         """One of a few names, and what it stands for."""
@@ -71,7 +89,7 @@ class Fields:
         if not isinstance(value, str) or value not in allowed:
             near = closest(str(value), allowed)
             raise UserError(
-                f"{self.where}: {key} {value!r} is not supported{near}\n  supported: {', '.join(sorted(allowed))}"
+                f"{self.where}: {key} {value!r:.100} is not supported{near}\n  supported: {', '.join(sorted(allowed))}"
             )
         return allowed[value]
 
@@ -150,7 +168,7 @@ class Key:
         """Ids of special tokens; `start` is the key of the token before the first output, which `usual` often is."""
 
         def read(hf: Fields) -> Json:
-            start_id = hf.get(start)
+            start_id = next(iter(hf.token_ids(start)), None)
             for role in (usual, "sos", "eos", "pad"):
                 if start_id is None or getattr(hf.ids, role) == start_id:
                     return {"start": role}

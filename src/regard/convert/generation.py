@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from regard.config import Config
+from regard.config import Config, parse
 from regard.convert.family import Fields, Json
 from regard.convert.read import GENERATION
 from regard.convert.vocabularies import SETTINGS
 from regard.decode.preparer import CONTINUATION_LENGTH
-from regard.files import read_json, replace_file
+from regard.errors import UserError
+from regard.files import replace_file
 from regard.run import CHAT_TEMPLATE, Generation, Run
 from regard.text.tokenizer import read_text
 
@@ -41,23 +42,32 @@ READ = {
 
 def read_generation(directory: Path, hf: Fields, config: Config, log: Callable[[str], None]) -> Generation:
     """The ids never produced and the usual limit of outputs; older directories have them in config.json."""
-    path = directory / GENERATION
-    given = read_json(path) if path.is_file() else {}
-    there = Fields(given, str(path)) if isinstance(given, dict) and given else hf
-    if there is not hf:
-        kept = [_named(key, value) for key, value in given.items() if key not in READ and not _idle(key, value)]
+    there = Fields.load(directory / GENERATION)
+    if there.data:
+        kept = [_named(key, value) for key, value in there.data.items() if key not in READ and not _idle(key, value)]
         if kept:
             log(f"not kept, as a run has no such defaults: {', '.join(kept)}")
-    words = there.get("bad_words_ids", [])
-    rows = [row for row in words if isinstance(row, list)] if isinstance(words, list) else []
-    if longer := [row for row in rows if len(row) > 1]:
+    else:
+        there = hf
+    if longer := [row for row in _bad_words(there) if len(row) > 1]:
         log(f"not kept: {len(longer)} of bad_words_ids, which are more than one token long (--forbid PHRASE)")
-    single = [row[0] for row in rows if len(row) == 1]
-    listed = there.get("suppress_tokens", [])
-    ids = {*single, *(listed if isinstance(listed, list) else [])}
     special = set(config.ids.model_dump().values())  # which a run never produces, but for the end
-    suppressed = sorted(i for i in ids if type(i) is int and 0 <= i < config.target_vocab and i not in special)
-    return Generation(suppressed=tuple(suppressed), max_length=_limit(there, config, log))
+    suppressed = sorted(suppressed_ids(there, config) - special)
+    return parse(Generation, {"suppressed": suppressed, "max_length": _limit(there, config, log)}, there.where)
+
+
+def suppressed_ids(there: Fields, config: Config) -> set[int]:
+    """The ids of the vocabulary that settings of theirs never produce."""
+    single = (row[0] for row in _bad_words(there) if len(row) == 1)
+    return {index for index in (*single, *there.token_ids("suppress_tokens")) if index < config.target_vocab}
+
+
+def _bad_words(there: Fields) -> list[list[int]]:
+    words = there.get("bad_words_ids", [])
+    if not isinstance(words, list) or not all(isinstance(row, list) for row in words):
+        raise UserError(f"{there.where}: bad_words_ids must be a list of lists of ids, not {words!r:.100}")
+    rows = [(row, Fields({"bad_words_ids": row}, there.where).token_ids("bad_words_ids")) for row in words]
+    return [ids for row, ids in rows if len(ids) == len(row)]
 
 
 def _idle(key: str, value: Any) -> bool:
@@ -70,15 +80,13 @@ def _named(key: str, value: Any) -> str:
 
 def _limit(there: Fields, config: Config, log: Callable[[str], None]) -> int | None:
     """Most output tokens: without the end, and without the start token, which max_length counts too."""
-    new, total = there.get("max_new_tokens"), there.get("max_length")
+    new, total = (None if there.get(key) is None else there.count(key) for key in ("max_new_tokens", "max_length"))
     if config.encoder is None:
-        if type(new) is int and new > 0:
-            return new
-        if type(total) is int:
+        if total is not None and new is None:
             log(f"not kept: max_length {total}, which counts the prompt too (--max-length limits what is added)")
-        return None
-    limit = new - 1 if type(new) is int else total - 2 if type(total) is int else None
-    return limit if limit is not None and limit > 0 else None
+        return new
+    limit = new - 1 if new is not None else total - 2 if total is not None else 0
+    return limit if limit > 0 else None
 
 
 def write_generation(run: Run) -> Json:
@@ -108,8 +116,7 @@ def read_chat_template(directory: Path, log: Callable[[str], None]) -> str | Non
     """The chat template of a directory; of several, the default one."""
     if (directory / CHAT_TEMPLATE).is_file():
         return read_text(directory / CHAT_TEMPLATE)
-    settings = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
-    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    template = Fields.load(directory / SETTINGS).get("chat_template")
     if isinstance(template, list):
         named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
         template = named.pop("default", None)

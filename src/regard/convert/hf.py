@@ -107,7 +107,7 @@ def from_hf(directory: str | Path, out: str | Path, samples: int, log: Log) -> C
         export = partial(their_tensors, family, architecture, opened.table)
         proof = None
         if not family.unproven:
-            proof = prove(run, run.model, export, source, architecture, samples, run.never_produced())
+            proof = prove(run, run.model, export, source, architecture, samples, write_generation(run))
         report = _report(source, family, architecture, run.model.size, proof, notes)
         write_json(path / RECORD, report.to_json())
         _write_model_card(path, out.resolve().name, report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -17,7 +18,10 @@ import torch
 from torch import Tensor
 
 from regard.config import Config
+from regard.convert.family import Fields, Json
+from regard.convert.generation import suppressed_ids
 from regard.convert.probe import Samples, draw_samples, fill_weights, longest_input
+from regard.convert.read import GENERATION
 from regard.decode.generate import TorchEngine
 from regard.decode.request import SearchInput
 from regard.errors import UserError
@@ -27,10 +31,8 @@ from regard.run import Run
 
 TOLERANCE = 1e-5  # of any output, relative to the largest
 MOST = 1e-3  # where rounding alone makes larger differences
-GENERATION_KEYS = (  # of generation_config.json: what a run has too
-    *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
-    *("suppress_tokens", "bad_words_ids"),
-)
+# Of generation_config.json: the special tokens that a run has too.
+TOKEN_KEYS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 NEW_TOKENS = 16  # of an output that is compared
 UNPADDED = {"pixel_values", "decoder_input_ids"}  # inputs of models whose outputs have no padding
 
@@ -112,11 +114,8 @@ def their_outputs(model: Any, config: Config, batches: Sequence[Samples]) -> lis
     """The same from a model of transformers."""
     outputs: list[Tensor] = []
     for samples in batches:
-        try:
+        with _their_errors("the model of transformers refuses inputs that fit ours"):
             out = model(**{name: x.long() if x.dtype == torch.bool else x for name, x in samples.items()})
-        except Exception as error:  # of any kind: inputs that fit our config may not fit theirs
-            message = " ".join(str(error).split())
-            raise UserError(f"the model of transformers refuses inputs that fit ours: {message[:500]}") from None
         outputs.append(_without_padding(out.last_hidden_state if config.output == "none" else out.logits, samples))
         if config.output == "none" and config.pooler:
             outputs.append(out.pooler_output)
@@ -134,13 +133,13 @@ def prove(
     directory: Path,
     architecture: str,
     count: int,
-    suppressed: Sequence[int] = (),
+    defaults: Json | None = None,
 ) -> Proof | None:
     """Compare a run with the model of a directory, first with their weights, then with those of the probe.
 
     None where transformers is not installed, or has no such model. `spare`, a model of the run's config, which may be
-    that of the run, gets the weights of the probe at the end; `export` names our weights as theirs. `suppressed` are
-    ids that their model is told not to produce, beside those that its directory names.
+    that of the run, gets the weights of the probe at the end; `export` names our weights as theirs. `defaults` are
+    settings of generation, such as the end, that are used where the directory leaves them out.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -155,7 +154,7 @@ def prove(
         proofs = [_compare(run.model, theirs, batches)]
         tolerance, outputs = proofs[0].tolerance, 0
         if run.config.decoder is not None and proofs[0].holds:
-            outputs = compare_greedy(run, theirs, batches[0], suppressed, tolerance)
+            outputs = compare_greedy(run, theirs, batches[0], defaults or {}, tolerance)
         del theirs  # before another is loaded
         fill_weights(spare, lambda: our_outputs(spare, batches[-1:]))
         proofs.append(_compare(spare, load_theirs(model_class, directory, export(spare)), batches))
@@ -177,21 +176,32 @@ def _compare(ours: Model, theirs: Any, batches: Sequence[Samples]) -> Proof:
 def load_theirs(model_class: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> Any:
     """The model of a directory, with its own weights or others."""
     safe = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32}
-    try:
+    with _their_errors(f"{directory}: cannot be proven, transformers does not load it"):
         if weights is None:
             stored = any(directory.glob("*.safetensors"))
             theirs = model_class.from_pretrained(directory, use_safetensors=stored, **safe)
         else:
             config = model_class.config_class.from_pretrained(directory, local_files_only=True)
             theirs = model_class.from_pretrained(None, config=config, state_dict=weights, **safe)
-    except Exception as error:  # of any kind: the directory may be wrong in many ways
-        message = " ".join(str(error).split())
-        raise UserError(f"{directory}: cannot be proven, transformers does not load it: {message[:500]}") from None
     return theirs.eval()
 
 
+@contextmanager
+def _their_errors(what: str) -> Iterator[None]:
+    """Turn what transformers raises into a UserError; it may be of any kind, as a directory may be wrong in any way."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{what}: {message[:500]}") from None
+
+
 def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Of any outputs, relative to the largest of their kind; not a number where one is not."""
+    """Of any outputs, relative to the largest of their kind; not a number where one is not, infinite between shapes."""
+    if [a.shape for a in ours] != [b.shape for b in theirs]:
+        return math.inf
     gaps = [(a - b).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in zip(ours, theirs, strict=True)]
     return torch.stack(gaps).max().item()
 
@@ -202,9 +212,7 @@ def compare_models(ours: Model, again: Model, count: int) -> Proof:
     return Proof(count, largest_difference(our_outputs(again, batches), our_outputs(ours, batches)), TOLERANCE, "")
 
 
-def compare_greedy(
-    run: Run, theirs: Any, samples: Samples, suppressed: Sequence[int], tolerance: float = TOLERANCE
-) -> int:
+def compare_greedy(run: Run, theirs: Any, samples: Samples, defaults: Json, tolerance: float = TOLERANCE) -> int:
     """Require that greedy search gives the same with both models -> the number of outputs compared."""
     config, continues, engine = run.config, run.model.decoder_only, TorchEngine(run)
     room = longest_input(config)
@@ -212,16 +220,14 @@ def compare_greedy(
     tokens = zip(samples["input_ids"], samples["attention_mask"], strict=True)
     rows = [ids_S[keep_S][: max(1, room - new)].tolist() for ids_S, keep_S in tokens]
     found = engine.decode([SearchInput((row,), limit=new, open_end=continues) for row in rows])
-    _simplify_generation(theirs, suppressed)
-    ends = theirs.generation_config.eos_token_id
-    ends = set(ends) if isinstance(ends, list) else {ends}
+    with _their_errors(f"{run.path.name}: cannot be proven, transformers does not generate"):
+        ends = _simplify_generation(theirs, config, defaults)
+        made = [_generated(theirs, row, new) for row in rows]
     our_ends = ends if config.ids.eos in ends else {config.ids.eos}  # of several, ours ends with one
-    for row, (hypothesis, *_) in zip(rows, found, strict=True):
-        ids = torch.tensor([row])
-        made = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)[0].tolist()
-        made = made[len(row) :] if continues else made[1:]
+    for row, (hypothesis, *_), output in zip(rows, found, made, strict=True):
+        answer = output[len(row) :] if continues else output[1:]
         # The last token may be an end that is forced by the limit.
-        pair = [_until(output, last)[: new - 1] for output, last in ((hypothesis.ids, our_ends), (made, ends))]
+        pair = [_until(ids, last)[: new - 1] for ids, last in ((hypothesis.ids, our_ends), (answer, ends))]
         if pair[0] != pair[1] and not _tied(run.model, row, pair[0], pair[1], tolerance):
             raise UserError(
                 f"{run.path.name}: the converted model is not the same: from the ids {row} greedy search gives"
@@ -230,19 +236,31 @@ def compare_greedy(
     return len(rows)
 
 
+def _generated(theirs: Any, row: list[int], new: int) -> list[int]:
+    ids = torch.tensor([row])
+    output: list[int] = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)[0].tolist()
+    return output
+
+
 def _until(ids: Iterable[int], ends: set[int]) -> list[int]:
     return list(takewhile(lambda index: index not in ends, ids))
 
 
-def _simplify_generation(theirs: Any, suppressed: Sequence[int]) -> None:
-    """Leave of their settings of generation those that a run has too."""
+def _simplify_generation(theirs: Any, config: Config, defaults: Json) -> set[int]:
+    """Leave of their settings of generation those that a run has too -> the ids that end an output."""
     before = theirs.generation_config
-    kept = {key: value for key in GENERATION_KEYS if (value := getattr(before, key, None)) is not None}
-    suppressed = sorted({*(kept.get("suppress_tokens") or ()), *suppressed})
+    there, ours = Fields(vars(before), GENERATION), Fields(defaults, GENERATION)
+    kept: Json = {}
+    for key in TOKEN_KEYS:
+        known = [index for index in there.token_ids(key) if index < config.target_vocab] or ours.token_ids(key)
+        if known:
+            kept[key] = known if key == "eos_token_id" else known[0]
+    suppressed = sorted(suppressed_ids(there, config) | suppressed_ids(ours, config))
     lsh = any(hasattr(module, "hash_seed") for module in theirs.modules())  # whose cache is hashed from the first token
     theirs.generation_config = type(before)(
         **kept | {"suppress_tokens": suppressed or None}, do_sample=False, num_beams=1, use_cache=not lsh
     )
+    return set(kept.get("eos_token_id", ()))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from regard.config import MAX_TOKENS
 from regard.convert.family import Family, Fields, Json
 from regard.errors import UserError
 from regard.files import read_json
@@ -24,15 +25,17 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float6
 
 
 def open_directory(path: Path, log: Callable[[str], None]) -> Json:
-    """The config.json of a directory whose files all lie in it, with the ids of its generation_config.json."""
+    """The config.json of a directory whose files all lie in it, with the ids of its generation_config.json.
+
+    Ids that are not in the vocabulary are left over from the defaults of a larger one, and left out.
+    """
     if not path.is_dir():
         raise UserError(f"{path}: no such directory")
     if not (path / CONFIG).is_file():
         raise UserError(f"{path}: not a Hugging Face directory: it has no {CONFIG}")
     require_own_files(path, sorted(str(entry.relative_to(path)) for entry in path.rglob("*")))
-    data = read_json(path / CONFIG)
-    if not isinstance(data, dict):
-        raise UserError(f"{path / CONFIG}: must hold a table of settings")
+    files = [Fields.load(path / name) for name in (CONFIG, GENERATION)]  # the second overrules, as in transformers
+    data = files[0].data
     if "model_type" not in data and "format" in data:
         raise UserError(f"{path}: this is a run; --to hf writes it as a Hugging Face directory")
     if "quantization_config" in data:
@@ -40,15 +43,21 @@ def open_directory(path: Path, log: Callable[[str], None]) -> Json:
     code = [key for key in CODE if data.get(key)] + sorted(entry.name for entry in path.glob("*.py"))
     if code:
         log(f"ignored: {', '.join(code)} (code that comes with a model is never run)")
-    generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
-    if isinstance(generation, dict):  # which overrules config.json, as in transformers
-        data |= {k: v for k, v in generation.items() if k.endswith("_token_id") and v is not None}
-    # Ids beyond the vocabulary are left over from the defaults of a larger one.
     sizes = [size for key in ("vocab_size", "decoder_vocab_size") if type(size := data.get(key)) is int]
-    beyond = {k for k, v in data.items() if k.endswith("_token_id") and type(v) is int and sizes and v >= max(sizes)}
+    size = max(sizes, default=MAX_TOKENS)
+    ids: Json = {}
+    beyond: set[str] = set()
+    for file in files:
+        for key in (key for key in file.data if key.endswith("_token_id")):
+            listed = file.token_ids(key)
+            known = [index for index in listed if index < size]
+            if known:
+                ids[key] = known if isinstance(file.get(key), list) else known[0]
+            if known != listed:
+                beyond.add(key)
     if beyond:
         log(f"ignored: {', '.join(sorted(beyond))} (beyond the vocabulary)")
-    return {key: value for key, value in data.items() if key not in beyond}
+    return {key: value for key, value in data.items() if not key.endswith("_token_id")} | ids
 
 
 @dataclass

@@ -40,7 +40,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 def read_tokenizers(directory: Path, model_type: str, hf_config: Json) -> tuple[Codec, list[str]]:
     """The tokenizers of a directory, with the special tokens that they add around a text, and notes for the user."""
-    settings = read_settings(directory)
+    settings = read_settings(directory, NAMES)
     with library_errors(f"{directory}: the settings of its tokenizer cannot be understood"):
         return _read(directory, model_type, hf_config, settings)
 

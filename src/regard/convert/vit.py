@@ -10,7 +10,6 @@ from regard.config import Config, PatchConfig, parse
 from regard.convert.family import ENCODER_KEYS, Family, Fields, Json, Key
 from regard.convert.table import Table, Transformed, shaped
 from regard.errors import UserError
-from regard.files import read_json
 
 IMAGE_PROCESSOR = "preprocessor_config.json"
 
@@ -88,8 +87,7 @@ VIT = Family(
 def read_image_processor(directory: Path, patches: PatchConfig) -> Pixels:
     """How pixels are normalised: the mean and the scale of each channel, for pixels from 0 to 255."""
     path, channels = directory / IMAGE_PROCESSOR, patches.channels
-    data = read_json(path) if path.is_file() else {}
-    hf = Fields(data if isinstance(data, dict) else {}, str(path))
+    hf = Fields.load(path)
     factor = hf.get("rescale_factor", 1 / 255) if hf.flag("do_rescale", True) else 1.0
     mean, scale = [0.0] * channels, [1.0] * channels
     if hf.flag("do_normalize", True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from regard.config import MAX_TOKENS
-from regard.convert.family import Json
+from regard.convert.family import Fields, Json
 from regard.errors import UserError
-from regard.files import read_json
 from regard.text.tokenizer import HIDDEN, checked_state, library_errors, read_text, require_ids
 
 JSON, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 ADDED = "added_tokens.json"
 TARGET = "target"  # the directory beside tokenizer.json in which we put the tokenizer of the target
+ADDING = ("add_bos_token", "add_eos_token")  # flags, which are named like tokens
 MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 
 
@@ -30,13 +29,21 @@ class OpenedVocabulary(NamedTuple):
     framed: bool
 
 
-def read_settings(directory: Path) -> Json:
-    """The settings beside a vocabulary, with the names of special tokens as plain strings."""
+def read_settings(directory: Path, roles: Collection[str]) -> Json:
+    """The settings beside a vocabulary, with the names of tokens, of the roles among others, as plain strings."""
     settings: Json = {}
-    for name in (SPECIALS, SETTINGS):
-        if (directory / name).is_file():
-            settings |= {key: value for key, value in _table(directory / name).items() if value is not None}
-    return {k: v["content"] if k.endswith("_token") and isinstance(v, dict) else v for k, v in settings.items()}
+    for file in (Fields.load(directory / name) for name in (SPECIALS, SETTINGS)):
+        for key, value in file.data.items():
+            if value is None:
+                continue
+            if key in ADDING:
+                value = file.flag(key, False)
+            elif key.endswith("_token") and isinstance(value, dict):
+                value = value.get("content")
+            if key in roles and not isinstance(value, str):
+                raise UserError(f"{file.where}: {key} must be the name of a token, not {file.get(key)!r:.100}")
+            settings[key] = value
+    return settings
 
 
 def open_vocabulary(directory: Path, model_type: str, settings: Json) -> OpenedVocabulary:
@@ -161,7 +168,7 @@ def _add_tokens(library: Tokenizer, directory: Path, settings: Json) -> None:
 
 
 def _read_ids(path: Path) -> dict[str, int]:
-    ids = _table(path)
+    ids = Fields.load(path).data
     if not ids:
         raise UserError(f"{path}: must hold the number of every token")
     try:
@@ -169,13 +176,6 @@ def _read_ids(path: Path) -> dict[str, int]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return ids
-
-
-def _table(path: Path) -> Json:
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: must hold a table, not {json.dumps(data)[:40]}")
-    return data
 
 
 # SentencePiece models: kinds of pieces and algorithms, as its format numbers them.

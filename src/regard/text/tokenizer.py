@@ -89,10 +89,11 @@ class Tokenizer:
     def _encodings(self, texts: list[str], fast: bool = True) -> list[Any]:
         """What the library makes of the texts; the fast way gives ids and nothing else."""
         encode = self._library.encode_batch_fast if fast else self._library.encode_batch
-        try:
-            encodings: list[Any] = encode(texts, add_special_tokens=False)
-        except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
-            encodings = encode([self._clean(text) for text in texts], add_special_tokens=False)
+        with library_errors("the tokenizer cannot cut this text"):
+            try:
+                encodings: list[Any] = encode(texts, add_special_tokens=False)
+            except TypeError:  # half of a surrogate pair is no text; files cannot hold one, but Python strings can
+                encodings = encode([self._clean(text) for text in texts], add_special_tokens=False)
         return encodings
 
     def _clean(self, text: str) -> str:
@@ -215,7 +216,10 @@ class ForeignTokenizer(Tokenizer):
         """Turn ids into text; special tokens are skipped wherever they stand, an unknown token is `⁇`."""
         flagged = ((index, self._is_unknown(index)) for index in ids)
         tokens = [UNKNOWN if new else self._tokens[i] for i, new in flagged if new or i not in self.special]
-        return str(self._decoder.decode(tokens)) if self._decoder else " ".join(tokens)
+        if not self._decoder:
+            return " ".join(tokens)
+        with library_errors("the tokenizer cannot join these tokens"):
+            return str(self._decoder.decode(tokens))
 
     def _is_unknown(self, index: int) -> bool:
         """Whether an id is the unknown token; where another special token stands in for that, none is."""
@@ -318,6 +322,8 @@ def _recognise(library: Library) -> str:
         if model == "Unigram":
             return "unigram"
         return "bpe" if cut["use_regex"] else "byte"
+    if model == "WordLevel" and state["model"]["unk_token"] != SPECIALS[IDS.unk]:
+        raise UserError(f"its unknown token is {state['model']['unk_token']!r:.40}, not {SPECIALS[IDS.unk]!r}")
     if cut.get("type") == "Split" and model == "WordLevel":
         if pattern == {"String": " "}:
             return "space"
