@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -47,6 +47,7 @@ class Scorer:
         for model, kept in zip(self.models, packed or [PackedWeights() for _ in models], strict=True):
             self.matmuls = {**self.matmuls, **kept.matmuls(model, precision == "bf16")}
         self.blocked = torch.tensor(sorted(set(blocked)), dtype=torch.long, device=self.device)
+        self.before_step: Callable[[], None] | None = None  # called before every step; what it raises ends the search
 
     def start(self, inputs: Sequence[SearchInput]) -> States:
         """The models' states before the first token, one row per input."""
@@ -73,6 +74,8 @@ class Scorer:
 
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
         """Feed one token to every row -> log-probabilities of the next (N, V), minus infinity where blocked."""
+        if self.before_step is not None:
+            self.before_step()
         tokens = tokens_N if isinstance(tokens_N, list) else [tokens_N] * len(states)
         with use_matmuls(self.matmuls):
             pairs = [model.step(t, state) for model, t, state in zip(self.models, tokens, states, strict=True)]

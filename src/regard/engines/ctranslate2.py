@@ -31,6 +31,15 @@ Scores = Literal["tokens", "totals", "none"]
 Inputs = dict[int, SearchInput]
 
 
+def _load(run: Run, precision: Precision, workers: int, threads: int) -> Any:
+    try:
+        with TemporaryDirectory() as directory:
+            write_model(run, Path(directory))
+            return open_translator(Path(directory), precision, workers, threads)
+    except OSError as error:
+        raise UserError(f"cannot write what CTranslate2 reads: {error.strerror or error}; set TMPDIR") from None
+
+
 class CTranslate2Engine(Engine):
     """One run, decoded by CTranslate2: `workers` batches at once, each by `threads` threads.
 
@@ -46,7 +55,9 @@ class CTranslate2Engine(Engine):
         workers: int = 1,
         threads: int = 1,
         scores: Scores = "tokens",
+        translator: Any = None,
     ) -> None:
+        """`translator` is that of another engine of the same run, which saves loading the model again."""
         self.run, self.options, self.scores = run, options or Options(), scores
         # Computed positions are written as a table of so many rows, one of them for the end token.
         computed = any(s.position in ("none", "sinusoid", "sinusoid_halves") for s in run.config.stacks.values())
@@ -57,12 +68,7 @@ class CTranslate2Engine(Engine):
         self._blocked = frozenset(self.preparer.blocked)
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
-        try:
-            with TemporaryDirectory() as directory:
-                write_model(run, Path(directory))
-                self._translator = open_translator(Path(directory), precision, workers, threads)
-        except OSError as error:
-            raise UserError(f"cannot write what CTranslate2 reads: {error.strerror or error}; set TMPDIR") from None
+        self.translator = translator or _load(run, precision, workers, threads)
 
     def _check_supported(self, workers: int) -> None:
         """Refuse options that would be ignored."""
@@ -92,7 +98,7 @@ class CTranslate2Engine(Engine):
 
     def close(self) -> None:
         """Free the model."""
-        self._translator.unload_model()
+        self.translator.unload_model()
 
     def _search(self, inputs: Inputs, strict: bool) -> dict[int, list[DecodedIds]]:
         """The outputs of some inputs. Blocked tokens are ruled out (`strict`) only where they came up.
@@ -130,7 +136,7 @@ class CTranslate2Engine(Engine):
             "sampling_temperature": options.temperature,
         }
         prefixes = [[self._target[i] for i in item.prefix] for item in inputs]
-        answers: list[Any] = self._translator.translate_batch(
+        answers: list[Any] = self.translator.translate_batch(
             self._source_names(inputs),
             prefixes if any(prefixes) else None,
             asynchronous=True,
@@ -171,7 +177,7 @@ class CTranslate2Engine(Engine):
         pending = []
         for batch in self.preparer.batches(inputs) if self.scores != "none" else ():
             entries = [(i, output.ids) for i in batch for output in outputs[i] if math.isnan(output.value)]
-            answers = self._translator.score_batch(
+            answers = self.translator.score_batch(
                 self._source_names([inputs[i] for i, _ in entries]),
                 [[self._target[index] for index in ids[:-1]] for _, ids in entries],
                 max_input_length=0,

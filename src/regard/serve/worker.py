@@ -1,0 +1,294 @@
+"""Worker processes: they hold the runs and answer batches.
+
+A template process loads the runs once and is forked for every worker, which takes milliseconds and shares the memory of
+the weights. It is started as a program of its own (`python -m regard.serve.worker`), so that what is forked has neither
+the server's event loop nor its threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from regard.api import LoadedRun, load
+from regard.decode.generate import Engine, TorchEngine
+from regard.decode.options import Options
+from regard.decode.request import Request
+from regard.decode.stream import TokenStream, check_streaming
+from regard.errors import UserError
+from regard.serve.protocol import Message, pack, receive
+from regard.text.codec import Example
+
+MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
+Result = dict[str, Any]
+
+
+class Cancelled(Exception):
+    """Nobody waits for this batch any more."""
+
+
+@dataclass
+class Task:
+    """A batch to answer: inputs of one kind with the same options, for one run."""
+
+    id: int
+    run: str
+    kind: str
+    options: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raise if nobody waits for it any more; called between the steps of a search."""
+        if self.cancelled.is_set():
+            raise Cancelled
+
+
+class Answerer:
+    """Answers tasks with the runs of this process."""
+
+    def __init__(self, runs: dict[str, LoadedRun], engine: str = "torch", precision: str = "fp32", slots: int = 1):
+        self.runs, self.engine, self.precision, self.slots = runs, engine, precision, slots
+        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._translators: dict[str, Any] = {}
+        self._torch, self._lock = threading.Lock(), threading.Lock()
+
+    def answer(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """A result for each input, or what is wrong with it; one that fails does not fail the others."""
+        try:
+            return KINDS[task.kind](self, task, send)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if len(task.inputs) == 1:
+                return [_failure(error)]
+            parts = [Task(task.id, task.run, task.kind, task.options, [x], task.cancelled) for x in task.inputs]
+            return [self.answer(part, send)[0] for part in parts]
+
+    def generate(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """Decode, see `regard generate`."""
+        engine, name = self._decoder(task)
+        requests = [Request(**item) for item in task.inputs]
+        if isinstance(engine, TorchEngine):
+            with self._torch:  # one search at a time asks whether it is still wanted
+                engine.scorer.before_step = task.check
+                answers = engine(requests)
+        else:
+            answers = engine(requests)
+        results = []
+        for request, hypotheses in zip(requests, answers, strict=True):
+            result: Result = {"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
+            if candidates := hypotheses[0].candidates:
+                result["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
+            results.append(result if name == self.engine else {**result, "engine": name})
+        return results
+
+    def stream(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """Decode one input, and tell every token at once."""
+        options = Options.of(**task.options)
+        check_streaming(options)
+        engine = self._torch_engine(task.run, options)
+        request = Request(**task.inputs[0])
+        (item,) = engine.prepare([request])
+        if "unsatisfied" in item.flags:
+            raise UserError(item.flags["unsatisfied"])
+        pieces = TokenStream(engine, item)
+        for piece in pieces:
+            task.check()
+            send({"id": task.id, "piece": piece.as_dict()})
+        assert pieces.hypothesis is not None
+        return [{"source": request.source, "hypotheses": [pieces.hypothesis.as_dict()]}]
+
+    def score(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """Score pairs, see `regard score`."""
+        pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
+        scored = self.runs[task.run].score(pairs, **task.options)
+        return [{"source": p.source, "target": p.target, **s.as_dict()} for p, s in zip(pairs, scored, strict=True)]
+
+    def classify(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """Tell labels."""
+        texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
+        found = self.runs[task.run].classify(texts, **task.options)
+        return [{"source": x.source, **c.as_dict()} for x, c in zip(texts, found, strict=True)]
+
+    def embed(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """Give vectors of texts."""
+        vectors = self.runs[task.run].embed([x["source"] for x in task.inputs], **task.options)
+        return [{"vector": [float(v) for v in row]} for row in vectors]
+
+    def inspect(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """The attention page of each example, as HTML."""
+        run, results = self.runs[task.run], []
+        for item in task.inputs:
+            task.check()
+            example = Example(item["source"], features=item.get("features"))
+            results.append({"html": run.attention(example, item.get("target"), **task.options).html()})
+        return results
+
+    def _decoder(self, task: Task) -> tuple[Engine, str]:
+        """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
+        options = Options.of(**task.options)
+        if self.engine == "ctranslate2" and not any(x.get(k) for x in task.inputs for k in ("require", "forbid", "stop")):
+            with suppress(UserError):
+                return self._translator_engine(task.run, options), "ctranslate2"
+        return self._torch_engine(task.run, options), "torch"
+
+    def _torch_engine(self, run: str, options: Options) -> TorchEngine:
+        engine = self._kept(f"torch {run} {options.model_dump_json()}", lambda: TorchEngine(self.runs[run], options))
+        assert isinstance(engine, TorchEngine)
+        return engine
+
+    def _translator_engine(self, name: str, options: Options) -> Engine:
+        from regard.engines.ctranslate2 import CTranslate2Engine  # of an extra
+
+        run = self.runs[name]
+
+        def make() -> Engine:
+            with self._lock:
+                kept = self._translators.get(name)
+                engine = CTranslate2Engine(run, options, self.precision, self.slots, translator=kept)
+                self._translators[name] = engine.translator
+            return engine
+
+        return self._kept(f"ctranslate2 {name} {options.model_dump_json()}", make)
+
+    def _kept(self, key: str, make: Callable[[], Engine]) -> Engine:
+        engine = self._engines.pop(key, None) or make()
+        self._engines[key] = engine
+        while len(self._engines) > MAX_ENGINES:
+            self._engines.popitem(last=False)
+        return engine
+
+
+KINDS: dict[str, Callable[[Answerer, Task, Callable[[Message], None]], list[Result]]] = {
+    "generate": Answerer.generate,
+    "stream": Answerer.stream,
+    "score": Answerer.score,
+    "classify": Answerer.classify,
+    "embed": Answerer.embed,
+    "inspect": Answerer.inspect,
+}
+
+
+def _failure(error: Exception) -> Result:
+    """What the server tells about an input that failed: the reason if it is the user's, else nothing of ours."""
+    if isinstance(error, UserError):
+        return {"error": str(error), "status": 422}
+    traceback.print_exception(error)
+    return {"error": "an error in the server; its log has the details", "status": 500}
+
+
+def describe(name: str, run: LoadedRun) -> Result:
+    """What clients are told about a run."""
+    model, task = run.model, run.task
+    return {
+        "name": name,
+        "task": task.name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "labels": list(run.labels),
+        "features": "features" in run.codec.columns,
+        "kinds": kinds_of(run),
+    }
+
+
+def kinds_of(run: LoadedRun) -> list[str]:
+    """The kinds of tasks that a run answers."""
+    if run.task.labels:
+        return [] if run.task.reads == "images" else ["classify", "inspect"]
+    if run.task.name == "masked":
+        return ["embed", "inspect"]
+    return ["generate", "stream", "score", "inspect"]
+
+
+def work(answerer: Answerer, connection: socket.socket) -> None:
+    """The life of a worker: answer what comes until the server closes its end.
+
+    This thread reads, so that a cancelled batch is noticed while others answer.
+    """
+    tasks: dict[int, Task] = {}
+    waiting: SimpleQueue[Task | None] = SimpleQueue()
+    sending = threading.Lock()
+
+    def send(message: Message) -> None:
+        with sending:
+            connection.sendall(pack(message))
+
+    def run() -> None:
+        while task := waiting.get():
+            try:
+                send({"id": task.id, "results": answerer.answer(task, send)})
+            except Cancelled:
+                send({"id": task.id, "results": None})
+            except OSError:  # the server is gone
+                return
+            finally:
+                tasks.pop(task.id, None)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(answerer.slots)]
+    for thread in threads:
+        thread.start()
+    while message := receive(connection):
+        if "cancel" in message:
+            if task := tasks.get(message["cancel"]):
+                task.cancelled.set()
+        else:
+            task = tasks[message["id"]] = Task(**message)
+            waiting.put(task)
+    os._exit(0)  # what is still being answered has nobody to go to
+
+
+def template(control: socket.socket) -> None:
+    """Load the runs, then become a worker for every connection that the server hands over."""
+    settings = receive(control)
+    if settings is None:
+        return
+    try:
+        torch.set_num_threads(settings["threads"])
+        runs = {name: load(path) for name, path in settings["runs"].items()}
+        answerer = Answerer(runs, settings["engine"], settings["precision"], settings["slots"])
+        for run in runs.values():
+            if run.task.name in ("pairs", "span", "lm"):
+                TorchEngine(run)  # packs the weights, once for all workers
+        control.sendall(pack({"runs": [describe(name, run) for name, run in runs.items()]}))
+    except UserError as error:
+        control.sendall(pack({"error": str(error)}))
+        return
+    gc.collect()
+    gc.freeze()  # the collector would write to the pages that workers share
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended leave nothing behind
+    while True:
+        data, handles, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        connection = socket.socket(fileno=handles[0])
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            work(answerer, connection)
+        connection.close()
+        control.sendall(pack({"pid": pid}))
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the server gets them, and closes the connections when it is done
+    with suppress(ConnectionError):
+        template(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
