@@ -35,6 +35,7 @@ VERBS = {
     "heads": "Judge every head of every layer.",
     "prune": "Remove heads for real: the new run is smaller and faster.",
     "convert": "Make a run of a Hugging Face directory, or export a run.",
+    "serve": "Serve runs over HTTP, with a web page.",
     "info": "Show parameters, FLOPs and memory of a model.",
     "average": "Average the weights of several runs.",
 }

@@ -1,4 +1,4 @@
-"""The worker processes as the server sees them: started from a template that has loaded the runs, replaced if they end."""
+"""The worker processes as the server sees them: forked from a template that has loaded the runs."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class Worker:
         if not self.alive:
             raise WorkerDied
         number = message["id"]
+        answer: asyncio.Future[list[dict[str, Any]] | None]
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._on_piece[number] = on_piece
         try:

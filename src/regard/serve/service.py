@@ -52,9 +52,14 @@ class Service:
         return self._pool.runs
 
     @property
+    def workers(self) -> int:
+        """Workers that can answer."""
+        return sum(worker.alive for worker in self._pool.workers)
+
+    @property
     def ready(self) -> bool:
         """Whether there is a worker that can answer."""
-        return any(worker.alive for worker in self._pool.workers)
+        return self.workers > 0
 
     @property
     def idle(self) -> bool:
@@ -125,9 +130,8 @@ class Service:
 
     async def _answer(self, number: int, batch: Batch, worker: Worker) -> None:
         group, began = batch.group, time.monotonic()
-        message = {
-            "id": number, "run": group.run, "kind": group.kind, "options": json.loads(group.options), "inputs": batch.inputs,
-        }  # fmt: skip
+        options = json.loads(group.options)
+        message = {"id": number, "run": group.run, "kind": group.kind, "options": options, "inputs": batch.inputs}
         pieces = batch.entries[0][0].pieces
         hanging = asyncio.get_running_loop().call_later(self.deadline + HANGING, worker.kill)
         try:

@@ -60,7 +60,7 @@ class Task:
 class Answerer:
     """Answers tasks with the runs of this process."""
 
-    def __init__(self, runs: dict[str, LoadedRun], engine: str = "torch", precision: str = "fp32", slots: int = 1):
+    def __init__(self, runs: dict[str, LoadedRun], engine: str = "torch", precision: Any = "fp32", slots: int = 1):
         self.runs, self.engine, self.precision, self.slots = runs, engine, precision, slots
         self._engines: OrderedDict[str, Engine] = OrderedDict()
         self._translators: dict[str, Any] = {}
@@ -85,12 +85,15 @@ class Answerer:
         if isinstance(engine, TorchEngine):
             with self._torch:  # one search at a time asks whether it is still wanted
                 engine.scorer.before_step = task.check
-                answers = engine(requests)
+                inputs = engine.prepare(requests)
+                answers = engine.decode(inputs)
         else:
-            answers = engine(requests)
+            inputs = engine.prepare(requests)
+            answers = engine.decode(inputs)
         results = []
-        for request, hypotheses in zip(requests, answers, strict=True):
+        for request, item, hypotheses in zip(requests, inputs, answers, strict=True):
             result: Result = {"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
+            result["source_tokens"] = len(item.sources[0]) if item.sources else 0
             if candidates := hypotheses[0].candidates:
                 result["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
             results.append(result if name == self.engine else {**result, "engine": name})
@@ -135,13 +138,15 @@ class Answerer:
         for item in task.inputs:
             task.check()
             example = Example(item["source"], features=item.get("features"))
-            results.append({"html": run.attention(example, item.get("target"), **task.options).html()})
+            results.append({"html": run.attention(example, item.get("target"), **task.options).to_html()})
         return results
 
     def _decoder(self, task: Task) -> tuple[Engine, str]:
         """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
         options = Options.of(**task.options)
-        if self.engine == "ctranslate2" and not any(x.get(k) for x in task.inputs for k in ("require", "forbid", "stop")):
+        if self.engine == "ctranslate2" and not any(
+            x.get(k) for x in task.inputs for k in ("require", "forbid", "stop")
+        ):
             with suppress(UserError):
                 return self._translator_engine(task.run, options), "ctranslate2"
         return self._torch_engine(task.run, options), "torch"

@@ -1,0 +1,201 @@
+"""What clients send: one checked value per endpoint. The options of decoding are the fields of `Options` themselves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from regard.decode.options import Options
+from regard.errors import UserError, explain
+from regard.serve.settings import MAX_INPUTS, MAX_TEXT
+
+MAX_CHOICES = 1000  # beam, n-best, candidates and the like
+MAX_LENGTH = 100_000  # output tokens
+SAMPLING = ("temperature", "top_p")
+BATCHING = ("window", "batch_tokens", "weights", "precision")  # the server decides
+
+
+def _readable(text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("holds half of a character (a lone surrogate)")
+    return text
+
+
+Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_readable)]
+Name = Annotated[str, Field(max_length=200), AfterValidator(_readable)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class Body(BaseModel):
+    """A body that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Input(Body):
+    """A source with constraints of its own, as `regard.Request`."""
+
+    source: Text
+    features: Text | None = None
+    prefix: Text = ""
+    require: Annotated[list[Text | list[Text]], Field(max_length=100)] = []
+    forbid: Annotated[list[Text], Field(max_length=100)] = []
+    stop: Annotated[list[Text], Field(max_length=100)] = []
+    min_length: Annotated[int, Field(ge=0, le=MAX_LENGTH)] | None = None
+    max_length: Annotated[int, Field(ge=1, le=MAX_LENGTH)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+Inputs = Text | Input | Annotated[list[Text | Input], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class GenerateBody(Options):
+    """Sources to decode, with any option of `regard generate`."""
+
+    run: Name | None = Field(None, description="The name of a run; may be left out if there is one alone.")
+    inputs: Inputs = Field(description="A text, or an object with constraints of its own, or a list of these.")
+    stream: bool = Field(False, description="Tell every token as it is decoded, by server-sent events; one input only.")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> GenerateBody:
+        for name in ("beam", "nbest", "mbr", "groups", "alternatives", "top_tokens", "no_repeat_ngram", "top_k"):
+            if getattr(self, name) > (MAX_LENGTH if name in ("top_k", "no_repeat_ngram") else MAX_CHOICES):
+                raise ValueError(f"{name}: at most {MAX_CHOICES}")
+        for name in ("min_length", "max_length", "alternatives_at", "max_source"):
+            if (getattr(self, name) or 0) > MAX_LENGTH:
+                raise ValueError(f"{name}: at most {MAX_LENGTH}")
+        if self.seed >= 2**63:
+            raise ValueError("seed: below 2 ** 63")
+        for name in BATCHING:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: is decided by the server")
+        return self
+
+    def items(self) -> list[dict[str, Any]]:
+        """The inputs as objects."""
+        rows = self.inputs if isinstance(self.inputs, list) else [self.inputs]
+        return [
+            {"source": row} if isinstance(row, str) else row.model_dump(exclude_defaults=True) | {"source": row.source}
+            for row in rows
+        ]
+
+    def options(self) -> Options:
+        """The options of decoding alone."""
+        return Options.model_construct(**{name: getattr(self, name) for name in Options.model_fields})
+
+
+class TranslateBody(Body):
+    """What LibreTranslate's clients send."""
+
+    q: Text | Texts
+    source: Name = "auto"
+    target: Name = ""
+    format: Literal["text"] = "text"
+    alternatives: Annotated[int, Field(ge=0, le=20)] = 0
+    api_key: Name = ""
+
+
+class CompletionBody(Body):
+    """What OpenAI's clients send to /v1/completions."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
+
+    model: Name = ""
+    prompt: Text | Texts
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_LENGTH)] | None = 16
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+    stream: bool | None = False
+    suffix: None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+    def options(self) -> Options:
+        """The options of decoding; temperature 0 is greedy search."""
+        sampling = self.temperature is None or self.temperature > 0
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        chosen: dict[str, Any] = {"max_length": self.max_tokens or 16, "stop": stop, "top_tokens": self.logprobs or 0}
+        if sampling:
+            chosen |= {
+                "sample": True,
+                "temperature": self.temperature or 1.0,
+                "top_p": self.top_p or 1.0,
+                "nbest": self.n or 1,
+            }
+        if self.seed is not None:
+            chosen["seed"] = self.seed
+        return Options.of(**chosen)
+
+
+class Pair(Body):
+    """A source and a target to score."""
+
+    source: Text
+    target: Text
+    features: Text | None = None
+
+
+class ScoreBody(Body):
+    """Pairs to score."""
+
+    run: Name | None = None
+    pairs: Annotated[list[Pair], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class LabelInput(Body):
+    """A text to classify, with its features."""
+
+    source: Text
+    features: Text | None = None
+
+
+class ClassifyBody(Body):
+    """Texts to classify."""
+
+    run: Name | None = None
+    inputs: Annotated[list[Text | LabelInput], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class EmbedBody(Body):
+    """Texts to turn into vectors."""
+
+    run: Name | None = None
+    inputs: Texts
+    normalize: bool = True
+
+
+class InspectBody(Body):
+    """An example whose attention is wanted."""
+
+    run: Name | None = None
+    source: Text
+    features: Text | None = None
+    target: Text | None = None
+
+
+class ReloadBody(Body):
+    """Nothing: all runs are loaded anew."""
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse_body(kind: type[B], data: bytes) -> B:
+    """A checked body; a UserError names every field that is wrong."""
+    try:
+        return kind.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        raise UserError("; ".join(explain(kind, dict(item)) for item in error.errors(include_url=False))) from None
+    except RecursionError:
+        raise UserError("the JSON is nested too deeply") from None

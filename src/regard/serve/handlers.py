@@ -1,0 +1,402 @@
+"""The endpoints: each turns a checked body into a job, and its results into an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp_sse import EventSourceResponse, sse_response
+from pydantic import BaseModel
+
+from regard.errors import UserError, closest
+from regard.serve.bodies import (
+    ClassifyBody,
+    CompletionBody,
+    EmbedBody,
+    GenerateBody,
+    InspectBody,
+    ReloadBody,
+    ScoreBody,
+    TranslateBody,
+)
+from regard.serve.schedule import Group, Job, QueueFull
+from regard.serve.service import Service
+from regard.serve.settings import ServeSettings
+
+Answer = dict[str, Any]
+SCALE, EXTRA = 3, 50  # output tokens per character of a source, and more, that are expected at most
+KINDS = {
+    "generate": "decodes", "stream": "decodes", "score": "scores pairs", "classify": "tells labels",
+    "embed": "gives vectors", "inspect": "shows its attention",
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that is not answered as asked."""
+
+    def __init__(self, status: int, message: str, code: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.retry_after = status, message, code or CODES[status], retry_after
+
+
+CODES = {
+    400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    408: "request_timeout", 413: "too_large", 415: "unsupported_media_type", 422: "invalid", 429: "queue_full",
+    431: "headers_too_large", 500: "internal", 503: "unavailable", 504: "deadline",
+}  # fmt: skip
+
+
+def _error(status: int, message: str, code: str = "") -> Answer:
+    return {"status": status, "code": code or CODES[status], "message": message}
+
+
+def error_response(refused: Refused) -> web.Response:
+    """The one shape of errors."""
+    error = _error(refused.status, refused.message, refused.code)
+    headers = {} if refused.retry_after is None else {"Retry-After": str(max(1, math.ceil(refused.retry_after)))}
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
+    return web.json_response({"error": error}, status=refused.status, headers=headers)
+
+
+class Handlers:
+    """The endpoints over one service."""
+
+    def __init__(self, service: Service, settings: ServeSettings) -> None:
+        self.service, self.settings = service, settings
+        self.draining = False
+
+    # jobs
+
+    def find_run(self, name: str | None, kind: str) -> str:
+        """The run that is meant, if it can do what is asked."""
+        runs = self.service.runs
+        if name:
+            if name not in runs:
+                raise Refused(404, f"run: there is no run {name!r}{closest(name, runs)} (runs: {', '.join(runs)})")
+            if kind not in runs[name]["kinds"]:
+                raise Refused(
+                    422, f"run: {name} is a run of the task {runs[name]['task']}; none of these {KINDS[kind]}"
+                )
+            return name
+        able = [each for each, run in runs.items() if kind in run["kinds"]]
+        if len(able) != 1:
+            which = f"which one of {', '.join(able)}?" if able else f"none of the runs {KINDS[kind]}"
+            raise Refused(422, f"run: {which}")
+        return able[0]
+
+    def make_job(self, run: str, kind: str, options: dict[str, Any], items: list[Answer], rows: int = 1) -> Job:
+        """A job, if it is not more work than one request may ask for."""
+        if len(items) > self.settings.max_inputs:
+            raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
+        lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
+        longest = options.get("max_length")
+        expected = [
+            item.get("max_length") or longest or SCALE * n + EXTRA for item, n in zip(items, lengths, strict=True)
+        ]
+        if (work := rows * sum(expected)) > self.settings.max_work:
+            raise Refused(
+                413, f"inputs times hypotheses times output tokens are {work}; at most {self.settings.max_work}"
+            )
+        group = Group(run, kind, json.dumps(options, sort_keys=True), alone=kind == "stream")
+        return Job(group, items, [rows * n for n in lengths])
+
+    def submit(self, job: Job) -> None:
+        """Take on a job, or refuse it."""
+        if not self.service.ready:
+            raise Refused(503, "no worker is ready", retry_after=2)
+        try:
+            self.service.submit(job)
+        except QueueFull:
+            seconds = self.service.wait_seconds()
+            raise Refused(
+                429, "more work waits than the server takes on; try again later", retry_after=seconds
+            ) from None
+
+    async def results(self, job: Job) -> list[Answer]:
+        """The results of a job, in order; an error of the only input is that of the request."""
+        self.submit(job)
+        try:
+            async with asyncio.timeout(self.settings.deadline):
+                await job.done.wait()
+        except TimeoutError:
+            raise Refused(504, f"not finished within {self.settings.deadline:g} seconds") from None
+        finally:
+            if not job.done.is_set():
+                self.service.cancel(job)
+        results = [job.results[i] for i in range(len(job.inputs))]
+        if all("error" in result for result in results):
+            _raise(results[0])
+        return [
+            {"source": item["source"], "error": _error(x["status"], x["error"])} if "error" in x else x
+            for item, x in zip(job.inputs, results, strict=True)
+        ]
+
+    async def pieces(self, job: Job) -> AsyncIterator[Answer]:
+        """The tokens of a submitted stream as they are decided."""
+        try:
+            async with asyncio.timeout(self.settings.deadline):
+                while (piece := await job.pieces.get()) is not None:
+                    yield piece
+        except TimeoutError:
+            raise Refused(504, f"not finished within {self.settings.deadline:g} seconds") from None
+        finally:
+            if not job.done.is_set():
+                self.service.cancel(job)
+        if "error" in job.results[0]:
+            _raise(job.results[0])
+
+    # endpoints
+
+    async def generate(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
+        """Decode."""
+        run = self.find_run(body.run, "generate")
+        items, options = body.items(), body.options()
+        chosen = options.model_dump(mode="json", exclude_defaults=True)
+        if not body.stream:
+            rows = max(options.rows, options.nbest, options.alternatives, 1)
+            results = await self.results(self.make_job(run, "generate", chosen, items, rows))
+            return web.json_response({"run": run, "results": results})
+        if len(items) != 1:
+            raise Refused(422, f"stream: takes one input, not {len(items)}")
+        if options.beam > 1 or options.mbr or options.alternatives or options.nbest > 1:
+            raise Refused(
+                422, "stream: beam, nbest, mbr and alternatives decide only at the end; leave them out, or sample"
+            )
+        job = self.make_job(run, "stream", chosen, items)
+        self.submit(job)
+        async with sse_response(request) as events:
+            await self._tell(events, job, lambda piece: {"piece": piece}, lambda x: [{"run": run, "result": x}])
+        return events
+
+    async def translate(self, request: web.Request, body: TranslateBody) -> web.StreamResponse:
+        """Translate, in LibreTranslate's form."""
+        run = self.find_run(self._run_of_pair(body.source, body.target), "generate")
+        texts, n = [body.q] if isinstance(body.q, str) else body.q, body.alternatives + 1
+        beam = max(self.settings.beam, n)
+        items = [{"source": text} for text in texts]
+        options: dict[str, Any] = {"beam": beam, "nbest": n} if n > 1 else {"beam": beam} if beam > 1 else {}
+        results = await self.results(self.make_job(run, "generate", options, items, beam))
+        outputs = [[h["text"] for h in x.get("hypotheses", [{"text": ""}])] for x in results]
+        first, others = [row[0] for row in outputs], [row[1:] for row in outputs]
+        one = isinstance(body.q, str)
+        answer: Answer = {"translatedText": first[0] if one else first}
+        return web.json_response(answer | ({"alternatives": others[0] if one else others} if body.alternatives else {}))
+
+    def _run_of_pair(self, source: str, target: str) -> str | None:
+        """The run of a language pair: the one that is called so, else the only one for the target."""
+        able = [name for name, run in self.service.runs.items() if "generate" in run["kinds"]]
+        if (name := f"{source}-{target}") in able:
+            return name
+        to = [name for name in able if name.partition("-")[2] == target]
+        if source == "auto" and len(to) == 1:
+            return to[0]
+        if len(able) == 1 and "-" not in able[0]:
+            return able[0]
+        if len(able) == 1 and source == "auto" and not target:
+            return able[0]
+        raise Refused(422, f"source, target: there is no run for {source} to {target} (runs: {', '.join(able)})")
+
+    async def languages(self, request: web.Request) -> web.StreamResponse:
+        """The language pairs, in LibreTranslate's form."""
+        pairs = [
+            name.split("-", 1) for name, run in self.service.runs.items() if "generate" in run["kinds"] and "-" in name
+        ]
+        sources = dict.fromkeys(source for source, _ in pairs)
+        return web.json_response(
+            [{"code": code, "name": code, "targets": [t for s, t in pairs if s == code]} for code in sources]
+        )
+
+    async def completions(self, request: web.Request, body: CompletionBody) -> web.StreamResponse:
+        """Continue prompts, in OpenAI's form."""
+        run = self._language_model(body.model)
+        options = body.options()
+        chosen = options.model_dump(mode="json", exclude_defaults=True)
+        items = [{"source": prompt} for prompt in body.prompts]
+        frame = {
+            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": run,
+        }  # fmt: skip
+        if body.stream:
+            if len(items) != 1 or (body.n or 1) != 1:
+                raise Refused(422, "stream: takes one prompt and n = 1")
+            job = self.make_job(run, "stream", chosen, items)
+            self.submit(job)
+
+            def chunk(text: str, reason: str | None) -> Answer:
+                return {**frame, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
+
+            async with sse_response(request) as events:
+                await self._tell(
+                    events, job, lambda piece: chunk(piece["text"], None),
+                    lambda x: [chunk("", _reason(x["hypotheses"][0]))],
+                )  # fmt: skip
+                await events.send("[DONE]")
+            return events
+        results = await self.results(self.make_job(run, "generate", chosen, items, options.rows))
+        for x in results:
+            if "error" in x:
+                raise Refused(x["error"]["status"], x["error"]["message"])
+        choices = [
+            {
+                "index": 0,
+                "text": (x["source"] if body.echo else "") + h["text"],
+                "logprobs": None if body.logprobs is None else _logprobs(h),
+                "finish_reason": _reason(h),
+            }
+            for x in results
+            for h in x["hypotheses"]
+        ]
+        choices = [{**choice, "index": i} for i, choice in enumerate(choices)]
+        prompt, output = (
+            sum(x["source_tokens"] for x in results),
+            sum(len(h["tokens"]) for x in results for h in x["hypotheses"]),
+        )
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return web.json_response({**frame, "choices": choices, "usage": usage})
+
+    def _language_model(self, name: str) -> str:
+        models = [each for each, run in self.service.runs.items() if run["task"] == "lm"]
+        if name not in models:
+            if not models:
+                raise Refused(404, "model: none of the runs is a language model; use /v1/generate")
+            raise Refused(
+                404, f"model: there is no language model {name!r}{closest(name, models)} (models: {', '.join(models)})"
+            )
+        return name
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """The runs, in OpenAI's form; with what each can do."""
+        rows = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
+            for name, run in self.service.runs.items()
+        ]
+        return web.json_response({"object": "list", "data": rows})
+
+    async def score(self, request: web.Request, body: ScoreBody) -> web.StreamResponse:
+        """Tell how probable targets are."""
+        run = self.find_run(body.run, "score")
+        items = [pair.model_dump(exclude_none=True) for pair in body.pairs]
+        return web.json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
+
+    async def classify(self, request: web.Request, body: ClassifyBody) -> web.StreamResponse:
+        """Tell labels of texts."""
+        run = self.find_run(body.run, "classify")
+        items = [{"source": x} if isinstance(x, str) else x.model_dump(exclude_none=True) for x in body.inputs]
+        return web.json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
+
+    async def embed(self, request: web.Request, body: EmbedBody) -> web.StreamResponse:
+        """Give vectors of texts."""
+        run = self.find_run(body.run, "embed")
+        job = self.make_job(run, "embed", {"normalize": body.normalize}, [{"source": text} for text in body.inputs])
+        return web.json_response({"run": run, "results": await self.results(job)})
+
+    async def inspect(self, request: web.Request, body: InspectBody) -> web.StreamResponse:
+        """The attention page of one example."""
+        run = self.find_run(body.run, "inspect")
+        item = body.model_dump(exclude_none=True, exclude={"run"})
+        (result,) = await self.results(self.make_job(run, "inspect", {}, [item], rows=20))
+        return web.json_response({"run": run, **result})
+
+    async def reload(self, request: web.Request, body: ReloadBody) -> web.StreamResponse:
+        """Load all runs anew from their directories; no request is dropped."""
+        try:
+            await self.service.reload()
+        except UserError as error:
+            raise Refused(422, f"the runs could not be loaded, the old ones stay: {error}") from None
+        return web.json_response({"runs": list(self.service.runs)})
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """Whether the process answers."""
+        return web.json_response({"status": "live"})
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        """Whether requests should be sent here."""
+        if self.draining or not self.service.ready:
+            raise Refused(503, "draining" if self.draining else "no worker is ready", retry_after=2)
+        return web.json_response({"status": "ready"})
+
+    # streams
+
+    async def _tell(
+        self,
+        events: EventSourceResponse,
+        job: Job,
+        show: Callable[[Answer], Answer],
+        last: Callable[[Answer], list[Answer]],
+    ) -> None:
+        """Send the tokens of a stream as events, and what comes last; an error becomes an event too."""
+        try:
+            async for piece in self.pieces(job):
+                await self._send(events, show(piece))
+            for answer in last(job.results[0]):
+                await self._send(events, answer)
+        except Refused as refused:
+            await self._send(events, {"error": _error(refused.status, refused.message)})
+
+    async def _send(self, events: EventSourceResponse, answer: Answer) -> None:
+        async with asyncio.timeout(self.settings.send):
+            await events.send(json.dumps(answer))
+
+
+def _raise(result: Answer) -> None:
+    raise Refused(result["status"], result["error"], retry_after=2 if result["status"] == 503 else None)
+
+
+def _reason(hypothesis: Answer) -> str:
+    return "length" if "max_length" in hypothesis.get("flags", {}) else "stop"
+
+
+def _logprobs(hypothesis: Answer) -> Answer:
+    """The scores of tokens in OpenAI's form."""
+    tokens: Sequence[str] = hypothesis["tokens"]
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    top = [{x["token"]: x["score"] for x in row} for row in hypothesis.get("top_tokens", [])]
+    return {
+        "tokens": tokens,
+        "token_logprobs": hypothesis["token_scores"],
+        "top_logprobs": top or None,
+        "text_offset": offsets,
+    }
+
+
+@dataclass(frozen=True)
+class Route:
+    """An endpoint: where it is, what it takes, and who may use it."""
+
+    method: str
+    path: str
+    handle: Callable[..., Awaitable[web.StreamResponse]]
+    body: type[BaseModel] | None = None
+    access: str = "key"  # open, key or admin
+
+    @property
+    def summary(self) -> str:
+        return (self.handle.__doc__ or "").strip().splitlines()[0]
+
+
+def routes(handlers: Handlers) -> list[Route]:
+    """All endpoints but the files of the web page."""
+    return [
+        Route("POST", "/v1/generate", handlers.generate, GenerateBody),
+        Route("POST", "/translate", handlers.translate, TranslateBody),
+        Route("GET", "/languages", handlers.languages),
+        Route("POST", "/v1/completions", handlers.completions, CompletionBody),
+        Route("GET", "/v1/models", handlers.models),
+        Route("POST", "/v1/score", handlers.score, ScoreBody),
+        Route("POST", "/v1/classify", handlers.classify, ClassifyBody),
+        Route("POST", "/v1/embed", handlers.embed, EmbedBody),
+        Route("POST", "/v1/inspect", handlers.inspect, InspectBody),
+        Route("POST", "/v1/runs/reload", handlers.reload, ReloadBody, access="admin"),
+        Route("GET", "/health/live", handlers.live, access="open"),
+        Route("GET", "/health/ready", handlers.ready, access="open"),
+    ]

@@ -1,0 +1,275 @@
+"""The HTTP server: who may ask, how long clients may take, and how it starts and ends.
+
+aiohttp was chosen by a test of stalled clients (silent, half a header, a trickled header or body, no reading of the
+answer): of the servers tried it alone, with tornado, lets go of all of them by its own timeouts and by what a handler
+can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+
+from regard.errors import UserError, plural
+from regard.serve.assets import ASSETS, asset_response
+from regard.serve.bodies import TranslateBody, parse_body
+from regard.serve.handlers import Handlers, Refused, Route, error_response, routes
+from regard.serve.monitor import Monitor
+from regard.serve.openapi import describe_api
+from regard.serve.pool import PoolSettings
+from regard.serve.service import Service
+from regard.serve.settings import Keys, ServeSettings
+
+log = logging.getLogger("regard.serve")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
+LARGEST_BATCH = 16_384  # tokens times hypotheses
+
+
+class Server:
+    """A service behind HTTP."""
+
+    def __init__(self, runs: dict[str, str], settings: ServeSettings) -> None:
+        self.settings, self.keys = settings, Keys.load(settings.keys)
+        settings.check(self.keys)
+        workers = settings.workers or len(os.sched_getaffinity(0))
+        pool = PoolSettings(runs, workers, settings.engine, settings.precision, settings.threads)
+        self.service = Service(pool, settings.queue, LARGEST_BATCH, settings.deadline)
+        self.handlers = Handlers(self.service, settings)
+        self.monitor = Monitor(self.service)
+        self.routes = routes(self.handlers)
+        self.port = settings.port
+        self._proxies = [ipaddress.ip_network(text, strict=False) for text in settings.proxy]
+        self._active = 0
+        self._runner: web.AppRunner | None = None
+
+    # requests
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(client_max_size=self.settings.max_body, middlewares=[self._middleware])
+        for route in self.routes:
+            app.router.add_route(route.method, route.path, self._handler(route))
+        api = json.dumps(describe_api(self.routes)).encode()
+        app.router.add_get("/openapi.json", lambda request: _fixed(api, "application/json"))
+        app.router.add_get("/metrics", lambda request: _fixed(self.monitor.text(), "text/plain; version=0.0.4"))
+        for path in ASSETS:
+            app.router.add_get(path, asset_response)
+        return app
+
+    def _handler(self, route: Route) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if route.access == "admin" and not self.keys.allows_admin(_key(request)):
+                raise Refused(403, "an admin key is needed (a line 'admin KEY' in the file of --keys)")
+            if route.body is None:
+                return await route.handle(request)
+            data = await self._read(request)
+            try:
+                body = parse_body(route.body, data)
+            except UserError as error:
+                raise Refused(422, str(error)) from None
+            if (
+                isinstance(body, TranslateBody)
+                and self.keys.any
+                and not self._knows(request)
+                and not self.keys.allows(body.api_key)
+            ):
+                raise Refused(401, "a key is needed: api_key, or the header Authorization: Bearer KEY")
+            return await route.handle(request, body)
+
+        return handle
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body of a request, if it is JSON and comes in time."""
+        if request.content_type != "application/json":
+            raise Refused(415, f"the body is JSON: Content-Type: application/json, not {request.content_type[:80]}")
+        try:
+            async with asyncio.timeout(self.settings.receive):
+                return await request.read()
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {self.settings.receive:g} seconds") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise Refused(413, f"the body has more than {self.settings.max_body} bytes") from None
+        except (ValueError, web.PayloadAccessError):
+            raise Refused(400, "the body cannot be read") from None
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key, answer, turn errors into JSON, count, and let go of clients that do not read."""
+        began = time.monotonic()
+        self._active += 1
+        path = resource.canonical if (resource := request.match_info.route.resource) else "none"
+        try:
+            response = await self._answer(request, handler)
+            self._add_headers(request, response)
+            if not response.prepared:
+                async with asyncio.timeout(self.settings.send):
+                    await response.prepare(request)
+                    await response.write_eof()
+        except TimeoutError:  # the client does not read
+            if request.transport is not None:
+                request.transport.abort()
+            raise
+        finally:
+            self._active -= 1
+        self.monitor.request(path, response.status, time.monotonic() - began)
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.method == "OPTIONS" and request.headers.get("Origin") in self.settings.cors:
+                return web.Response(status=204)
+            if self.keys.any and not self._is_open(request) and not self._knows(request):
+                raise Refused(401, "a key is needed, as the header Authorization: Bearer KEY")
+            return await handler(request)
+        except Refused as refused:
+            response = error_response(refused)
+            if refused.status in (408, 413, 415):  # what the client still sends is not read
+                response.force_close()
+            return response
+        except web.HTTPException as error:
+            allowed = f" (allowed: {error.headers['Allow']})" if "Allow" in error.headers else ""
+            response = error_response(
+                Refused(error.status, f"{request.method} {request.path[:200]}: {error.reason}{allowed}", "error")
+            )
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+            return response
+        except (asyncio.CancelledError, ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            log.exception("an error while answering %s", request.path)
+            return error_response(Refused(500, "an error in the server; its log has the details"))
+
+    def _is_open(self, request: web.Request) -> bool:
+        return request.path.startswith("/health/") or request.path == "/translate"  # whose key is in its body
+
+    def _knows(self, request: web.Request) -> bool:
+        return self.keys.allows(_key(request))
+
+    def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if response.prepared:
+            return
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        origin = request.headers.get("Origin", "")
+        if origin in self.settings.cors:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+            response.headers["Vary"] = "Origin"
+        if self.handlers.draining:
+            response.force_close()
+
+    def client(self, request: web.Request) -> str:
+        """The address of a client; behind proxies that are named, the last one before them."""
+        address = request.remote or ""
+        chain = [part.strip() for part in request.headers.get("X-Forwarded-For", "").split(",")]
+        while self._proxies and chain and _within(address, self._proxies) and chain[-1]:
+            address = chain.pop()
+        return address
+
+    # life
+
+    async def start(self) -> None:
+        """Load the runs and listen."""
+        await self.service.start()
+        settings = self.settings
+        self._runner = web.AppRunner(
+            self.application(),
+            handle_signals=False,
+            access_log=None,
+            keepalive_timeout=settings.receive,
+            lingering_time=1.0,
+            handler_cancellation=True,
+            shutdown_timeout=settings.drain,
+            max_line_size=8190,
+            max_field_size=8190,
+        )
+        await self._runner.setup()
+        listener = self._listen()
+        self.port = listener.getsockname()[1]
+        await web.SockSite(self._runner, listener, backlog=1024).start()
+
+    def _listen(self) -> socket.socket:
+        settings = self.settings
+        try:
+            (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+                settings.host, settings.port, type=socket.SOCK_STREAM
+            )
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections whose client takes nothing any more end by themselves
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * settings.send))
+            listener.bind(address)
+        except OSError as error:
+            raise UserError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
+        return listener
+
+    async def stop(self) -> None:
+        """Finish what was accepted, then end: not ready at once, no new connections a little later."""
+        self.handlers.draining = True
+        log.info("draining")
+        await asyncio.sleep(LISTEN_ON)
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain):
+                while self._active:
+                    await asyncio.sleep(0.02)
+        await self._runner.cleanup()
+        await self.service.close()
+
+
+def _key(request: web.Request) -> str:
+    """The key of a request: a bearer token, or the password that a browser asks for."""
+    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        with suppress(binascii.Error, UnicodeDecodeError):
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    return ""
+
+
+def _within(address: str, networks: list[Any]) -> bool:
+    try:
+        return any(ipaddress.ip_address(address) in network for network in networks)
+    except ValueError:
+        return False
+
+
+async def _fixed(data: bytes, kind: str) -> web.Response:
+    return web.Response(body=data, headers={"Content-Type": kind})
+
+
+async def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
+    """Serve until a signal ends it."""
+    server, ended = Server(runs, settings), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    say(f"loading {plural(len(runs), 'run')}")
+    try:
+        await server.start()
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        workers = plural(server.service.settings.workers, "worker")
+        say(f"serving {', '.join(runs)} on http://{host}:{server.port}/ ({workers})")
+        await ended.wait()
+        say("ending: requests that were accepted are finished")
+        await server.stop()
+    finally:
+        await server.service.close()
