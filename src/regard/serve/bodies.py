@@ -188,6 +188,10 @@ class ReloadBody(Body):
     """Nothing: all runs are loaded anew."""
 
 
+class NotJson(UserError):
+    """A body that is no JSON at all."""
+
+
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -196,6 +200,7 @@ def parse_body(kind: type[B], data: bytes) -> B:
     try:
         return kind.model_validate_json(data, strict=True)
     except ValidationError as error:
-        raise UserError("; ".join(explain(kind, dict(item)) for item in error.errors(include_url=False))) from None
-    except RecursionError:
-        raise UserError("the JSON is nested too deeply") from None
+        items = error.errors(include_url=False)
+        if items[0]["type"] == "json_invalid":
+            raise NotJson(f"not JSON: {items[0]['msg'].partition(': ')[2]}") from None
+        raise UserError("; ".join(explain(kind, dict(item)) for item in items[:20])) from None

@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +173,7 @@ class Handlers:
             )
         job = self.make_job(run, "stream", chosen, items)
         self.submit(job)
-        async with sse_response(request) as events:
+        async with self._events(request) as events:
             await self._tell(events, job, lambda piece: {"piece": piece}, lambda x: [{"run": run, "result": x}])
         return events
 
@@ -192,7 +193,7 @@ class Handlers:
 
     def _run_of_pair(self, source: str, target: str) -> str | None:
         """The run of a language pair: the one that is called so, else the only one for the target."""
-        able = [name for name, run in self.service.runs.items() if "generate" in run["kinds"]]
+        able = [name for name, run in self.service.runs.items() if run["task"] == "pairs"]
         if (name := f"{source}-{target}") in able:
             return name
         to = [name for name in able if name.partition("-")[2] == target]
@@ -232,7 +233,7 @@ class Handlers:
             def chunk(text: str, reason: str | None) -> Answer:
                 return {**frame, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
 
-            async with sse_response(request) as events:
+            async with self._events(request) as events:
                 await self._tell(
                     events, job, lambda piece: chunk(piece["text"], None),
                     lambda x: [chunk("", _reason(x["hypotheses"][0]))],
@@ -334,15 +335,14 @@ class Handlers:
         """Send the tokens of a stream as events, and what comes last; an error becomes an event too."""
         try:
             async for piece in self.pieces(job):
-                await self._send(events, show(piece))
+                await events.send(json.dumps(show(piece)))
             for answer in last(job.results[0]):
-                await self._send(events, answer)
+                await events.send(json.dumps(answer))
         except Refused as refused:
-            await self._send(events, {"error": _error(refused.status, refused.message)})
+            await events.send(json.dumps({"error": _error(refused.status, refused.message)}))
 
-    async def _send(self, events: EventSourceResponse, answer: Answer) -> None:
-        async with asyncio.timeout(self.settings.send):
-            await events.send(json.dumps(answer))
+    def _events(self, request: web.Request) -> AbstractAsyncContextManager[EventSourceResponse]:
+        return sse_response(request, sep="\n", send_timeout=self.settings.send, allow_all_methods=True)
 
 
 def _raise(result: Answer) -> None:

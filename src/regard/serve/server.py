@@ -25,7 +25,7 @@ from aiohttp import web
 
 from regard.errors import UserError, plural
 from regard.serve.assets import ASSETS, asset_response
-from regard.serve.bodies import TranslateBody, parse_body
+from regard.serve.bodies import NotJson, TranslateBody, parse_body
 from regard.serve.handlers import Handlers, Refused, Route, error_response, routes
 from regard.serve.monitor import Monitor
 from regard.serve.openapi import describe_api
@@ -61,6 +61,7 @@ class Server:
     def application(self) -> web.Application:
         """The aiohttp application."""
         app = web.Application(client_max_size=self.settings.max_body, middlewares=[self._middleware])
+        app.on_response_prepare.append(self._add_headers)
         for route in self.routes:
             app.router.add_route(route.method, route.path, self._handler(route))
         api = json.dumps(describe_api(self.routes)).encode()
@@ -80,7 +81,7 @@ class Server:
             try:
                 body = parse_body(route.body, data)
             except UserError as error:
-                raise Refused(422, str(error)) from None
+                raise Refused(400 if isinstance(error, NotJson) else 422, str(error)) from None
             if (
                 isinstance(body, TranslateBody)
                 and self.keys.any
@@ -114,7 +115,6 @@ class Server:
         path = resource.canonical if (resource := request.match_info.route.resource) else "none"
         try:
             response = await self._answer(request, handler)
-            self._add_headers(request, response)
             if not response.prepared:
                 async with asyncio.timeout(self.settings.send):
                     await response.prepare(request)
@@ -160,9 +160,7 @@ class Server:
     def _knows(self, request: web.Request) -> bool:
         return self.keys.allows(_key(request))
 
-    def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        if response.prepared:
-            return
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["X-Content-Type-Options"] = "nosniff"
         origin = request.headers.get("Origin", "")
         if origin in self.settings.cors:
