@@ -19,7 +19,7 @@ def _not_one_text(value: Any) -> Any:
     """A text alone would be taken for a list of its letters."""
     if isinstance(value, str):
         raise ValueError(f"takes a list of texts, such as [{value[:40]!r}], not one text")
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 PhraseList = Annotated[tuple[Phrase, ...], BeforeValidator(_not_one_text)]

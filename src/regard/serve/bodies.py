@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from regard.decode.options import Options
 from regard.errors import UserError, explain
@@ -12,18 +12,13 @@ from regard.serve.settings import MAX_INPUTS, MAX_TEXT
 
 MAX_CHOICES = 1000  # beam, n-best, candidates and the like
 MAX_LENGTH = 100_000  # output tokens
+MAX_FACTOR = 100  # ratios, penalties and the like
 SAMPLING = ("temperature", "top_p")
 BATCHING = ("window", "batch_tokens", "weights", "precision")  # the server decides
 
 
-def _readable(text: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("holds half of a character (a lone surrogate)")
-    return text
-
-
-Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_readable)]
-Name = Annotated[str, Field(max_length=200), AfterValidator(_readable)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Name = Annotated[str, Field(max_length=200)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
@@ -65,6 +60,11 @@ class GenerateBody(Options):
         for name in ("min_length", "max_length", "alternatives_at", "max_source"):
             if (getattr(self, name) or 0) > MAX_LENGTH:
                 raise ValueError(f"{name}: at most {MAX_LENGTH}")
+        for name in ("max_ratio", "min_ratio", "length_penalty", "coverage_penalty", "diversity", "repetition_penalty"):
+            if (getattr(self, name) or 0) > MAX_FACTOR:
+                raise ValueError(f"{name}: at most {MAX_FACTOR}")
+        if self.temperature > MAX_FACTOR:
+            raise ValueError(f"temperature: at most {MAX_FACTOR}")
         if self.seed >= 2**63:
             raise ValueError("seed: below 2 ** 63")
         for name in BATCHING:

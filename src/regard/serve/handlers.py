@@ -7,7 +7,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -98,16 +98,20 @@ class Handlers:
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
-        longest = options.get("max_length")
-        expected = [
-            item.get("max_length") or longest or SCALE * n + EXTRA for item, n in zip(items, lengths, strict=True)
-        ]
+        expected = [max(self._longest(item, options, n)) for item, n in zip(items, lengths, strict=True)]
         if (work := rows * sum(expected)) > self.settings.max_work:
             raise Refused(
-                413, f"inputs times hypotheses times output tokens are {work}; at most {self.settings.max_work}"
+                413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {self.settings.max_work}"
             )
         group = Group(run, kind, json.dumps(options, sort_keys=True), alone=kind == "stream")
         return Job(group, items, [rows * n for n in lengths])
+
+    @staticmethod
+    def _longest(item: Answer, options: dict[str, Any], length: int) -> Iterator[float]:
+        """Bounds of the output tokens of a source of so many characters, of which the greatest is taken."""
+        yield item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA
+        yield max(item.get("min_length", 0), options.get("min_length", 0))
+        yield length * max(options.get("max_ratio") or 0, options.get("min_ratio", 0))
 
     def submit(self, job: Job) -> None:
         """Take on a job, or refuse it."""

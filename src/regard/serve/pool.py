@@ -87,7 +87,10 @@ class Worker:
         """Close the connection, with which the process ends."""
         self._on_end = lambda worker: None
         self._writer.close()
+        self._reader.feed_eof()
         await self._listener
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
 
     async def _listen(self) -> None:
         with suppress(EOFError, ConnectionError):
@@ -190,6 +193,8 @@ class Pool:
     async def _end_template(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            with suppress(ConnectionError):
+                await self._writer.wait_closed()
             self._writer = None
         if self._template is not None:
             with suppress(ProcessLookupError):

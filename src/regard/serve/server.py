@@ -65,8 +65,8 @@ class Server:
         for route in self.routes:
             app.router.add_route(route.method, route.path, self._handler(route))
         api = json.dumps(describe_api(self.routes)).encode()
-        app.router.add_get("/openapi.json", lambda request: _fixed(api, "application/json"))
-        app.router.add_get("/metrics", lambda request: _fixed(self.monitor.text(), "text/plain; version=0.0.4"))
+        app.router.add_get("/openapi.json", _fixed(lambda: api, "application/json"))
+        app.router.add_get("/metrics", _fixed(self.monitor.text, "text/plain; version=0.0.4"))
         for path in ASSETS:
             app.router.add_get(path, asset_response)
         return app
@@ -218,10 +218,13 @@ class Server:
 
     async def stop(self) -> None:
         """Finish what was accepted, then end: not ready at once, no new connections a little later."""
+        if self.handlers.draining:
+            return
         self.handlers.draining = True
         log.info("draining")
         await asyncio.sleep(LISTEN_ON)
-        assert self._runner is not None
+        if self._runner is None:
+            return await self.service.close()
         for site in list(self._runner.sites):
             await site.stop()
         with suppress(TimeoutError):
@@ -250,8 +253,11 @@ def _within(address: str, networks: list[Any]) -> bool:
         return False
 
 
-async def _fixed(data: bytes, kind: str) -> web.Response:
-    return web.Response(body=data, headers={"Content-Type": kind})
+def _fixed(data: Callable[[], bytes], kind: str) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=data(), headers={"Content-Type": kind})
+
+    return handle
 
 
 async def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:

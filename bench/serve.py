@@ -1,0 +1,361 @@
+"""The server under load: throughput beside plain wrappers, overload, long runs, stalled clients, and ends by SIGTERM.
+
+    python bench/serve.py compare RUN --lines FILE     beside a FastAPI wrapper around CTranslate2, 1, 8 and 64 clients
+    python bench/serve.py fairness RUN --lines FILE    one line at a time, alone and beside requests of 1,000 lines
+    python bench/serve.py overload RUN --lines FILE    1,000 connections, ten times the capacity
+    python bench/serve.py soak RUN --lines FILE        100,000 requests
+    python bench/serve.py stop RUN --lines FILE        SIGTERM under load, 50 times
+    python bench/serve.py stalled RUN --lines FILE     500 stalled clients beside others
+
+Everything runs on loopback. Figures are printed as one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+
+FOLDER = Path(__file__).parent
+
+
+@contextmanager
+def process(command: list[str], port: int, path: str = "/health/ready") -> Iterator[subprocess.Popen[bytes]]:
+    """A server, once it answers."""
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1)
+                break
+            except OSError:
+                if server.poll() is not None:
+                    raise SystemExit(f"{command[0]} ended") from None
+                time.sleep(0.1)
+        yield server
+    finally:
+        if server.poll() is None:
+            server.terminate()
+        server.wait()
+
+
+def regard(run: str, port: int, *options: object) -> list[str]:
+    return [sys.executable, "-m", "regard", "serve", f"run={run}", "--port", str(port), *map(str, options)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds) or [float("nan")]
+    return {
+        "p50_ms": round(1000 * ordered[len(ordered) // 2], 1),
+        "p99_ms": round(1000 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 1),
+    }
+
+
+class Load:
+    """Clients that ask one line after the other."""
+
+    def __init__(
+        self, port: int, lines: list[str], body=lambda line: {"q": line, "source": "auto", "target": ""}
+    ) -> None:
+        self.url, self.lines, self.body = f"http://127.0.0.1:{port}/translate", lines, body
+        self.statuses: Counter[object] = Counter()
+        self.seconds: list[float] = []
+        self.refused: list[float] = []
+
+    async def ask(self, session: aiohttp.ClientSession, line: str) -> object:
+        began = time.perf_counter()
+        try:
+            async with session.post(self.url, json=self.body(line)) as answer:
+                await answer.read()
+                status: object = answer.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            status = type(error).__name__
+        (self.seconds if status == 200 else self.refused).append(time.perf_counter() - began)
+        self.statuses[status] += 1
+        return status
+
+    async def run(self, clients: int, seconds: float = 0, requests: int = 0, pause: float = 0.0) -> float:
+        """Ask with so many clients for a time, or for a number of requests -> seconds that it took."""
+        end, left = time.perf_counter() + seconds, iter(range(requests)) if requests else None
+        timeout = aiohttp.ClientTimeout(total=120)
+        connector = aiohttp.TCPConnector(limit=0)
+
+        async def client(session: aiohttp.ClientSession, seed: int) -> None:
+            draw = random.Random(seed)
+            while next(left, None) is not None if left else time.perf_counter() < end:
+                status = await self.ask(session, draw.choice(self.lines))
+                if status != 200 and pause:
+                    await asyncio.sleep(pause * draw.random() * 2)
+
+        began = time.perf_counter()
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            await asyncio.gather(*(client(session, i) for i in range(clients)))
+        return time.perf_counter() - began
+
+    def report(self, took: float) -> dict[str, object]:
+        statuses = {str(key): count for key, count in sorted(self.statuses.items(), key=str)}
+        return {"per_second": round(self.statuses[200] / took, 1), **quantiles(self.seconds), "statuses": statuses}
+
+
+def show(name: str, **figures: object) -> None:
+    print(json.dumps({"what": name, **figures}), flush=True)
+
+
+def compare(options: argparse.Namespace, lines: list[str]) -> None:
+    """Throughput and latency beside wrappers, interleaved, as ratios."""
+    ports = {name: free_port() for name in ("regard", "wrapper", "libretranslate")}
+    ours = regard(
+        options.run, ports["regard"], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam
+    )
+    wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.run, str(options.beam)]
+    with (
+        process(ours, ports["regard"]),
+        process([*wrapper, str(ports["wrapper"]), "plain"], ports["wrapper"], "/openapi.json"),
+        process([*wrapper, str(ports["libretranslate"]), "locked"], ports["libretranslate"], "/openapi.json"),
+    ):
+        for clients in (1, 8, 64):
+            rounds: dict[str, list[dict[str, object]]] = {name: [] for name in ports}
+            for _ in range(options.rounds):
+                for name, port in ports.items():
+                    load = Load(port, lines)
+                    took = asyncio.run(load.run(clients, seconds=options.seconds))
+                    rounds[name].append(load.report(took))
+            rates = {
+                name: statistics.median(float(str(r["per_second"])) for r in rows) for name, rows in rounds.items()
+            }
+            for name, rows in rounds.items():
+                middle = {key: statistics.median(float(str(r[key])) for r in rows) for key in ("p50_ms", "p99_ms")}
+                errors = sum(sum(r["statuses"].values()) - r["statuses"].get("200", 0) for r in rows)  # type: ignore[attr-defined]
+                ratio = round(rates["regard"] / rates[name], 2)
+                show(
+                    "compare",
+                    server=name,
+                    clients=clients,
+                    per_second=rates[name],
+                    **middle,
+                    errors=errors,
+                    ours_over_it=ratio,
+                )
+
+
+def fairness(options: argparse.Namespace, lines: list[str]) -> None:
+    """Latency of one line at a time, alone and beside requests of 1,000 lines."""
+    port = free_port()
+
+    async def measure(beside: bool) -> list[float]:
+        load, bulk = Load(port, lines), Load(port, lines, lambda line: {"q": lines[:1000]})
+        task = asyncio.create_task(bulk.run(1, seconds=options.seconds + 1)) if beside else None
+        await asyncio.sleep(0.5)
+        await load.run(1, seconds=options.seconds)
+        if task:
+            await task
+        assert set(load.statuses) == {200} and set(bulk.statuses) <= {200}, (load.statuses, bulk.statuses)
+        return load.seconds
+
+    with process(regard(options.run, port, "--beam", options.beam), port):
+        for _ in range(options.rounds):
+            alone, beside = asyncio.run(measure(False)), asyncio.run(measure(True))
+            first, second = quantiles(alone), quantiles(beside)
+            show("fairness", alone=first, beside_1000=second, p99_ratio=round(second["p99_ms"] / first["p99_ms"], 2))
+
+
+def memory(pid: int) -> int:
+    """Kilobytes of a process and its children."""
+    pids, total = [pid], 0
+    while pids:
+        each = pids.pop()
+        try:
+            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
+            total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+            for task in Path(f"/proc/{each}/task").iterdir():
+                pids += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+    return total
+
+
+def overload(options: argparse.Namespace, lines: list[str]) -> None:
+    """Far more clients than the server can answer: each request is answered once, and memory stays."""
+    port = free_port()
+    with process(regard(options.run, port, "--beam", options.beam, "--queue", 20_000), port) as server:
+        warm = Load(port, lines)
+        capacity = warm.report(asyncio.run(warm.run(16, seconds=10)))
+        before = memory(server.pid)
+        load = Load(port, lines)
+        took = asyncio.run(load.run(1000, seconds=options.seconds, pause=options.pause))
+        report = load.report(took)
+        asked = round(sum(load.statuses.values()) / took / float(str(capacity["per_second"])), 1)
+        refused = quantiles(load.refused)
+        time.sleep(2)
+        growth = round(100 * (memory(server.pid) / before - 1), 1)
+        show(
+            "overload", capacity=capacity, times_capacity=asked, **report, refused=refused, memory_growth_percent=growth
+        )
+
+
+def soak(options: argparse.Namespace, lines: list[str]) -> None:
+    """Many requests, no error."""
+    port = free_port()
+    with process(regard(options.run, port, "--beam", options.beam), port) as server:
+        warm = Load(port, lines)
+        asyncio.run(warm.run(16, requests=min(2000, options.requests)))
+        before = memory(server.pid)
+        load = Load(port, lines)
+        took = asyncio.run(load.run(16, requests=options.requests))
+        growth = round(100 * (memory(server.pid) / before - 1), 1)
+        show(
+            "soak",
+            requests=options.requests,
+            minutes=round(took / 60, 1),
+            **load.report(took),
+            memory_growth_percent=growth,
+        )
+
+
+def stop(options: argparse.Namespace, lines: list[str]) -> None:
+    """SIGTERM under load: what was accepted is answered.
+
+    A request counts as lost if its connection was made and it got no whole answer; a connection that is refused was
+    never accepted.
+    """
+    lost, answered, codes = 0, 0, Counter[int]()
+
+    async def rounds(port: int, server: subprocess.Popen[bytes]) -> Load:
+        load = Load(port, lines)
+        task = asyncio.create_task(load.run(32, seconds=60))
+        await asyncio.sleep(1.0)
+        server.send_signal(signal.SIGTERM)
+        while server.poll() is None:
+            await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return load
+
+    for _ in range(options.rounds):
+        port = free_port()
+        with process(regard(options.run, port, "--beam", options.beam), port) as server:
+            load = asyncio.run(rounds(port, server))
+        answered += load.statuses[200]
+        lost += sum(
+            count for status, count in load.statuses.items() if status not in (200, 503, "ClientConnectorError")
+        )
+        codes[server.returncode] += 1
+    show("stop", times=options.rounds, answered=answered, lost=lost, exit_codes=dict(codes))
+
+
+HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def stalled(options: argparse.Namespace, lines: list[str]) -> None:
+    """Clients that send nothing, half a header, a header or body byte by byte, or do not read, beside good ones."""
+    port = free_port()
+    large = json.dumps({"inputs": lines[:400], "beam": 10, "nbest": 10, "top_tokens": 10}).encode()
+    kinds = {
+        "silent": (b"", b""),
+        "half a header": (HEAD + b"X-A: b", b""),
+        "trickled header": (HEAD + b"X-A: b", b"b"),
+        "trickled body": (HEAD + b"Content-Length: 1000\r\n\r\n{", b" "),
+        "slow reader": (HEAD + b"Content-Length: %d\r\n\r\n" % len(large) + large, b""),
+    }
+    closed: dict[str, list[float]] = {kind: [] for kind in kinds}
+
+    async def stall(kind: str) -> None:
+        first, then = kinds[kind]
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        loop, began = asyncio.get_running_loop(), time.perf_counter()
+        await loop.sock_connect(connection, ("127.0.0.1", port))
+        try:
+            await loop.sock_sendall(connection, first)
+            while time.perf_counter() - began < 60:
+                await asyncio.sleep(0.5)
+                if then:
+                    await loop.sock_sendall(connection, then)
+                if kind == "slow reader":
+                    if not held(connection, port):
+                        break
+                    continue
+                try:
+                    if not connection.recv(65536):
+                        break
+                except BlockingIOError:
+                    continue
+        except OSError:
+            pass
+        closed[kind].append(time.perf_counter() - began)
+        connection.close()
+
+    async def measure(clients: int) -> tuple[list[float], list[float]]:
+        alone = Load(port, lines)
+        await alone.run(2, seconds=10)
+        beside = Load(port, lines)
+        stalls = [asyncio.create_task(stall(kind)) for kind in kinds for _ in range(clients // len(kinds))]
+        await asyncio.sleep(1)
+        await beside.run(2, seconds=10)
+        await asyncio.gather(*stalls)
+        assert set(alone.statuses) == set(beside.statuses) == {200}
+        return alone.seconds, beside.seconds
+
+    with process(regard(options.run, port, "--beam", options.beam, "--queue", 10**9), port):
+        alone, beside = asyncio.run(measure(options.clients))
+        worst = {kind: round(max(seconds), 1) for kind, seconds in closed.items()}
+        ratio = round(quantiles(beside)["p99_ms"] / quantiles(alone)["p99_ms"], 2)
+        show(
+            "stalled",
+            clients=options.clients,
+            closed_within_s=worst,
+            alone=quantiles(alone),
+            beside=quantiles(beside),
+            p99_ratio=ratio,
+        )
+
+
+def held(connection: socket.socket, port: int) -> bool:
+    """Whether the server's side of a connection is still open: the kernel's table of connections tells."""
+    mine = f"{connection.getsockname()[1]:04X}"
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, *rest = line.split()
+        if local.endswith(f":{port:04X}") and remote.endswith(f":{mine}"):
+            return state == "01" and rest[5] != "0"  # established, and it belongs to a process
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compare", "fairness", "overload", "soak", "stop", "stalled"))
+    parser.add_argument("run")
+    parser.add_argument("--lines", required=True, help="sources, one per line")
+    parser.add_argument("--beam", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--clients", type=int, default=500)
+    parser.add_argument("--pause", type=float, default=0.5, help="mean seconds until a refused client asks again")
+    options = parser.parse_args()
+    lines = [line for line in Path(options.lines).read_text("utf-8").split("\n") if line.strip()]
+    globals()[options.what](options, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""The server over HTTP: its answers are those of the library, and nothing that a client sends breaks it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servekit import Client, serving
+
+import regard
+from modelkit import family, letters
+from regard.decode.options import Options
+from toykit import strict_json
+
+KEY, ADMIN = "k" * 20, "a" * 20
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("serve")
+    made = {"toy": letters(), "lm": family("lm"), "cls": family("classes"), "mlm": family("masked")}
+    for name, run in made.items():
+        run.save(path / name)
+    return {name: path / name for name in made}
+
+
+@pytest.fixture(scope="module")
+def client(runs):
+    with serving(runs, max_inputs=500, receive=1.5, deadline=30.0) as each:
+        yield each
+
+
+WORDS = ["abc", "bcd", "cabba", "dab", "ab ba", "a", "dcba" * 3]
+CHOICES = [
+    {},
+    {"beam": 4, "nbest": 3},
+    {"sample": True, "seed": 7, "nbest": 2, "temperature": 0.7, "top_k": 4},
+    {"mbr": 4, "seed": 3},
+    {"alternatives": 3},
+    {"beam": 3, "require": ["ab"], "forbid": ["c"]},
+    {"alignment": True, "top_tokens": 2},
+    {"prefix": "ab", "max_length": 9},
+]
+
+
+@pytest.mark.parametrize("options", CHOICES, ids=lambda x: "-".join(x) or "greedy")
+def test_generate_answers_as_the_library_does(client, runs, options):
+    expected = [[h.as_dict() for h in row] for row in regard.load(runs["toy"]).generate(WORDS, **options)]
+    reply = client.post("/v1/generate", {"run": "toy", "inputs": WORDS, **options})
+    assert reply.status == 200, reply.body
+    assert same([result["hypotheses"] for result in strict_json(reply.body.decode())["results"]], expected)
+
+
+def same(one, other) -> bool:
+    """Whether two answers are equal; numbers may differ by what another batch changes in their last digits."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == pytest.approx(other, abs=1e-4) if isinstance(one, float) else one == other
+
+
+def test_inputs_have_constraints_of_their_own(client, runs):
+    item = {"source": "abc", "prefix": "ba", "forbid": ["d"], "max_length": 6}
+    expected = regard.load(runs["toy"]).generate([regard.Request(**item)])[0][0]
+    assert (
+        client.post("/v1/generate", {"run": "toy", "inputs": [item, "a"]}).json["results"][0]["hypotheses"][0]["text"]
+        == expected.text
+    )
+
+
+def test_concurrent_requests_share_batches_and_answers_stay_the_same(runs):
+    with serving({"toy": runs["toy"]}, workers=1) as client:
+        alone = {word: client.post("/v1/generate", {"inputs": word}).json["results"][0] for word in WORDS}
+        before = client.server.service.numbers.batches
+        with ThreadPoolExecutor(16) as threads:
+            many = list(
+                threads.map(lambda word: (word, client.post("/v1/generate", {"inputs": word}).json), WORDS * 12)
+            )
+        assert all(same(reply["results"][0], alone[word]) for word, reply in many)
+        assert client.server.service.numbers.batches - before < len(many)
+
+
+def test_a_stream_joins_to_the_output(client, runs):
+    for options in ({}, {"sample": True, "seed": 5}, {"stop": ["c"]}):
+        whole = regard.load(runs["toy"]).generate(["cabba"], **options)[0][0]
+        events = client.post("/v1/generate", {"run": "toy", "inputs": "cabba", "stream": True, **options}).events
+        assert "".join(event["piece"]["text"] for event in events[:-1]) == whole.text
+        assert same(events[-1]["result"]["hypotheses"][0], whole.as_dict())
+    assert client.post("/v1/generate", {"run": "toy", "inputs": "a", "stream": True, "beam": 2}).status == 422
+    assert client.post("/v1/generate", {"run": "toy", "inputs": ["a", "b"], "stream": True}).status == 422
+
+
+def test_translate_in_the_form_of_libretranslate(client, runs):
+    run = regard.load(runs["toy"])
+    one = client.post("/translate", {"q": "abc", "source": "en", "target": "de", "alternatives": 2}).json
+    texts = [h.text for h in run.generate(["abc"], beam=4, nbest=3)[0]]
+    assert one == {"translatedText": texts[0], "alternatives": texts[1:]}
+    many = client.post("/translate", {"q": WORDS, "source": "en", "target": "de", "format": "text"}).json
+    assert many == {"translatedText": [row[0].text for row in run.generate(WORDS, beam=4)]}
+    assert client.post("/translate", {"q": "abc", "source": "en", "target": "de", "format": "html"}).status == 422
+
+
+def test_runs_are_chosen_by_language_pair(runs):
+    with serving({"en-de": runs["toy"], "en-fr": runs["toy"]}) as client:
+        answer = client.post("/translate", {"q": "abc", "source": "en", "target": "fr"})
+        assert answer.status == 200
+        missing = client.post("/translate", {"q": "abc", "source": "de", "target": "en"})
+        assert missing.status == 422 and "en-de, en-fr" in missing.json["error"]["message"]
+        assert client.post("/translate", {"q": "abc", "source": "auto", "target": "de"}).status == 200
+        assert client.get("/languages").json == [{"code": "en", "name": "en", "targets": ["de", "fr"]}]
+        assert "which one of en-de, en-fr" in client.post("/v1/generate", {"inputs": "abc"}).json["error"]["message"]
+
+
+def test_openai_clients_are_understood(client, runs):
+    openai = pytest.importorskip("openai")
+    api = openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
+    assert "lm" in [model.id for model in api.models.list()]
+    run = regard.load(runs["lm"])
+    whole = run.generate(["ab"], max_length=7)[0][0]
+    plain = api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, logprobs=2)
+    assert plain.choices[0].text == whole.text and plain.usage.completion_tokens == len(whole.tokens)
+    assert plain.choices[0].logprobs.token_logprobs == pytest.approx(whole.token_scores)
+    drawn = run.generate(["ab"], max_length=7, sample=True, seed=3, temperature=0.9, nbest=2)[0]
+    several = api.completions.create(model="lm", prompt="ab", max_tokens=7, seed=3, temperature=0.9, n=2)
+    assert [choice.text for choice in several.choices] == [h.text for h in drawn]
+    chunks = list(api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    with pytest.raises(openai.NotFoundError, match="lm"):
+        api.completions.create(model="nothing", prompt="ab")
+
+
+def test_score_classify_embed_and_inspect(client, runs):
+    score = client.post("/v1/score", {"run": "toy", "pairs": [{"source": "abc", "target": "cab"}]}).json["results"]
+    assert score[0]["score"] == pytest.approx(regard.load(runs["toy"]).score([("abc", "cab")])[0].score)
+    label = client.post("/v1/classify", {"inputs": ["abc", "dab"]}).json["results"]
+    assert [x["label"] for x in label] == [c.label for c in regard.load(runs["cls"]).classify(["abc", "dab"])]
+    vector = client.post("/v1/embed", {"inputs": ["abc"]}).json["results"][0]["vector"]
+    assert vector == pytest.approx(regard.load(runs["mlm"]).embed(["abc"])[0].tolist())
+    page = client.post("/v1/inspect", {"run": "toy", "source": "abc<b>"}).json["html"]
+    assert page.startswith("<!doctype html>") and "abc<b>" not in page
+    assert client.post("/v1/classify", {"run": "toy", "inputs": ["a"]}).status == 422
+
+
+def test_one_bad_input_fails_alone(client):
+    texts = ["abc", {"source": "b", "features": "V"}, "dab"]
+    good, bad, other = client.post("/v1/generate", {"run": "toy", "inputs": texts}).json["results"]
+    assert "features" in json.dumps(bad.get("error") or bad["hypotheses"][0]["flags"]["error"])
+    for each, text in ((good, "abc"), (other, "dab")):
+        assert same(each, client.post("/v1/generate", {"run": "toy", "inputs": text}).json["results"][0])
+
+
+WRONG = [
+    ({"inputs": "a", "run": "toy", "beam": 0}, 422, "beam"),
+    ({"inputs": "a", "run": "toy", "beam": "5"}, 422, "beam"),
+    ({"inputs": "a", "run": "toy", "bream": 5}, 422, "did you mean 'beam'"),
+    ({"inputs": "a", "run": "tot"}, 404, "did you mean 'toy'"),
+    ({"inputs": []}, 422, "inputs"),
+    ({"run": "toy"}, 422, "inputs: is required"),
+    ({"inputs": "a", "run": "toy", "nbest": 3}, 422, "nbest"),
+    ({"inputs": ["a"] * 501, "run": "toy"}, 413, "at most 500"),
+    ({"inputs": "a", "run": "toy", "beam": 1000, "max_length": 100_000}, 413, "at most"),
+    ({"inputs": "a", "run": "toy", "window": 3}, 422, "decided by the server"),
+    (b'{"inputs": "\\ud800", "run": "toy"}', 400, "not JSON"),
+    (b"[1, 2", 400, "not JSON"),
+    (b"\xff\xfe", 400, "not JSON"),
+    (b"[" * 100_000, 400, ""),
+    (b'{"inputs": "a", "temperature": NaN}', 422, ""),
+    (b'{"inputs": "a", "sample": true, "temperature": 1e400}', 422, ""),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "part"), WRONG, ids=lambda x: str(x)[:40])
+def test_mistakes_are_named_in_one_shape(client, body, status, part):
+    reply = client.post("/v1/generate", body)
+    assert reply.status == status, reply.body
+    error = reply.json["error"]
+    assert set(error) == {"status", "code", "message"} and error["status"] == status and part in error["message"]
+
+
+def numeric_fields():
+    schema = Options.model_json_schema()["properties"]
+    for name, field in schema.items():
+        kinds = {part.get("type") for part in (field, *field.get("anyOf", []))}
+        if kinds & {"integer", "number"}:
+            yield name
+
+
+@pytest.mark.parametrize("name", list(numeric_fields()))
+def test_numbers_out_of_range_are_refused_at_once(client, name):
+    for value in ("-1", "1" + "0" * 40, "1e400", "NaN", "-Infinity", "1" * 5000):
+        reply = client.post("/v1/generate", f'{{"inputs": "a", "run": "toy", "{name}": {value}}}'.encode())
+        assert 400 <= reply.status < 500, (name, value, reply.body)
+
+
+def test_paths_methods_and_kinds_of_content(client):
+    assert client.get("/nothing").status == 404
+    assert client.get("/v1/generate").status == 405
+    assert client.post("/v1/generate", b"{}", Content_Type="text/plain").status == 415
+    assert client.get("/../../etc/passwd").status == 404
+    assert client.get("/health/live").status == client.get("/health/ready").status == 200
+
+
+def test_a_large_body_is_refused_without_being_read(runs):
+    with serving({"toy": runs["toy"]}, max_body=1000) as client:
+        reply = client.post("/v1/generate", {"inputs": "a" * 2000})
+        assert reply.status == 413 and reply.json["error"]["code"] == "too_large"
+
+
+def test_metrics_hold_no_text(client):
+    client.post("/v1/generate", {"run": "toy", "inputs": "cabba"})
+    text = client.get("/metrics").body.decode()
+    assert 'regard_requests_total{path="/v1/generate",status="200"}' in text and "cabba" not in text
+    client.get("/secret-path")
+    assert "secret" not in client.get("/metrics").body.decode()
+
+
+def test_keys_are_needed_everywhere_but_for_health(runs, tmp_path):
+    (tmp_path / "keys").write_text(f"# keys\n{KEY}\nadmin {ADMIN}\n")
+    with serving({"toy": runs["toy"]}, keys=str(tmp_path / "keys")) as client:
+        bearer, basic = f"Bearer {KEY}", "Basic " + base64.b64encode(f"any:{KEY}".encode()).decode()
+        body = {"inputs": "abc"}
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/languages", "/nothing", "/"):
+            assert client.get(path).status == 401, path
+            assert client.get(path, Authorization=bearer).status in (200, 404)
+        assert client.post("/v1/generate", body).status == 401
+        assert client.post("/v1/generate", body, Authorization=bearer).status == 200
+        assert client.post("/v1/generate", body, Authorization=basic).status == 200
+        assert client.post("/v1/generate", body, Authorization=bearer + "x").status == 401
+        assert client.post("/translate", {"q": "abc", "api_key": KEY}).status == 200
+        assert client.post("/translate", {"q": "abc", "api_key": "wrong"}).status == 401
+        assert client.get("/health/ready").status == 200
+        assert client.post("/v1/runs/reload", {}, Authorization=bearer).status == 403
+        assert client.post("/v1/runs/reload", {}, Authorization=f"Bearer {ADMIN}").status == 200
+
+
+def test_other_origins_are_refused_unless_named(runs):
+    with serving({"toy": runs["toy"]}, cors=("https://a.example",)) as client:
+        allowed = client.get("/v1/models", Origin="https://a.example").headers
+        assert allowed["Access-Control-Allow-Origin"] == "https://a.example"
+        assert client.get("/v1/models", Origin="https://b.example").headers["Access-Control-Allow-Origin"] is None
+
+
+def test_a_queue_that_is_full_refuses_with_retry_after(runs):
+    with serving({"toy": runs["toy"]}, queue=20, workers=1) as client:
+        with ThreadPoolExecutor(24) as threads:
+            replies = list(
+                threads.map(lambda i: client.post("/v1/generate", {"inputs": "abcd" * 3, "beam": 8}), range(72))
+            )
+        statuses = {reply.status for reply in replies}
+        assert statuses == {200, 429}
+        assert all(int(reply.headers["Retry-After"]) >= 1 for reply in replies if reply.status == 429)
+        assert client.post("/v1/generate", {"inputs": "abc"}).status == 200
+
+
+def test_a_request_past_its_deadline_is_answered_and_its_work_stops(runs):
+    with serving({"toy": runs["toy"]}, deadline=0.4) as client:
+        began = time.monotonic()
+        slow = {"inputs": ["abcd" * 20] * 200, "beam": 50, "min_length": 400, "max_length": 450}
+        reply = client.post("/v1/generate", slow)
+        assert reply.status == 504
+        assert client.post("/v1/generate", {"inputs": "a"}).status == 200  # no worker is held up by it
+        assert time.monotonic() - began < 10
+
+
+def test_a_client_that_leaves_cancels_its_work(client):
+    body = json.dumps({"run": "toy", "inputs": ["abcd" * 20] * 200, "beam": 20, "min_length": 200, "max_length": 250})
+    with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
+        )
+        service = client.server.service
+        wait_for(lambda: not service.idle)
+    wait_for(lambda: service.idle)
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_left_hanging(runs):
+    with serving({"toy": runs["toy"]}, workers=2) as client, ThreadPoolExecutor(8) as threads:
+        service = client.server.service
+        body = {"inputs": ["abcd" * 5] * 3, "beam": 5}
+        expected = client.post("/v1/generate", body).json
+        pending = [threads.submit(client.post, "/v1/generate", body) for _ in range(16)]
+        wait_for(lambda: not service.idle)
+        os.kill(service._pool.workers[0].pid, signal.SIGKILL)
+        replies = [each.result(60) for each in pending]
+        assert {reply.status for reply in replies} <= {200, 503}
+        assert all(same(reply.json, expected) for reply in replies if reply.status == 200)
+        os.kill(service._pool.workers[0].pid, signal.SIGKILL)  # idle ones too
+        wait_for(lambda: service.numbers.restarts == 2 and service.workers == 2)
+        assert same(client.post("/v1/generate", body).json, expected)
+
+
+def test_a_template_that_died_is_started_again(runs):
+    with serving({"toy": runs["toy"]}, workers=1) as client:
+        service = client.server.service
+        service._pool._template.kill()
+        time.sleep(0.1)
+        os.kill(service._pool.workers[0].pid, signal.SIGKILL)
+        wait_for(lambda: service.numbers.restarts == 1 and service.workers == 1, seconds=30)
+        assert client.post("/v1/generate", {"inputs": "abc"}).status == 200
+
+
+def test_reload_takes_the_new_weights_and_drops_no_request(runs, tmp_path):
+    path = tmp_path / "run"
+    letters().save(path)
+    (tmp_path / "keys").write_text(f"admin {ADMIN}\n")
+    with serving({"toy": path}, keys=str(tmp_path / "keys")) as client:
+        bearer, statuses, stop = f"Bearer {ADMIN}", [], threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                statuses.append(client.post("/v1/generate", {"inputs": "abc"}, Authorization=bearer).status)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        other = letters(layers=1)
+        other.save(path)
+        assert client.post("/v1/runs/reload", {}, Authorization=bearer).status == 200
+        text = client.post("/v1/generate", {"inputs": "abc"}, Authorization=bearer).json["results"][0]["hypotheses"][0]
+        (path / "config.json").write_text("{}")
+        refused = client.post("/v1/runs/reload", {}, Authorization=bearer)
+        assert refused.status == 422 and "the old ones stay" in refused.json["error"]["message"]
+        stop.set()
+        asking.join()
+        assert text["text"] == other_text(other) and set(statuses) == {200}
+
+
+def other_text(run) -> str:
+    from regard.decode.generate import generate
+
+    return next(iter(generate(run, ["abc"])))[0].text
+
+
+STALLS = {
+    "silent": b"",
+    "half a header": b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nX-A: b",
+    "half a body": (
+        b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STALLS)
+@pytest.mark.parametrize("trickle", [False, True])
+def test_stalled_clients_are_let_go(client, kind, trickle):
+    with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
+        connection.sendall(STALLS[kind])
+        connection.settimeout(0.2)
+        began = time.monotonic()
+        while time.monotonic() - began < 20:
+            try:
+                if trickle and STALLS[kind]:
+                    connection.sendall(b" ")
+                if not connection.recv(4096):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert time.monotonic() - began < 10  # 1.5 seconds, and what a loaded machine adds
+
+
+def test_sigterm_finishes_what_was_accepted(runs):
+    with serving({"toy": runs["toy"]}, workers=1) as client, ThreadPoolExecutor(9) as threads:
+        body = {"inputs": ["abcd" * 5] * 5, "beam": 5}
+        pending = [threads.submit(client.post, "/v1/generate", body) for _ in range(8)]
+        wait_for(lambda: not client.server.service.idle)
+        stopping = threads.submit(client.wait, client.server.stop())
+        wait_for(lambda: client.server.handlers.draining)
+        assert client.get("/health/ready").status == 503
+        assert {each.result(60).status for each in pending} == {200}
+        stopping.result(60)
+
+
+def wait_for(condition, seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_client_object_exists_for_every_route(client: Client):
+    """The description of the API names every route, and is valid."""
+    api = client.get("/openapi.json").json
+    assert {route.path for route in client.server.routes} == set(api["paths"])
+    text = json.dumps(api)
+    for name in set(part.split('"')[0] for part in text.split("#/components/schemas/")[1:]):
+        assert name in api["components"]["schemas"]
