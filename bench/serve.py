@@ -31,6 +31,8 @@ from pathlib import Path
 import aiohttp
 
 FOLDER = Path(__file__).parent
+FIGURES = ("per_second", "p50_ms", "p99_ms")
+NOT_LOST = (200, 503, "ClientConnectorError")
 
 
 @contextmanager
@@ -74,10 +76,9 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 class Load:
     """Clients that ask one line after the other."""
 
-    def __init__(
-        self, port: int, lines: list[str], body=lambda line: {"q": line, "source": "auto", "target": ""}
-    ) -> None:
-        self.url, self.lines, self.body = f"http://127.0.0.1:{port}/translate", lines, body
+    def __init__(self, port: int, lines: list[str], many: list[str] | None = None) -> None:
+        """`many` are asked at once each time, instead of one of the lines."""
+        self.url, self.lines, self.many = f"http://127.0.0.1:{port}/translate", lines, many
         self.statuses: Counter[object] = Counter()
         self.seconds: list[float] = []
         self.refused: list[float] = []
@@ -85,7 +86,7 @@ class Load:
     async def ask(self, session: aiohttp.ClientSession, line: str) -> object:
         began = time.perf_counter()
         try:
-            async with session.post(self.url, json=self.body(line)) as answer:
+            async with session.post(self.url, json={"q": self.many or line}) as answer:
                 await answer.read()
                 status: object = answer.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -140,22 +141,14 @@ def compare(options: argparse.Namespace, lines: list[str]) -> None:
                     load = Load(port, lines)
                     took = asyncio.run(load.run(clients, seconds=options.seconds))
                     rounds[name].append(load.report(took))
-            rates = {
-                name: statistics.median(float(str(r["per_second"])) for r in rows) for name, rows in rounds.items()
+            middle = {
+                name: {key: statistics.median(float(str(r[key])) for r in rows) for key in FIGURES}
+                for name, rows in rounds.items()
             }
-            for name, rows in rounds.items():
-                middle = {key: statistics.median(float(str(r[key])) for r in rows) for key in ("p50_ms", "p99_ms")}
-                errors = sum(sum(r["statuses"].values()) - r["statuses"].get("200", 0) for r in rows)  # type: ignore[attr-defined]
-                ratio = round(rates["regard"] / rates[name], 2)
-                show(
-                    "compare",
-                    server=name,
-                    clients=clients,
-                    per_second=rates[name],
-                    **middle,
-                    errors=errors,
-                    ours_over_it=ratio,
-                )
+            for name, figures in middle.items():
+                ratio = round(middle["regard"]["per_second"] / figures["per_second"], 2)
+                statuses = sum((Counter(r["statuses"]) for r in rounds[name]), Counter())
+                show("compare", server=name, clients=clients, **figures, statuses=statuses, ours_over_it=ratio)
 
 
 def fairness(options: argparse.Namespace, lines: list[str]) -> None:
@@ -163,7 +156,7 @@ def fairness(options: argparse.Namespace, lines: list[str]) -> None:
     port = free_port()
 
     async def measure(beside: bool) -> list[float]:
-        load, bulk = Load(port, lines), Load(port, lines, lambda line: {"q": lines[:1000]})
+        load, bulk = Load(port, lines), Load(port, lines, lines[:1000])
         task = asyncio.create_task(bulk.run(1, seconds=options.seconds + 1)) if beside else None
         await asyncio.sleep(0.5)
         await load.run(1, seconds=options.seconds)
@@ -208,9 +201,7 @@ def overload(options: argparse.Namespace, lines: list[str]) -> None:
         refused = quantiles(load.refused)
         time.sleep(2)
         growth = round(100 * (memory(server.pid) / before - 1), 1)
-        show(
-            "overload", capacity=capacity, times_capacity=asked, **report, refused=refused, memory_growth_percent=growth
-        )
+        show("overload", capacity=capacity, times_capacity=asked, **report, refused=refused, memory_percent=growth)
 
 
 def soak(options: argparse.Namespace, lines: list[str]) -> None:
@@ -228,7 +219,7 @@ def soak(options: argparse.Namespace, lines: list[str]) -> None:
             requests=options.requests,
             minutes=round(took / 60, 1),
             **load.report(took),
-            memory_growth_percent=growth,
+            memory_percent=growth,
         )
 
 
@@ -256,9 +247,7 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
         with process(regard(options.run, port, "--beam", options.beam), port) as server:
             load = asyncio.run(rounds(port, server))
         answered += load.statuses[200]
-        lost += sum(
-            count for status, count in load.statuses.items() if status not in (200, 503, "ClientConnectorError")
-        )
+        lost += sum(count for status, count in load.statuses.items() if status not in NOT_LOST)
         codes[server.returncode] += 1
     show("stop", times=options.rounds, answered=answered, lost=lost, exit_codes=dict(codes))
 
