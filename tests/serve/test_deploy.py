@@ -1,0 +1,55 @@
+"""The examples for containers, systemd and Kubernetes pass their linters, and name options that exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regard.serve.settings import ServeSettings
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_containerfile_passes_hadolint():
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    run(hadolint, ROOT / "Containerfile")
+
+
+def test_the_unit_passes_systemd_analyze(tmp_path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    text = (ROOT / "deploy/regard.service").read_text()
+    assert "ExecStart=/opt/regard/bin/regard" in text
+    (tmp_path / "regard.service").write_text(text.replace("/opt/regard/bin/regard", "/bin/true"))  # which exists
+    run("systemd-analyze", "verify", "--man=no", tmp_path / "regard.service")
+
+
+def test_the_manifests_are_valid_kubernetes():
+    validate = pytest.importorskip("kubernetes_validate")
+    yaml = pytest.importorskip("yaml")
+    manifests = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
+    assert {manifest["kind"] for manifest in manifests} == {"Service", "Deployment"}
+    for manifest in manifests:
+        validate.validate(manifest, "1.31", strict=True)
+
+
+@pytest.mark.parametrize("name", ["Containerfile", "deploy/regard.service", "deploy/kubernetes.yaml"])
+def test_the_options_exist(name):
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    given = set(re.findall(r"(?<![\w-])--(host|port|public|keys|workers|drain|[a-z]+)\b", "\n".join(lines)))
+    others = {"from", "system", "uid", "no", "shell", "interval", "timeout", "start"}  # of other programs
+    assert given - others <= {field.replace("_", "-") for field in ServeSettings.model_fields}
