@@ -395,3 +395,19 @@ def test_a_client_object_exists_for_every_route(client: Client):
     text = json.dumps(api)
     for name in set(part.split('"')[0] for part in text.split("#/components/schemas/")[1:]):
         assert name in api["components"]["schemas"]
+
+
+def test_ctranslate2_answers_and_torch_does_what_it_cannot(runs):
+    pytest.importorskip("ctranslate2")
+    with serving({"toy": runs["toy"]}, engine="ctranslate2", workers=2) as client:
+        service = client.server.service
+        assert len(service._pool.workers) == 1  # a process whose threads share the weights
+        expected = regard.load(runs["toy"]).generate(WORDS, beam=3, max_length=8)
+        with ThreadPoolExecutor(8) as threads:
+            body = {"inputs": WORDS, "beam": 3, "max_length": 8}
+            replies = list(threads.map(lambda _: client.post("/v1/generate", body), range(16)))
+        for reply in replies:
+            assert [x["hypotheses"][0]["text"] for x in reply.json["results"]] == [row[0].text for row in expected]
+            assert all("engine" not in x for x in reply.json["results"])
+        other = client.post("/v1/generate", {"inputs": "abc", "forbid": ["d"]}).json["results"][0]
+        assert other["engine"] == "torch" and "d" not in other["hypotheses"][0]["text"]

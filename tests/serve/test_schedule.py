@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.serve.schedule import OLDEST, SHORT, SLICE, Group, Job, Queue, QueueFull
+from regard.serve.schedule import (
+    FEWEST,
+    FIRST_SINGLE,
+    OLDEST,
+    SHORT,
+    SHORTEST,
+    SINGLES,
+    SLICE,
+    Group,
+    Job,
+    Queue,
+    QueueFull,
+)
 
 GROUP, OTHER = Group("run", "generate", "{}"), Group("run", "generate", '{"beam":5}')
 
@@ -42,7 +54,7 @@ def test_every_input_is_taken_once_and_batches_have_one_group(rows, short, large
     assert queue.cost == 0 and len(queue) == 0 and all(j.remaining == 0 for j in given_jobs)
     for batch in batches:  # padded to the longest, a batch of several stays within what one of its kind may cost
         costs = [j.costs[i] for j, i in batch.entries]
-        assert len(costs) == 1 or max(costs) * len(costs) <= 512
+        assert len(costs) == 1 or max(costs) * len(costs) <= (largest if len(costs) <= FEWEST else 512)
         if short:
             assert all(sum(k is j for k, _ in batch.entries) <= SHORT for j, _ in batch.entries if j.large)
 
@@ -105,12 +117,26 @@ def test_inputs_whose_worker_ended_come_back_each_alone():
 def test_batches_shrink_when_slow_and_grow_when_fast():
     queue = Queue(10**9, 4096)
     queue.add(job(*[8] * 5000), 0.0)
-    sizes = []
-    for seconds in (SLICE / 4,) * 4 + (2 * SLICE,) * 3:
+    slice, sizes = SINGLES * FIRST_SINGLE, []
+    for seconds in (slice / 4,) * 3 + (2 * slice,) * 3:
         batch = queue.take()
         sizes.append(len(batch.entries))
         queue.measure(batch, seconds)
-    assert sizes == [64, 128, 256, 512, 512, 256, 128]  # 4096 at most
+    assert sizes == [64, 128, 256, 512, 256, 128]  # 4096 at most
+
+
+def test_batches_are_as_long_as_a_few_inputs_that_are_answered_alone():
+    queue = Queue(10**9, 10**6)
+    for single in (0.001, 0.02, 0.1):
+        for _ in range(40):
+            queue.add(job(10), 0.0)
+            queue.measure(queue.take(), single)
+        queue.add(large := job(*[10] * 20_000), 0.0)
+        for _ in range(40):
+            batch = queue.take()
+            queue.measure(batch, seconds := 0.001 * len(batch.entries))
+        queue.remove(large)
+        assert seconds == pytest.approx(min(SLICE, max(SHORTEST, SINGLES * single)), rel=0.2)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))

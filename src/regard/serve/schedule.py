@@ -15,8 +15,23 @@ from typing import Any
 
 SHORT = 4  # inputs in a short batch; a request of more is large
 OLDEST = 4  # of so many batches, one begins with the oldest request
-SLICE = 0.25  # seconds that a batch should take at most
-FIRST_COST = 512  # of a batch of which nothing is known yet
+SHORTEST, SLICE = 0.02, 0.25  # seconds between which a batch takes at most, if that can be helped
+SINGLES = 4.0  # and it takes as long as so many inputs do that are answered alone
+FEWEST = 8  # inputs that share a batch even if they take longer: fewer would waste most of the processor
+FIRST_COST, FIRST_SINGLE = 512, 0.025  # of batches of which nothing is known yet
+SMOOTHING = 0.2
+
+
+@dataclass
+class Speed:
+    """What is known about the batches of a run and kind."""
+
+    budget: float = FIRST_COST  # padded cost of a batch
+    single: float = FIRST_SINGLE  # seconds of one input alone
+
+    @property
+    def slice(self) -> float:
+        return min(SLICE, max(SHORTEST, SINGLES * self.single))
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class Queue:
         self.capacity, self.batch_cost = capacity, batch_cost
         self.cost = 0  # of what waits
         self._taken = 0
-        self._budgets: dict[tuple[str, str], float] = {}  # padded cost of a batch by run and kind
+        self._speeds: dict[tuple[str, str], Speed] = {}  # by run and kind
         self._jobs: dict[int, Job] = {}
 
     def __len__(self) -> int:
@@ -147,12 +162,13 @@ class Queue:
         if first.waiting[-1] in first.retried or first.group.alone:
             self._move(batch, first)
             return batch
-        longest, budget = 0, self._budgets.get((first.group.run, first.group.kind), FIRST_COST)
+        longest, budget = 0, self._speed(first.group).budget
         for job in (job for job in jobs if job.group == first.group):
             most = SHORT if short and job.large else len(job.waiting)
             while job.waiting and most and job.waiting[-1] not in job.retried:
                 longest = max(longest, job.costs[job.waiting[-1]])
-                if batch.entries and longest * (len(batch.entries) + 1) > budget:
+                padded, count = longest * (len(batch.entries) + 1), len(batch.entries)
+                if count and padded > (self.batch_cost if count < FEWEST else budget):
                     return batch
                 self._move(batch, job)
                 most -= 1
@@ -160,13 +176,17 @@ class Queue:
 
     def measure(self, batch: Batch, seconds: float) -> None:
         """Learn from the time that a batch took how large the next ones of its kind should be."""
-        kind = (batch.group.run, batch.group.kind)
-        budget = self._budgets.get(kind, FIRST_COST)
+        speed, count = self._speed(batch.group), len(batch.entries)
         longest = max(job.costs[index] for job, index in batch.entries)
-        if seconds > SLICE:
-            self._budgets[kind] = max(1.0, min(budget, longest * len(batch.entries) * SLICE / seconds))
-        elif longest * (len(batch.entries) + 1) > budget:  # it was full
-            self._budgets[kind] = min(self.batch_cost, budget * min(2.0, SLICE / seconds))
+        if count == 1:
+            speed.single += SMOOTHING * (seconds - speed.single)
+        elif seconds > speed.slice:
+            speed.budget = max(1.0, min(speed.budget, longest * count * speed.slice / seconds))
+        elif longest * (count + 1) > speed.budget:  # it was full
+            speed.budget = min(self.batch_cost, speed.budget * min(2.0, speed.slice / seconds))
+
+    def _speed(self, group: Group) -> Speed:
+        return self._speeds.setdefault((group.run, group.kind), Speed())
 
     def _move(self, batch: Batch, job: Job) -> None:
         index = job.waiting.pop()
