@@ -145,9 +145,14 @@ def test_score_classify_embed_and_inspect(client, runs):
     assert [x["label"] for x in label] == [c.label for c in regard.load(runs["cls"]).classify(["abc", "dab"])]
     vector = client.post("/v1/embed", {"inputs": ["abc"]}).json["results"][0]["vector"]
     assert vector == pytest.approx(regard.load(runs["mlm"]).embed(["abc"])[0].tolist())
+    filled = client.post("/v1/generate", {"run": "mlm", "inputs": "a<mask>c", "top_tokens": 3}).json["results"][0]
+    expected = regard.load(runs["mlm"]).generate(["a<mask>c"], top_tokens=3)[0]
+    assert same(filled["hypotheses"], [h.as_dict() for h in expected])
     page = client.post("/v1/inspect", {"run": "toy", "source": "abc<b>"}).json["html"]
     assert page.startswith("<!doctype html>") and "abc<b>" not in page
     assert client.post("/v1/classify", {"run": "toy", "inputs": ["a"]}).status == 422
+    wrong = client.post("/v1/generate", {"run": "mlm", "inputs": "a<mask>", "beam": 2})
+    assert wrong.status == 422 and str(runs["mlm"].parent) not in wrong.body.decode()
 
 
 def test_one_bad_input_fails_alone(client):

@@ -14,10 +14,12 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 
 from regard.api import LoadedRun, load
 from regard.decode.generate import Engine, TorchEngine
+from regard.decode.masked import MaskFiller
 from regard.decode.options import Options
 from regard.decode.request import Request
 from regard.decode.stream import TokenStream, check_streaming
@@ -51,6 +54,10 @@ class Task:
     inputs: list[dict[str, Any]]
     cancelled: threading.Event = field(default_factory=threading.Event)
 
+    def parts(self) -> list[Task]:
+        """A task for each input."""
+        return [Task(self.id, self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
+
     def check(self) -> None:
         """Raise if nobody waits for it any more; called between the steps of a search."""
         if self.cancelled.is_set():
@@ -74,20 +81,14 @@ class Answerer:
             raise
         except Exception as error:
             if len(task.inputs) == 1:
-                return [_failure(error)]
-            parts = [Task(task.id, task.run, task.kind, task.options, [x], task.cancelled) for x in task.inputs]
-            return [self.answer(part, send)[0] for part in parts]
+                return [_failure(error, self.runs[task.run].path, task.run)]
+            return [self.answer(part, send)[0] for part in task.parts()]
 
     def generate(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
         """Decode, see `regard generate`."""
         engine, name = self._decoder(task)
         requests = [Request(**item) for item in task.inputs]
-        if isinstance(engine, TorchEngine):
-            with self._torch:  # one search at a time asks whether it is still wanted
-                engine.scorer.before_step = task.check
-                inputs = engine.prepare(requests)
-                answers = engine.decode(inputs)
-        else:
+        with self._cancellable(engine, task):
             inputs = engine.prepare(requests)
             answers = engine.decode(inputs)
         results = []
@@ -109,9 +110,9 @@ class Answerer:
         if "unsatisfied" in item.flags:
             raise UserError(item.flags["unsatisfied"])
         pieces = TokenStream(engine, item)
-        for piece in pieces:
-            task.check()
-            send({"id": task.id, "piece": piece.as_dict()})
+        with self._cancellable(engine, task):
+            for piece in pieces:
+                send({"id": task.id, "piece": piece.as_dict()})
         assert pieces.hypothesis is not None
         return [{"source": request.source, "hypotheses": [pieces.hypothesis.as_dict()]}]
 
@@ -128,9 +129,14 @@ class Answerer:
         return [{"source": x.source, **c.as_dict()} for x, c in zip(texts, found, strict=True)]
 
     def embed(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
-        """Give vectors of texts."""
-        vectors = self.runs[task.run].embed([x["source"] for x in task.inputs], **task.options)
-        return [{"vector": [float(v) for v in row]} for row in vectors]
+        """Give vectors of texts; one that was too long says so."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            vectors = self.runs[task.run].embed([x["source"] for x in task.inputs], **task.options)
+        if caught and len(task.inputs) > 1:  # which ones?
+            return [self.embed(part, send)[0] for part in task.parts()]
+        flags = {"flags": {"truncated": str(caught[0].message)}} if caught else {}
+        return [{"vector": [float(v) for v in row], **flags} for row in vectors]
 
     def inspect(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
         """The attention page of each example, as HTML."""
@@ -141,40 +147,54 @@ class Answerer:
             results.append({"html": run.attention(example, item.get("target"), **task.options).to_html()})
         return results
 
+    @contextmanager
+    def _cancellable(self, engine: Engine, task: Task) -> Iterator[None]:
+        """Let a search with torch ask before every step whether it is still wanted; one search at a time does."""
+        if not isinstance(engine, TorchEngine):
+            yield
+            return
+        with self._torch:
+            engine.scorer.before_step = task.check
+            try:
+                yield
+            finally:
+                engine.scorer.before_step = None
+
     def _decoder(self, task: Task) -> tuple[Engine, str]:
         """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
-        options = Options.of(**task.options)
-        if self.engine == "ctranslate2" and not any(
-            x.get(k) for x in task.inputs for k in ("require", "forbid", "stop")
-        ):
+        options, run = Options.of(**task.options), self.runs[task.run]
+        if run.task.name == "masked":
+            return self._kept("masked", task.run, options, lambda: MaskFiller(run, options)), "torch"
+        phrases = any(item.get(key) for item in task.inputs for key in ("require", "forbid", "stop"))
+        if self.engine == "ctranslate2" and not phrases:
             with suppress(UserError):
-                return self._translator_engine(task.run, options), "ctranslate2"
+                return self._kept(
+                    "ctranslate2", task.run, options, lambda: self._translator(task.run, options)
+                ), "ctranslate2"
         return self._torch_engine(task.run, options), "torch"
 
     def _torch_engine(self, run: str, options: Options) -> TorchEngine:
-        engine = self._kept(f"torch {run} {options.model_dump_json()}", lambda: TorchEngine(self.runs[run], options))
+        if self.precision == "bf16":
+            options = options.model_copy(update={"precision": "bf16"})
+        engine = self._kept("torch", run, options, lambda: TorchEngine(self.runs[run], options))
         assert isinstance(engine, TorchEngine)
         return engine
 
-    def _translator_engine(self, name: str, options: Options) -> Engine:
+    def _translator(self, name: str, options: Options) -> Engine:
         from regard.engines.ctranslate2 import CTranslate2Engine  # of an extra
 
-        run = self.runs[name]
+        kept = self._translators.get(name)
+        engine = CTranslate2Engine(self.runs[name], options, self.precision, self.slots, translator=kept)
+        self._translators[name] = engine.translator
+        return engine
 
-        def make() -> Engine:
-            with self._lock:
-                kept = self._translators.get(name)
-                engine = CTranslate2Engine(run, options, self.precision, self.slots, translator=kept)
-                self._translators[name] = engine.translator
-            return engine
-
-        return self._kept(f"ctranslate2 {name} {options.model_dump_json()}", make)
-
-    def _kept(self, key: str, make: Callable[[], Engine]) -> Engine:
-        engine = self._engines.pop(key, None) or make()
-        self._engines[key] = engine
-        while len(self._engines) > MAX_ENGINES:
-            self._engines.popitem(last=False)
+    def _kept(self, kind: str, run: str, options: Options, make: Callable[[], Engine]) -> Engine:
+        key = f"{kind} {run} {options.model_dump_json()}"
+        with self._lock:
+            engine = self._engines.pop(key, None) or make()
+            self._engines[key] = engine
+            while len(self._engines) > MAX_ENGINES:
+                self._engines.popitem(last=False)
         return engine
 
 
@@ -188,10 +208,10 @@ KINDS: dict[str, Callable[[Answerer, Task, Callable[[Message], None]], list[Resu
 }
 
 
-def _failure(error: Exception) -> Result:
-    """What the server tells about an input that failed: the reason if it is the user's, else nothing of ours."""
+def _failure(error: Exception, path: Path, name: str) -> Result:
+    """What the server tells about an input that failed: the reason if it is the user's, but no path of this machine."""
     if isinstance(error, UserError):
-        return {"error": str(error), "status": 422}
+        return {"error": str(error).replace(str(path), name), "status": 422}
     traceback.print_exception(error)
     return {"error": "an error in the server; its log has the details", "status": 500}
 
@@ -214,7 +234,7 @@ def kinds_of(run: LoadedRun) -> list[str]:
     if run.task.labels:
         return [] if run.task.reads == "images" else ["classify", "inspect"]
     if run.task.name == "masked":
-        return ["embed", "inspect"]
+        return ["generate", "embed", "inspect"] if run.config.predicts_tokens else ["embed", "inspect"]
     return ["generate", "stream", "score", "inspect"]
 
 
