@@ -6,6 +6,7 @@
     python bench/serve.py soak RUN --lines FILE        100,000 requests
     python bench/serve.py stop RUN --lines FILE        SIGTERM under load, 50 times
     python bench/serve.py stalled RUN --lines FILE     500 stalled clients beside others
+    python bench/serve.py schema RUN --lines FILE      schemathesis: requests that fit the API's description or do not
 
 Everything runs on loopback. Figures are printed as one JSON object per line.
 """
@@ -21,6 +22,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -320,6 +322,26 @@ def stalled(options: argparse.Namespace, lines: list[str]) -> None:
         )
 
 
+SCHEMA = """
+[checks.negative_data_rejection]
+expected-statuses = [400, 401, 403, 404, 408, 413, 415, 422, 429]
+"""
+
+
+def schema(options: argparse.Namespace, lines: list[str]) -> None:
+    """Requests drawn from the description of the API, valid and not: no server error, nothing wrong accepted."""
+    port = free_port()
+    with process(regard(options.run, port, "--deadline", 20), port), tempfile.TemporaryDirectory() as folder:
+        Path(folder, "schemathesis.toml").write_text(SCHEMA)
+        command = ["schemathesis", "--config-file", f"{folder}/schemathesis.toml", "run"]
+        command += [f"http://127.0.0.1:{port}/openapi.json", "--max-examples", str(options.requests), "--seed", "1"]
+        checks = "not_a_server_error,status_code_conformance,content_type_conformance,negative_data_rejection"
+        done = subprocess.run(
+            [*command, "--mode", "all", "--checks", checks, "--phases", "coverage,fuzzing"], text=True
+        )
+        show("schema", examples=options.requests, exit_code=done.returncode)
+
+
 def held(connection: socket.socket, port: int) -> bool:
     """Whether the server's side of a connection is still open: the kernel's table of connections tells."""
     mine = f"{connection.getsockname()[1]:04X}"
@@ -332,7 +354,7 @@ def held(connection: socket.socket, port: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compare", "fairness", "overload", "soak", "stop", "stalled"))
+    parser.add_argument("what", choices=("compare", "fairness", "overload", "soak", "stop", "stalled", "schema"))
     parser.add_argument("run")
     parser.add_argument("--lines", required=True, help="sources, one per line")
     parser.add_argument("--beam", type=int, default=1)

@@ -25,8 +25,8 @@ ERROR = {
 }
 
 
-def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
-    """The document that /openapi.json serves."""
+def describe_api(routes: Sequence[Route], runs: Sequence[str]) -> dict[str, Any]:
+    """The document that /openapi.json serves; it names the runs that there are."""
     schemas: dict[str, Any] = {"Error": ERROR}
     paths: dict[str, Any] = {}
     for route in routes:
@@ -41,6 +41,9 @@ def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
             schema = route.body.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
             schemas[route.body.__name__] = schema
+            for name in {"run", "model"} & schema["properties"].keys():
+                field = schema["properties"][name]
+                next(part for part in field.get("anyOf", [field]) if part.get("type") == "string")["enum"] = list(runs)
             reference = {"$ref": f"#/components/schemas/{route.body.__name__}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths.setdefault(route.path, {})[route.method.lower()] = operation

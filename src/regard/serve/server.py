@@ -64,7 +64,7 @@ class Server:
         app.on_response_prepare.append(self._add_headers)
         for route in self.routes:
             app.router.add_route(route.method, route.path, self._handler(route))
-        api = json.dumps(describe_api(self.routes)).encode()
+        api = json.dumps(describe_api(self.routes, list(self.service.runs))).encode()
         app.router.add_get("/openapi.json", _fixed(lambda: api, "application/json"))
         app.router.add_get("/metrics", _fixed(self.monitor.text, "text/plain; version=0.0.4"))
         for path in ASSETS:
