@@ -74,12 +74,22 @@ class Packer:
         return base64.b64encode(zlib.compress(b"".join(self._parts), 6)).decode("ascii")
 
 
+def page_hashes() -> dict[str, str]:
+    """The hash of the page's style and of its script, for the content security policy of a page that frames it."""
+    _, style, script = _assets()
+    return {"style": _digest(style), "script": _digest(script)}
+
+
+def _assets() -> tuple[str, str, str]:
+    """The template, the style and the script."""
+    folder = files("regard.inspect")
+    template, style, *scripts = (folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS))
+    return template, style, "(() => {\n" + "".join(scripts) + "})();\n"
+
+
 def render_page(data: dict[str, Any]) -> str:
     """The HTML file for what the page's script reads (`Trace.page_data`)."""
-    folder = files("regard.inspect")
-    assets = {name: folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    style = assets["page.css"]
-    script = "(() => {\n" + "".join(assets[name] for name in SCRIPTS) + "})();\n"
+    template, style, script = _assets()
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
         " base-uri 'none'; form-action 'none'"
@@ -89,7 +99,7 @@ def render_page(data: dict[str, Any]) -> str:
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     parts = {"policy": policy, "style": style, "data": text, "script": script}
     # The template is split once: what is put in is never searched for more placeholders.
-    pieces = re.split(r"\[\[(\w+)\]\]", assets["page.html"])
+    pieces = re.split(r"\[\[(\w+)\]\]", template)
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
