@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import chromium
 import pytest
 
+import chromium
 from modelkit import FAMILIES, family, picture
 from regard.inspect.circuits import rollout
 from regard.inspect.trace import Trace, trace, trace_image

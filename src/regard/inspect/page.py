@@ -83,7 +83,9 @@ def page_hashes() -> dict[str, str]:
 def _assets() -> tuple[str, str, str]:
     """The template, the style and the script."""
     folder = files("regard.inspect")
-    template, style, *scripts = (folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS))
+    template, style, *scripts = (
+        folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS)
+    )
     return template, style, "(() => {\n" + "".join(scripts) + "})();\n"
 
 

@@ -12,7 +12,9 @@ async function ask(path, body, signal) {
   let response;
   try {
     const post = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-    response = await fetch(path, { ...(body === undefined ? {} : post), signal, credentials: "same-origin" });
+    const url = new URL(path, document.baseURI);
+    url.username = url.password = ""; // of an address with a key in it, which the browser sends as a header
+    response = await fetch(url, { ...(body === undefined ? {} : post), signal, credentials: "same-origin" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached. Is it still running?");

@@ -24,6 +24,7 @@ export class Batch {
     this.report = report;
     this.file = null;
     this.answers = [];
+    this.errors = [];
     this.controller = null;
     this.lines = h("textarea", { id: "lines", rows: 8, dir: "auto", spellcheck: "false", autocomplete: "off", autocapitalize: "off", input: () => this.changed() });
     this.picker = h("input", { id: "file", type: "file", accept: ".txt,.tsv,text/plain,text/tab-separated-values", change: () => this.read(this.picker.files[0]) });
@@ -38,16 +39,16 @@ export class Batch {
     this.bar = h("progress", { max: 1, value: 0, hidden: true, "aria-label": "Progress" });
     this.state = h("p", { role: "status" });
     this.table = h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Results" });
-    const zone = h("section", {
-      class: "card drop",
-      dragover: (event) => { event.preventDefault(); zone.classList.add("over"); },
-      dragleave: () => zone.classList.remove("over"),
-      drop: (event) => { event.preventDefault(); zone.classList.remove("over"); this.read(event.dataTransfer.files[0]); },
-    },
+    const zone = h("section", { class: "card drop" },
     h("label", { for: "lines" }, h("h2", {}, "Lines")), this.lines, this.held,
     h("label", { class: "field", for: "file" }, h("span", {}, "or a text or TSV file, chosen or dropped here"), this.picker),
     h("div", { class: "controls" }, this.beamField), this.format,
     h("p", { class: "row" }, this.start, this.stop, this.save), this.bar, this.state);
+    // A file that is dropped beside the card must not replace the page either.
+    const dragged = (event, action) => { if (event.dataTransfer.types.includes("Files")) { event.preventDefault(); action(); } };
+    window.addEventListener("dragover", (event) => dragged(event, () => zone.classList.add("over")));
+    window.addEventListener("dragleave", () => zone.classList.remove("over"));
+    window.addEventListener("drop", (event) => dragged(event, () => { zone.classList.remove("over"); if (!panel.hidden) this.read(event.dataTransfer.files[0]); }));
     put(panel, zone, h("section", { class: "card" }, h("h2", {}, "Results"), this.table));
   }
 
@@ -69,6 +70,7 @@ export class Batch {
   changed() {
     if (this.controller) this.controller.abort();
     this.answers = [];
+    this.errors = [];
     put(this.table, h("p", { class: "dim" }, "None yet."));
     this.save.hidden = this.bar.hidden = true;
     put(this.state);
@@ -121,6 +123,7 @@ export class Batch {
       for (let at = answers.length; at < this.given.length; at += PART) {
         const part = await this.ask(this.given.slice(at, at + PART), signal);
         if (signal.aborted) break;
+        this.errors.push(...part.map((x, i) => at + i).filter((i) => part[i - at].error));
         answers.push(...part);
         this.progress();
       }
@@ -153,17 +156,17 @@ export class Batch {
   }
 
   progress() {
-    const done = this.answers.length, failed = this.answers.filter((x) => x.error).length;
+    const done = this.answers.length, failed = this.errors.length;
     this.bar.value = done / this.given.length;
     this.save.hidden = !done;
     put(this.state, `${done.toLocaleString("en")} of ${counted(this.given.length, "line")}`, failed ? ` · ${counted(failed, "error")}` : "");
-    const rows = this.answers.map((x, i) => ({ ...x, i }));
-    const shown = [...rows.filter((x) => x.error), ...rows.filter((x) => !x.error)].slice(0, SHOWN).sort((a, b) => a.i - b.i);
+    const first = Array.from({ length: Math.min(done, SHOWN) }, (_, i) => i);
+    const shown = Array.from(new Set([...this.errors.slice(0, SHOWN), ...first])).slice(0, SHOWN).sort((a, b) => a - b).map((i) => ({ ...this.answers[i], i }));
     put(this.table, h("table", {},
       h("thead", {}, h("tr", {}, ["line", "input", ...this.kind.names].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, shown.map((x) => h("tr", {}, h("td", { class: "dim" }, x.i + 1), h("td", {}, h("bdi", {}, this.given[x.i].slice(0, 200))),
         x.error ? h("td", { class: "error", colspan: this.kind.names.length }, x.error) : x.columns.map((column) => h("td", {}, h("bdi", {}, column.slice(0, 200)))))))),
-    rows.length > shown.length ? h("p", { class: "dim" }, `${shown.length} of ${rows.length.toLocaleString("en")} are shown, errors first; the file has all.`) : null);
+    done > shown.length ? h("p", { class: "dim" }, `${shown.length} of ${done.toLocaleString("en")} are shown, errors first; the file has all.`) : null);
   }
 
   // The lines as they were given, and the answer's columns behind them; the last one tells errors.

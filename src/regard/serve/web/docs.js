@@ -3,17 +3,19 @@
 import { get } from "./api.js";
 import { h, put } from "./dom.js";
 
+// Bodies for the first run that can do it.
 const EXAMPLES = {
-  "/v1/generate": { inputs: ["a text", { source: "another", prefix: "It" }], beam: 5, nbest: 2 },
-  "/translate": { q: "a text", source: "auto", target: "" },
-  "/v1/completions": { prompt: "Once upon a time", max_tokens: 20, seed: 1 },
-  "/v1/score": { pairs: [{ source: "a text", target: "its output" }] },
-  "/v1/classify": { inputs: ["a text"] },
-  "/v1/embed": { inputs: ["a text"] },
-  "/v1/inspect": { source: "a text" },
-  "/v1/runs/reload": {},
+  "/v1/generate": { kind: "generate", body: { inputs: ["a text", "another one"], beam: 5, nbest: 2 } },
+  "/translate": { body: { q: "a text", source: "auto", target: "" } },
+  "/v1/completions": { kind: "generate", task: "lm", field: "model", body: { prompt: "Once", max_tokens: 20, seed: 1 } },
+  "/v1/score": { kind: "score", body: { pairs: [{ source: "a text", target: "a" }] } },
+  "/v1/classify": { kind: "classify", body: { inputs: ["a text"] } },
+  "/v1/embed": { kind: "embed", body: { inputs: ["a text"] } },
+  "/v1/inspect": { kind: "inspect", body: { source: "a text" } },
+  "/v1/runs/reload": { body: {} },
 };
-let schemas = {};
+const HUGE = 2 ** 31 - 1; // no limit that says anything
+let schemas = {}, runs = [];
 
 // A type in words; objects by the name of their schema.
 function typeName(schema) {
@@ -24,7 +26,8 @@ function typeName(schema) {
   if (options) return Array.from(new Set(options.map(typeName))).join(" | ");
   if (schema.type === "array") {
     if (schema.prefixItems) return `[${schema.prefixItems.map(typeName).join(", ")}]`;
-    return `list of ${schema.items ? typeName(schema.items) : "anything"}`;
+    const each = schema.items ? typeName(schema.items) : "anything";
+    return `list of ${each.includes(" | ") ? `(${each})` : each}`;
   }
   return schema.type || "anything";
 }
@@ -32,16 +35,18 @@ function typeName(schema) {
 function limits(schema) {
   const words = { minimum: "at least", exclusiveMinimum: "above", maximum: "at most", exclusiveMaximum: "below", maxLength: "at most", maxItems: "at most", minItems: "at least" };
   const units = { maxLength: " characters", maxItems: " items", minItems: " items" };
-  return Object.keys(words).filter((key) => key in schema).map((key) => `${words[key]} ${schema[key]}${units[key] || ""}`).join(", ");
+  return Object.keys(words).filter((key) => key in schema && schema[key] < HUGE).map((key) => `${words[key]} ${schema[key]}${units[key] || ""}`).join(", ");
 }
 
 function fields(schema) {
   const required = new Set(schema.required || []);
-  const rows = Object.entries(schema.properties || {}).map(([name, each]) => h("tr", {},
+  const all = Object.entries(schema.properties || {});
+  const sorted = [...all.filter(([name]) => required.has(name)), ...all.filter(([name]) => !required.has(name))];
+  const rows = sorted.map(([name, each]) => h("tr", {},
     h("th", { scope: "row" }, h("code", {}, name)),
     h("td", {}, h("code", {}, typeName(each)), limits(each) ? h("div", { class: "dim" }, limits(each)) : null),
     h("td", { class: "wrap" }, each.description || "", h("span", { class: "dim" }, required.has(name) ? " required" : "default" in each ? ` default ${JSON.stringify(each.default)}` : ""))));
-  return rows.length ? h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Fields" }, h("table", { class: "api" }, h("tbody", {}, rows))) : h("p", { class: "dim" }, "No fields.");
+  return rows.length ? h("table", { class: "api" }, h("tbody", {}, rows)) : h("p", { class: "dim" }, "No fields.");
 }
 
 // Every schema that a schema mentions, itself not counted.
@@ -52,10 +57,13 @@ function mentioned(schema, found = new Set()) {
   return found;
 }
 
-function example(path, method, key) {
+function example(path, method) {
   const lines = [`curl ${location.origin}${path}`];
-  if (key) lines.push("-H 'Authorization: Bearer KEY'");
-  if (method === "post") lines.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(EXAMPLES[path] || {})}'`);
+  if (method === "post") {
+    const { kind, task, field = "run", body } = EXAMPLES[path];
+    const run = runs.find((each) => each.kinds.includes(kind) && (!task || each.task === task));
+    lines.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(run ? { [field]: run.id, ...body } : body)}'`);
+  }
   return h("pre", { tabindex: 0 }, lines.join(" \\\n  "));
 }
 
@@ -65,7 +73,7 @@ function operation(path, method, each) {
   const parts = schema ? Array.from(mentioned(schema)).filter((name) => schemas[name].properties) : [];
   return h("details", { class: "card", id: each.operationId },
     h("summary", {}, h("code", { class: "verb" }, method.toUpperCase()), " ", h("code", {}, path), " ", h("span", { class: "dim" }, each.summary)),
-    example(path, method, each.security),
+    example(path, method),
     schema ? [h("h2", {}, "Fields"), fields(schema)] : null,
     parts.map((name) => [h("h2", {}, h("code", {}, name)), h("p", {}, schemas[name].description || ""), fields(schemas[name])]),
     h("p", { class: "dim" }, "Answers: ", Object.entries(each.responses).map(([status, x]) => `${status} ${x.description.replace(/\.$/, "")}`).join(", ")));
@@ -73,9 +81,10 @@ function operation(path, method, each) {
 
 try {
   const api = await get("openapi.json");
+  runs = (await get("v1/models")).data;
   schemas = api.components.schemas;
   put(document.getElementById("api"),
-    h("p", {}, `${api.info.title} ${api.info.version}. `, "Bodies are JSON. Errors have one shape: ", h("code", {}, '{"error": {"status", "code", "message"}}'), ". Where the server has keys, the examples need one as KEY."),
+    h("p", {}, `${api.info.title} ${api.info.version}. `, "Bodies are JSON. Errors have one shape: ", h("code", {}, '{"error": {"status", "code", "message"}}'), ". A server with keys wants one in every request: ", h("code", {}, "-H 'Authorization: Bearer KEY'"), "."),
     Object.entries(api.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, each]) => operation(path, method, each))));
   document.documentElement.dataset.ready = "yes";
 } catch (error) {

@@ -31,6 +31,12 @@ function spellings(token) {
   return [plain, trimmed, Uint8Array.from(raw)];
 }
 
+// What the server found odd, in words; nothing if nothing.
+export function flagNote(flags) {
+  const words = Object.entries(flags || {}).map(([name, reason]) => `${name.replaceAll("_", " ")}: ${reason}`);
+  return words.length ? h("p", { class: "note" }, words.join("; ")) : null;
+}
+
 const share = (score) => Math.min(1, Math.exp(score));
 
 export class Output {
@@ -70,13 +76,14 @@ export class Output {
   }
 
   show(hypothesis) {
-    const held = this.tokens.contains(document.activeElement) ? Array.from(this.tokens.children).indexOf(document.activeElement) : this.wanted;
+    const active = document.activeElement;
+    const held = this.tokens.contains(active) ? Array.from(this.tokens.children).indexOf(active) : active === document.body ? this.wanted : null;
     this.hypothesis = hypothesis;
     this.before = ["", ...tokenEnds(hypothesis.text, hypothesis.tokens)]; // the text in front of each token
     if (this.text.textContent !== hypothesis.text) put(this.text, hypothesis.text);
     this.text.setAttribute("aria-busy", "false");
     put(this.score, hypothesis.tokens.length ? `score ${number(hypothesis.score)} · probability ${percent(share(hypothesis.score))}` : "");
-    put(this.flags, Object.entries(hypothesis.flags || {}).map(([name, reason]) => h("p", { class: "note" }, `${name.replaceAll("_", " ")}: ${reason}`)));
+    put(this.flags, flagNote(hypothesis.flags));
     put(this.tokens, hypothesis.tokens.map((token, i) => this.token(token, hypothesis.token_scores[i], i, this.before[i] !== null)));
     this.copy.hidden = !hypothesis.text;
     this.close(false);
@@ -125,6 +132,7 @@ export class Output {
   close(refocus) {
     const at = this.at;
     this.at = null;
+    if (this.panel.contains(document.activeElement)) document.activeElement.blur(); // else it keeps the focus for a while
     this.panel.hidden = true;
     for (const node of this.tokens.children) node.removeAttribute("aria-expanded");
     if (refocus && at !== null && at !== undefined) this.focus(at);
@@ -160,9 +168,8 @@ export class Output {
   alternative(each, prefix, index, current) {
     const ends = tokenEnds(each.text, each.tokens);
     // the server may cut the prefix into other tokens than it was decoded from
-    let at = ends.findIndex((end) => end !== null && end.trimEnd().length > prefix.trimEnd().length);
-    if (at < 0) at = each.tokens.length - 1;
-    const token = each.tokens[at], p = share(each.token_scores[at]), start = isEnd(token) ? each.text : ends[at];
+    const at = Math.min(ends.findLastIndex((end) => end !== null && end.length <= prefix.length) + 1, each.tokens.length - 1);
+    const token = each.tokens[at], p = share(each.token_scores[at]), start = ends.slice(at).find((end) => end !== null) ?? each.text;
     return h("li", {}, h("button", { type: "button", class: "alternative", "aria-current": token === current ? "true" : null, click: () => { this.wanted = index + 1; this.choose(isEnd(token) ? null : start, each); } },
       h("span", { class: "strong" }, word(token)), h("span", { class: "dim" }, percent(p)), bar(p),
       h("span", { class: "whole", dir: "auto" }, h("b", {}, start), each.text.slice(start.length))));

@@ -1,9 +1,9 @@
 // One text: the output appears as it is decoded, can be steered, and is looked at.
 
 import { patiently, post, stream } from "./api.js";
-import { bar, counted, h, number, percent, put } from "./dom.js";
+import { bar, counted, h, number, percent, put, visible } from "./dom.js";
 import { Links } from "./links.js";
-import { Output } from "./output.js";
+import { Output, flagNote } from "./output.js";
 
 const DELAY = 200; // milliseconds after the last key
 const ALTERNATIVES = 8;
@@ -11,11 +11,12 @@ const ALTERNATIVES = 8;
 export class Single {
   constructor(panel, report) {
     this.report = report;
+    this.panel = panel;
     this.timer = 0;
     this.controller = new AbortController();
     this.source = h("textarea", { id: "source", rows: 3, dir: "auto", spellcheck: "false", autocomplete: "off", autocapitalize: "off", input: () => this.changed() });
     this.features = h("input", { id: "features", type: "text", dir: "auto", spellcheck: "false", autocomplete: "off", autocapitalize: "off", input: () => this.changed() });
-    this.prefix = h("input", { id: "prefix", type: "text", dir: "auto", spellcheck: "false", autocomplete: "off", autocapitalize: "off", input: () => this.changed() });
+    this.prefix = h("textarea", { id: "prefix", rows: 1, dir: "auto", spellcheck: "false", autocomplete: "off", autocapitalize: "off", input: () => this.changed() });
     this.require = new Phrases("require", "Contains", () => this.changed(0));
     this.forbid = new Phrases("forbid", "Lacks", () => this.changed(0));
     this.numbers = {
@@ -42,12 +43,12 @@ export class Single {
       h("div", { class: "controls" },
         field("Beam", "beam", this.numbers.beam), field("Temperature", "temperature", this.numbers.temperature), field("Seed", "seed", this.numbers.seed),
         field("Most tokens", "max_length", this.numbers.max_length)),
-      h("p", { class: "dim", id: "strategy" }));
+      this.hint = h("p", { class: "dim" }));
     this.cards = {
       features: field("Features", "features", this.features),
       steering: h("details", { id: "steering" }, h("summary", {}, "Steer"), this.steering),
       output: h("div", {}, this.output.element, this.again),
-      nbest: h("section", { class: "card" }, h("h2", {}, "n-best"), this.nbest),
+      nbest: h("section", { class: "card" }, h("h2", {}, "n-best"), this.nbest, h("p", { class: "dim" }, "Log-probabilities; ranked by that per token. Choose one to look at it.")),
       alignment: h("section", { class: "card" }, h("h2", {}, "Alignment"), this.links.element),
     };
     put(panel,
@@ -55,6 +56,7 @@ export class Single {
         h("section", { class: "card" }, h("label", { for: "source" }, h("h2", {}, "Input")), this.source, this.cards.features, this.cards.steering),
         h("section", { class: "card" }, h("h2", {}, "Output"), this.state, this.labels, this.cards.output)),
       this.cards.nbest, this.cards.alignment, this.attention);
+    this.cards.steering.open = window.innerWidth > 820;
   }
 
   // `run` as /v1/models describes it.
@@ -76,8 +78,11 @@ export class Single {
   changed(delay = DELAY) {
     clearTimeout(this.timer);
     this.controller.abort();
+    this.panel.dataset.state = "busy";
     this.timer = setTimeout(() => this.decode(), delay);
   }
+
+  get beam() { return Number(this.numbers.beam.value) || 1; }
 
   get sampling() { return Number(this.numbers.temperature.value) > 0; }
 
@@ -104,9 +109,10 @@ export class Single {
     const signal = this.controller.signal;
     this.report(null);
     this.again.hidden = !this.sampling;
-    put(document.getElementById("strategy"), this.sampling ? "Tokens are drawn; the same seed draws the same ones." : "Greedy search while you type, then a beam; temperature above 0 draws tokens instead.");
+    put(this.hint, this.sampling ? "Tokens are drawn; the same seed draws the same ones." : "Greedy search while you type, then a beam; temperature above 0 draws tokens instead.");
     if (!this.source.value.trim()) {
       this.clear();
+      this.panel.dataset.state = "idle";
       return;
     }
     put(this.state, "…");
@@ -114,13 +120,15 @@ export class Single {
       if (this.generates) await this.generate(signal);
       else if (this.run.kinds.includes("classify")) await this.classify(signal);
       else put(this.labels, h("p", { class: "dim" }, "This run gives vectors: see Many lines. Its attention is below."));
-      if (!signal.aborted) put(this.state);
-      await this.inspect();
+      if (signal.aborted) return;
+      put(this.state);
+      this.inspect();
     } catch (error) {
       if (error.name === "AbortError" || signal.aborted) return;
       this.clear();
       this.report(error.message);
     }
+    this.panel.dataset.state = "idle";
   }
 
   clear() {
@@ -131,8 +139,15 @@ export class Single {
     this.cards.nbest.hidden = this.cards.alignment.hidden = true;
   }
 
-  ask(call) {
-    return patiently(call, this.controller.signal, (seconds) => put(this.state, `The server is busy; trying again in ${counted(seconds, "second")}.`));
+  // The answer of the server, waited for while it is busy.
+  async ask(call) {
+    let waited = false;
+    const answer = await patiently(call, this.controller.signal, (seconds) => {
+      waited = true;
+      put(this.state, `The server is busy; trying again in ${counted(seconds, "second")}.`);
+    });
+    if (waited) put(this.state);
+    return answer;
   }
 
   async generate(signal) {
@@ -142,9 +157,8 @@ export class Single {
     const first = await this.ask(() => stream("v1/generate", body, signal, (piece) => { if (!signal.aborted) this.output.piece(piece); }));
     if (signal.aborted) return;
     this.show(first.hypotheses);
-    const beam = Number(this.numbers.beam.value) || 1;
-    if (this.sampling || beam < 2) return;
-    const answer = await this.ask(() => post("v1/generate", { ...this.request(), beam, nbest: beam }, signal));
+    if (this.sampling || this.beam < 2) return;
+    const answer = await this.ask(() => post("v1/generate", { ...this.request(), beam: this.beam, nbest: this.beam }, signal));
     if (!signal.aborted) this.show(answer.results[0].hypotheses);
   }
 
@@ -152,13 +166,18 @@ export class Single {
     this.hypotheses = hypotheses;
     this.cards.nbest.hidden = hypotheses.length < 2;
     put(this.nbest, hypotheses.map((each, i) => h("li", {}, h("button", { type: "button", class: "hypothesis", "aria-pressed": i === 0, click: () => { this.select(i); this.inspect(); } },
-      h("span", { class: "whole", dir: "auto" }, each.text || "∅"), h("span", { class: "dim" }, `${number(each.score)} · ${percent(Math.exp(each.score))}`)))));
-    this.select(0);
+      h("span", { class: "whole", dir: "auto" }, each.text || "∅"), h("span", { class: "dim" }, `${number(each.normalized)} per token · ${number(each.score)}`)))));
+    if (this.output.at === null) this.select(0);
+    else this.mark(hypotheses.findIndex((each) => each.text === this.output.hypothesis.text)); // someone looks at its tokens
+  }
+
+  mark(index) {
+    Array.from(this.nbest.querySelectorAll("button"), (node, i) => node.setAttribute("aria-pressed", i === index));
   }
 
   select(index) {
     const hypothesis = this.hypotheses[index];
-    Array.from(this.nbest.querySelectorAll("button"), (node, i) => node.setAttribute("aria-pressed", i === index));
+    this.mark(index);
     this.output.show(hypothesis);
     this.cards.alignment.hidden = !(hypothesis.alignment && hypothesis.alignment.soft.length);
     if (!this.cards.alignment.hidden) this.links.show(hypothesis.alignment, hypothesis.tokens);
@@ -169,17 +188,19 @@ export class Single {
     delete body.alignment;
     if (prefix) body.inputs.prefix = prefix;
     else delete body.inputs.prefix;
-    const answer = await this.ask(() => post("v1/generate", { ...body, alternatives: ALTERNATIVES }, this.controller.signal));
+    const answer = await this.ask(() => post("v1/generate", { ...body, alternatives: ALTERNATIVES, beam: this.beam }, this.controller.signal));
     return answer.results[0].hypotheses;
   }
 
   choose(prefix, hypothesis) {
-    if (prefix === null) { // the output ends there: no prefix says so, but it is there already
+    if (prefix === null) { // the output ends there, which no prefix can say; but it is there already
+      this.output.close(false);
       this.show([hypothesis]);
+      this.inspect();
       return;
     }
     this.prefix.value = prefix;
-    document.getElementById("steering").open = true;
+    this.cards.steering.open = true;
     this.changed(0);
   }
 
@@ -196,7 +217,7 @@ export class Single {
     const { label, probabilities, flags } = answer.results[0];
     put(this.labels,
       h("p", { class: "text" }, h("bdi", {}, label)),
-      Object.entries(flags || {}).map(([name, reason]) => h("p", { class: "note" }, `${name.replaceAll("_", " ")}: ${reason}`)),
+      flagNote(flags),
       h("table", {}, h("tbody", {}, Object.entries(probabilities).map(([name, p]) => h("tr", {}, h("th", { scope: "row" }, h("bdi", {}, name)), h("td", {}, percent(p)), h("td", { class: "wide" }, bar(p)))))));
   }
 
@@ -207,7 +228,10 @@ export class Single {
     const body = { run: this.run.id, source: this.source.value };
     if (this.run.features && this.features.value) body.features = this.features.value;
     if (this.generates && this.output.hypothesis) body.target = this.output.hypothesis.text;
-    if (this.generates && !body.target) return;
+    if (this.generates && !body.target) {
+      put(this.frame);
+      return;
+    }
     const key = JSON.stringify(body);
     if (this.frame.firstChild && this.frame.firstChild.dataset.key === key) return;
     try {
@@ -262,6 +286,6 @@ class Phrases {
     put(this.list, this.items.map((phrase) => h("button", {
       type: "button", class: "chip", "aria-label": `Remove ${phrase}`,
       click: () => { this.items = this.items.filter((each) => each !== phrase); this.fill(); this.input.focus(); this.changed(); },
-    }, h("bdi", {}, phrase), " ×")));
+    }, h("bdi", {}, visible(phrase)), " ×")));
   }
 }

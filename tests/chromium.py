@@ -19,6 +19,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PATIENCE = 120.0  # seconds, on a busy machine
+KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27}
 # The browser wants its pipe as files 3 and 4; a process of our own makes them so and becomes the browser.
 CONNECT = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 
@@ -54,7 +55,7 @@ class Chromium:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.resize(width, height)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Ask for something and wait for the answer."""
@@ -84,14 +85,14 @@ class Chromium:
         message: dict[str, Any] = json.loads(text)
         return message
 
-    def open(self, page: Path, dark: bool = False) -> float:
-        """Show a file -> seconds until it was ready."""
+    def open(self, page: Path | str, dark: bool = False) -> float:
+        """Show a file or an address -> seconds until it was ready."""
         self.events.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         began = time.monotonic()
         self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         self.until("document.documentElement?.dataset.ready === 'yes'")
         return time.monotonic() - began
 
@@ -146,10 +147,21 @@ class Chromium:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def key(self, name: str) -> None:
+        """Press a key; a character is typed."""
+        text = {"Enter": "\r"}.get(name, name if len(name) == 1 else None)
         for kind in ("keyDown", "keyUp"):
-            text = {"Enter": "\r", " ": " "}.get(name)
-            extra = {"text": text} if text and kind == "keyDown" else {}
+            extra: dict[str, Any] = {"text": text} if text and kind == "keyDown" else {}
+            if name in KEY_CODES:  # without it, the browser itself does nothing
+                extra["windowsVirtualKeyCode"] = KEY_CODES[name]
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, **extra)
+
+    def write(self, text: str) -> None:
+        """Type a text where the focus is."""
+        for character in text:
+            self.key(character)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def screenshot(self, path: Path, full: bool = True) -> None:
         extra: dict[str, Any] = {"captureBeyondViewport": True} if full else {}

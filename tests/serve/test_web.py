@@ -1,0 +1,366 @@
+"""The web page in a real browser, with real clicks and keys, in front of a real server. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servekit import Client, serving
+
+import chromium
+import regard
+from modelkit import family, tiny
+from regard.run import Run
+from regard.serve.assets import ASSETS, policy
+from regard.serve.bodies import parse_body
+from regard.text.codec import Codec
+from regard.text.tokenizer import Tokenizer
+
+PROGRAM = chromium.find()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
+KEY = "k" * 20
+MARKUP = ["<img/src=x/onerror=window.hit=1>", "<script>window.hit=1</script>", "</button><b>bold</b>"]
+HEBREW = ["שלום", "עולם", "ספר"]
+SETTLED = "document.getElementById('single').dataset.state === 'idle'"
+
+
+def untrained(kind: str, words: list[str]) -> Run:
+    """A run with random weights over the tokens of words."""
+    tokenizer = Tokenizer.train(kind, words)
+    codec = Codec(tokenizer, tokenizer)
+    model = tiny(vocab=codec.target_vocab)
+    return Run(model.config, codec, model, Path("run"))
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("web")
+    made = {
+        "lm": family("lm"), "cls": family("classes"), "markup": untrained("space", MARKUP),
+        "hebrew": untrained("char", HEBREW),
+    }  # fmt: skip
+    for name, run in made.items():
+        run.save(path / name)
+    return {"toy": toy / "run"} | {name: path / name for name in made}
+
+
+@pytest.fixture(scope="module")
+def client(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY}\n")
+    with serving(runs, keys=str(keys)) as each:
+        yield each
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Chromium]:
+    assert PROGRAM is not None
+    found = chromium.Chromium(PROGRAM)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromium]:
+    """The page with the first run; the key is the password that a browser asks for."""
+    browser.resize(1280)
+    browser.open(client.url.replace("//", f"//user:{KEY}@") + "/")
+    yield browser
+    problems = [
+        event["params"]
+        for event in browser.events
+        if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")
+    ]
+    assert [x for x in problems if x.get("entry", {}).get("source") != "network"] == []  # answers of 4xx are expected
+    assert browser.run("window.hit") is None
+
+
+def choose_run(page: chromium.Chromium, name: str) -> None:
+    """Change the run by keys, as one does in a list."""
+    page.run("document.getElementById('run').focus()")
+    page.write(name)
+    page.until(f"document.getElementById('run').value === {json.dumps(name)}")
+
+
+def write(page: chromium.Chromium, selector: str, text: str) -> None:
+    page.click(selector)
+    page.write(text)
+    page.until(SETTLED)
+
+
+def texts(page: chromium.Chromium, selector: str) -> list[str]:
+    found: list[str] = page.run(f"Array.from(document.querySelectorAll({json.dumps(selector)}), n => n.textContent)")
+    return found
+
+
+def output(page: chromium.Chromium) -> str:
+    return texts(page, "output")[0]
+
+
+def until_output(page: chromium.Chromium, text: str) -> None:
+    page.until(f"{SETTLED} && document.querySelector('output').textContent === {json.dumps(text)}")
+
+
+def best(runs: dict[str, Path], source: str, **options: Any) -> list[Any]:
+    settings = {"beam": 5} if "alternatives" in options else {"beam": 5, "nbest": 5}
+    return regard.load(runs["toy"]).generate(
+        [regard.Request(source, **options.pop("request", {}))], **settings, **options
+    )[0]
+
+
+def test_the_output_appears_while_typing(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    page.run(
+        "window.added = []; new MutationObserver(all => all.forEach(one => one.addedNodes.forEach(n => added.push("
+        "n.textContent)))).observe(document.querySelector('output'), {childList: true}); 0"
+    )
+    write(page, "#source", "fadec")
+    expected = best(runs, "fadec", alignment=True)
+    until_output(page, expected[0].text)
+    assert page.run("added.length") >= 5  # token by token
+    assert texts(page, "#nbest .whole") == [h.text for h in expected]
+    assert texts(page, ".tokens bdi") == [*expected[0].tokens[:-1], "end"]
+    strong = [
+        (s, t) for t, row in enumerate(expected[0].alignment.soft) for s, weight in enumerate(row) if weight >= 0.05
+    ]
+    assert page.run("document.querySelectorAll('.links path').length") == len(strong)
+    page.click("#nbest button", 2)
+    assert output(page) == expected[2].text
+    page.click("#source")
+    page.write("a")
+    until_output(page, best(runs, "fadeca")[0].text)
+
+
+def test_a_token_is_replaced_and_the_output_goes_on_from_there(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    write(page, "#source", "cab")
+    before = " ".join(best(runs, "cab")[0].tokens[:1])
+    page.click(".token", 1)
+    page.until("document.querySelectorAll('.alternative').length > 1")
+    expected = best(runs, "cab", alternatives=8, request={"prefix": before})
+    assert texts(page, ".alternative .whole") == [h.text for h in expected]
+    assert texts(page, ".alternative .strong") == [h.tokens[1].replace("<eos>", "end") for h in expected]
+    page.click(".alternative", 2)
+    chosen = " ".join(expected[2].tokens[:2])
+    page.until(f"document.getElementById('prefix').value === {json.dumps(chosen)}")
+    expected = best(runs, "cab", request={"prefix": chosen})
+    until_output(page, expected[0].text)
+    assert texts(page, "#nbest .whole") == [h.text for h in expected]
+
+
+def test_phrases_are_required_and_forbidden(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    write(page, "#source", "cab")
+    free = output(page)
+    assert "B" in free and "EH" not in free
+    for field, wish, request in (
+        ("#forbid", "B", {"forbid": ["B"]}),
+        ("#require", "EH", {"forbid": ["B"], "require": ["EH"]}),
+    ):
+        page.click(field)
+        page.write(wish)
+        page.key("Enter")
+        until_output(page, best(runs, "cab", request=request)[0].text)
+    page.click(".chip")  # each takes its phrase away
+    page.click(".chip")
+    until_output(page, free)
+
+
+def test_errors_are_told_in_words(page: chromium.Chromium) -> None:
+    write(page, "#source", "cab")
+    page.click("#prefix")
+    page.write("Q")
+    page.until("!document.getElementById('problem').hidden")
+    assert "'Q' is not in the target vocabulary" in texts(page, "#problem")[0]
+
+
+def test_it_is_used_with_keys_alone(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    page.write("cab")  # the input has the focus from the beginning
+    page.until(SETTLED)
+    for _ in range(30):
+        page.key("Tab")
+        assert page.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        if page.run("document.activeElement.className") == "token":
+            break
+    page.key("ArrowRight")
+    page.key("Enter")
+    page.until("document.activeElement.className === 'alternative'")
+    page.key("Tab")
+    page.key("Enter")
+    page.until("document.getElementById('prefix').value !== '' && document.activeElement.className === 'token'")
+    expected = best(runs, "cab", request={"prefix": page.run("document.getElementById('prefix').value")})
+    until_output(page, expected[0].text)
+
+
+def test_attention_is_shown_in_a_frame(page: chromium.Chromium) -> None:
+    page.events.clear()
+    page.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)
+    write(page, "#source", "cab")
+    page.click("#attention summary")
+    page.until("document.querySelector('iframe') !== null")
+    assert page.run("document.querySelector('iframe').sandbox.value") == "allow-scripts"
+
+    def attached() -> list[str]:
+        page.run("0")
+        events = [event["params"] for event in page.events if event.get("method") == "Target.attachedToTarget"]
+        return [event["sessionId"] for event in events if event["targetInfo"]["type"] == "iframe"]
+
+    _wait(lambda: attached() != [])
+    with page.inside(attached()[-1]):
+        page.until("document.documentElement?.dataset.ready === 'yes'")
+        assert "cab" in page.run("document.body.innerText")
+        assert (
+            page.run("getComputedStyle(document.querySelector('main')).maxWidth") == "1180px"
+        )  # its own style applies
+    page.call("Target.setAutoAttach", autoAttach=False, waitForDebuggerOnStart=False, flatten=True)
+
+
+def test_classifiers_and_language_models(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    choose_run(page, "cls")
+    write(page, "#source", "abc")
+    expected = regard.load(runs["cls"]).classify(["abc"])[0]
+    assert texts(page, "#labels .text") == [expected.label]
+    assert texts(page, "#labels th") == list(expected.as_dict()["probabilities"])
+    choose_run(page, "lm")
+    model = regard.load(runs["lm"])
+    for seed in (1, 2):
+        expected = model.generate(["abc"], sample=True, temperature=0.8, seed=seed, max_length=40)[0][0]
+        until_output(page, expected.text)
+        page.click("#again")
+
+
+def test_many_lines(page: chromium.Chromium, runs: dict[str, Path], tmp_path: Path) -> None:
+    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.run(  # the server is busy once
+        "const real = fetch; let refused = 0; window.fetch = (url, more) => url.pathname.endsWith('generate') &&"
+        " !refused++ ? Promise.resolve(new Response('{}', {status: 429, headers: {'Retry-After': '1'}}))"
+        " : real(url, more); 0"
+    )
+    page.click("#tab-batch")
+    lines = ["cab", "fade\tkept", "", "x" * 100_001, *(["bad"] * 400)]
+    (tmp_path / "words.tsv").write_text("\r\n".join(lines) + "\r\n", newline="")
+    found = page.call("DOM.querySelector", nodeId=page.call("DOM.getDocument")["root"]["nodeId"], selector="#file")
+    page.call("DOM.setFileInputFiles", files=[str(tmp_path / "words.tsv")], nodeId=found["nodeId"])
+    page.until("document.body.innerText.includes('404 lines')")
+    page.run("document.getElementById('batch-beam').value = 1; 0")
+    page.click("#start")
+    page.until("document.body.innerText.includes('busy')")
+    page.until("document.getElementById('start').hidden && document.getElementById('stop').hidden")
+    assert "404 of 404 lines · 1 error" in page.run("document.body.innerText")
+    page.click("#download")
+    saved = tmp_path / "words.toy.tsv"
+    _wait(saved.exists)
+    rows = saved.read_text("utf-8").split("\n")[:-1]
+    assert [row[: len(line)] for row, line in zip(rows, lines, strict=True)] == lines
+    hypotheses = regard.load(runs["toy"]).generate(["cab", "fade", "", "bad"])
+    expected = [f"{h[0].text}\t{h[0].score:.4f}\t{','.join(h[0].flags)}\t" for h in hypotheses]
+    assert rows[:3] == [f"{line}\t{answer}" for line, answer in zip(lines[:3], expected[:3], strict=True)]
+    assert set(rows[4:]) == {f"bad\t{expected[3]}"}
+    assert re.fullmatch(r"x+\t\t\t\t.*100000 characters.*", rows[3]), rows[3][-100:]
+
+
+def test_pasted_lines_are_stopped_and_continued(page: chromium.Chromium) -> None:
+    page.click("#tab-batch")
+    page.click("#lines")
+    page.call("Input.insertText", text="cab\n" * 250)
+    page.run(
+        "const real = fetch; let asked = 0; window.fetch = (url, more) => ++asked === 2"
+        " ? Promise.reject(new TypeError('down')) : real(url, more); 0"
+    )
+    page.click("#start")
+    page.until("!document.getElementById('problem').hidden")
+    assert "200 lines of 250 are done" in texts(page, "#problem")[0]
+    assert texts(page, "#start") == ["Continue"]
+    page.click("#start")
+    page.until("document.body.innerText.includes('250 of 250 lines')")
+
+
+def test_text_is_text_in_every_direction(page: chromium.Chromium) -> None:
+    choose_run(page, "markup")
+    write(page, "#source", MARKUP[0])
+    assert any(token in output(page) for token in MARKUP)
+    page.click(".token")
+    page.until("document.querySelectorAll('.alternative').length > 1")
+    page.click("#forbid")
+    page.write(MARKUP[1])
+    page.key("Enter")
+    page.until(f"{SETTLED} && !document.querySelector('output').textContent.includes('script')")
+    page.click("#attention summary")
+    page.until("document.querySelector('iframe') !== null")
+    page.click("#tab-batch")
+    page.click("#lines")
+    page.write(MARKUP[0])
+    page.click("#start")
+    page.until("document.querySelectorAll('#batch tbody tr').length === 1")
+    assert page.run("document.querySelectorAll('img, b b, #single script, #batch script').length") == 0
+    page.click("#tab-single")
+    choose_run(page, "hebrew")
+    page.run("document.getElementById('source').select(); 0")
+    page.write(HEBREW[0])
+    page.until(f"{SETTLED} && getComputedStyle(document.querySelector('output')).direction === 'rtl'")
+    assert page.run("getComputedStyle(document.getElementById('source')).direction") == "rtl"
+    places = page.run("Array.from(document.querySelector('.words').children, n => n.getBoundingClientRect().left)")
+    assert len(places) > 3 and places == sorted(places, reverse=True)
+
+
+def test_a_phone_shows_all_of_it(page: chromium.Chromium, client: Client) -> None:
+    page.resize(360, 780)
+    fits = "document.documentElement.scrollWidth <= 360"
+    page.click("#source")
+    page.call("Input.insertText", text="cab" * 20)
+    page.until(SETTLED)
+    page.click(".token", 30)
+    page.until("document.querySelectorAll('.alternative').length > 1")
+    assert page.run(fits)
+    page.click("#steering summary")
+    page.click("#attention summary")
+    page.until("document.querySelector('iframe') !== null")
+    assert page.run(fits)
+    page.click("#tab-batch")
+    page.click("#lines")
+    page.call("Input.insertText", text="abcdef" * 9)
+    page.click("#start")
+    page.until("document.querySelectorAll('#batch tbody tr').length === 1")
+    assert page.run(fits)
+    page.open(client.url + "/docs", dark=True)
+    page.run("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert page.run(fits)
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(19, 21, 25)"
+
+
+def test_the_documentation_has_every_operation_and_examples_that_work(page: chromium.Chromium, client: Client) -> None:
+    page.open(client.url + "/docs")
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    paths = json.loads(client.get("/openapi.json", **bearer).body)["paths"]
+    operations = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    assert texts(page, "summary code") == [part for operation in operations for part in operation]
+    bodies = {route.path: route.body for route in client.server.routes}
+    examples = dict(zip(operations, texts(page, "pre"), strict=True))
+    for (method, path), example in examples.items():
+        assert example.startswith(f"curl {client.url}{path}")
+        if method == "POST":
+            data = re.search(r"-d '(.*)'", example)
+            assert data is not None
+            body = json.loads(data[1])
+            assert parse_body(bodies[path], data[1].encode())
+            if "run" in body or "model" in body:
+                assert client.post(path, body, **bearer).status == 200
+
+
+def test_the_page_needs_a_key_and_allows_only_its_own_files(client: Client) -> None:
+    refused = client.get("/")
+    assert refused.status == 401 and refused.headers["WWW-Authenticate"].startswith("Basic ")
+    for path in ASSETS:
+        reply = client.get(path, Authorization=f"Bearer {KEY}")
+        assert reply.status == 200 and reply.headers["Content-Security-Policy"] == policy()
+        assert b"https://" not in reply.body and b"innerHTML" not in reply.body
+    assert "unsafe" not in policy() and "*" not in policy()
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + chromium.PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
