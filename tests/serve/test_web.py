@@ -135,6 +135,20 @@ def test_the_output_appears_while_typing(page: chromium.Chromium, runs: dict[str
     until_output(page, best(runs, "fadeca")[0].text)
 
 
+def test_newer_input_ends_the_request_for_the_older(page: chromium.Chromium, runs: dict[str, Path]) -> None:
+    page.run(  # the first request is never answered
+        "const real = fetch; window.signals = []; window.fetch = (url, more) => signals.push(more.signal) > 1"
+        " ? real(url, more) : new Promise((_, fail) => more.signal.addEventListener('abort', () => fail("
+        "more.signal.reason))); 0"
+    )
+    page.click("#source")
+    page.write("c")
+    page.until("signals.length === 1")
+    page.write("ab")
+    until_output(page, best(runs, "cab")[0].text)
+    assert page.run("signals[0].aborted")
+
+
 def test_a_token_is_replaced_and_the_output_goes_on_from_there(page: chromium.Chromium, runs: dict[str, Path]) -> None:
     write(page, "#source", "cab")
     before = " ".join(best(runs, "cab")[0].tokens[:1])
@@ -273,6 +287,11 @@ def test_pasted_lines_are_stopped_and_continued(page: chromium.Chromium) -> None
     page.until("!document.getElementById('problem').hidden")
     assert "200 lines of 250 are done" in texts(page, "#problem")[0]
     assert texts(page, "#start") == ["Continue"]
+    page.click("#start")
+    page.until("document.body.innerText.includes('250 of 250 lines')")
+    page.click("#lines")
+    page.key("a")  # other lines: the answers are gone
+    assert not page.run("document.querySelectorAll('#batch tr').length")
     page.click("#start")
     page.until("document.body.innerText.includes('250 of 250 lines')")
 

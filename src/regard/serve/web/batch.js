@@ -72,7 +72,8 @@ export class Batch {
     this.answers = [];
     this.errors = [];
     put(this.table, h("p", { class: "dim" }, "None yet."));
-    this.save.hidden = this.bar.hidden = true;
+    this.save.hidden = this.bar.hidden = this.stop.hidden = true;
+    this.start.hidden = false;
     put(this.state);
     put(this.start, "Start");
   }
@@ -130,7 +131,7 @@ export class Batch {
     } catch (error) {
       if (error.name !== "AbortError") this.report(`${error.message} ${counted(answers.length, "line")} of ${this.given.length} are done; Continue goes on from there.`);
     }
-    if (this.answers !== answers) { this.start.hidden = false; this.stop.hidden = true; return; } // something else is shown by now
+    if (this.answers !== answers) return; // something else is shown by now
     const focused = document.activeElement === this.stop;
     this.stop.hidden = true;
     this.start.hidden = answers.length === this.given.length;
@@ -165,7 +166,7 @@ export class Batch {
     put(this.table, h("table", {},
       h("thead", {}, h("tr", {}, ["line", "input", ...this.kind.names].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, shown.map((x) => h("tr", {}, h("td", { class: "dim" }, x.i + 1), h("td", {}, h("bdi", {}, this.given[x.i].slice(0, 200))),
-        x.error ? h("td", { class: "error", colspan: this.kind.names.length }, x.error) : x.columns.map((column) => h("td", {}, h("bdi", {}, column.slice(0, 200)))))))),
+        x.error ? h("td", { class: "error", colspan: this.kind.names.length }, x.error) : x.columns.map((column) => h("td", {}, h("bdi", {}, oneLine(column).slice(0, 200)))))))),
     done > shown.length ? h("p", { class: "dim" }, `${shown.length} of ${done.toLocaleString("en")} are shown, errors first; the file has all.`) : null);
   }
 

@@ -11,7 +11,6 @@ export class Links {
     this.rows = [h("div", { class: "words" }), h("div", { class: "words" })];
     this.inner = h("div", { class: "links" }, this.rows[0], this.svg, this.rows[1]);
     this.element = h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Alignment of the output with the source" }, this.inner);
-    this.read = h("p", { class: "dim" });
     this.at = null;
     new ResizeObserver(() => this.draw()).observe(this.inner);
   }
