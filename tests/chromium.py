@@ -19,7 +19,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PATIENCE = 120.0  # seconds, on a busy machine
-KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27}
+KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
 # The browser wants its pipe as files 3 and 4; a process of our own makes them so and becomes the browser.
 CONNECT = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 

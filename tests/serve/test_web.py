@@ -83,8 +83,12 @@ def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromi
 def choose_run(page: chromium.Chromium, name: str) -> None:
     """Change the run by keys, as one does in a list."""
     page.run("document.getElementById('run').focus()")
-    page.write(name)
-    page.until(f"document.getElementById('run').value === {json.dumps(name)}")
+    steps = page.run(
+        f"document.querySelector('#run [value={name}]').index - document.getElementById('run').selectedIndex"
+    )
+    for _ in range(abs(steps)):
+        page.key("ArrowDown" if steps > 0 else "ArrowUp")
+    assert page.run("document.getElementById('run').value") == name
 
 
 def write(page: chromium.Chromium, selector: str, text: str) -> None:
@@ -222,18 +226,28 @@ def test_attention_is_shown_in_a_frame(page: chromium.Chromium) -> None:
         return [event["sessionId"] for event in events if event["targetInfo"]["type"] == "iframe"]
 
     _wait(lambda: attached() != [])
+    ready = "document.documentElement?.dataset.ready === 'yes'"
     with page.inside(attached()[-1]):
-        page.until("document.documentElement?.dataset.ready === 'yes'")
+        page.until(ready)
         assert "cab" in page.run("document.body.innerText")
-        assert (
-            page.run("getComputedStyle(document.querySelector('main')).maxWidth") == "1180px"
-        )  # its own style applies
+        style = page.run("getComputedStyle(document.querySelector('main')).maxWidth")
+        assert style == "1180px"  # its own style applies
+        page.run("document.getElementById('tab-heads').click()")
+    page.click("#source")
+    page.write("adc")
+    page.until(f"{SETTLED} && JSON.parse(document.querySelector('iframe').dataset.key).source.length === 6")
+    with page.inside(attached()[-1]):
+        page.until(f"{ready} && document.body.innerText.includes('cabadc')")
+        assert page.run("document.getElementById('tab-heads').getAttribute('aria-selected')") == "true"
     page.call("Target.setAutoAttach", autoAttach=False, waitForDebuggerOnStart=False, flatten=True)
 
 
 def test_classifiers_and_language_models(page: chromium.Chromium, runs: dict[str, Path]) -> None:
-    choose_run(page, "cls")
     write(page, "#source", "abc")
+    assert page.run("document.getElementById('nbest').offsetHeight > 0")
+    choose_run(page, "cls")
+    page.until(f"{SETTLED} && document.querySelectorAll('#labels th').length > 1")
+    assert page.run("document.getElementById('nbest').offsetHeight === 0")
     expected = regard.load(runs["cls"]).classify(["abc"])[0]
     assert texts(page, "#labels .text") == [expected.label]
     assert texts(page, "#labels th") == list(expected.as_dict()["probabilities"])

@@ -8,6 +8,7 @@ function go(name) {
   if (tab && document.activeElement !== tab) tab.focus({ preventScroll: true });
   if (tab) tab.scrollIntoView({ block: "nearest" });
   refresh();
+  if (parent !== window) window.name = name; // a frame that is given another page opens it at the same view
   try { history.replaceState(null, "", "#" + name); } catch (error) { /* a frame without an address */ }
 }
 
@@ -91,7 +92,7 @@ function build() {
   const last = data.maps.map((m) => m.kind).lastIndexOf("cross");
   state.map = last >= 0 ? last : data.image ? data.maps.length - 1 : 0;
   state.walk = Math.max(0, speaking());
-  const wanted = (() => { try { return location.hash.slice(1); } catch (error) { return ""; } })();
+  const wanted = (() => { try { return location.hash.slice(1) || (parent !== window ? window.name : ""); } catch (error) { return ""; } })();
   state.view = shown.some((v) => v.name === wanted) ? wanted : shown[0] ? shown[0].name : "";
   refresh();
   let width = window.innerWidth, waiting = 0;

@@ -62,7 +62,9 @@ function example(path, method) {
   if (method === "post") {
     const { kind, task, field = "run", body } = EXAMPLES[path];
     const run = runs.find((each) => each.kinds.includes(kind) && (!task || each.task === task));
-    lines.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(run ? { [field]: run.id, ...body } : body)}'`);
+    const pair = path === "/translate" && runs.find((each) => each.task === "pairs" && each.id.includes("-"));
+    const target = pair ? { source: pair.id.split("-")[0], target: pair.id.split("-").slice(1).join("-") } : {};
+    lines.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(run ? { [field]: run.id, ...body } : { ...body, ...target })}'`);
   }
   return h("pre", { tabindex: 0 }, lines.join(" \\\n  "));
 }

@@ -72,6 +72,7 @@ export class Single {
     this.prefix.value = "";
     this.require.clear();
     this.forbid.clear();
+    this.clear();
     this.changed(0);
   }
 
@@ -119,7 +120,7 @@ export class Single {
     try {
       if (this.generates) await this.generate(signal);
       else if (this.run.kinds.includes("classify")) await this.classify(signal);
-      else put(this.labels, h("p", { class: "dim" }, "This run gives vectors: see Many lines. Its attention is below."));
+      else put(this.labels, h("p", { class: "dim" }, this.run.kinds.includes("embed") ? "This run gives vectors: see Many lines. Its attention is below." : "This run answers nothing that can be typed."));
       if (signal.aborted) return;
       put(this.state);
       this.inspect();
@@ -156,15 +157,18 @@ export class Single {
     const body = { ...this.request(), ...this.strategy() };
     const first = await this.ask(() => stream("v1/generate", body, signal, (piece) => { if (!signal.aborted) this.output.piece(piece); }));
     if (signal.aborted) return;
+    this.nbest.style.minHeight = `${this.nbest.offsetHeight}px`; // what is below does not jump while the beam is searched
     this.show(first.hypotheses);
-    if (this.sampling || this.beam < 2) return;
+    this.cards.nbest.hidden = this.sampling || this.beam < 2;
+    if (this.cards.nbest.hidden) return;
     const answer = await this.ask(() => post("v1/generate", { ...this.request(), beam: this.beam, nbest: this.beam }, signal));
-    if (!signal.aborted) this.show(answer.results[0].hypotheses);
+    if (signal.aborted) return;
+    this.show(answer.results[0].hypotheses);
+    this.nbest.style.minHeight = "";
   }
 
   show(hypotheses) {
     this.hypotheses = hypotheses;
-    this.cards.nbest.hidden = hypotheses.length < 2;
     put(this.nbest, hypotheses.map((each, i) => h("li", {}, h("button", { type: "button", class: "hypothesis", "aria-pressed": i === 0, click: () => { this.select(i); this.inspect(); } },
       h("span", { class: "whole", dir: "auto" }, each.text || "∅"), h("span", { class: "dim" }, `${number(each.normalized)} per token · ${number(each.score)}`)))));
     if (this.output.at === null) this.select(0);
@@ -237,10 +241,10 @@ export class Single {
     try {
       const { html } = await this.ask(() => post("v1/inspect", body, signal));
       if (signal.aborted) return;
-      const frame = h("iframe", { sandbox: "allow-scripts", title: "Attention" });
+      const frame = this.frame.querySelector("iframe") || h("iframe", { sandbox: "allow-scripts", title: "Attention" });
       frame.dataset.key = key;
       frame.srcdoc = html;
-      put(this.frame, frame);
+      if (!frame.isConnected) put(this.frame, frame); // the same frame keeps its view
     } catch (error) {
       if (error.name !== "AbortError" && !signal.aborted) put(this.frame, h("p", { class: "note", role: "alert" }, error.message));
     }
