@@ -342,9 +342,9 @@ def test_a_phone_shows_all_of_it(page: chromium.Chromium, client: Client) -> Non
     page.resize(360, 780)
     fits = "document.documentElement.scrollWidth <= 360"
     page.click("#source")
-    page.call("Input.insertText", text="cab" * 20)
+    page.call("Input.insertText", text="cab" * 8)
     page.until(SETTLED)
-    page.click(".token", 30)
+    page.click(".token", 12)
     page.until("document.querySelectorAll('.alternative').length > 1")
     assert page.run(fits)
     page.click("#steering summary")
