@@ -214,7 +214,7 @@ def options_of(verb: str) -> set[str]:
 
 
 def test_verbs_are_these():
-    verbs = "average convert demo evaluate generate heads info inspect prune score train"
+    verbs = "average convert demo evaluate generate heads info inspect prune score serve train"
     assert sorted(VERBS) == verbs.split()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from regard.serve.bodies import (
     ScoreBody,
     TranslateBody,
 )
+from regard.serve.refusals import Refused, error_json
 from regard.serve.schedule import Group, Job, QueueFull
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
@@ -37,34 +37,6 @@ KINDS = {
     "generate": "decodes", "stream": "decodes", "score": "scores pairs", "classify": "tells labels",
     "embed": "gives vectors", "inspect": "shows its attention",
 }  # fmt: skip
-
-
-class Refused(Exception):
-    """A request that is not answered as asked."""
-
-    def __init__(self, status: int, message: str, code: str = "", retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.retry_after = status, message, code or CODES[status], retry_after
-
-
-CODES = {
-    400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    408: "request_timeout", 413: "too_large", 415: "unsupported_media_type", 422: "invalid", 429: "queue_full",
-    431: "headers_too_large", 500: "internal", 503: "unavailable", 504: "deadline",
-}  # fmt: skip
-
-
-def _error(status: int, message: str, code: str = "") -> Answer:
-    return {"status": status, "code": code or CODES[status], "message": message}
-
-
-def error_response(refused: Refused) -> web.Response:
-    """The one shape of errors."""
-    error = _error(refused.status, refused.message, refused.code)
-    headers = {} if refused.retry_after is None else {"Retry-After": str(max(1, math.ceil(refused.retry_after)))}
-    if refused.status == 401:
-        headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
-    return web.json_response({"error": error}, status=refused.status, headers=headers)
 
 
 class Handlers:
@@ -140,7 +112,7 @@ class Handlers:
         if all("error" in result for result in results):
             _raise(results[0])
         return [
-            {"source": item["source"], "error": _error(x["status"], x["error"])} if "error" in x else x
+            {"source": item["source"], "error": error_json(x["status"], x["error"])} if "error" in x else x
             for item, x in zip(job.inputs, results, strict=True)
         ]
 
@@ -343,7 +315,7 @@ class Handlers:
             for answer in last(job.results[0]):
                 await events.send(json.dumps(answer))
         except Refused as refused:
-            await events.send(json.dumps({"error": _error(refused.status, refused.message)}))
+            await events.send(json.dumps({"error": error_json(refused.status, refused.message)}))
 
     def _events(self, request: web.Request) -> AbstractAsyncContextManager[EventSourceResponse]:
         return sse_response(request, sep="\n", send_timeout=self.settings.send, allow_all_methods=True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from regard import __version__
-from regard.serve.handlers import CODES, Route
+from regard.serve.handlers import Route
+from regard.serve.refusals import CODES
 
 ERROR = {
     "type": "object",

@@ -26,10 +26,11 @@ from aiohttp import web
 from regard.errors import UserError, plural
 from regard.serve.assets import ASSETS, asset_response
 from regard.serve.bodies import NotJson, TranslateBody, parse_body
-from regard.serve.handlers import Handlers, Refused, Route, error_response, routes
+from regard.serve.handlers import Handlers, Route, routes
 from regard.serve.monitor import Monitor
 from regard.serve.openapi import describe_api
 from regard.serve.pool import PoolSettings
+from regard.serve.refusals import Refused, error_response
 from regard.serve.service import Service
 from regard.serve.settings import Keys, ServeSettings
 
