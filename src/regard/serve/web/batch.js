@@ -54,8 +54,8 @@ export class Batch {
 
   setRun(run) {
     this.model = run;
-    this.kind = KINDS[Object.keys(KINDS).find((name) => run.kinds.includes(name))];
-    this.beamField.hidden = !run.kinds.includes("generate");
+    this.kind = KINDS[Object.keys(KINDS).find((name) => run.kinds.includes(name === "generate" ? "stream" : name))];
+    this.beamField.hidden = !run.kinds.includes("stream");
     this.start.disabled = !this.kind;
     put(this.format, run.features
       ? "One input per line: source, tab, features. Further columns are kept."

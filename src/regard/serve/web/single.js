@@ -62,13 +62,13 @@ export class Single {
   // `run` as /v1/models describes it.
   setRun(run) {
     this.run = run;
-    this.generates = run.kinds.includes("generate");
+    this.generates = run.kinds.includes("stream"); // a masked language model fills masks, all at once
     this.cards.features.hidden = !run.features;
     this.cards.steering.hidden = this.cards.output.hidden = !this.generates;
     this.attention.hidden = !run.kinds.includes("inspect");
     this.numbers.temperature.value = run.task === "lm" ? "0.8" : "0";
     this.numbers.max_length.value = run.task === "lm" ? "40" : "";
-    this.source.placeholder = run.task === "lm" ? "A text to continue" : run.kinds.includes("classify") ? "A text to classify" : "A source text";
+    this.source.placeholder = run.task === "lm" ? "A text to continue" : run.kinds.includes("classify") ? "A text to classify" : run.task === "masked" ? "A text with <mask>" : "A source text";
     this.prefix.value = "";
     this.require.clear();
     this.forbid.clear();
@@ -120,6 +120,7 @@ export class Single {
     try {
       if (this.generates) await this.generate(signal);
       else if (this.run.kinds.includes("classify")) await this.classify(signal);
+      else if (this.run.kinds.includes("generate")) await this.fill(signal);
       else put(this.labels, h("p", { class: "dim" }, this.run.kinds.includes("embed") ? "This run gives vectors: see Many lines. Its attention is below." : "This run answers nothing that can be typed."));
       if (signal.aborted) return;
       put(this.state);
@@ -223,6 +224,16 @@ export class Single {
       h("p", { class: "text" }, h("bdi", {}, label)),
       flagNote(flags),
       h("table", {}, h("tbody", {}, Object.entries(probabilities).map(([name, p]) => h("tr", {}, h("th", { scope: "row" }, h("bdi", {}, name)), h("td", {}, percent(p)), h("td", { class: "wide" }, bar(p)))))));
+  }
+
+  async fill(signal) {
+    const answer = await this.ask(() => post("v1/generate", { run: this.run.id, inputs: [{ source: this.source.value }], top_tokens: 5 }, signal));
+    if (signal.aborted) return;
+    const { text, flags, top_tokens: masks = [] } = answer.results[0].hypotheses[0];
+    put(this.labels,
+      h("p", { class: "text", dir: "auto" }, text),
+      flagNote(flags),
+      masks.map((tokens, i) => h("table", {}, h("caption", {}, `mask ${i + 1}`), h("tbody", {}, tokens.map(({ token, probability: p }) => h("tr", {}, h("th", { scope: "row" }, h("bdi", {}, token)), h("td", {}, percent(p)), h("td", { class: "wide" }, bar(p))))))));
   }
 
   // The attention page of what is shown, in a frame that can run its own script and reach nothing else.
