@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from servekit import Client, serving
@@ -416,3 +418,15 @@ def test_ctranslate2_answers_and_torch_does_what_it_cannot(runs):
             assert all("engine" not in x for x in reply.json["results"])
         other = client.post("/v1/generate", {"inputs": "abc", "forbid": ["d"]}).json["results"][0]
         assert other["engine"] == "torch" and "d" not in other["hypotheses"][0]["text"]
+
+
+def test_the_examples_of_the_documentation_work(runs):
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text("utf-8")
+    requests = re.findall(r"^curl localhost:8000(\S+) .*?-d '([^']*)'", text, re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    with serving({"g2p": runs["toy"], "shakespeare": runs["lm"]}) as client:
+        assert len(requests) == 2
+        for path, body in requests:
+            assert client.post(path, body.encode()).status == 200, body
+        pytest.importorskip("openai")
+        exec(program.replace("http://127.0.0.1:8000", client.url), {})
