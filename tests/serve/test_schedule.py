@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from regard.serve.schedule import (
     FEWEST,
     FIRST_SINGLE,
+    KEPT,
     OLDEST,
     SHORT,
     SHORTEST,
@@ -29,7 +30,7 @@ def job(*costs: int, group: Group = GROUP) -> Job:
 
 def all_batches(queue: Queue, short: bool = False) -> list:
     batches = []
-    while (batch := queue.take(short)) is not None:
+    while (batch := queue.take(1e9, 1 if short else 2)) is not None:
         batches.append(batch)
     return batches
 
@@ -65,6 +66,18 @@ def test_one_line_does_not_wait_for_the_thousand_of_another_request():
     queue.take()
     queue.add(one := job(10, group=OTHER), 1.0)
     assert [j for j, _ in queue.take().entries] == [one]
+
+
+def test_a_worker_is_kept_for_small_requests_while_they_come():
+    queue, large = Queue(10**9, 10**6), job(*[10] * 1000)
+    queue.add(large, 0.0)
+    assert len(queue.take(0.0, free=1).entries) == SHORT
+    queue.add(small := job(10, group=OTHER), 5.0)
+    assert [j for j, _ in queue.take(5.0, free=1).entries] == [small]
+    assert queue.take(5.5, free=1) is None
+    assert len(queue.take(5.5, free=2).entries) > SHORT  # another worker goes on with the large one
+    assert len(queue.take(5.5, free=1, workers=1).entries) == SHORT  # and so does the only one
+    assert len(queue.take(5.0 + KEPT, free=1).entries) == SHORT
 
 
 def test_the_oldest_request_is_not_forgotten_while_others_keep_coming():

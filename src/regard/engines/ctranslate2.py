@@ -100,22 +100,28 @@ class CTranslate2Engine(Engine):
         """Free the model."""
         self.translator.unload_model()
 
-    def _search(self, inputs: Inputs, strict: bool) -> dict[int, list[DecodedIds]]:
+    def _search(self, inputs: Inputs, strict: bool, exact: bool = False) -> dict[int, list[DecodedIds]]:
         """The outputs of some inputs. Blocked tokens are ruled out (`strict`) only where they came up.
 
         Ruling them out changes what CTranslate2 ranks by: it normalises the other probabilities again. And tokens that
-        must not follow a prefix can only be ruled out behind the same tokens anywhere.
+        must not follow a prefix can only be ruled out behind the same tokens anywhere. A batch has one limit, but
+        similar limits share it: few outputs reach theirs, and these are searched for again with it (`exact`).
         """
+        exact = exact or strict or self.options.sample
         alike: dict[Any, Inputs] = {}
-        for i, item in inputs.items():  # a batch has one limit
+        for i, item in inputs.items():
             prefix = item.prefix if strict and item.not_after_prefix else ()
-            alike.setdefault((item.limit, item.minimum, prefix), {})[i] = item
+            limit = item.limit if exact else item.limit.bit_length()
+            alike.setdefault((limit, item.minimum, prefix), {})[i] = item
         batches = [batch for part in alike.values() for batch in self.preparer.batches(part)]
         searches = [(batch, self._translate([inputs[i] for i in batch], strict)) for batch in batches]
         outputs: dict[int, list[DecodedIds]] = {}
         for batch, answers in searches:
             for i, answer in zip(batch, answers, strict=True):
                 outputs[i] = self._outputs(inputs[i], answer.result(), strict)
+        if not exact:
+            late = {i: item for i, item in inputs.items() if any(output.limited for output in outputs[i])}
+            outputs |= self._search(late, strict, exact=True) if late else {}
         wrong = {i for i, item in inputs.items() if not all(self._allowed(item, output) for output in outputs[i])}
         if strict:  # there was nothing else
             return outputs | {i: [x for x in outputs[i] if self._allowed(inputs[i], x)] for i in wrong}
@@ -148,7 +154,7 @@ class CTranslate2Engine(Engine):
             no_repeat_ngram_size=options.no_repeat_ngram,
             suppress_sequences=[[self._target[i] for i in sequence] for sequence in suppressed] if strict else None,
             min_decoding_length=first.minimum,
-            max_decoding_length=first.limit + 1,  # the end token counts
+            max_decoding_length=max(item.limit for item in inputs) + 1,  # the end token counts
             max_input_length=0,
             return_end_token=True,
             return_scores=self.scores == "totals",
@@ -167,7 +173,7 @@ class CTranslate2Engine(Engine):
             total = answer.scores[rank] * len(ids) ** options.length_penalty if exact and ended else math.nan
             ids = ids if ended else (*ids[: item.limit], eos)
             if len(ids) > item.minimum:  # else nothing was allowed but the end
-                outputs.append(DecodedIds(ids, (), total, limited=len(ids) - 1 == item.limit))
+                outputs.append(DecodedIds(ids, (), total, limited=len(ids) - 1 >= item.limit))
         return outputs if options.sample else list({output.ids: output for output in outputs}.values())
 
     def _score(

@@ -160,8 +160,11 @@ class Handlers:
         beam = max(self.settings.beam, n)
         items = [{"source": text} for text in texts]
         options: dict[str, Any] = {"beam": beam, "nbest": n} if n > 1 else {"beam": beam} if beam > 1 else {}
-        results = await self.results(self.make_job(run, "generate", options, items, beam))
-        outputs = [[h["text"] for h in x.get("hypotheses", [{"text": ""}])] for x in results]
+        results = await self.results(self.make_job(run, "translate", options, items, beam))
+        for x in results:
+            if "error" in x:
+                raise Refused(x["error"]["status"], x["error"]["message"])
+        outputs = [x["texts"] for x in results]
         first, others = [row[0] for row in outputs], [row[1:] for row in outputs]
         one = isinstance(body.q, str)
         answer: Answer = {"translatedText": first[0] if one else first}

@@ -3,7 +3,7 @@
 Inputs of concurrent requests share batches when they go to the same run with the same options. The request that got
 least so far comes first, so that one line does not wait for the thousand of another; every few batches the oldest one
 comes first, so that it is not forgotten. Batches are as large as a worker answers in a fraction of a second, and a
-request of many inputs never has long ones with all workers.
+request of many inputs never has long ones with all workers; while small requests keep coming, one worker is theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ SINGLES = 4.0  # and it takes as long as so many inputs do that are answered alo
 FEWEST = 8  # inputs that share a batch even if they take longer: fewer would waste most of the processor
 FIRST_COST, FIRST_SINGLE = 512, 0.025  # of batches of which nothing is known yet
 SMOOTHING = 0.2
+KEPT = 1.0  # seconds after a small request in which a worker is kept for others
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Queue:
         self.capacity, self.batch_cost = capacity, batch_cost
         self.cost = 0  # of what waits
         self._taken = 0
+        self._small = -KEPT  # when the last small request came
         self._speeds: dict[tuple[str, str], Speed] = {}  # by run and kind
         self._jobs: dict[int, Job] = {}
 
@@ -131,6 +133,8 @@ class Queue:
         if self.cost and self.cost + job.remaining > self.capacity:
             raise QueueFull
         job.arrived = now
+        if not job.large:
+            self._small = now
         self.cost += job.remaining
         self._jobs[id(job)] = job
 
@@ -150,13 +154,19 @@ class Queue:
             job.remaining = 0
             job.waiting.clear()
 
-    def take(self, short: bool = False) -> Batch | None:
-        """The next batch, or None if nothing waits; if `short`, with few inputs of large requests."""
-        if not self._jobs:
+    def take(self, now: float = 0.0, free: int = 2, workers: int = 2) -> Batch | None:
+        """The next batch, or None if nothing waits; `free` of the `workers` have no long batch.
+
+        The last of them gets few inputs of large requests, or none if it is kept for small ones.
+        """
+        short = free <= 1
+        kept = short and workers > 1 and now - self._small < KEPT
+        waiting = [job for job in self._jobs.values() if not (kept and job.large)]
+        if not waiting:
             return None
         self._taken += 1
         oldest = self._taken % OLDEST == 0
-        jobs = sorted(self._jobs.values(), key=lambda job: (0 if oldest else job.served, job.arrived))
+        jobs = sorted(waiting, key=lambda job: (0 if oldest else job.served, job.arrived))
         first = jobs[0]
         batch = Batch(first.group)
         if first.waiting[-1] in first.retried or first.group.alone:

@@ -117,8 +117,9 @@ class Service:
             free = [worker for worker in self._pool.workers if worker.alive and worker.free > 0]
             if not free:
                 return
-            long = sum(batch.long for batch, _ in self._running.values())
-            batch = self.queue.take(short=long + 1 >= self.settings.workers)
+            workers = self.settings.workers
+            without = workers - sum(batch.long for batch, _ in self._running.values())
+            batch = self.queue.take(time.monotonic(), without, workers)
             if batch is None:
                 return
             worker, number = free[0], next(self._ids)

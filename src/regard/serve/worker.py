@@ -19,9 +19,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +38,7 @@ from regard.text.codec import Example
 
 MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
 Result = dict[str, Any]
+Scores = Literal["tokens", "totals", "none"]  # that CTranslate2 computes
 
 
 class Cancelled(Exception):
@@ -100,6 +102,13 @@ class Answerer:
             results.append(result if name == self.engine else {**result, "engine": name})
         return results
 
+    def translate(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+        """Decode, and give the texts alone, whose scores CTranslate2 need not compute."""
+        engine, _ = self._decoder(task, "totals" if task.options.get("nbest", 1) > 1 else "none")
+        requests = [Request(**item) for item in task.inputs]
+        with self._cancellable(engine, task):
+            return [{"texts": [h.text for h in hypotheses]} for hypotheses in engine(requests)]
+
     def stream(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
         """Decode one input, and tell every token at once."""
         options = Options.of(**task.options)
@@ -160,7 +169,7 @@ class Answerer:
             finally:
                 engine.scorer.before_step = None
 
-    def _decoder(self, task: Task) -> tuple[Engine, str]:
+    def _decoder(self, task: Task, scores: Scores = "tokens") -> tuple[Engine, str]:
         """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
         options, run = Options.of(**task.options), self.runs[task.run]
         if run.task.name == "masked":
@@ -168,9 +177,8 @@ class Answerer:
         phrases = any(item.get(key) for item in task.inputs for key in ("require", "forbid", "stop"))
         if self.engine == "ctranslate2" and not phrases:
             with suppress(UserError):
-                return self._kept(
-                    "ctranslate2", task.run, options, lambda: self._translator(task.run, options)
-                ), "ctranslate2"
+                make = partial(self._translator, task.run, options, scores)
+                return self._kept(f"ctranslate2 {scores}", task.run, options, make), "ctranslate2"
         return self._torch_engine(task.run, options), "torch"
 
     def _torch_engine(self, run: str, options: Options) -> TorchEngine:
@@ -180,11 +188,11 @@ class Answerer:
         assert isinstance(engine, TorchEngine)
         return engine
 
-    def _translator(self, name: str, options: Options) -> Engine:
+    def _translator(self, name: str, options: Options, scores: Scores) -> Engine:
         from regard.engines.ctranslate2 import CTranslate2Engine  # of an extra
 
         kept = self._translators.get(name)
-        engine = CTranslate2Engine(self.runs[name], options, self.precision, self.slots, translator=kept)
+        engine = CTranslate2Engine(self.runs[name], options, self.precision, self.slots, scores=scores, translator=kept)
         self._translators[name] = engine.translator
         return engine
 
@@ -200,6 +208,7 @@ class Answerer:
 
 KINDS: dict[str, Callable[[Answerer, Task, Callable[[Message], None]], list[Result]]] = {
     "generate": Answerer.generate,
+    "translate": Answerer.translate,
     "stream": Answerer.stream,
     "score": Answerer.score,
     "classify": Answerer.classify,
