@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from regard.convert.to_ctranslate2 import names_of, open_translator, write_model
+from regard.engines.ctranslate2 import PATIENCE
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -45,7 +46,7 @@ def translate(body: Body) -> dict[str, object]:
     texts = [body.q] if isinstance(body.q, str) else body.q
     rows = [[source[i] for i in row] for row in run.codec.encode_source([Example(text) for text in texts])]
     with lock:
-        answers = translator.translate_batch(rows, beam_size=int(beam), max_decoding_length=256)
+        answers = translator.translate_batch(rows, beam_size=int(beam), patience=PATIENCE, max_decoding_length=256)
     out = [run.codec.decode_target([ids[token] for token in answer.hypotheses[0]]) for answer in answers]
     return {"translatedText": out[0] if isinstance(body.q, str) else out}
 

@@ -31,28 +31,22 @@ class PoolSettings:
     threads: int = 1  # of each worker
 
     @property
-    def processes(self) -> int:
-        """CTranslate2 shares its weights between threads of one process, torch between forked processes."""
-        return 1 if self.engine == "ctranslate2" else self.workers
-
-    @property
     def slots(self) -> int:
-        """Batches that a process works on at once."""
+        """Workers in a process: CTranslate2 shares its weights between threads, torch between forked processes."""
         return self.workers if self.engine == "ctranslate2" else 1
 
 
 class Worker:
-    """A process that answers batches."""
+    """A process, or a thread of one, that answers one batch after the other."""
 
     def __init__(
         self,
         pid: int,
-        slots: int,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         on_end: Callable[[Worker], None],
     ) -> None:
         """`on_end` is called when the process has ended by itself."""
-        self.pid, self.free, self.alive = pid, slots, True
+        self.pid, self.free, self.alive = pid, True, True
         self._reader, self._writer = streams
         self._on_end = on_end
         self._answers: dict[int, asyncio.Future[list[dict[str, Any]] | None]] = {}
@@ -126,23 +120,22 @@ class Pool:
         """Load the runs and start the workers; a UserError says why a run cannot be loaded."""
         try:
             await self._start_template()
-            for _ in range(self.settings.processes):
-                self.workers.append(await self._fork())
+            while len(self.workers) < self.settings.workers:
+                self.workers += await self._fork()
         except BaseException:
             await self.close()
             raise
 
-    async def replace(self, worker: Worker) -> None:
-        """Start another worker in the place of one that has ended, and the template too if it has."""
+    async def replace(self) -> None:
+        """Start workers in the place of those that have ended, and the template too if it has."""
         async with self._forking:
-            if worker in self.workers:
-                self.workers.remove(worker)
-            try:
-                self.workers.append(await self._fork())
-            except (EOFError, OSError):
-                await self._end_template()
-                await self._start_template()
-                self.workers.append(await self._fork())
+            self.workers = [worker for worker in self.workers if worker.alive]
+            while len(self.workers) < self.settings.workers:
+                try:
+                    self.workers += await self._fork()
+                except (EOFError, OSError):
+                    await self._end_template()
+                    await self._start_template()
 
     async def close(self) -> None:
         """End all processes."""
@@ -177,18 +170,21 @@ class Pool:
             raise UserError(answer["error"])
         self.runs = {run["name"]: run for run in answer["runs"]}
 
-    async def _fork(self) -> Worker:
+    async def _fork(self) -> list[Worker]:
+        """A new process, with its workers."""
         assert self._control is not None and self._reader is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                pid = (await receive_async(self._reader))["pid"]
-            except BaseException:
+        pairs = [socket.socketpair() for _ in range(self.settings.slots)]
+        try:
+            socket.send_fds(self._control, [b"f"], [theirs.fileno() for _, theirs in pairs])
+            pid = (await receive_async(self._reader))["pid"]
+        except BaseException:
+            for ours, _ in pairs:
                 ours.close()
-                raise
-        ours.setblocking(False)
-        return Worker(pid, self.settings.slots, await asyncio.open_connection(sock=ours), self._on_end)
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        return [Worker(pid, await asyncio.open_connection(sock=ours), self._on_end) for ours, _ in pairs]
 
     async def _end_template(self) -> None:
         if self._writer is not None:

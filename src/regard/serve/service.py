@@ -114,17 +114,17 @@ class Service:
     def _dispatch(self) -> None:
         """Give batches to all workers that are free."""
         while True:
-            free = [worker for worker in self._pool.workers if worker.alive and worker.free > 0]
-            if not free:
+            worker = next((each for each in self._pool.workers if each.alive and each.free), None)
+            if worker is None:
                 return
             workers = self.settings.workers
             without = workers - sum(batch.long for batch, _ in self._running.values())
             batch = self.queue.take(time.monotonic(), without, workers)
             if batch is None:
                 return
-            worker, number = free[0], next(self._ids)
+            number = next(self._ids)
             self._running[number] = (batch, worker)
-            worker.free -= 1
+            worker.free = False
             task = asyncio.create_task(self._answer(number, batch, worker))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -146,7 +146,7 @@ class Service:
                 job.give(index, result)
         finally:
             hanging.cancel()
-            worker.free += 1
+            worker.free = True
             del self._running[number]
             self._dispatch()
 
@@ -166,15 +166,15 @@ class Service:
             return
         self.numbers.restarts += 1
         log.warning("a worker process (%d) has ended; another one is started", worker.pid)
-        task = asyncio.create_task(self._replace_until_done(self._pool, worker))
+        task = asyncio.create_task(self._replace_until_done(self._pool))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _replace_until_done(self, pool: Pool, worker: Worker) -> None:
+    async def _replace_until_done(self, pool: Pool) -> None:
         delay = 0.1
         while pool is self._pool:
             try:
-                await pool.replace(worker)
+                await pool.replace()
             except (UserError, EOFError, OSError) as error:
                 log.error("a worker process could not be started: %s", error)
                 await asyncio.sleep(delay)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -18,10 +19,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -54,7 +54,7 @@ class Task:
     kind: str
     options: dict[str, Any]
     inputs: list[dict[str, Any]]
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: Callable[[], bool] = lambda: False
 
     def parts(self) -> list[Task]:
         """A task for each input."""
@@ -62,8 +62,28 @@ class Task:
 
     def check(self) -> None:
         """Raise if nobody waits for it any more; called between the steps of a search."""
-        if self.cancelled.is_set():
+        if self.cancelled():
             raise Cancelled
+
+
+class Channel:
+    """The worker's side of a connection, over which one task after the other comes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def next(self) -> Message | None:
+        """The next task; None if the server has closed. What cancels a task that has ended meanwhile is nothing."""
+        while (message := receive(self._connection)) is not None and "cancel" in message:
+            pass
+        return message
+
+    def send(self, message: Message) -> None:
+        self._connection.sendall(pack(message))
+
+    def cancelled(self) -> bool:
+        """Whether the server has cancelled the task at hand, or is gone: it sends nothing else before the answer."""
+        return bool(select.select([self._connection], [], [], 0)[0])
 
 
 class Answerer:
@@ -248,40 +268,26 @@ def kinds_of(run: LoadedRun) -> list[str]:
 
 
 def work(answerer: Answerer, connection: socket.socket) -> None:
-    """The life of a worker: answer what comes until the server closes its end.
-
-    This thread reads, so that a cancelled batch is noticed while others answer.
-    """
-    tasks: dict[int, Task] = {}
-    waiting: SimpleQueue[Task | None] = SimpleQueue()
-    sending = threading.Lock()
-
-    def send(message: Message) -> None:
-        with sending:
-            connection.sendall(pack(message))
-
-    def run() -> None:
-        while task := waiting.get():
+    """Answer what comes over a connection until the server closes its end."""
+    channel = Channel(connection)
+    with suppress(OSError):  # the server is gone
+        while message := channel.next():
+            task = Task(**message, cancelled=channel.cancelled)
             try:
-                send({"id": task.id, "results": answerer.answer(task, send)})
+                results: list[Result] | None = answerer.answer(task, channel.send)
             except Cancelled:
-                send({"id": task.id, "results": None})
-            except OSError:  # the server is gone
-                return
-            finally:
-                tasks.pop(task.id, None)
+                results = None
+            channel.send({"id": task.id, "results": results})
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(answerer.slots)]
+
+def work_in_threads(answerer: Answerer, connections: list[socket.socket]) -> None:
+    """The life of a worker process: a thread for each connection, which ends with the last of them."""
+    threads = [threading.Thread(target=work, args=(answerer, each)) for each in connections[1:]]
     for thread in threads:
         thread.start()
-    while message := receive(connection):
-        if "cancel" in message:
-            if task := tasks.get(message["cancel"]):
-                task.cancelled.set()
-        else:
-            task = tasks[message["id"]] = Task(**message)
-            waiting.put(task)
-    os._exit(0)  # what is still being answered has nobody to go to
+    work(answerer, connections[0])
+    for thread in threads:
+        thread.join()
 
 
 def template(control: socket.socket) -> None:
@@ -304,16 +310,18 @@ def template(control: socket.socket) -> None:
     gc.freeze()  # the collector would write to the pages that workers share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended leave nothing behind
     while True:
-        data, handles, _, _ = socket.recv_fds(control, 1, 1)
+        data, handles, _, _ = socket.recv_fds(control, 1, settings["slots"])
         if not data:
             return
-        connection = socket.socket(fileno=handles[0])
+        connections = [socket.socket(fileno=handle) for handle in handles]
         pid = os.fork()
         if pid == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            work(answerer, connection)
-        connection.close()
+            work_in_threads(answerer, connections)
+            os._exit(0)
+        for connection in connections:
+            connection.close()
         control.sendall(pack({"pid": pid}))
 
 
