@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 Message = dict[str, Any]
 HEADER = struct.Struct("!I")
@@ -15,7 +16,7 @@ MAX_MESSAGE = 1 << 30  # bytes
 
 def pack(message: Message) -> bytes:
     """A message as bytes."""
-    data = json.dumps(message, separators=(",", ":")).encode("ascii")
+    data = to_json(message)
     return HEADER.pack(len(data)) + data
 
 
@@ -51,5 +52,5 @@ async def receive_async(reader: asyncio.StreamReader) -> Message:
 
 
 def _parse(data: bytes) -> Message:
-    message: Message = json.loads(data)
+    message: Message = from_json(data)
     return message
