@@ -430,3 +430,30 @@ def test_the_examples_of_the_documentation_work(runs):
             assert client.post(path, body.encode()).status == 200, body
         pytest.importorskip("openai")
         exec(program.replace("http://127.0.0.1:8000", client.url), {})
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "expected"),
+    [
+        ((), "1.2.3.4", "127.0.0.1"),
+        (("127.0.0.1",), "1.2.3.4", "1.2.3.4"),
+        (("127.0.0.0/8",), "6.6.6.6, 1.2.3.4, 127.0.0.9", "1.2.3.4"),
+        (("127.0.0.1",), "<script>", "127.0.0.1"),
+        (("10.0.0.1",), "1.2.3.4", "127.0.0.1"),
+    ],
+)
+def test_the_log_believes_only_named_proxies(runs, caplog, proxies, forwarded, expected):
+    with caplog.at_level("INFO", "regard.serve"), serving({"toy": runs["toy"]}, proxy=proxies) as client:
+        client.get("/health/live", **{"X-Forwarded-For": forwarded})
+    assert any(line.startswith(f"{expected} GET /health/live 200 ") for line in caplog.messages)
+
+
+def test_a_stream_whose_worker_ends_is_not_begun_again(runs):
+    with serving({"lm": runs["lm"]}, workers=1) as client, ThreadPoolExecutor(1) as threads:
+        service = client.server.service
+        body = {"inputs": "abab", "stream": True, "min_length": 90, "max_length": 100, "sample": True, "seed": 1}
+        pending = threads.submit(client.post, "/v1/generate", body)
+        wait_for(lambda: any(batch.entries[0][0].started for batch, _ in list(service._running.values())))
+        os.kill(service._pool.workers[0].pid, signal.SIGKILL)
+        events = pending.result(60).events
+        assert len(events) < 100 and events[-1]["error"]["status"] == 503 and all("piece" in x for x in events[:-1])

@@ -31,7 +31,7 @@ def _requirements(value: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-Whole = Annotated[int, Field(strict=True, ge=0)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
 class Request(BaseModel):
@@ -50,7 +50,7 @@ class Request(BaseModel):
     forbid: PhraseList = ()
     stop: PhraseList = ()
     min_length: Whole | None = None
-    max_length: Annotated[int, Field(strict=True, ge=1)] | None = None
+    max_length: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
     seed: Whole | None = None
 
     def __init__(

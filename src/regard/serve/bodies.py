@@ -7,13 +7,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from regard.decode.options import Options
+from regard.decode.request import Request
 from regard.errors import UserError, explain
 from regard.serve.settings import MAX_INPUTS, MAX_TEXT
 
-MAX_CHOICES = 1000  # beam, n-best, candidates and the like
 MAX_LENGTH = 100_000  # output tokens
-MAX_FACTOR = 100  # ratios, penalties and the like
-SAMPLING = ("temperature", "top_p")
+# The most that a request may ask for, beside the work that it makes.
+BOUNDS = {
+    **dict.fromkeys(("beam", "nbest", "mbr", "groups", "alternatives", "top_tokens"), 1000),
+    **dict.fromkeys(("min_length", "max_length", "alternatives_at", "max_source"), MAX_LENGTH),
+    **dict.fromkeys(("no_repeat_ngram", "top_k"), MAX_LENGTH),
+    **dict.fromkeys(("max_ratio", "min_ratio", "length_penalty", "coverage_penalty", "diversity"), 100),
+    **dict.fromkeys(("repetition_penalty", "temperature"), 100),
+    "seed": 2**63 - 1,
+}
 BATCHING = ("window", "batch_tokens", "weights", "precision")  # the server decides
 
 
@@ -28,21 +35,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class Input(Body):
-    """A source with constraints of its own, as `regard.Request`."""
-
-    source: Text
-    features: Text | None = None
-    prefix: Text = ""
-    require: Annotated[list[Text | list[Text]], Field(max_length=100)] = []
-    forbid: Annotated[list[Text], Field(max_length=100)] = []
-    stop: Annotated[list[Text], Field(max_length=100)] = []
-    min_length: Annotated[int, Field(ge=0, le=MAX_LENGTH)] | None = None
-    max_length: Annotated[int, Field(ge=1, le=MAX_LENGTH)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-
-
-Inputs = Text | Input | Annotated[list[Text | Input], Field(min_length=1, max_length=MAX_INPUTS)]
+Inputs = Text | Request | Annotated[list[Text | Request], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 class GenerateBody(Options):
@@ -54,19 +47,11 @@ class GenerateBody(Options):
 
     @model_validator(mode="after")
     def _bounded(self) -> GenerateBody:
-        for name in ("beam", "nbest", "mbr", "groups", "alternatives", "top_tokens", "no_repeat_ngram", "top_k"):
-            if getattr(self, name) > (MAX_LENGTH if name in ("top_k", "no_repeat_ngram") else MAX_CHOICES):
-                raise ValueError(f"{name}: at most {MAX_CHOICES}")
-        for name in ("min_length", "max_length", "alternatives_at", "max_source"):
-            if (getattr(self, name) or 0) > MAX_LENGTH:
-                raise ValueError(f"{name}: at most {MAX_LENGTH}")
-        for name in ("max_ratio", "min_ratio", "length_penalty", "coverage_penalty", "diversity", "repetition_penalty"):
-            if (getattr(self, name) or 0) > MAX_FACTOR:
-                raise ValueError(f"{name}: at most {MAX_FACTOR}")
-        if self.temperature > MAX_FACTOR:
-            raise ValueError(f"temperature: at most {MAX_FACTOR}")
-        if self.seed >= 2**63:
-            raise ValueError("seed: below 2 ** 63")
+        for name, most in BOUNDS.items():
+            if (getattr(self, name) or 0) > most:
+                raise ValueError(f"{name}: at most {most}")
+        if any(len(item["source"]) > MAX_TEXT for item in self.items()):
+            raise ValueError(f"inputs: a source has at most {MAX_TEXT} characters")
         for name in BATCHING:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: is decided by the server")

@@ -63,6 +63,7 @@ class Job:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     pieces: asyncio.Queue[dict[str, Any] | None] = field(default_factory=asyncio.Queue)  # of a stream
     cancelled: bool = False
+    started: bool = False  # a stream of which the client has got something
     remaining: int = 0  # cost of what waits
     served: int = 0  # cost of what went to a worker
 
@@ -73,6 +74,11 @@ class Job:
     @property
     def large(self) -> bool:
         return len(self.inputs) > SHORT
+
+    def tell(self, piece: dict[str, Any]) -> None:
+        """Take a piece of a stream."""
+        self.started = True
+        self.pieces.put_nowait(piece)
 
     def give(self, index: int, result: dict[str, Any]) -> None:
         """Take the result of one input."""

@@ -32,7 +32,7 @@ from regard.serve.openapi import describe_api
 from regard.serve.pool import PoolSettings
 from regard.serve.refusals import Refused, error_response
 from regard.serve.service import Service
-from regard.serve.settings import Keys, ServeSettings
+from regard.serve.settings import Keys, ServeSettings, is_address
 
 log = logging.getLogger("regard.serve")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +46,7 @@ class Server:
     def __init__(self, runs: dict[str, str], settings: ServeSettings) -> None:
         self.settings, self.keys = settings, Keys.load(settings.keys)
         settings.check(self.keys)
-        workers = settings.workers or len(os.sched_getaffinity(0))
+        workers = settings.workers or _cores()
         pool = PoolSettings(runs, workers, settings.engine, settings.precision, settings.threads)
         self.service = Service(pool, settings.queue, LARGEST_BATCH, settings.deadline)
         self.handlers = Handlers(self.service, settings)
@@ -126,7 +126,9 @@ class Server:
             raise
         finally:
             self._active -= 1
-        self.monitor.request(path, response.status, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self.monitor.request(path, response.status, seconds)
+        log.info("%s %s %s %d %.0f ms", self._client(request), request.method, path, response.status, 1000 * seconds)
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -172,11 +174,11 @@ class Server:
         if self.handlers.draining:
             response.force_close()
 
-    def client(self, request: web.Request) -> str:
+    def _client(self, request: web.Request) -> str:
         """The address of a client; behind proxies that are named, the last one before them."""
         address = request.remote or ""
         chain = [part.strip() for part in request.headers.get("X-Forwarded-For", "").split(",")]
-        while self._proxies and chain and _within(address, self._proxies) and chain[-1]:
+        while chain and is_address(chain[-1]) and _within(address, self._proxies):
             address = chain.pop()
         return address
 
@@ -222,7 +224,6 @@ class Server:
         if self.handlers.draining:
             return
         self.handlers.draining = True
-        log.info("draining")
         await asyncio.sleep(LISTEN_ON)
         if self._runner is None:
             return await self.service.close()
@@ -234,6 +235,10 @@ class Server:
                     await asyncio.sleep(0.02)
         await self._runner.cleanup()
         await self.service.close()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _key(request: web.Request) -> str:
@@ -263,6 +268,9 @@ def _fixed(data: Callable[[], bytes], kind: str) -> Handler:
 
 async def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
     """Serve until a signal ends it."""
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", level=logging.INFO if settings.access_log else logging.WARNING
+    )
     server, ended = Server(runs, settings), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -133,10 +133,9 @@ class Service:
         group, began = batch.group, time.monotonic()
         options = json.loads(group.options)
         message = {"id": number, "run": group.run, "kind": group.kind, "options": options, "inputs": batch.inputs}
-        pieces = batch.entries[0][0].pieces
         hanging = asyncio.get_running_loop().call_later(self.deadline + HANGING, worker.kill)
         try:
-            results = await worker.answer(message, pieces.put_nowait)
+            results = await worker.answer(message, batch.entries[0][0].tell)
         except WorkerDied:
             self._recover(batch)
         else:
@@ -153,11 +152,10 @@ class Service:
     def _recover(self, batch: Batch) -> None:
         """Try the inputs of a batch whose worker has ended once more, each alone; those that have been are answered."""
         for job, index in batch.entries:
-            started = job.group.kind == "stream" and not job.pieces.empty()
             if job.cancelled:
                 continue
-            if index in job.retried or started:
-                job.give(index, {"error": "the process that worked on this input has ended twice", "status": 503})
+            if index in job.retried or job.started:
+                job.give(index, {"error": "the process that worked on this input has ended", "status": 503})
             else:
                 self.queue.put_back([(job, index)])
 

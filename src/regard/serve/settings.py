@@ -38,6 +38,7 @@ class ServeSettings(Value):
     proxy: tuple[str, ...] = option(
         (), "A proxy, or a network of them, whose X-Forwarded-For is believed. Repeatable.", metavar="ADDRESS"
     )
+    access_log: bool = option(False, "Write a line for every request to stderr: who, what, status, time; no text.")
 
     # how it computes
     workers: Count | None = option(None, "Batches that are answered at once. (default: one for each core)")
@@ -77,7 +78,7 @@ class ServeSettings(Value):
 
     def check(self, keys: Keys) -> None:
         """Refuse to listen to other machines without keys, unless told to."""
-        local = self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
+        local = self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
         if not local and not keys.any and not self.public:
             raise UserError(
                 f"--host {self.host}: other machines could use the server without a key; give --keys FILE, or --public"
@@ -87,7 +88,8 @@ class ServeSettings(Value):
             raise UserError("--precision int8: goes with --engine ctranslate2")
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
