@@ -157,6 +157,17 @@ def test_score_classify_embed_and_inspect(client, runs):
     assert wrong.status == 422 and str(runs["mlm"].parent) not in wrong.body.decode()
 
 
+def test_attention_comes_with_the_output(client, runs):
+    body = {"run": "toy", "inputs": ["abc"], "max_length": 5, "attention": True}
+    result = client.post("/v1/generate", body).json["results"][0]
+    trace = regard.load(runs["toy"]).attention("abc", result["hypotheses"][0]["text"])
+    assert {m["name"] for m in result["attention"]["maps"]} == {m.name for m in trace.maps}
+    assert result["attention"]["tokens"] == {name: list(row) for name, row in trace.tokens.items()}
+    for got, expected in zip(result["attention"]["maps"], trace.maps, strict=True):
+        assert same(got["weights"], expected.weights_HTS.tolist())
+    assert client.post("/v1/generate", body | {"stream": True}).status == 422
+
+
 def test_one_bad_input_fails_alone(client):
     texts = ["abc", {"source": "b", "features": "V"}, "dab"]
     good, bad, other = client.post("/v1/generate", {"run": "toy", "inputs": texts}).json["results"]

@@ -43,6 +43,7 @@ class GenerateBody(Options):
 
     run: Name | None = Field(None, description="The name of a run; may be left out if there is one alone.")
     inputs: Inputs = Field(description="A text, or an object with constraints of its own, or a list of these.")
+    attention: bool = Field(False, description="Give every attention map of the best output of each input.")
     stream: bool = Field(False, description="Tell every token as it is decoded, by server-sent events; one input only.")
 
     @model_validator(mode="after")

@@ -32,6 +32,7 @@ from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
 
 Answer = dict[str, Any]
+TRACED = 20  # hypotheses that cost about as much as recording all attention of one
 SCALE, EXTRA = 3, 50  # output tokens per character of a source, and more, that are expected at most
 KINDS = {
     "generate": "decodes", "stream": "decodes", "score": "scores pairs", "classify": "tells labels",
@@ -138,9 +139,12 @@ class Handlers:
         items, options = body.items(), body.options()
         chosen = options.model_dump(mode="json", exclude_defaults=True)
         if not body.stream:
-            rows = max(options.rows, options.nbest, options.alternatives, 1)
+            rows = max(options.rows, options.nbest, options.alternatives, TRACED if body.attention else 1)
+            chosen |= {"attention": True} if body.attention else {}
             results = await self.results(self.make_job(run, "generate", chosen, items, rows))
             return web.json_response({"run": run, "results": results})
+        if body.attention:
+            raise Refused(422, "attention: comes with the whole output; leave out stream")
         if len(items) != 1:
             raise Refused(422, f"stream: takes one input, not {len(items)}")
         if options.beam > 1 or options.mbr or options.alternatives or options.nbest > 1:
@@ -281,7 +285,7 @@ class Handlers:
         """The attention page of one example."""
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
-        (result,) = await self.results(self.make_job(run, "inspect", {}, [item], rows=20))
+        (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACED))
         return web.json_response({"run": run, **result})
 
     async def reload(self, request: web.Request, body: ReloadBody) -> web.StreamResponse:

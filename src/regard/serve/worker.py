@@ -57,6 +57,15 @@ class Task:
     inputs: list[dict[str, Any]]
     cancelled: Callable[[], bool] = lambda: False
 
+    @property
+    def attention(self) -> bool:
+        """Whether attention maps are wanted, too."""
+        return bool(self.options.get("attention"))
+
+    def decoding(self) -> Options:
+        """The options of decoding."""
+        return Options.of(**{name: value for name, value in self.options.items() if name != "attention"})
+
     def parts(self) -> list[Task]:
         """A task for each input."""
         return [Task(self.id, self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
@@ -118,10 +127,32 @@ class Answerer:
         for request, item, hypotheses in zip(requests, inputs, answers, strict=True):
             result: Result = {"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
             result["source_tokens"] = len(item.sources[0]) if item.sources else 0
+            if task.attention and hypotheses[0].text:
+                result["attention"] = self._attention(task, request, hypotheses[0].text)
             if candidates := hypotheses[0].candidates:
                 result["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
             results.append(result if name == self.engine else {**result, "engine": name})
         return results
+
+    def _attention(self, task: Task, request: Request, output: str) -> Result:
+        """All attention maps of an output, with the tokens of their rows and columns."""
+        task.check()
+        trace = self.runs[task.run].attention(Example(request.source, features=request.features), output)
+        return {
+            "tokens": trace.tokens,
+            "maps": [
+                {
+                    "name": m.name,
+                    "kind": m.kind,
+                    "layer": m.layer,
+                    "heads": m.heads,
+                    "rows": m.rows,
+                    "columns": m.columns,
+                }
+                | {"weights": m.weights_HTS.round(4).tolist()}
+                for m in trace.maps
+            ],
+        }
 
     def translate(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
         """Decode, and give the texts alone, whose scores CTranslate2 need not compute."""
@@ -132,7 +163,7 @@ class Answerer:
 
     def stream(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
         """Decode one input, and tell every token at once."""
-        options = Options.of(**task.options)
+        options = task.decoding()
         check_streaming(options)
         engine = self._torch_engine(task.run, options)
         request = Request(**task.inputs[0])
@@ -192,7 +223,7 @@ class Answerer:
 
     def _decoder(self, task: Task, scores: Scores = "tokens") -> tuple[Engine, str]:
         """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
-        options, run = Options.of(**task.options), self.runs[task.run]
+        options, run = task.decoding(), self.runs[task.run]
         if run.task.name == "masked":
             return self._kept("masked", task.run, options, lambda: MaskFiller(run, options)), "torch"
         phrases = any(item.get(key) for item in task.inputs for key in ("require", "forbid", "stop"))
