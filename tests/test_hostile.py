@@ -90,7 +90,7 @@ def test_a_fault_is_noticed() -> None:
     """Aborts, tracebacks, memory and time are seen from outside."""
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).kind == "killed"
     assert in_child(lambda: 1 / 0).kind == "error"
-    assert in_child(lambda: [b"x" * 2**20 for _ in range(600)]).fault
+    assert in_child(lambda: [b"x" * 2**20 for _ in range(1200)]).fault  # some of it is memory that the parent has freed
     assert not in_child(lambda: None).fault
 
 

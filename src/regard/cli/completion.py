@@ -13,7 +13,7 @@ from regard.recipe import recipe_names, setting_names
 from regard.tasks import TASKS
 
 MOST_RUNS = 200  # listed at once
-READS_RUNS = ("generate", "score", "evaluate", "inspect", "heads", "prune", "convert", "average", "info")
+READS_RUNS = ("generate", "score", "evaluate", "inspect", "heads", "prune", "convert", "serve", "average", "info")
 
 
 class VerbCompletion(typer.core.TyperCommand):
