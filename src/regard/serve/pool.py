@@ -16,7 +16,7 @@ from regard.errors import UserError
 from regard.serve.protocol import Message, pack, receive_async
 
 
-class WorkerDied(Exception):
+class WorkerEnded(Exception):
     """The process that worked on a batch has ended."""
 
 
@@ -36,14 +36,14 @@ class PoolSettings:
         return self.workers if self.engine == "ctranslate2" else 1
 
 
-class Worker:
+class WorkerConnection:
     """A process, or a thread of one, that answers one batch after the other."""
 
     def __init__(
         self,
         pid: int,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        on_end: Callable[[Worker], None],
+        on_end: Callable[[WorkerConnection], None],
     ) -> None:
         """`on_end` is called when the process has ended by itself."""
         self.pid, self.free, self.alive = pid, True, True
@@ -56,7 +56,7 @@ class Worker:
     async def answer(self, message: Message, on_piece: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]] | None:
         """The results of a batch, or None if it was cancelled."""
         if not self.alive:
-            raise WorkerDied
+            raise WorkerEnded
         number = message["id"]
         answer: asyncio.Future[list[dict[str, Any]] | None]
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -99,16 +99,16 @@ class Worker:
         self._writer.close()
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(WorkerDied())
+                answer.set_exception(WorkerEnded())
         self._on_end(self)
 
 
 class Pool:
     """The processes that hold one state of the runs."""
 
-    def __init__(self, settings: PoolSettings, on_end: Callable[[Worker], None]) -> None:
+    def __init__(self, settings: PoolSettings, on_end: Callable[[WorkerConnection], None]) -> None:
         self.settings, self._on_end = settings, on_end
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerConnection] = []
         self.runs: dict[str, dict[str, Any]] = {}  # what clients are told about each
         self._template: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -170,7 +170,7 @@ class Pool:
             raise UserError(answer["error"])
         self.runs = {run["name"]: run for run in answer["runs"]}
 
-    async def _fork(self) -> list[Worker]:
+    async def _fork(self) -> list[WorkerConnection]:
         """A new process, with its workers."""
         assert self._control is not None and self._reader is not None
         pairs = [socket.socketpair() for _ in range(self.settings.slots)]
@@ -184,7 +184,7 @@ class Pool:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        return [Worker(pid, await asyncio.open_connection(sock=ours), self._on_end) for ours, _ in pairs]
+        return [WorkerConnection(pid, await asyncio.open_connection(sock=ours), self._on_end) for ours, _ in pairs]
 
     async def _end_template(self) -> None:
         if self._writer is not None:

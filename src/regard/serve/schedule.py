@@ -24,7 +24,7 @@ KEPT = 1.0  # seconds after a small request in which a worker is kept for others
 
 
 @dataclass
-class Speed:
+class BatchSpeed:
     """What is known about the batches of a run and kind."""
 
     budget: float = FIRST_COST  # padded cost of a batch
@@ -128,7 +128,7 @@ class Queue:
         self.cost = 0  # of what waits
         self._taken = 0
         self._small = -KEPT  # when the last small request came
-        self._speeds: dict[tuple[str, str], Speed] = {}  # by run and kind
+        self._speeds: dict[tuple[str, str], BatchSpeed] = {}  # by run and kind
         self._jobs: dict[int, Job] = {}
 
     def __len__(self) -> int:
@@ -201,8 +201,8 @@ class Queue:
         elif longest * (count + 1) > speed.budget:  # it was full
             speed.budget = min(self.batch_cost, speed.budget * min(2.0, speed.slice / seconds))
 
-    def _speed(self, group: Group) -> Speed:
-        return self._speeds.setdefault((group.run, group.kind), Speed())
+    def _speed(self, group: Group) -> BatchSpeed:
+        return self._speeds.setdefault((group.run, group.kind), BatchSpeed())
 
     def _move(self, batch: Batch, job: Job) -> None:
         index = job.waiting.pop()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regard.errors import UserError
-from regard.serve.pool import Pool, PoolSettings, Worker, WorkerDied
+from regard.serve.pool import Pool, PoolSettings, WorkerConnection, WorkerEnded
 from regard.serve.schedule import Batch, Job, Queue
 
 log = logging.getLogger("regard.serve")
@@ -41,7 +41,7 @@ class Service:
         self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
         self._pool = Pool(settings, self._replace)
         self._old: set[asyncio.Task[None]] = set()  # pools that finish what they have begun
-        self._running: dict[int, tuple[Batch, Worker]] = {}
+        self._running: dict[int, tuple[Batch, WorkerConnection]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ids = itertools.count(1)
         self._reloading = asyncio.Lock()
@@ -129,14 +129,14 @@ class Service:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int, batch: Batch, worker: Worker) -> None:
+    async def _answer(self, number: int, batch: Batch, worker: WorkerConnection) -> None:
         group, began = batch.group, time.monotonic()
         options = json.loads(group.options)
         message = {"id": number, "run": group.run, "kind": group.kind, "options": options, "inputs": batch.inputs}
         hanging = asyncio.get_running_loop().call_later(self.deadline + HANGING, worker.kill)
         try:
             results = await worker.answer(message, batch.entries[0][0].tell)
-        except WorkerDied:
+        except WorkerEnded:
             self._recover(batch)
         else:
             seconds = time.monotonic() - began
@@ -159,7 +159,7 @@ class Service:
             else:
                 self.queue.put_back([(job, index)])
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: WorkerConnection) -> None:
         if worker not in self._pool.workers:
             return
         self.numbers.restarts += 1

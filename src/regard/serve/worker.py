@@ -47,7 +47,7 @@ class Cancelled(Exception):
 
 
 @dataclass
-class Task:
+class BatchTask:
     """A batch to answer: inputs of one kind with the same options, for one run."""
 
     id: int
@@ -66,9 +66,9 @@ class Task:
         """The options of decoding."""
         return Options.of(**{name: value for name, value in self.options.items() if name != "attention"})
 
-    def parts(self) -> list[Task]:
+    def parts(self) -> list[BatchTask]:
         """A task for each input."""
-        return [Task(self.id, self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
+        return [BatchTask(self.id, self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
 
     def check(self) -> None:
         """Raise if nobody waits for it any more; called between the steps of a search."""
@@ -105,7 +105,7 @@ class Answerer:
         self._translators: dict[str, Any] = {}
         self._torch, self._lock = threading.Lock(), threading.Lock()
 
-    def answer(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def answer(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """A result for each input, or what is wrong with it; one that fails does not fail the others."""
         try:
             return KINDS[task.kind](self, task, send)
@@ -116,7 +116,7 @@ class Answerer:
                 return [_failure(error, self.runs[task.run].path, task.run)]
             return [self.answer(part, send)[0] for part in task.parts()]
 
-    def generate(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def generate(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode, see `regard generate`."""
         engine, name = self._decoder(task)
         requests = [Request(**item) for item in task.inputs]
@@ -134,7 +134,7 @@ class Answerer:
             results.append(result if name == self.engine else {**result, "engine": name})
         return results
 
-    def _attention(self, task: Task, request: Request, output: str) -> Result:
+    def _attention(self, task: BatchTask, request: Request, output: str) -> Result:
         """All attention maps of an output, with the tokens of their rows and columns."""
         task.check()
         trace = self.runs[task.run].attention(Example(request.source, features=request.features), output)
@@ -154,14 +154,14 @@ class Answerer:
             ],
         }
 
-    def translate(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def translate(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode, and give the texts alone, whose scores CTranslate2 need not compute."""
         engine, _ = self._decoder(task, "totals" if task.options.get("nbest", 1) > 1 else "none")
         requests = [Request(**item) for item in task.inputs]
         with self._cancellable(engine, task):
             return [{"texts": [h.text for h in hypotheses]} for hypotheses in engine(requests)]
 
-    def stream(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def stream(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode one input, and tell every token at once."""
         options = task.decoding()
         check_streaming(options)
@@ -177,19 +177,19 @@ class Answerer:
         assert pieces.hypothesis is not None
         return [{"source": request.source, "hypotheses": [pieces.hypothesis.as_dict()]}]
 
-    def score(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def score(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Score pairs, see `regard score`."""
         pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
         scored = self.runs[task.run].score(pairs, **task.options)
         return [{"source": p.source, "target": p.target, **s.as_dict()} for p, s in zip(pairs, scored, strict=True)]
 
-    def classify(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def classify(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Tell labels."""
         texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
         found = self.runs[task.run].classify(texts, **task.options)
         return [{"source": x.source, **c.as_dict()} for x, c in zip(texts, found, strict=True)]
 
-    def embed(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def embed(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Give vectors of texts; one that was too long says so."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -199,7 +199,7 @@ class Answerer:
         flags = {"flags": {"truncated": str(caught[0].message)}} if caught else {}
         return [{"vector": [float(v) for v in row], **flags} for row in vectors]
 
-    def inspect(self, task: Task, send: Callable[[Message], None]) -> list[Result]:
+    def inspect(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """The attention page of each example, as HTML."""
         run, results = self.runs[task.run], []
         for item in task.inputs:
@@ -209,7 +209,7 @@ class Answerer:
         return results
 
     @contextmanager
-    def _cancellable(self, engine: Engine, task: Task) -> Iterator[None]:
+    def _cancellable(self, engine: Engine, task: BatchTask) -> Iterator[None]:
         """Let a search with torch ask before every step whether it is still wanted; one search at a time does."""
         if not isinstance(engine, TorchEngine):
             yield
@@ -221,7 +221,7 @@ class Answerer:
             finally:
                 engine.scorer.before_step = None
 
-    def _decoder(self, task: Task, scores: Scores = "tokens") -> tuple[Engine, str]:
+    def _decoder(self, task: BatchTask, scores: Scores = "tokens") -> tuple[Engine, str]:
         """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
         options, run = task.decoding(), self.runs[task.run]
         if run.task.name == "masked":
@@ -258,7 +258,7 @@ class Answerer:
         return engine
 
 
-KINDS: dict[str, Callable[[Answerer, Task, Callable[[Message], None]], list[Result]]] = {
+KINDS: dict[str, Callable[[Answerer, BatchTask, Callable[[Message], None]], list[Result]]] = {
     "generate": Answerer.generate,
     "translate": Answerer.translate,
     "stream": Answerer.stream,
@@ -304,7 +304,7 @@ def work(answerer: Answerer, connection: socket.socket) -> None:
     channel = Channel(connection)
     with suppress(OSError):  # the server is gone
         while message := channel.next():
-            task = Task(**message, cancelled=channel.cancelled)
+            task = BatchTask(**message, cancelled=channel.cancelled)
             try:
                 results: list[Result] | None = answerer.answer(task, channel.send)
             except Cancelled:

@@ -30,7 +30,7 @@ _RANKS = 4096  # more processes than will ever train together: keeps their rando
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class Piece(NamedTuple):
+class BatchPart(NamedTuple):
     """Rows of a batch of a step that are read at once."""
 
     share: int  # the number of the batch
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     batch: Batch  # these rows alone
     weight: float
 
-    def halves(self) -> list[Piece]:
+    def halves(self) -> list[BatchPart]:
         start, stop = self.rows.start, self.rows.stop
         half = (stop - start) // 2
         parts = ((0, half), (half, stop - start))
@@ -105,10 +105,11 @@ class Stepper:
         self.memory_failures = failures = MemoryFailures()
         remembered = self.objective.segment_memory
         pieces = [
-            Piece(share, slice(0, len(batch.label_BT)), batch, weight) for share, (batch, weight) in enumerate(shares)
+            BatchPart(share, slice(0, len(batch.label_BT)), batch, weight)
+            for share, (batch, weight) in enumerate(shares)
         ]
         pieces = self._fitting(pieces)
-        while isinstance(sums := self._accumulate(step, pieces), Piece):
+        while isinstance(sums := self._accumulate(step, pieces), BatchPart):
             self.objective.segment_memory = remembered
             pieces = self._without(pieces, sums)
         if failures.examples:
@@ -121,7 +122,7 @@ class Stepper:
         numbers: list[float] = torch.stack((*sums, norm)).double().tolist()  # the one host sync per step
         return numbers
 
-    def _accumulate(self, step: int, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor] | Piece:
+    def _accumulate(self, step: int, pieces: Sequence[BatchPart]) -> tuple[Tensor, Tensor] | BatchPart:
         """Add up the gradients of a step -> the sums of both losses, or the piece for which memory ran out."""
         self.optimizer.zero_grad(set_to_none=True)  # also of what came before the piece that failed
         torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.group.rank)
@@ -144,7 +145,7 @@ class Stepper:
             self.objective.segment_memory = join_memories(after)
         return nll, smoothed
 
-    def _backward(self, piece: Piece) -> Loss:
+    def _backward(self, piece: BatchPart) -> Loss:
         """Add the gradient of a piece to those of the step."""
         device, autocast = self.group.device, self.train.precision == "bf16" and not self._matmuls
         with use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
@@ -156,7 +157,7 @@ class Stepper:
             (loss.smoothed * scale).backward()
         return loss
 
-    def _without(self, pieces: Sequence[Piece], failed: Piece) -> list[Piece]:
+    def _without(self, pieces: Sequence[BatchPart], failed: BatchPart) -> list[BatchPart]:
         """The pieces to try again with after memory ran out for one of them; a single row is left out."""
         self.memory_failures.count += 1
         if failed.rows.stop - failed.rows.start > 1:
@@ -167,9 +168,9 @@ class Stepper:
             self.memory_failures.tokens += failed.batch.tokens
         return [piece for piece in pieces if piece is not failed]
 
-    def _fitting(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _fitting(self, pieces: Sequence[BatchPart]) -> list[BatchPart]:
         """The pieces, split until each is smaller than what did not fit, or a single row."""
-        done: list[Piece] = []
+        done: list[BatchPart] = []
         waiting = list(reversed(pieces))
         while waiting:
             piece = waiting.pop()
