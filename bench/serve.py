@@ -239,7 +239,7 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
     A request counts as lost if its connection was made and it got no whole answer; a connection that is refused was
     never accepted.
     """
-    lost, answered, codes = 0, 0, Counter[int]()
+    statuses, codes = Counter[object](), Counter[int]()
 
     async def rounds(port: int, server: subprocess.Popen[bytes]) -> Load:
         load = Load(port, lines)
@@ -256,10 +256,10 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
         port = free_port()
         with process(regard(options.run, port, "--beam", options.beam), port) as server:
             load = asyncio.run(rounds(port, server))
-        answered += load.statuses[200]
-        lost += sum(count for status, count in load.statuses.items() if status not in NOT_LOST)
+        statuses += load.statuses
         codes[server.returncode] += 1
-    show("stop", times=options.rounds, answered=answered, lost=lost, exit_codes=dict(codes))
+    lost = sum(count for status, count in statuses.items() if status not in NOT_LOST)
+    show("stop", times=options.rounds, statuses=statuses, lost=lost, exit_codes=codes)
 
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

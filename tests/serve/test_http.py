@@ -394,7 +394,8 @@ def test_sigterm_finishes_what_was_accepted(runs):
         wait_for(lambda: not client.server.service.idle)
         stopping = threads.submit(client.wait, client.server.stop())
         wait_for(lambda: client.server.handlers.draining)
-        assert client.get("/health/ready").status == 503
+        reply = client.get("/health/ready")
+        assert reply.status == 503 and reply.headers["Connection"] == "close"
         assert {each.result(60).status for each in pending} == {200}
         stopping.result(60)
 

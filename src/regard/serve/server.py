@@ -172,6 +172,7 @@ class Server:
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             response.headers["Vary"] = "Origin"
         if self.handlers.draining:
+            response.headers["Connection"] = "close"  # else the client would send its next request into a closed one
             response.force_close()
 
     def _client(self, request: web.Request) -> str:

@@ -36,7 +36,6 @@ from regard.errors import UserError
 from regard.serve.protocol import Message, pack, receive
 from regard.text.codec import Example
 
-NICE = 5  # workers leave the processor to the server, which must refuse at once what it cannot take on
 MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
 Result = dict[str, Any]
 Scores = Literal["tokens", "totals", "none"]  # that CTranslate2 computes
@@ -350,7 +349,6 @@ def template(control: socket.socket) -> None:
         if pid == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.nice(NICE)
             work_in_threads(answerer, connections)
             os._exit(0)
         for connection in connections:
