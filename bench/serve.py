@@ -343,9 +343,8 @@ def schema(options: argparse.Namespace, lines: list[str]) -> None:
         command = ["schemathesis", "--config-file", f"{folder}/schemathesis.toml", "run"]
         command += [f"http://127.0.0.1:{port}/openapi.json", "--max-examples", str(options.requests), "--seed", "1"]
         checks = "not_a_server_error,status_code_conformance,content_type_conformance,negative_data_rejection"
-        done = subprocess.run(
-            [*command, "--mode", "all", "--checks", checks, "--phases", "coverage,fuzzing"], text=True
-        )
+        command += ["--mode", "all", "--checks", checks, "--phases", "coverage,fuzzing"]
+        done = subprocess.run(command, cwd=folder)  # where it keeps what it finds
         show("schema", examples=options.requests, exit_code=done.returncode)
 
 

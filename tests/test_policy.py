@@ -274,3 +274,12 @@ def test_help_is_quick():
 def children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def test_no_large_file_is_in_the_repository():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    names = (
+        subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    )
+    assert [name for name in names if name and (ROOT / name).is_file() and (ROOT / name).stat().st_size > 2**20] == []
