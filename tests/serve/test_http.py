@@ -465,7 +465,7 @@ def test_a_stream_whose_worker_ends_is_not_begun_again(runs):
         service = client.server.service
         body = {"inputs": "abab", "stream": True, "min_length": 90, "max_length": 100, "sample": True, "seed": 1}
         pending = threads.submit(client.post, "/v1/generate", body)
-        wait_for(lambda: any(batch.entries[0][0].started for batch, _ in list(service._running.values())))
+        wait_for(lambda: any(x.batch.entries[0][0].started for x in list(service._running.values())))
         os.kill(service._pool.workers[0].pid, signal.SIGKILL)
         events = pending.result(60).events
         assert len(events) < 100 and events[-1]["error"]["status"] == 503 and all("piece" in x for x in events[:-1])

@@ -156,8 +156,8 @@ def test_batches_are_as_long_as_a_few_inputs_that_are_answered_alone():
 def test_results_may_come_in_any_order_and_the_job_is_done_with_the_last(order):
     each = job(*[1] * len(order))
     for rank, index in enumerate(sorted(range(len(order)), key=lambda i: order[i])):
-        assert not each.done.is_set()
+        assert not each.done
         each.give(index, {"n": rank})
-    assert each.done.is_set() and len(each.results) == len(order)
+    assert each.done and len(each.results) == len(order)
     each.fail("too late", 503)
     assert all("error" not in result for result in each.results.values())

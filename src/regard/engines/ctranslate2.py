@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write_model
 from regard.decode.generate import Engine
-from regard.decode.hypothesis import DecodedIds, Hypothesis, empty_hypothesis, flag_segmentation, make_hypotheses
+from regard.decode.hypothesis import (
+    DecodedIds,
+    Hypothesis,
+    empty_hypothesis,
+    flag_segmentation,
+    make_hypotheses,
+    output_text,
+)
 from regard.decode.options import Options
 from regard.decode.preparer import UNBOUNDED, Preparer
 from regard.decode.request import SearchInput
@@ -84,17 +91,27 @@ class CTranslate2Engine(Engine):
         codec = self.run.codec
         results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
         searched = {i: item for i, item in enumerate(inputs) if not item.flags}
-        if any(item.phrases is not None for item in searched.values()):
-            raise UserError("require, forbid, stop: the engine ctranslate2 cannot do this; use the engine torch")
-        if self.options.sample and any(item.seed is not None for item in searched.values()):
-            raise UserError("seed: the engine ctranslate2 has one for all lines; leave it out, or use the engine torch")
-        outputs = self._search(searched, strict=self.options.sample)
+        outputs = self._search_all(searched)
         scores = self._score(searched, outputs)
         for i, item in searched.items():
             decoded = [output._replace(token_scores=scores.get((i, output.ids), ())) for output in outputs[i]]
             results[i] = make_hypotheses(codec, self.options, item, decoded)
         flag_segmentation(codec, results)
         return results
+
+    def texts(self, inputs: Sequence[SearchInput]) -> list[list[str]]:
+        """The texts of what `decode` gives, without the time for scores and flags."""
+        searched = {i: item for i, item in enumerate(inputs) if not item.flags}
+        outputs = self._search_all(searched)
+        found = [[output_text(self.run.codec, x, y.ids) for y in outputs.get(i, ())] for i, x in enumerate(inputs)]
+        return [row or [""] for row in found]
+
+    def _search_all(self, inputs: Inputs) -> dict[int, list[DecodedIds]]:
+        if any(item.phrases is not None for item in inputs.values()):
+            raise UserError("require, forbid, stop: the engine ctranslate2 cannot do this; use the engine torch")
+        if self.options.sample and any(item.seed is not None for item in inputs.values()):
+            raise UserError("seed: the engine ctranslate2 has one for all lines; leave it out, or use the engine torch")
+        return self._search(inputs, strict=self.options.sample)
 
     def close(self) -> None:
         """Free the model."""

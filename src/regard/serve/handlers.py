@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -102,13 +101,9 @@ class Handlers:
         """The results of a job, in order; an error of the only input is that of the request."""
         self.submit(job)
         try:
-            async with asyncio.timeout(self.settings.deadline):
-                await job.done.wait()
-        except TimeoutError:
-            raise Refused(504, f"not finished within {self.settings.deadline:g} seconds") from None
+            await job.wait()
         finally:
-            if not job.done.is_set():
-                self.service.cancel(job)
+            self.service.finish(job)
         results = [job.results[i] for i in range(len(job.inputs))]
         if all("error" in result for result in results):
             _raise(results[0])
@@ -120,14 +115,12 @@ class Handlers:
     async def pieces(self, job: Job) -> AsyncIterator[Answer]:
         """The tokens of a submitted stream as they are decided."""
         try:
-            async with asyncio.timeout(self.settings.deadline):
-                while (piece := await job.pieces.get()) is not None:
-                    yield piece
-        except TimeoutError:
-            raise Refused(504, f"not finished within {self.settings.deadline:g} seconds") from None
+            while job.pieces or not job.done:
+                await job.wait()
+                while job.pieces:
+                    yield job.pieces.popleft()
         finally:
-            if not job.done.is_set():
-                self.service.cancel(job)
+            self.service.finish(job)
         if "error" in job.results[0]:
             _raise(job.results[0])
 

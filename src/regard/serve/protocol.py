@@ -11,7 +11,6 @@ from pydantic_core import from_json, to_json
 
 Message = dict[str, Any]
 HEADER = struct.Struct("!I")
-MAX_MESSAGE = 1 << 30  # bytes
 
 
 def pack(message: Message) -> bytes:
@@ -40,15 +39,25 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
     return bytes(parts)
 
 
-async def receive_async(reader: asyncio.StreamReader) -> Message:
-    """The next message in an event loop; EOFError if the other side has closed."""
-    try:
-        (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        if size > MAX_MESSAGE:
-            raise EOFError
-        return _parse(await reader.readexactly(size))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise EOFError from None
+class MessageProtocol(asyncio.Protocol):
+    """The same in an event loop: messages are handled as soon as they are complete, without a task that waits."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            message = _parse(bytes(self._buffer[HEADER.size : end]))
+            del self._buffer[:end]
+            self.message_received(message)
+
+    def message_received(self, message: Message) -> None:
+        """Handle a message."""
+        raise NotImplementedError
 
 
 def _parse(data: bytes) -> Message:

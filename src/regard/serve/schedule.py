@@ -9,6 +9,7 @@ request of many inputs never has long ones with all workers; while small request
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +61,9 @@ class Job:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)  # indices of inputs, the next one last
     retried: set[int] = field(default_factory=set)  # those whose worker ended, to be tried once more, each alone
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    pieces: asyncio.Queue[dict[str, Any] | None] = field(default_factory=asyncio.Queue)  # of a stream
+    pieces: deque[dict[str, Any]] = field(default_factory=deque)  # of a stream, that its client has not got yet
+    news: asyncio.Future[None] | None = None  # is set when there are pieces, or all results
+    deadline: asyncio.TimerHandle | None = None
     cancelled: bool = False
     started: bool = False  # a stream of which the client has got something
     remaining: int = 0  # cost of what waits
@@ -75,17 +77,31 @@ class Job:
     def large(self) -> bool:
         return len(self.inputs) > SHORT
 
+    @property
+    def done(self) -> bool:
+        return len(self.results) == len(self.inputs)
+
+    async def wait(self) -> None:
+        """Wait for pieces, or for all results."""
+        if not self.pieces and not self.done:
+            self.news = asyncio.get_running_loop().create_future()
+            await self.news
+
     def tell(self, piece: dict[str, Any]) -> None:
         """Take a piece of a stream."""
         self.started = True
-        self.pieces.put_nowait(piece)
+        self.pieces.append(piece)
+        self._wake()
 
     def give(self, index: int, result: dict[str, Any]) -> None:
         """Take the result of one input."""
         self.results[index] = result
-        if len(self.results) == len(self.inputs):
-            self.done.set()
-            self.pieces.put_nowait(None)
+        if self.done:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self.news is not None and not self.news.done():
+            self.news.set_result(None)
 
     def fail(self, message: str, status: int) -> None:
         """End with an error for all inputs that have no result."""

@@ -38,6 +38,7 @@ log = logging.getLogger("regard.serve")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
 LARGEST_BATCH = 16_384  # tokens times hypotheses
+UNSENT = 65_536  # bytes of answers that the kernel takes for a client that does not read; else it would take megabytes
 
 
 class Server:
@@ -128,7 +129,9 @@ class Server:
             self._active -= 1
         seconds = time.monotonic() - began
         self.monitor.request(path, response.status, seconds)
-        log.info("%s %s %s %d %.0f ms", self._client(request), request.method, path, response.status, 1000 * seconds)
+        if log.isEnabledFor(logging.INFO):
+            client = self._client(request)
+            log.info("%s %s %s %d %.0f ms", client, request.method, path, response.status, 1000 * seconds)
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -215,6 +218,8 @@ class Server:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections whose client takes nothing any more end by themselves
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * settings.send))
+            if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
             listener.bind(address)
         except OSError as error:
             raise UserError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from regard.errors import UserError
-from regard.serve.pool import Pool, PoolSettings, WorkerConnection, WorkerEnded
+from regard.serve.pool import Pool, PoolSettings, WorkerConnection
+from regard.serve.protocol import Message
 from regard.serve.schedule import Batch, Job, Queue
 
 log = logging.getLogger("regard.serve")
@@ -31,6 +30,15 @@ class Numbers:
     seconds_per_cost: float = 0.0
 
 
+@dataclass
+class RunningBatch:
+    """A batch that a worker has."""
+
+    batch: Batch
+    began: float
+    hanging: asyncio.TimerHandle  # ends a worker that does not stop
+
+
 class Service:
     """Answers jobs with worker processes; the answers do not depend on what else is asked at the time."""
 
@@ -39,12 +47,13 @@ class Service:
         self.queue = Queue(capacity, batch_cost)
         self.numbers = Numbers()
         self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
-        self._pool = Pool(settings, self._replace)
-        self._old: set[asyncio.Task[None]] = set()  # pools that finish what they have begun
-        self._running: dict[int, tuple[Batch, WorkerConnection]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ids = itertools.count(1)
+        self._pool = self._new_pool()
+        self._running: dict[WorkerConnection, RunningBatch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # that start processes, or end those of an older state of the runs
         self._reloading = asyncio.Lock()
+
+    def _new_pool(self) -> Pool:
+        return Pool(self.settings, self._received, self._ended)
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
@@ -59,7 +68,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether there is a worker that can answer."""
-        return self.workers > 0
+        return any(worker.alive for worker in self._pool.workers)
 
     @property
     def idle(self) -> bool:
@@ -71,25 +80,36 @@ class Service:
 
     async def close(self) -> None:
         """End all processes; what is still being answered fails."""
-        pools, tasks = [self._pool], list(self._tasks)
-        await asyncio.gather(*(pool.close() for pool in pools), *self._old)
-        for task in tasks:
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pool.close()
 
     def submit(self, job: Job) -> None:
-        """Take on a job, or raise QueueFull."""
+        """Take on a job, or raise QueueFull; `finish` ends it."""
         self.queue.add(job, time.monotonic())
+        job.deadline = asyncio.get_running_loop().call_later(self.deadline, self._expire, job)
         self._dispatch()
 
-    def cancel(self, job: Job) -> None:
-        """Drop a job whose client has left or whose time is over."""
+    def finish(self, job: Job) -> None:
+        """Stop the clock of a job, and its work if there is any left: the client has left."""
+        if job.deadline is not None:
+            job.deadline.cancel()
+        if not job.done:
+            self._cancel(job)
+
+    def _expire(self, job: Job) -> None:
+        self._cancel(job)
+        job.fail(f"not finished within {self.deadline:g} seconds", 504)
+
+    def _cancel(self, job: Job) -> None:
+        """Drop what waits of a job, and the batches that were wanted for it alone."""
         job.cancelled = True
         self.queue.remove(job)
-        for number, (batch, worker) in self._running.items():
-            if not batch.wanted:
-                worker.cancel(number)
+        for worker, running in self._running.items():
+            if not running.batch.wanted and worker.alive:
+                worker.send({"cancel": True})
 
     def wait_seconds(self) -> float:
         """A guess of how long what waits will take."""
@@ -98,73 +118,72 @@ class Service:
     async def reload(self) -> None:
         """Load the runs anew from their directories; requests go to the old processes until the new ones are ready."""
         async with self._reloading:
-            pool = Pool(self.settings, self._replace)
+            pool = self._new_pool()
             await pool.start()
             old, self._pool = self._pool, pool
-            task = asyncio.create_task(self._finish(old))
-            self._old.add(task)
-            task.add_done_callback(self._old.discard)
+            self._begin(self._close_when_idle(old))
             self._dispatch()
 
-    async def _finish(self, pool: Pool) -> None:
-        while any(worker in pool.workers for _, worker in self._running.values()):
-            await asyncio.sleep(0.05)
-        await pool.close()
+    async def _close_when_idle(self, pool: Pool) -> None:
+        try:
+            while any(worker in self._running for worker in pool.workers):
+                await asyncio.sleep(0.05)
+        finally:
+            await pool.close()
 
     def _dispatch(self) -> None:
         """Give batches to all workers that are free."""
-        while True:
-            worker = next((each for each in self._pool.workers if each.alive and each.free), None)
-            if worker is None:
-                return
-            workers = self.settings.workers
-            without = workers - sum(batch.long for batch, _ in self._running.values())
-            batch = self.queue.take(time.monotonic(), without, workers)
+        for worker in self._pool.workers:
+            if not worker.alive or worker in self._running:
+                continue
+            workers, now = self.settings.workers, time.monotonic()
+            without = workers - sum(running.batch.long for running in self._running.values())
+            batch = self.queue.take(now, without, workers)
             if batch is None:
                 return
-            number = next(self._ids)
-            self._running[number] = (batch, worker)
-            worker.free = False
-            task = asyncio.create_task(self._answer(number, batch, worker))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            hanging = asyncio.get_running_loop().call_later(self.deadline + HANGING, worker.kill)
+            self._running[worker] = RunningBatch(batch, now, hanging)
+            group = batch.group
+            worker.send({"run": group.run, "kind": group.kind, "options": group.options, "inputs": batch.inputs})
 
-    async def _answer(self, number: int, batch: Batch, worker: WorkerConnection) -> None:
-        group, began = batch.group, time.monotonic()
-        options = json.loads(group.options)
-        message = {"id": number, "run": group.run, "kind": group.kind, "options": options, "inputs": batch.inputs}
-        hanging = asyncio.get_running_loop().call_later(self.deadline + HANGING, worker.kill)
-        try:
-            results = await worker.answer(message, batch.entries[0][0].tell)
-        except WorkerEnded:
-            self._recover(batch)
-        else:
-            seconds = time.monotonic() - began
-            self._measure(batch, seconds)
-            for (job, index), result in zip(batch.entries, results or (), strict=results is not None):
-                job.give(index, result)
-        finally:
-            hanging.cancel()
-            worker.free = True
-            del self._running[number]
-            self._dispatch()
-
-    def _recover(self, batch: Batch) -> None:
-        """Try the inputs of a batch whose worker has ended once more, each alone; those that have been are answered."""
-        for job, index in batch.entries:
-            if job.cancelled:
-                continue
-            if index in job.retried or job.started:
-                job.give(index, {"error": "the process that worked on this input has ended", "status": 503})
-            else:
-                self.queue.put_back([(job, index)])
-
-    def _replace(self, worker: WorkerConnection) -> None:
-        if worker not in self._pool.workers:
+    def _received(self, worker: WorkerConnection, message: Message) -> None:
+        """A piece of a stream, or the results of a batch, which are None if it was cancelled."""
+        if "piece" in message:
+            self._running[worker].batch.entries[0][0].tell(message["piece"])
             return
-        self.numbers.restarts += 1
-        log.warning("a worker process (%d) has ended; another one is started", worker.pid)
-        task = asyncio.create_task(self._replace_until_done(self._pool))
+        batch, seconds = self._take_back(worker)
+        self._measure(batch, seconds)
+        results = message["results"]
+        for (job, index), result in zip(batch.entries, results or (), strict=results is not None):
+            if not job.cancelled:
+                job.give(index, result)
+        self._dispatch()
+
+    def _ended(self, worker: WorkerConnection) -> None:
+        """Try the inputs of a worker that has ended once more, each alone; those that have been are answered."""
+        if worker in self._running:
+            batch, _ = self._take_back(worker)
+            for job, index in batch.entries:
+                if job.cancelled:
+                    continue
+                if index in job.retried or job.started:
+                    job.give(index, {"error": "the process that worked on this input has ended", "status": 503})
+                else:
+                    self.queue.put_back([(job, index)])
+        if worker in self._pool.workers:
+            self.numbers.restarts += 1
+            log.warning("a worker process (%d) has ended; another one is started", worker.pid)
+            self._begin(self._replace_until_done(self._pool))
+        self._dispatch()
+
+    def _take_back(self, worker: WorkerConnection) -> tuple[Batch, float]:
+        """The batch of a worker that has finished or ended, and the seconds that it took."""
+        running = self._running.pop(worker)
+        running.hanging.cancel()
+        return running.batch, time.monotonic() - running.began
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -20,11 +20,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from pydantic_core import from_json
 
 from regard.api import LoadedRun, load
 from regard.decode.generate import Engine, TorchEngine
@@ -32,13 +32,14 @@ from regard.decode.masked import MaskFiller
 from regard.decode.options import Options
 from regard.decode.request import Request
 from regard.decode.stream import TokenStream, check_streaming
+from regard.engines.ctranslate2 import CTranslate2Engine
 from regard.errors import UserError
 from regard.serve.protocol import Message, pack, receive
 from regard.text.codec import Example
 
+NICENESS = 10  # of workers: the event loop, which needs little, gets a processor at once when it has something to do
 MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
 Result = dict[str, Any]
-Scores = Literal["tokens", "totals", "none"]  # that CTranslate2 computes
 
 
 class Cancelled(Exception):
@@ -49,25 +50,25 @@ class Cancelled(Exception):
 class BatchTask:
     """A batch to answer: inputs of one kind with the same options, for one run."""
 
-    id: int
     run: str
     kind: str
-    options: dict[str, Any]
+    options: str  # as JSON, which names the engine that is kept for them
     inputs: list[dict[str, Any]]
     cancelled: Callable[[], bool] = lambda: False
 
     @property
-    def attention(self) -> bool:
-        """Whether attention maps are wanted, too."""
-        return bool(self.options.get("attention"))
+    def settings(self) -> dict[str, Any]:
+        """The options by name."""
+        options: dict[str, Any] = from_json(self.options)
+        return options
 
     def decoding(self) -> Options:
         """The options of decoding."""
-        return Options.of(**{name: value for name, value in self.options.items() if name != "attention"})
+        return Options.of(**{name: value for name, value in self.settings.items() if name != "attention"})
 
     def parts(self) -> list[BatchTask]:
         """A task for each input."""
-        return [BatchTask(self.id, self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
+        return [BatchTask(self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
 
     def check(self) -> None:
         """Raise if nobody waits for it any more; called between the steps of a search."""
@@ -100,7 +101,7 @@ class Answerer:
 
     def __init__(self, runs: dict[str, LoadedRun], engine: str = "torch", precision: Any = "fp32", slots: int = 1):
         self.runs, self.engine, self.precision, self.slots = runs, engine, precision, slots
-        self._engines: OrderedDict[str, Engine] = OrderedDict()
+        self._engines: OrderedDict[tuple[str, str, str], Engine] = OrderedDict()
         self._translators: dict[str, Any] = {}
         self._torch, self._lock = threading.Lock(), threading.Lock()
 
@@ -117,7 +118,8 @@ class Answerer:
 
     def generate(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode, see `regard generate`."""
-        engine, name = self._decoder(task)
+        engine, attention = self._decoder(task), task.settings.get("attention")
+        ours = self.engine == "torch" or not isinstance(engine, TorchEngine | MaskFiller)
         requests = [Request(**item) for item in task.inputs]
         with self._cancellable(engine, task):
             inputs = engine.prepare(requests)
@@ -126,11 +128,11 @@ class Answerer:
         for request, item, hypotheses in zip(requests, inputs, answers, strict=True):
             result: Result = {"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
             result["source_tokens"] = len(item.sources[0]) if item.sources else 0
-            if task.attention and hypotheses[0].text:
+            if attention and hypotheses[0].text:
                 result["attention"] = self._attention(task, request, hypotheses[0].text)
             if candidates := hypotheses[0].candidates:
                 result["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
-            results.append(result if name == self.engine else {**result, "engine": name})
+            results.append(result if ours else {**result, "engine": "torch"})
         return results
 
     def _attention(self, task: BatchTask, request: Request, output: str) -> Result:
@@ -154,17 +156,20 @@ class Answerer:
         }
 
     def translate(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
-        """Decode, and give the texts alone, whose scores CTranslate2 need not compute."""
-        engine, _ = self._decoder(task, "totals" if task.options.get("nbest", 1) > 1 else "none")
+        """Decode, and give the texts alone."""
+        engine = self._decoder(task)
         requests = [Request(**item) for item in task.inputs]
         with self._cancellable(engine, task):
-            return [{"texts": [h.text for h in hypotheses]} for hypotheses in engine(requests)]
+            inputs = engine.prepare(requests)
+            if isinstance(engine, CTranslate2Engine):
+                return [{"texts": row} for row in engine.texts(inputs)]
+            return [{"texts": [h.text for h in row]} for row in engine.decode(inputs)]
 
     def stream(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode one input, and tell every token at once."""
-        options = task.decoding()
-        check_streaming(options)
-        engine = self._torch_engine(task.run, options)
+        engine = self._kept("torch", task)
+        assert isinstance(engine, TorchEngine)
+        check_streaming(engine.options)
         request = Request(**task.inputs[0])
         (item,) = engine.prepare([request])
         if "unsatisfied" in item.flags:
@@ -172,27 +177,27 @@ class Answerer:
         pieces = TokenStream(engine, item)
         with self._cancellable(engine, task):
             for piece in pieces:
-                send({"id": task.id, "piece": piece.as_dict()})
+                send({"piece": piece.as_dict()})
         assert pieces.hypothesis is not None
         return [{"source": request.source, "hypotheses": [pieces.hypothesis.as_dict()]}]
 
     def score(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Score pairs, see `regard score`."""
         pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
-        scored = self.runs[task.run].score(pairs, **task.options)
+        scored = self.runs[task.run].score(pairs, **task.settings)
         return [{"source": p.source, "target": p.target, **s.as_dict()} for p, s in zip(pairs, scored, strict=True)]
 
     def classify(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Tell labels."""
         texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
-        found = self.runs[task.run].classify(texts, **task.options)
+        found = self.runs[task.run].classify(texts, **task.settings)
         return [{"source": x.source, **c.as_dict()} for x, c in zip(texts, found, strict=True)]
 
     def embed(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Give vectors of texts; one that was too long says so."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            vectors = self.runs[task.run].embed([x["source"] for x in task.inputs], **task.options)
+            vectors = self.runs[task.run].embed([x["source"] for x in task.inputs], **task.settings)
         if caught and len(task.inputs) > 1:  # which ones?
             return [self.embed(part, send)[0] for part in task.parts()]
         flags = {"flags": {"truncated": str(caught[0].message)}} if caught else {}
@@ -204,7 +209,7 @@ class Answerer:
         for item in task.inputs:
             task.check()
             example = Example(item["source"], features=item.get("features"))
-            results.append({"html": run.attention(example, item.get("target"), **task.options).to_html()})
+            results.append({"html": run.attention(example, item.get("target"), **task.settings).to_html()})
         return results
 
     @contextmanager
@@ -220,40 +225,38 @@ class Answerer:
             finally:
                 engine.scorer.before_step = None
 
-    def _decoder(self, task: BatchTask, scores: Scores = "tokens") -> tuple[Engine, str]:
-        """An engine for the options of a task, and its name; torch for what CTranslate2 cannot do."""
-        options, run = task.decoding(), self.runs[task.run]
-        if run.task.name == "masked":
-            return self._kept("masked", task.run, options, lambda: MaskFiller(run, options)), "torch"
+    def _decoder(self, task: BatchTask) -> Engine:
+        """An engine for a task; torch for what CTranslate2 cannot do."""
         phrases = any(item.get(key) for item in task.inputs for key in ("require", "forbid", "stop"))
-        if self.engine == "ctranslate2" and not phrases:
-            with suppress(UserError):
-                make = partial(self._translator, task.run, options, scores)
-                return self._kept(f"ctranslate2 {scores}", task.run, options, make), "ctranslate2"
-        return self._torch_engine(task.run, options), "torch"
+        return self._kept("torch" if phrases else self.engine, task)
 
-    def _torch_engine(self, run: str, options: Options) -> TorchEngine:
-        if self.precision == "bf16":
-            options = options.model_copy(update={"precision": "bf16"})
-        engine = self._kept("torch", run, options, lambda: TorchEngine(self.runs[run], options))
-        assert isinstance(engine, TorchEngine)
-        return engine
+    def _kept(self, name: str, task: BatchTask) -> Engine:
+        """The engine of this name for the run and options of a task, made when it is asked for the first time.
 
-    def _translator(self, name: str, options: Options, scores: Scores) -> Engine:
-        from regard.engines.ctranslate2 import CTranslate2Engine  # of an extra
-
-        kept = self._translators.get(name)
-        engine = CTranslate2Engine(self.runs[name], options, self.precision, self.slots, scores=scores, translator=kept)
-        self._translators[name] = engine.translator
-        return engine
-
-    def _kept(self, kind: str, run: str, options: Options, make: Callable[[], Engine]) -> Engine:
-        key = f"{kind} {run} {options.model_dump_json()}"
+        Options are compared as they came: to check them anew for every batch took as long as all else but the search.
+        """
+        key = name, task.run, task.options
         with self._lock:
-            engine = self._engines.pop(key, None) or make()
+            engine = self._engines.pop(key, None) or self._make(name, task.run, task.decoding())
             self._engines[key] = engine
             while len(self._engines) > MAX_ENGINES:
                 self._engines.popitem(last=False)
+        return engine
+
+    def _make(self, name: str, run: str, options: Options) -> Engine:
+        loaded = self.runs[run]
+        if loaded.task.name == "masked":
+            return MaskFiller(loaded, options)
+        if name == "ctranslate2":
+            with suppress(UserError):
+                return self._translator(run, options)
+        precision = {"precision": "bf16"} if self.precision == "bf16" else {}
+        return TorchEngine(loaded, options.model_copy(update=precision))
+
+    def _translator(self, run: str, options: Options) -> Engine:
+        kept = self._translators.get(run)
+        engine = CTranslate2Engine(self.runs[run], options, self.precision, self.slots, translator=kept)
+        self._translators[run] = engine.translator
         return engine
 
 
@@ -308,7 +311,7 @@ def work(answerer: Answerer, connection: socket.socket) -> None:
                 results: list[Result] | None = answerer.answer(task, channel.send)
             except Cancelled:
                 results = None
-            channel.send({"id": task.id, "results": results})
+            channel.send({"results": results})
 
 
 def work_in_threads(answerer: Answerer, connections: list[socket.socket]) -> None:
@@ -349,6 +352,7 @@ def template(control: socket.socket) -> None:
         if pid == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.nice(NICENESS)
             work_in_threads(answerer, connections)
             os._exit(0)
         for connection in connections:
