@@ -37,6 +37,7 @@ from regard.serve.settings import Keys, ServeSettings, is_address
 log = logging.getLogger("regard.serve")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
+SEND_BUFFER = 64 << 10  # bytes of each connection
 LARGEST_BATCH = 16_384  # tokens times hypotheses
 UNSENT = 65_536  # bytes of answers that the kernel takes for a client that does not read; else it would take megabytes
 
@@ -215,6 +216,8 @@ class Server:
             )
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # What a client may ask for without reading any of it; the system would allow some megabytes.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections whose client takes nothing any more end by themselves
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * settings.send))
             if hasattr(socket, "TCP_NOTSENT_LOWAT"):
