@@ -5,10 +5,13 @@ import hashlib
 import html
 import json
 import re
+import shutil
+import subprocess
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelkit import letters
-from regard.inspect.page import Packer
+from regard.inspect.page import Packer, bundle
 from regard.inspect.trace import Trace, trace
 from regard.run import Run
 from regard.text.codec import Example
@@ -173,3 +176,32 @@ def test_kinds_that_are_not_there_leave_no_trace(make_letters: Callable[..., Run
     block = trace(run, Example("ab"), []).page_data()
     assert block["positions"] == [] and [m["kind"] for m in block["maps"]] == ["cross"]
     assert len(block["steps"]) == 1  # the end alone
+
+
+def test_the_script_is_bundled_from_modules(tmp_path: Path) -> None:
+    script = bundle("start.js")
+    assert not re.search(r"^(import|export)\b", script, re.M) and "</script" not in script
+    assert script.index("let data = null") < script.index("function h(") < script.index("storedData().then")
+    assert script.count("let data = null") == 1  # once, however many import it
+    if node := shutil.which("node"):
+        path = tmp_path / "bundle.js"
+        path.write_text(script, encoding="utf-8")
+        subprocess.run([node, "--check", path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({"a.js": 'import { b } from "./b.js";\n', "b.js": "const b = 1;\n"}, "imports b, which b.js does not export"),
+        ({"a.js": 'import { b } from "./b.js";\nlet c;\n', "b.js": "export let b;\nlet c;\n"}, "both declare c"),
+        (
+            {"a.js": 'import { b } from "./b.js";\n', "b.js": 'import { a } from "./a.js";\nexport const b = 1;\n'},
+            "a.js -> b.js -> a.js",
+        ),
+        ({"a.js": "export default 1;\n"}, "cannot be bundled: export default"),
+        ({"a.js": 'import * as b from "./b.js";\n'}, "cannot be bundled: import"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_bundled_is_refused(modules: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bundle("a.js", modules.__getitem__)

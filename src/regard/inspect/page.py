@@ -13,14 +13,19 @@ import html
 import json
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
-SCRIPTS = ("core.js", "figures.js", "views.js", "image.js", "walk.js", "start.js")
+FOLDER = "web"  # the page's template, style sheet and JavaScript modules
 NONE = -32768  # in signed arrays: no number
+IMPORT = re.compile(r"^import \{([^}]*)\} from \"\./([\w-]+\.js)\";[ \t]*\n", re.M)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|const|let|class) )", re.M)
+DECLARED = re.compile(r"^(export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
 
 
 class Packer:
@@ -74,24 +79,59 @@ class Packer:
         return base64.b64encode(zlib.compress(b"".join(self._parts), 6)).decode("ascii")
 
 
+def read_asset(name: str) -> str:
+    """A file of the page."""
+    return files("regard.inspect").joinpath(FOLDER, name).read_text("utf-8")
+
+
+def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
+    """One script from a JavaScript module and all that it imports, each after those that it needs.
+
+    Modules have named imports and exports alone, and no two declare the same name: their statements are joined in one
+    function, without the words that make them modules.
+    """
+    parts: dict[str, str] = {}
+    exported: dict[str, set[str]] = {}
+    owners: dict[str, str] = {}
+
+    def add(name: str, importing: tuple[str, ...]) -> None:
+        if name in importing:
+            raise ValueError(f"modules import each other: {' -> '.join([*importing, name])}")
+        if name in parts:
+            return
+        text = read(name)
+        for names, other in IMPORT.findall(text):
+            add(other, (*importing, name))
+            wanted = {item.strip() for item in names.split(",")} - {""}
+            if missing := wanted - exported[other]:
+                raise ValueError(f"{name} imports {', '.join(sorted(missing))}, which {other} does not export")
+        declared = DECLARED.findall(text)
+        for _, variable in declared:
+            if owners.setdefault(variable, name) != name:
+                raise ValueError(f"{name} and {owners[variable]} both declare {variable}")
+        exported[name] = {variable for export, variable in declared if export}
+        script = EXPORT.sub("", IMPORT.sub("", text))
+        if left := re.search(r"^(?:import|export)\b.*", script, re.M):
+            raise ValueError(f"{name}: cannot be bundled: {left[0]}")
+        parts[name] = script
+
+    add(entry, ())
+    return '(() => {\n"use strict";\n' + "".join(parts.values()) + "})();\n"
+
+
+@cache
+def _script(entry: str) -> str:
+    return bundle(entry)
+
+
 def page_hashes() -> dict[str, str]:
     """The hash of the page's style and of its script, for the content security policy of a page that frames it."""
-    _, style, script = _assets()
-    return {"style": _digest(style), "script": _digest(script)}
-
-
-def _assets() -> tuple[str, str, str]:
-    """The template, the style and the script."""
-    folder = files("regard.inspect")
-    template, style, *scripts = (
-        folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS)
-    )
-    return template, style, "(() => {\n" + "".join(scripts) + "})();\n"
+    return {"style": _digest(read_asset("page.css")), "script": _digest(_script("start.js"))}
 
 
 def render_page(data: dict[str, Any]) -> str:
     """The HTML file for what the page's script reads (`Trace.page_data`)."""
-    template, style, script = _assets()
+    template, style, script = read_asset("page.html"), read_asset("page.css"), _script("start.js")
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
         " base-uri 'none'; form-action 'none'"

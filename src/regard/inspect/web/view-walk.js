@@ -1,5 +1,12 @@
 // The walk: cards with formulas and this model's own numbers.
 
+import { data, h, put, row } from "./core.js";
+import { colour, css, inkOn } from "./colours.js";
+import { choice, pick, select } from "./controls.js";
+import { candidates } from "./predictions.js";
+import { go, refresh, state } from "./tabs.js";
+import { rightToLeft, shorter, show, tokensOf, visible, word } from "./text.js";
+
 function formula(text) {
   const out = [];
   const pattern = /([_^])(\{[^}]*\}|.)/gu;
@@ -12,7 +19,7 @@ function formula(text) {
   return h("p", { class: "formula" }, out);
 }
 
-const number = (v, max, weight) => {
+const numberCell = (v, max, weight) => {
   if (v === null) return h("span", { class: "n minus", dir: "ltr" }, "−∞");
   const rgb = weight ? colour(v / (max || 1)) : colour(0.5 + (0.42 * v) / (max || 1), "over");
   return h("span", { class: "n", dir: "ltr", style: { backgroundColor: css(rgb), color: inkOn(rgb) } }, show(v));
@@ -23,7 +30,7 @@ const largest = (list) => Math.max(1e-9, ...list.flat().filter((v) => v !== null
 function rowsOfNumbers(lines, width) {
   const max = largest(lines.map((line) => line[1] || []));
   return h("div", { class: "scroll" }, h("table", { class: "numbers" }, h("tbody", {}, lines.map(([label, list, end, chosen]) => list === null ? h("tr", {}, label, h("td", { class: "end", colspan: 10 }, end)) :
-    h("tr", { class: chosen ? "on" : null }, label, list.map((v) => h("td", {}, number(v, max))), width > list.length ? h("td", { class: "dim" }, "…") : null, h("td", { class: "end" }, end))))));
+    h("tr", { class: chosen ? "on" : null }, label, list.map((v) => h("td", {}, numberCell(v, max))), width > list.length ? h("td", { class: "dim" }, "…") : null, h("td", { class: "end" }, end))))));
 }
 const italic = (text) => { const made = h("th", { scope: "row" }); made.append(...formula(text).childNodes); return made; };
 const tokenHead = (token) => h("th", { scope: "row", class: "token" }, word(token));
@@ -85,11 +92,11 @@ function scoreTable(scores, map, weights, k, t) {
   const max = largest(lines.map((line) => line[1]));
   return h("div", { class: "scroll" }, h("table", { class: "numbers", dir: rightToLeft(map.columns) ? "rtl" : null },
     h("thead", {}, h("tr", {}, h("th"), keys.map((token) => h("th", { scope: "col" }, word(shorter(token, 12)))))),
-    h("tbody", {}, lines.map(([label, list]) => h("tr", {}, italic(label), list.map((v) => h("td", {}, number(v, max))))),
-      h("tr", { class: "on" }, italic("softmax"), weights.map((v) => h("td", {}, number(v, Math.max(...weights), true)))))));
+    h("tbody", {}, lines.map(([label, list]) => h("tr", {}, italic(label), list.map((v) => h("td", {}, numberCell(v, max))))),
+      h("tr", { class: "on" }, italic("softmax"), weights.map((v) => h("td", {}, numberCell(v, Math.max(...weights), true)))))));
 }
 
-function walkTo(map, t) {
+export function walkTo(map, t) {
   const name = map.kind === "encoder" ? "encoder" : "decoder";
   const index = data.walks.findIndex((w) => w.name === name);
   if (index < 0) return;
@@ -100,7 +107,9 @@ function walkTo(map, t) {
   go("walk");
 }
 
-view("walk", "Walk", () => data.walks.length > 0, (panel) => {
+export const walkView = { name: "walk", title: "Walk", when: () => data.walks.length > 0, fill: fillWalk };
+
+function fillWalk(panel) {
   const walk = data.walks[state.walk];
   state.walkLayer = Math.min(state.walkLayer, walk.layers.length - 1);
   const layer = walk.layers[state.walkLayer];
@@ -120,4 +129,4 @@ view("walk", "Walk", () => data.walks.length > 0, (panel) => {
       heads.length > 1 ? pick("head", heads.map((n) => String(n + 1)), heads.indexOf(state.walkHead), (i) => { state.walkHead = heads[i]; refresh(); }) : null),
     many < tokens.length ? h("p", { class: "note" }, `The walk is kept for the first ${many} of ${tokens.length} tokens.`) : null,
     h("ol", { class: "walk" }, layer.map((c) => card(c, state.walkRow, state.walkHead, walk))));
-});
+}
