@@ -47,8 +47,12 @@ class Packer:
         if is_dataclass(value):
             value = {re.sub("_[A-Z]+$", "", f.name): getattr(value, f.name) for f in fields(value)}
         if isinstance(value, dict):
-            return {key: self.weights(x) if key == "weights" else self.json(x) for key, x in value.items()}
+            return {key: self._named(key, x) for key, x in value.items()}
         return value
+
+    def _named(self, key: str, x: Any) -> Any:
+        unsigned = key == "weights" and isinstance(x, np.ndarray) and x.min(initial=0.0) >= 0
+        return self.weights(x) if unsigned else self.json(x)
 
     def weights(self, x: np.ndarray) -> dict[str, Any]:
         """Add numbers that are not negative; a row of 300 attention weights still sums to 1 within 0.003."""
@@ -129,20 +133,28 @@ def page_hashes() -> dict[str, str]:
     return {"style": _digest(read_asset("page.css")), "script": _digest(_script("start.js"))}
 
 
-def render_page(data: dict[str, Any]) -> str:
-    """The HTML file for what the page's script reads (`Trace.page_data`)."""
-    template, style, script = read_asset("page.html"), read_asset("page.css"), _script("start.js")
+def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> str:
+    """The HTML file for what the page's script reads: a trace (`Trace.page_data`), and the model of a live page.
+
+    A live page computes in the browser. It compiles WebAssembly, which its content security policy then allows.
+    """
+    style, script = read_asset("page.css"), _script("start.js" if model is None else "live.js")
+    compiles = "" if model is None else " 'wasm-unsafe-eval'"
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'{compiles};"
         " base-uri 'none'; form-action 'none'"
     )
-    # In a script element, nothing may end the element, open a comment or break a line.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
-    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    parts = {"policy": policy, "style": style, "data": text, "script": script}
+    block = "" if model is None else f'<script type="application/json" id="model">{_escaped_json(model)}</script>\n'
+    parts = {"policy": policy, "style": style, "data": _escaped_json(data), "model": block, "script": script}
     # The template is split once: what is put in is never searched for more placeholders.
-    pieces = re.split(r"\[\[(\w+)\]\]", template)
+    pieces = re.split(r"\[\[(\w+)\]\]", read_asset("page.html"))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _escaped_json(value: dict[str, Any]) -> str:
+    """JSON for a script element, in which nothing may end the element, open a comment or break a line."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def render_frame(page: str, height: int = 760) -> str:

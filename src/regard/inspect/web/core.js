@@ -81,7 +81,7 @@ export function planeOf(numbers, T, S) {
 }
 
 // The key to which a query attends most.
-export function best(m, t) {
+export function strongest(m, t) {
   let at = 0;
   for (let s = 1; s < m.S; s++) if (m.at(t, s) > m.at(t, at)) at = s;
   return at;

@@ -1,6 +1,6 @@
 // Attention maps: which one is chosen, and its rollout.
 
-import { best, data, h, plane, planeOf } from "./core.js";
+import { data, h, plane, planeOf, strongest } from "./core.js";
 import { choice, pick } from "./controls.js";
 import { refresh, state } from "./tabs.js";
 import { kindName, word } from "./text.js";
@@ -52,6 +52,6 @@ export function mapControls() {
 
 // A cell of a map in words; without a key, the one with the largest weight.
 export function told(m, rows, columns, t, s) {
-  const key = s === null ? best(m, t) : s, weight = m.at(t, key);
+  const key = s === null ? strongest(m, t) : s, weight = m.at(t, key);
   return [h("b", {}, word(rows[t])), "  attends to  ", h("b", {}, word(columns[key])), "  with  " + weight.toFixed(weight < 0.1 ? 3 : 2)];
 }

@@ -67,7 +67,8 @@ function keepView() {
   try { history.replaceState(null, "", "#" + state.view); } catch (error) { /* a frame without an address */ }
 }
 
-export function buildPage() {
+// above: what stands over the views instead of the texts of the trace, which are then for paper alone.
+export function buildPage(above = null) {
   document.title = data.title + " · regard";
   shell.shown = VIEWS.filter((v) => v.when());
   shell.panel = h("div", { role: "tabpanel", id: "panel", tabindex: -1, style: { outline: "none" } });
@@ -77,9 +78,10 @@ export function buildPage() {
   shell.facts = h("dl");
   put(document.getElementById("app"),
     h("header", {}, h("h1", {}, h("bdi", {}, data.title)), h("span", { class: "grow" }), h("span", { class: "brand" }, "regard"), themeButton()),
-    shell.pair, shell.notes,
+    above, shell.pair, shell.notes,
     h("details", {}, h("summary", {}, "The model"), shell.facts),
     h("div", { role: "tablist", "aria-label": "Views" }, shell.tabs), shell.panel);
+  if (above) document.documentElement.classList.add("live");
   writeTexts();
   chooseFirst();
   const wanted = wantedView();

@@ -8,7 +8,8 @@ export const state = { view: "", map: 0, head: -1, step: 0, alignment: 0, pictur
 // A view is {name, title, when, fill}: `when` there is something to show, `fill` draws it into a panel of so many pixels, and may
 // return what to do once the panel is laid out. It reads `data` as it draws, and never after.
 // The parts of the document that views are drawn into, what is drawn there, and who wants to know that something else was chosen.
-export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [] };
+// live: what a page with a model can do. still: the page must not scroll, since someone types above the views.
+export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [], live: null, still: false };
 
 export function go(name) {
   state.view = name;

@@ -14,7 +14,7 @@ const GLOW = [244, 154, 36];
 const films = new WeakMap();
 export function filmOf(shot) {
   if (films.has(shot)) return films.get(shot);
-  const bytes = typeof shot.pixels === "string" ? Uint8Array.from(atob(shot.pixels), (c) => c.charCodeAt(0)) : shot.pixels;
+  const bytes = shot.bytes || Uint8Array.from(atob(shot.pixels), (c) => c.charCodeAt(0)); // computed here, or stored
   const image = new ImageData(shot.width, shot.height);
   for (let i = 0; i < shot.width * shot.height; i++) for (let c = 0; c < 4; c++) {
     image.data[4 * i + c] = c === 3 ? 255 : bytes[i * shot.channels + (shot.channels === 3 ? c : 0)];

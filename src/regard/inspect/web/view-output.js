@@ -4,16 +4,17 @@ import { data, h, put } from "./core.js";
 import { colour, css, inkOn } from "./colours.js";
 import { roving } from "./controls.js";
 import { candidates, speaking } from "./predictions.js";
-import { go, refresh, state } from "./tabs.js";
+import { go, refresh, shell, state } from "./tabs.js";
 import { percent, rightToLeft, shorter, visible, word } from "./text.js";
 
 export const outputView = { name: "output", title: "Output", when: () => data.steps.length > 0, fill: fillOutput };
 
 function fillOutput(panel) {
+  const chosen = Math.min(state.step, data.steps.length - 1);
   const most = Math.max(...data.steps.map((s) => s.entropy), 1);
   const lines = data.steps.map((step, t) => {
     const choose = () => { state.step = t; refresh(); };
-    return h("tr", { class: t === state.step ? "on" : "", "aria-expanded": String(t === state.step), click: choose,
+    return h("tr", { class: t === chosen ? "on" : "", "aria-expanded": String(t === chosen), click: choose,
       keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } } },
       h("td", {}, String(t + 1)), h("td", {}, word(step.token)),
       h("td", {}, h("span", { class: "bar", style: { width: 70 * step.probability + "px" } }), percent(step.probability)),
@@ -21,15 +22,15 @@ function fillOutput(panel) {
       h("td", {}, step.candidates.slice(0, 4).map(([token, p]) => h("span", { class: "chip" + (token === step.token ? " chosen" : "") }, word(token), h("small", {}, percent(p))))));
   });
   // The details of the chosen step stand right below it, so that they are on the screen wherever it is.
-  const step = data.steps[state.step];
+  const step = data.steps[chosen];
   const details = h("tr", { class: "details" }, h("td"), h("td", { colspan: 4 },
-    h("h2", {}, data.unit === "class" ? "Class: " : `Token ${state.step + 1}: `, word(step.token)), candidates(step),
-    speaking() >= 0 ? h("button", { class: "quiet", type: "button", click: () => { state.walk = speaking(); state.walkLayer = data.walks[state.walk].layers.length - 1; state.walkRow = state.step; go("walk"); } }, "Walk through this step") : null));
-  roving(lines, { start: state.step });
+    h("h2", {}, data.unit === "class" ? "Class: " : `Token ${chosen + 1}: `, word(step.token)), candidates(step),
+    speaking() >= 0 ? h("button", { class: "quiet", type: "button", click: () => { state.walk = speaking(); state.walkLayer = data.walks[state.walk].layers.length - 1; state.walkRow = chosen; go("walk"); } }, "Walk through this step") : null));
+  roving(lines, { start: chosen });
   put(panel, h("section", { class: "card scroll" }, h("table", { class: "steps" },
     h("thead", {}, h("tr", {}, ["", data.unit, "probability", "entropy, bits", "candidates"].map((t) => h("th", { scope: "col" }, t)))),
-    h("tbody", {}, lines.flatMap((line, t) => (t === state.step ? [line, details] : [line]))))));
-  return () => { for (const line of [details, lines[state.step]]) line.scrollIntoView({ block: "nearest" }); };
+    h("tbody", {}, lines.flatMap((line, t) => (t === chosen ? [line, details] : [line]))))));
+  return () => { if (!shell.still) for (const line of [details, lines[chosen]]) line.scrollIntoView({ block: "nearest" }); };
 }
 
 export const lensView = { name: "lens", title: "Logit lens", when: () => data.lens.length > 0, fill: fillLens };
