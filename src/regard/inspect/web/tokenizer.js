@@ -1,5 +1,7 @@
 // Text to token ids and back, the same as regard.text.tokenizer.Tokenizer does it in Python.
-//
+
+import { decodeUtf8, encodeUtf8 } from "./utf8.js";
+
 // Characters are code points. The classes \p{L}, \p{M} and \p{N} differ between browsers, which know different versions
 // of Unicode, and would cut the same text differently; here they are those of Unicode 16, as in Oniguruma, the library
 // behind the tokenizers in Python. A run is its length in base 36 (none: 1) and its class; "-" is anything else.
@@ -68,25 +70,8 @@ for (let byte = 0, unseen = 256; byte < 256; byte++) {
 }
 const BYTE_OF_LETTER = new Map(BYTE_LETTERS.map((letter, byte) => [letter, byte]));
 
-const utf8Encoder = new TextEncoder();
-const utf8Decoder = new TextDecoder("utf-8", { ignoreBOM: true }); // U+FEFF is text like any other
-const strictDecoder = new TextDecoder("utf-8", { ignoreBOM: true, fatal: true });
-
 // Bytes as text to show; those that are not part of a whole character are written as \xe4.
-function showBytes(bytes) {
-  let text = "";
-  for (let at = 0; at < bytes.length;) {
-    const lead = bytes[at], length = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-    try {
-      text += strictDecoder.decode(bytes.subarray(at, at + length));
-      at += length;
-    } catch {
-      text += `\\x${lead.toString(16).padStart(2, "0")}`;
-      at += 1;
-    }
-  }
-  return text;
-}
+const showBytes = (bytes) => decodeUtf8(bytes, (broken) => broken.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join(""));
 
 // A heap of numbers: the smallest comes out first.
 function pushMerge(heap, number) {
@@ -124,7 +109,7 @@ function makeBpe(merges, idOf) {
   const byteIds = BYTE_LETTERS.map((letter) => idOf.get(letter));
 
   return (word) => {
-    const ids = Array.from(utf8Encoder.encode(word), (byte) => byteIds[byte]), length = ids.length;
+    const ids = encodeUtf8(word).map((byte) => byteIds[byte]), length = ids.length;
     const next = Int32Array.from(ids, (_, i) => i + 1), previous = Int32Array.from(ids, (_, i) => i - 1);
     const rankAt = (at) => (next[at] < length ? ranks.get(ids[at] * wide + ids[next[at]]) : undefined);
     const heap = []; // entries rank * length + place
@@ -153,7 +138,7 @@ function makeUnigram(vocabulary, idOf) {
   const longest = vocabulary.reduce((most, [piece]) => Math.max(most, piece.length), 0);
 
   return (word) => {
-    const letters = Array.from(utf8Encoder.encode(word), (byte) => BYTE_LETTERS[byte]).join("");
+    const letters = encodeUtf8(word).map((byte) => BYTE_LETTERS[byte]).join("");
     const length = letters.length;
     const best = new Float64Array(length + 1), piece = new Int32Array(length + 1); // of the pieces that end here
     const start = new Int32Array(length + 1).fill(-1);
@@ -224,12 +209,12 @@ export function makeTokenizer(state, kind, ids) {
       }
       return found;
     };
-    const bytesOf = (id) => (id === ids.unk ? utf8Encoder.encode("⁇")
+    const bytesOf = (id) => (id === ids.unk ? encodeUtf8("⁇")
       : Uint8Array.from(tokens[id], (letter) => BYTE_OF_LETTER.get(letter)));
     return {
       ...common,
       encode: (text) => (clean(text).match(pattern) ?? []).flatMap(cached),
-      decode: (sequence) => utf8Decoder.decode(Uint8Array.from(kept(sequence).flatMap((id) => [...bytesOf(id)]))),
+      decode: (sequence) => decodeUtf8(kept(sequence).flatMap((id) => [...bytesOf(id)])),
       piece: (id) => shown.get(id) ?? showBytes(bytesOf(id)),
       unknownTokens: () => [],
     };
