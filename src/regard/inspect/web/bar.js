@@ -42,13 +42,13 @@ const inputName = (engine) => (searches(engine) && engine.task !== "lm" ? "sourc
 // One input with its answer.
 function sideOf(live, side, number) {
   const { engine } = live, id = `input-${number}`;
-  const rows = [], row = (label, content, extra) => { const made = h("div", { class: "row" }, label, content); rows.push(made); return extra ? extra(made) : made; };
+  const rows = [], row = (label, content) => { rows.push(h("div", { class: "row" }, label, content)); return rows[rows.length - 1]; };
   const changed = () => { side.prefix = []; live.ask(); };
-  if (engine.task === "image") row(h("span", { class: "name" }, "image"), padOf(live, side));
+  if (engine.task === "image") row(h("span", { class: "name" }, "image"), padOf(live, side)).classList.add("tall");
   else row(h("label", { class: "name", for: id }, inputName(engine)), textField(id, side.input.source, engine.task !== "lm", (text) => { side.input = { ...side.input, source: text }; changed(); }));
   if (engine.features) row(h("label", { class: "name", for: id + "-features" }, "features"), featureField(id + "-features", side.input.features, engine.features, (text) => { side.input = { ...side.input, features: text }; changed(); }));
-  const output = h("div", { class: "output", dir: "auto" }), choices = h("div", { class: "alternatives" }), before = h("div", { class: "before" }), nbest = h("div", { class: "nbest" }), status = h("p", { class: "status", role: "status" });
-  const outputName = searches(engine) ? (engine.task === "lm" ? "goes on" : "output") : engine.task === "masked" ? "predicted" : "class";
+  const output = h("div", { class: "output", dir: "auto" }), choices = h("div", { class: "alternatives" }), before = h("div", { class: "before" }), nbest = h("div", { class: "nbest", role: "group", "aria-label": "hypotheses", title: "Ranked by the log-probability per token" }), status = h("p", { class: "status", role: "status" });
+  const outputName = searches(engine) ? (engine.task === "lm" ? "continuation" : "output") : engine.task === "masked" ? "predicted" : "class";
   row(h("span", { class: "name" }, outputName), h("div", {}, output, choices, before, nbest, status));
   function write() {
     put(choices);
@@ -56,6 +56,7 @@ function sideOf(live, side, number) {
     put(before);
     if (!side.trace) return;
     if (searches(engine)) writeHypothesis(live, side, output, choices, nbest);
+    else if (!side.trace.steps.length) put(output, h("span", { class: "dim" }, "This model gives vectors, and predicts nothing."));
     else if (engine.task === "masked") writeMasked(output, side.trace.steps);
     else writeClasses(output, side.trace.steps[0], side.before && side.before.steps[0]);
     if (side.before && searches(engine)) put(before, "before: ", h("bdi", {}, side.before.text), h("small", {}, ` log-probability ${show(side.before.score)}`));
@@ -80,7 +81,7 @@ function writeHypothesis(live, side, output, choices, nbest) {
   put(output, ...tokens, h("small", { class: "score", dir: "ltr" }, `log-probability ${show(chosen.score)}`),
     live.engine.task === "lm" && chosen.limited ? h("button", { class: "quiet", type: "button", click: () => { live.wishes.length += MORE; live.ask(); } }, "more") : null);
   const others = side.hypotheses.length > 1 ? side.hypotheses.map((each, i) => h("button", { type: "button", class: "hypothesis", "aria-pressed": String(i === side.chosen), click: () => live.inspect(side, i) },
-    h("bdi", {}, each.text || "∅"), h("small", {}, percent(Math.exp(each.score))))) : [];
+    h("bdi", {}, each.text.trim() ? each.text : visible(each.text)), h("small", {}, percent(Math.exp(each.score))))) : [];
   roving(others, { start: side.chosen });
   put(nbest, ...others);
 }
@@ -88,7 +89,8 @@ function writeHypothesis(live, side, output, choices, nbest) {
 // The surer, the fainter the line below it.
 function tokenButton(token, score, forced, open) {
   const p = Math.exp(score), special = SPECIAL.has(token);
-  const text = special ? (token === "<eos>" ? "■" : token) : /^[ \p{L}\p{M}\p{N}\p{P}\p{S}]*$/u.test(token) ? token : visible(token);
+  const plain = /^[ \p{L}\p{M}\p{N}\p{P}\p{S}]*[\p{L}\p{M}\p{N}\p{P}\p{S}]$/u.test(token); // text as it is read, so that letters join
+  const text = token === "<eos>" ? "■" : plain || token === "\n" ? token : visible(token);
   return h("span", {
     role: "button", class: "token" + (special ? " special" : "") + (forced ? " forced" : ""), title: `${percent(p)}${forced ? ", forced" : ""}`, "aria-label": `${visible(token)}, ${percent(p)}${forced ? ", forced" : ""}. Alternatives`,
     style: { borderBottomColor: `rgba(208,138,60,${(1 - p).toFixed(3)})` }, click: open,
@@ -109,7 +111,7 @@ function openAlternatives(live, side, at, choices, tokens) {
 }
 
 function writeMasked(output, steps) {
-  put(output, ...steps.map((step) => {
+  put(output, ...steps.filter((step) => !SPECIAL.has(step.token)).map((step) => {
     const [token, p] = step.candidates[0], same = token === step.token;
     return h("span", { class: "masked" + (same ? "" : " other"), title: `${percent(step.probability)} for ${visible(step.token)}` }, word(token), h("small", {}, percent(p)));
   }));

@@ -22,6 +22,15 @@ export const colour = (share, kind = "up") => ramp(kind)[Math.max(0, Math.min(25
 export const css = (rgb) => `rgb(${rgb[0]},${rgb[1]},${rgb[2]})`;
 const brightness = (rgb) => rgb.reduce((sum, c, i) => sum + [0.2126, 0.7152, 0.0722][i] * (c / 255) ** 2.2, 0);
 export const inkOn = (rgb) => (brightness(rgb) > 0.19 ? "#0d1014" : "#f7f9fb");
+// Hues to tell heads apart by, each with a number beside it wherever it is used.
+const HUES = {
+  light: [[26, 90, 158], [196, 86, 20], [28, 128, 84], [158, 52, 126], [140, 108, 0], [92, 80, 190], [8, 130, 144], [122, 70, 40]],
+  dark: [[112, 176, 240], [244, 158, 92], [96, 204, 150], [228, 134, 200], [222, 190, 84], [168, 158, 248], [88, 204, 216], [206, 160, 130]],
+};
+export const hue = (number) => HUES[theme()][number % 8];
+const GROUND = { light: [255, 255, 255], dark: [26, 29, 34] };
+export const hueShade = (number, share) => hue(number).map((c, i) => Math.round(GROUND[theme()][i] + Math.min(1, share) * (c - GROUND[theme()][i])));
+
 // Custom properties of the style sheet, and the font: read once, since reading them for every token is slow.
 const inks = {};
 export function ink(name) {

@@ -12,7 +12,7 @@ export function links(options) {
   let pinned = options.chosen === undefined || options.chosen >= T ? null : options.chosen;
   const bold = Math.max(options.max, 0.25); // weights that are all small stay thin
   const layers = options.layers || [{ at: options.at, stroke: null }];
-  const lines = h("svg", { "aria-hidden": "true" });
+  const lines = h("svg", { "aria-hidden": "true", width: 0, height: 0 });
   const button = (token, i, isRow) => h("button", {
     class: "word", type: "button", title: token.length > 12 ? token : null, "aria-pressed": isRow ? String(pinned === i) : null,
     pointerenter: () => point(isRow ? i : null, isRow ? null : i), pointerleave: () => point(null, null),

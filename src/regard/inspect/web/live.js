@@ -1,10 +1,12 @@
 // The page that is the model: what is typed is computed here, and the views show it.
 
-import { h, put, setData, storedData } from "./core.js";
-import { makeEngine } from "./engine.js";
+import { addToAddress } from "./address.js";
+import { askedParts } from "./asked.js";
 import { barOf } from "./bar.js";
+import { h, setData, storedData } from "./core.js";
+import { makeEngine } from "./engine.js";
 import { buildPage, tooOld, writeTexts } from "./page.js";
-import { alternatives, answer, attributionOf, firstWishes, force, look, measureHeads, newSide, silenceKey } from "./session.js";
+import { alternatives, answer, attributionOf, firstWishes, force, importanceOf, look, newSide, silenceKey } from "./session.js";
 import { refresh, shell } from "./tabs.js";
 
 const QUICK = 50; // milliseconds: what takes longer waits until typing pauses
@@ -23,6 +25,7 @@ class Live {
     this.stored = stored;
     this.wishes = firstWishes(engine);
     this.sides = [newSide(firstInput(engine, stored))];
+    this.explains = ["pairs", "span", "lm", "classify"].includes(engine.task); // has one output whose log-probability can be explained
     this.cost = { draft: 0, whole: 0 };
     this.bar = barOf(this);
   }
@@ -44,8 +47,17 @@ class Live {
   compute(draft) {
     const began = performance.now();
     for (const side of this.sides) answer(this.engine, side, this.wishes, draft);
+    this.lookAtWanted(draft);
     this.show();
     this.cost[draft ? "draft" : "whole"] = performance.now() - began;
+  }
+
+  // An address may name a hypothesis, which is there once the search is done.
+  lookAtWanted(draft) {
+    const [side] = this.sides, chosen = (this.wanted || 1) - 1;
+    if (draft) return;
+    this.wanted = null;
+    if (chosen > 0 && chosen < side.hypotheses.length) { side.chosen = chosen; look(this.engine, side); }
   }
 
   inspect(side, chosen) {
@@ -79,9 +91,8 @@ class Live {
   restoreHeads() { this.engine.silenced.clear(); this.compute(false); }
 
   sideOf(trace) { return this.sides.find((side) => side.trace === trace) || null; }
-  attribution(trace) { const side = this.sideOf(trace); return side ? attributionOf(this.engine, side) : null; }
-  importance(trace) { const side = this.sideOf(trace); return side ? side.importance : null; }
-  measureHeads(trace) { const side = this.sideOf(trace); return side ? measureHeads(this.engine, side) : null; }
+  attribution(trace) { const side = this.sideOf(trace); return side ? attributionOf(this.engine, side) : trace.attribution; }
+  importance(trace) { const side = this.sideOf(trace); return side && this.explains ? importanceOf(this.engine, side) : null; }
 
   compare(input) {
     this.sides.length = 1;
@@ -101,6 +112,7 @@ function begin(stored) {
     buildPage(h("p", { class: "note" }, `The model in this page cannot be run in this browser: ${error.message}`));
     return;
   }
+  addToAddress(askedParts(shell.live));
   buildPage(shell.live.bar.node);
   shell.live.ask();
 }

@@ -3,7 +3,7 @@
 import { data, h, put } from "./core.js";
 import { filmOf } from "./view-image.js";
 
-const SIDE = 196; // pixels on the screen, of the longer side
+const PAD_SIDE = 196; // pixels on the screen, of the longer side
 const RANGES = [1, 16, 255, 65535]; // of the numbers in image files
 
 // The largest number of the files that the model was trained on; if it is not told, the range that its mean and scale fit.
@@ -28,7 +28,7 @@ export function pixelsOf(bytes, { height, width, channels }, most) {
 let strokes = 0; // counts the inputs, which are too large to compare
 
 export function padOf(live, side) {
-  const { image } = live.engine, { height, width, channels } = image, zoom = SIDE / Math.max(height, width), most = largestPixel(image);
+  const { image } = live.engine, { height, width, channels } = image, zoom = PAD_SIDE / Math.max(height, width), most = largestPixel(image);
   const sheet = h("canvas", { role: "img", "aria-label": "Draw here, or drop an image" });
   sheet.width = width; sheet.height = height;
   sheet.style.width = width * zoom + "px"; sheet.style.height = height * zoom + "px";

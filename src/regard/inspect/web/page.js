@@ -1,5 +1,6 @@
 // The page around the views: title, texts, facts, tabs, theme.
 
+import { followAddress, readAddress } from "./address.js";
 import { data, h, put } from "./core.js";
 import { theme } from "./colours.js";
 import { speaking } from "./predictions.js";
@@ -59,12 +60,12 @@ function followWidth() {
   });
 }
 
-function wantedView() {
-  try { return location.hash.slice(1) || (parent !== window ? window.name : ""); } catch (error) { return ""; }
-}
-function keepView() {
-  if (parent !== window) window.name = state.view; // a frame that is given another page opens it at the same view
-  try { history.replaceState(null, "", "#" + state.view); } catch (error) { /* a frame without an address */ }
+// What the address asks for; in a frame, which may have none, the view of the page that was there before.
+function openWanted() {
+  let wanted = "";
+  try { wanted = location.hash || (parent !== window ? window.name : ""); } catch (error) { /* a frame without an address */ }
+  state.view = shell.shown[0] ? shell.shown[0].name : "";
+  readAddress(wanted);
 }
 
 // above: what stands over the views instead of the texts of the trace, which are then for paper alone.
@@ -84,10 +85,9 @@ export function buildPage(above = null) {
   if (above) document.documentElement.classList.add("live");
   writeTexts();
   chooseFirst();
-  const wanted = wantedView();
-  state.view = shell.shown.some((v) => v.name === wanted) ? wanted : shell.shown[0] ? shell.shown[0].name : "";
+  openWanted();
   refresh();
-  shell.changed.push(keepView);
+  followAddress();
   followWidth();
   readyForPaper();
   document.documentElement.dataset.ready = "yes";

@@ -85,16 +85,18 @@ export function attributionOf(engine, side) {
 
 export const idsOf = (engine, side) => { const found = side.hypotheses[side.chosen]; return found ? shownIds(engine, found) : []; };
 
-// The importance of heads, one at a time: {map name/index: change}, filled as it is asked for.
-export function* measureHeads(engine, side) {
-  if (side.importance && side.importance.done) return;
-  const changes = new Map(), found = { changes, done: false };
-  side.importance = found;
-  for (const { map, index, change } of engine.importance(side.input, idsOf(engine, side))) {
-    changes.set(`${map}/${index}`, change);
-    yield found;
-    if (side.importance !== found) return; // another output is looked at
+// The importance of heads, measured one at a time: {changes: {map name/index: log-probability lost}, done, step()}.
+export function importanceOf(engine, side) {
+  if (!side.importance) {
+    const changes = new Map(), steps = engine.importance(side.input, idsOf(engine, side));
+    side.importance = {
+      changes, done: false,
+      step() {
+        const { value, done } = steps.next();
+        if (done) this.done = true;
+        else changes.set(`${value.map}/${value.index}`, value.change);
+      },
+    };
   }
-  found.done = true;
-  yield found;
+  return side.importance;
 }

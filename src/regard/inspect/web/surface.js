@@ -26,7 +26,10 @@ export function sheetOf(image) {
   return sheet;
 }
 
-export function canvasSurface(width, height, ratio = Math.min(2, window.devicePixelRatio || 1)) {
+const screenRatio = () => Math.min(2, window.devicePixelRatio || 1);
+
+// margin: the origin is so far from the upper left corner
+export function canvasSurface(width, height, ratio = screenRatio(), margin = 0) {
   const node = h("canvas", { "aria-hidden": "true" });
   node.width = Math.max(1, Math.round(width * ratio));
   node.height = Math.max(1, Math.round(height * ratio));
@@ -34,6 +37,7 @@ export function canvasSurface(width, height, ratio = Math.min(2, window.devicePi
   node.style.height = height + "px";
   const pen = node.getContext("2d");
   pen.scale(ratio, ratio);
+  pen.translate(margin, margin);
   function paint(style, fill, stroke) {
     pen.globalAlpha = style.opacity === undefined ? 1 : style.opacity;
     if (style.fill && style.fill !== "none") { pen.fillStyle = style.fill; fill(); }
@@ -63,7 +67,7 @@ export function canvasSurface(width, height, ratio = Math.min(2, window.devicePi
 const short = (x) => String(Math.round(x * 100) / 100);
 const xmlText = (string) => string.replace(/[^\u0009\u000a\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, "·"); // what XML allows
 
-export function svgSurface(width, height) {
+export function svgSurface(width, height, margin = 0) {
   const node = document.createElementNS(SVG, "svg");
   const add = (tag, attributes, text) => {
     const made = document.createElementNS(SVG, tag);
@@ -72,7 +76,7 @@ export function svgSurface(width, height) {
     node.append(made);
     return made;
   };
-  for (const [name, value] of Object.entries({ width: short(width), height: short(height), viewBox: `0 0 ${short(width)} ${short(height)}`, "font-family": fontFamily() })) node.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ width: short(width), height: short(height), viewBox: `${-margin} ${-margin} ${short(width)} ${short(height)}`, "font-family": fontFamily() })) node.setAttribute(name, value);
   const look = ({ fill, stroke, line, opacity }) => ({ fill: fill || "none", stroke: stroke || null, "stroke-width": stroke ? line || 1 : null, "stroke-linecap": stroke ? "round" : null, opacity: opacity === undefined ? null : opacity });
   return {
     node, width, height,

@@ -18,11 +18,11 @@ export function wishesOf(live) {
   const set = (changes) => { Object.assign(wishes, changes); write(); live.ask(); };
   const summary = h("summary"), search = h("div", { class: "controls" });
   const side = () => live.sides[0];
-  const forced = tokenChips("forced beginning", "a text", { // a token less is the beginning up to there
+  const forced = tokenChips("forced beginning", "type, then Enter", { // a token less is the beginning up to there
     read: () => side().prefix, change: (ids, at) => { side().prefix = at === undefined ? ids : side().prefix.slice(0, at); write(); live.ask(); },
     encode: (text) => engine.encodeTarget(text), name: (id) => engine.targetToken(id),
   });
-  const forbidden = tokenChips("forbidden tokens", "a text", { read: () => wishes.forbid, change: (ids) => set({ forbid: [...new Set(ids)] }), encode: (text) => engine.encodeTarget(text), name: (id) => engine.targetToken(id) });
+  const forbidden = tokenChips("forbidden tokens", "type, then Enter", { read: () => wishes.forbid, change: (ids) => set({ forbid: [...new Set(ids)] }), encode: (text) => engine.encodeTarget(text), name: (id) => engine.targetToken(id) });
   const slider = (name, step) => {
     const [min, max] = BOUNDS[name], shown = h("output", {}, String(wishes[name]));
     const field = h("input", { type: "range", min, max, step, "aria-label": name, value: wishes[name] });
