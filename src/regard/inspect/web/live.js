@@ -9,8 +9,8 @@ import { buildPage, tooOld, writeTexts } from "./page.js";
 import { alternatives, answer, attributionOf, firstWishes, force, importanceOf, look, newSide, silenceKey } from "./session.js";
 import { refresh, shell } from "./tabs.js";
 
-const QUICK = 50; // milliseconds: what takes longer waits until typing pauses
-const PAUSE = 160;
+const QUICK = 100; // milliseconds: what takes longer waits until typing pauses
+const PAUSE = 120;
 
 // Input that the page begins with: that of the stored trace. An image is shown as stored until another is drawn.
 function firstInput(engine, stored) {
