@@ -30,7 +30,7 @@ from regard.files import replace_file
 from regard.inspect.page import bundle, render_page
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.model import Model
-from regard.run import Run
+from regard.run import Run, require_numbers
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
@@ -40,7 +40,6 @@ TOLERANCE = 1e-3  # of scores, between the page's script and torch with the same
 MAX_PARAMETERS = 200_000_000  # beyond, no browser opens the file
 SCRIPT_MEMORY = 4 << 30  # bytes that the proof may use
 PROVEN_LENGTH = 40  # tokens of the outputs that are compared
-
 
 # The block of the page that holds the model
 
@@ -63,8 +62,6 @@ class WeightPacker:
             return
         self._known[x.data_ptr()] = name
         values = x.detach().float().cpu().numpy()
-        if not np.isfinite(values).all():
-            raise UserError(f"{name}: has weights that are not numbers; they are broken (was training stable?)")
         kind, data, stored = _pack(values, self.precision if values.ndim == 2 else "fp32")
         self.entries[name] = {"shape": list(values.shape), "type": kind, "at": self._size}
         self.stored[name] = torch.from_numpy(stored)
@@ -146,6 +143,7 @@ def _limits(run: Run) -> dict[str, Any]:
 
 def require_supported(run: Run) -> None:
     """Refuse what the page's script does not compute."""
+    require_numbers(run)
     stacks: dict[str, Stack] = run.config.stacks
     if any(stack.mixer == "lsh" for stack in stacks.values()):
         raise UserError(f"{run.path}: LSH attention is not computed in a page; regard inspect shows it")
