@@ -29,7 +29,8 @@ def evaluate(run: Path, arguments: list[str]) -> dict[str, float]:
     """Scores on the validation file, if one is named: the loss of a run depends on its tokens, its metrics do not."""
     if "--valid" not in arguments:
         return {}
-    command = [sys.executable, "-m", "regard", "evaluate", str(run), arguments[arguments.index("--valid") + 1], "--json"]
+    valid = arguments[arguments.index("--valid") + 1]
+    command = [sys.executable, "-m", "regard", "evaluate", str(run), valid, "--json"]
     result = subprocess.run(command, text=True, capture_output=True, check=True)
     return {name: round(found["score"], 4) for name, found in json.loads(result.stdout)["metrics"].items()}
 
