@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelkit import letters
-from regard.inspect.page import Packer, bundle
+from regard.inspect.page import Packer, bundle, page_hashes, read_asset, render_page
 from regard.inspect.trace import Trace, trace
 from regard.run import Run
 from regard.text.codec import Example
@@ -108,6 +109,19 @@ def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert policy is not None and f"{name} 'sha256-{digest}'" in policy
     assert policy is not None and "unsafe" not in policy and policy.startswith("default-src 'none'")
+
+
+def test_a_page_with_a_model_may_compile_webassembly(found: Trace) -> None:
+    model = {"name": "</script><script>alert(1)</script>", "bytes": "AAAA"}
+    text = render_page(found.page_data(), model)
+    (policy,) = [a["content"] for _, a in structure(text) if a.get("http-equiv") == "Content-Security-Policy"]
+    script = re.findall(r"<script>(.*?)</script>", text, re.S)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy is not None and f"script-src 'sha256-{digest}' 'wasm-unsafe-eval';" in policy
+    assert "unsafe-eval'" not in found.to_html() and "makeEngine" not in found.to_html()
+    elements = structure(text)
+    assert [a.get("id") for name, a in elements if name == "script"] == ["data", "model", None]
+    assert json.loads(read(text).scripts[1]) == model
 
 
 def test_data_come_back(found: Trace) -> None:
@@ -205,3 +219,21 @@ def test_the_script_is_bundled_from_modules(tmp_path: Path) -> None:
 def test_what_cannot_be_bundled_is_refused(modules: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         bundle("a.js", modules.__getitem__)
+
+
+def test_every_module_is_part_of_a_page() -> None:
+    seen: set[str] = set()
+
+    def read_and_note(name: str) -> str:
+        seen.add(name)
+        return read_asset(name)
+
+    for entry in ("start.js", "live.js", "proof.js"):
+        bundle(entry, read_and_note)
+    folder = files("regard.inspect").joinpath("web")
+    assert seen == {file.name for file in folder.iterdir() if file.name.endswith(".js")}
+
+
+def test_a_page_that_frames_this_one_knows_its_hashes(found: Trace) -> None:
+    text = found.to_html()
+    assert all(digest in text for digest in page_hashes().values())

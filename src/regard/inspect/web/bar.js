@@ -5,7 +5,7 @@ import { roving } from "./controls.js";
 import { featureField, textField } from "./fields.js";
 import { padOf } from "./pad.js";
 import { MORE, searches } from "./session.js";
-import { percent, plural, show, SPECIAL, visible, word } from "./text.js";
+import { percent, plural, shorter, show, SPECIAL, visible, word } from "./text.js";
 import { wishesOf } from "./wishes.js";
 
 export function barOf(live) {
@@ -18,7 +18,7 @@ export function barOf(live) {
     put(sides, parts.map((part) => part.node));
     sides.classList.toggle("two", parts.length > 1);
     const compare = live.engine.task === "image" ? null : h("button", { class: "quiet", type: "button", click: () => compareOrNot(live) }, parts.length > 1 ? "One input" : "Compare two inputs");
-    put(tools, wishes && wishes.node, compare, silenced);
+    put(tools, wishes && wishes.node, compare, silenced, examplesOf(live));
   }
   function write() {
     for (const part of parts) part.write();
@@ -35,6 +35,15 @@ function compareOrNot(live) {
   live.compare(live.sides.length > 1 ? null : { source, features });
   const field = document.querySelectorAll(".sides .field")[live.sides.length > 1 ? (live.engine.features ? 2 : 1) : 0];
   if (field) field.focus();
+}
+
+// Inputs that the page offers, if it has several.
+function examplesOf(live) {
+  const { examples } = live.engine;
+  if (live.engine.task === "image" || !examples || examples.length < 2) return null;
+  const buttons = examples.slice(0, 6).map(({ source, features }) => h("button", { class: "quiet example", type: "button", title: source, click: () => live.read({ source, features: features || "" }) }, h("bdi", {}, shorter(source, 28))));
+  roving(buttons);
+  return h("span", { class: "examples", role: "group", "aria-label": "examples" }, h("span", { class: "dim" }, "or: "), buttons);
 }
 
 const inputName = (engine) => (searches(engine) && engine.task !== "lm" ? "source" : engine.task === "image" ? "image" : "text");

@@ -6,7 +6,7 @@ import { barOf } from "./bar.js";
 import { h, setData, storedData } from "./core.js";
 import { makeEngine } from "./engine.js";
 import { buildPage, tooOld, writeTexts } from "./page.js";
-import { alternatives, answer, attributionOf, firstWishes, force, importanceOf, look, newSide, silenceKey } from "./session.js";
+import { alternatives, answer, attributionCost, attributionOf, firstWishes, force, importanceOf, look, newSide, silenceKey } from "./session.js";
 import { refresh, shell } from "./tabs.js";
 
 const QUICK = 100; // milliseconds: what takes longer waits until typing pauses
@@ -77,6 +77,13 @@ class Live {
     shell.still = false;
   }
 
+  // Another first input, which was not typed.
+  read(input) {
+    this.sides[0] = newSide(input);
+    this.bar.rebuild();
+    this.ask();
+  }
+
   alternatives(side, at) { return alternatives(this.engine, side, this.wishes, at); }
   force(side, at, id) { force(side, at, id); this.ask(); }
 
@@ -91,6 +98,7 @@ class Live {
   restoreHeads() { this.engine.silenced.clear(); this.compute(false); }
 
   sideOf(trace) { return this.sides.find((side) => side.trace === trace) || null; }
+  attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(side) : 0; }
   attribution(trace) { const side = this.sideOf(trace); return side ? attributionOf(this.engine, side) : trace.attribution; }
   importance(trace) { const side = this.sideOf(trace); return side && this.explains ? importanceOf(this.engine, side) : null; }
 

@@ -44,7 +44,8 @@ export function look(engine, side) {
   const hypothesis = side.hypotheses[side.chosen] || null;
   const key = JSON.stringify([side.input.source, side.input.features, side.input.number, hypothesis && hypothesis.ids, [...engine.silenced].sort()]);
   if (side.key === key) return; // as it was
-  const found = guarded(() => ({ trace: engine.trace(side.input, hypothesis ? shownIds(engine, hypothesis) : []) }));
+  const began = performance.now(), found = guarded(() => ({ trace: engine.trace(side.input, hypothesis ? shownIds(engine, hypothesis) : []) }));
+  side.spent = performance.now() - began;
   side.problem = found.problem || null;
   if (side.problem) return;
   side.key = key;
@@ -77,6 +78,9 @@ export function alternatives(engine, side, wishes, at, count = 8) {
 export function force(side, at, id) { side.prefix = [...side.hypotheses[side.chosen].ids.slice(0, at), id]; }
 
 export const silenceKey = (map, index) => `${map.name}/${index}`;
+
+// Attribution reads the input twice for each of its tokens; so many milliseconds, if it is not there yet.
+export const attributionCost = (side) => (side.attribution === undefined ? 2 * side.spent * (side.trace.tokens.source || side.trace.tokens.input).length : 0);
 
 export function attributionOf(engine, side) {
   if (side.attribution === undefined) side.attribution = guarded(() => ({ found: engine.attribution(side.input, idsOf(engine, side)) })).found || null;

@@ -68,9 +68,9 @@ const short = (x) => String(Math.round(x * 100) / 100);
 const xmlText = (string) => string.replace(/[^\u0009\u000a\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, "·"); // what XML allows
 
 export function svgSurface(width, height, margin = 0) {
-  const node = document.createElementNS(SVG, "svg");
+  const paper = document.implementation.createDocument(SVG, "svg", null), node = paper.documentElement; // not of this page: it loads nothing
   const add = (tag, attributes, text) => {
-    const made = document.createElementNS(SVG, tag);
+    const made = paper.createElementNS(SVG, tag);
     for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) made.setAttribute(name, typeof value === "number" ? short(value) : value);
     if (text !== undefined) made.textContent = text;
     node.append(made);
@@ -93,7 +93,7 @@ export function svgSurface(width, height, margin = 0) {
     },
     path(d, style) { add("path", { d, ...look(style) }); },
     pixels(image, x, y, w, high, smooth = false) {
-      add("image", { x, y, width: w, height: high, preserveAspectRatio: "none", href: sheetOf(image).toDataURL("image/png"), style: smooth ? null : "image-rendering:pixelated" });
+      add("image", { x, y, width: w, height: high, preserveAspectRatio: "none", href: sheetOf(image).toDataURL("image/png"), "image-rendering": smooth ? null : "pixelated" });
     },
     markup: () => new XMLSerializer().serializeToString(node),
   };

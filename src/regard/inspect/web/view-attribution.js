@@ -3,7 +3,7 @@
 import { data, h, plane, put, values } from "./core.js";
 import { legend, matrix } from "./matrix.js";
 import { saveButtons } from "./save.js";
-import { shell, state } from "./tabs.js";
+import { refresh, shell, state } from "./tabs.js";
 import { rightToLeft, show, tokensOf, word } from "./text.js";
 
 const CAVEAT = "Attention is where a head read from, not why the model decided. Attribution is how the log-probability of an output token changes as the embedding of an input token grows (gradient × input). The two need not agree, and neither is an explanation by itself.";
@@ -21,7 +21,15 @@ function attentionBeside(count) {
   return { name: `layer ${last.layer + 1}, mean of heads${m.T > count ? ", first token" : ""}`, m };
 }
 
+const PATIENCE = 2000; // milliseconds that a page may be busy without having been asked
+let agreed = null; // the trace whose attribution was asked for
+
 function fillAttribution(panel, room) {
+  const trace = data, cost = shell.live ? shell.live.attributionCost(data) : 0;
+  if (cost > PATIENCE && agreed !== trace) {
+    put(panel, h("p", { class: "dim" }, CAVEAT), h("button", { class: "quiet", type: "button", click: () => { agreed = trace; refresh(); } }, `Compute it: about ${Math.round(cost / 1000)} seconds`));
+    return;
+  }
   const found = shell.live ? shell.live.attribution(data) : data.attribution;
   const caveat = h("p", { class: "dim" }, CAVEAT);
   if (!found) { put(panel, caveat, h("p", { class: "note" }, "There is no attribution of this input.")); return; }

@@ -4,6 +4,7 @@ import { clamp, data, h, plane, put } from "./core.js";
 import { css, ink } from "./colours.js";
 import { choice, roving } from "./controls.js";
 import { chosenPlane, mapControls, ROLLED } from "./maps.js";
+import { saveButtons } from "./save.js";
 import { canvasSurface } from "./surface.js";
 import { refresh, state } from "./tabs.js";
 import { percent, show, tokensOf } from "./text.js";
@@ -37,8 +38,8 @@ function paintImage(surface, shot, side, weights, max) {
 function paintPatchLines(surface, across, down, cell) {
   const style = { stroke: "#ffffff", opacity: 0.16 };
   if (cell < 10) return;
-  for (let i = 1; i < across; i++) surface.path(`M${i * cell - 0.5} 0V${surface.height}`, style);
-  for (let i = 1; i < down; i++) surface.path(`M0 ${i * cell - 0.5}H${surface.width}`, style);
+  for (let i = 1; i < across; i++) surface.path(`M${i * cell - 0.5} 0V${down * cell}`, style);
+  for (let i = 1; i < down; i++) surface.path(`M0 ${i * cell - 0.5}H${across * cell}`, style);
 }
 
 function patchWeights(m, from) {
@@ -63,7 +64,7 @@ function fillImage(panel, room) {
       choice("from", ["class token", state.patch ? `patch ${names[state.patch]}` : "a patch"], state.patch ? 1 : 0, chooseFrom)),
     h("div", { class: "photos" },
       h("section", { class: "card" }, h("h2", {}, state.head === ROLLED ? `What ${patchName(state.patch, names)} is made of after layer ${map.layer + 1}` : `Attention of ${patchName(state.patch, names)} in ${map.heads.length > 1 && state.head >= 0 ? `head ${map.heads[state.head] + 1}` : "layer " + (map.layer + 1)}`), photo.node,
-        h("p", { class: "dim" }, "Choose a patch to see its attention, once more to see that of the class token.")),
+        h("p", { class: "dim" }, "Choose a patch to see its attention, once more to see that of the class token."), saveButtons(photo, "image")),
       h("section", { class: "card" }, h("h2", {}, `All heads of layer ${map.layer + 1}`), headPhotos(shot, map), Object.keys(data.distances).length ? distances(map) : null)));
 }
 
