@@ -25,6 +25,16 @@ def train(arguments: list[str], out: Path) -> dict[str, object]:
     return json.loads((out / "log.jsonl").read_text().splitlines()[-1])
 
 
+def evaluate(run: Path, arguments: list[str]) -> dict[str, float]:
+    """Scores on the validation file, if one is named: the loss of a run depends on its tokens, its metrics do not."""
+    if "--valid" not in arguments:
+        return {}
+    valid = arguments[arguments.index("--valid") + 1]
+    command = [sys.executable, "-m", "regard", "evaluate", str(run), valid, "--json"]
+    result = subprocess.run(command, text=True, capture_output=True, check=True)
+    return {name: round(found["score"], 4) for name, found in json.loads(result.stdout)["metrics"].items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", help="a recipe to compare with")
@@ -37,8 +47,9 @@ def main() -> None:
         for name, arguments in contenders.items():
             with tempfile.TemporaryDirectory() as temporary:
                 end = train([*arguments, "--seed", str(seed)], Path(temporary) / "run")
+                metrics = evaluate(Path(temporary) / "run", arguments)
             scores = {key: value for key, value in end.items() if key not in ("event", "reason", "skipped", "seconds")}
-            print(f"{name}, seed {seed}: {scores}", flush=True)
+            print(f"{name}, seed {seed}: {scores}, evaluated: {metrics}", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_it_runs_and_keeps_its_promises(monkeypatch, tmp_path):
     assert "\x1b" not in result.out  # no colours where nobody sees them
     tries = [line.strip() for line in result.lines if " regard " in f" {line} " and "YOUR" not in line]
     assert len(tries) == 4
-    assert "<html" in (tmp_path / "runs" / "demo" / "attention.html").read_text(encoding="utf-8")
+    assert "<html" in (tmp_path / "runs" / "demo" / "pronounce.html").read_text(encoding="utf-8")
     for line in tries:
         *before, command = line.split(" | ")
         done = call(*command.split()[1:], stdin="abacus\n" if before else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from regard.inspect.trace import trace
@@ -18,11 +19,13 @@ from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent / "tests" / "inspect"))
+sys.path.insert(0, str(HERE.parent.parent / "tests"))
 
 import chromium  # noqa: E402
 
 CLIPS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
+MEASURED = 5.0  # seconds until the page has measured all heads
+LIVE = (1180, 1240)  # size of the picture of the live page
 
 
 def regard(*arguments: object) -> None:
@@ -41,7 +44,9 @@ def sinusoid_page(word: str) -> str:
 def main() -> None:
     run, word, pairs, image_run, images = sys.argv[1:6]
     page, position_page, image_page = HERE / "page.html", HERE / "position.html", HERE / "image.html"
+    live_page = HERE / "live.html"
     regard("inspect", run, word, "--out", page)
+    regard("convert", run, live_page, "--to", "html", "--text", word)
     position_page.write_text(sinusoid_page(word), encoding="utf-8")
     regard("inspect", image_run, images, "--index", 18, "--out", image_page)
     regard("inspect", run, word, "--attention", "cross", "--png", HERE / "cross-heads.png")
@@ -56,6 +61,11 @@ def main() -> None:
         browser.run("window.scrollTo(0, 0)")
         browser.screenshot(HERE / f"page-{name}.png", full=False)
         browser.close()
+    browser = chromium.Chromium(program, *LIVE)
+    browser.open(live_page)
+    time.sleep(MEASURED)
+    browser.screenshot(HERE / "page-live.png", full=False)
+    browser.close()
     browser = chromium.Chromium(program, 1180, 470)
     browser.open(position_page)
     browser.click("#tab-position")
@@ -64,11 +74,12 @@ def main() -> None:
     browser.close()
     browser = chromium.Chromium(program, 1180, 800)
     browser.open(image_page)
+    browser.click("#tab-image")
     browser.click(".thumb", 1)
     browser.hover("h1")
     browser.screenshot(HERE / "page-image.png")
     browser.close()
-    for path in (page, position_page, image_page):
+    for path in (page, live_page, position_page, image_page):
         path.unlink()
 
 

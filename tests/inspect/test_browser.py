@@ -12,6 +12,7 @@ import pytest
 
 import chromium
 from modelkit import FAMILIES, family, picture
+from pagekit import PAYLOADS, complaints
 from regard.inspect.circuits import rollout
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
@@ -20,27 +21,7 @@ from regard.text.codec import Example
 PROGRAM = chromium.find()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
 
-SHELLS = ["{}", '"{}', "'>{}", "</script>{}", "--><!-- {}", "<b>{}", "]]>{}", "\u202e{}", "</title>{}", "{}\u2028"]
-CORES = [
-    f"<{tag} {on}=window.hit=1>"
-    for tag, on in itertools.product(
-        ("img src=x", "svg", "body", "details open", "input autofocus", "video src=x", "iframe srcdoc=x", "a href=#"),
-        ("onerror", "onload", "onfocus", "ontoggle", "onclick"),
-    )
-] + [
-    "<script>window.hit=1</script>",
-    "<script src=data:,window.hit=1></script>",
-    "<iframe src=javascript:parent.hit=1></iframe>",
-    "<a href=javascript:window.hit=1>x</a>",
-    "<style>*{display:none}</style>",
-    "<meta http-equiv=refresh content=0;url=javascript:window.hit=1>",
-    "<base href=//evil.example>",
-    "<object data=javascript:window.hit=1>",
-    "<math><mtext><table><mglyph><style><img src=x onerror=window.hit=1>",
-    "${window.hit=1}",
-]
-PAYLOADS = [shell.format(core) for shell, core in itertools.product(SHELLS, CORES)]
-VIEWS = ["alignment", "heads", "model", "output", "lens", "position", "walk"]
+VIEWS = ["overview", "alignment", "heads", "model", "output", "lens", "attribution", "position", "walk"]
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +36,28 @@ def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -
     return trace(run, Example(source), run.codec.encode_target([output])[0], **options)
 
 
-def show(browser: chromium.Chromium, found: Trace, folder: Path, dark: bool = False) -> float:
+def show(
+    browser: chromium.Chromium, found: Trace, folder: Path, dark: bool = False, view: str | None = "alignment"
+) -> float:
+    """Open the page of a trace, and one of its views -> seconds until the page was ready."""
     path = folder / "page.html"
     path.write_text(found.to_html(), encoding="utf-8")
-    return browser.open(path, dark)
-
-
-def complaints(browser: chromium.Chromium) -> list[str]:
-    """Exceptions, console errors, and anything the page asked the network for beside itself."""
-    out = []
-    for event in browser.events:
-        if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening"):
-            out.append(str(event["params"]))
-        if event.get("method") == "Network.requestWillBeSent":
-            url = event["params"]["request"]["url"]
-            if not url.endswith("/page.html") and url != "about:blank":
-                out.append(url)
-    return out
+    seconds = browser.open(path, dark)
+    if view is not None:
+        browser.click(f"#tab-{view}")
+    return seconds
 
 
 def test_every_view_opens(browser: chromium.Chromium, run: Run, tmp_path: Path) -> None:
     for dark in (False, True):
-        seconds = show(browser, made(run), tmp_path, dark)
+        seconds = show(browser, made(run), tmp_path, dark, view=None)
         assert browser.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
         assert seconds < 5
         tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
         expected = (
-            VIEWS if run.config.encoder and not run.config.encoder.recurrent else ["alignment", "heads", "output"]
+            VIEWS
+            if run.config.encoder and not run.config.encoder.recurrent
+            else ["overview", "alignment", "heads", "output", "attribution"]
         )
         assert set(expected) <= set(tabs)
         for name in tabs:
@@ -98,10 +74,11 @@ def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: s
     found = trace(run, Example("abcab")) if kind != "image" else trace_image(run, picture())
     missing = {"alignment"} | ({"image"} if kind != "image" else set())
     missing |= {"lm-hashed": {"walk"}, "lm-distances": {"position"}, "vectors": {"output", "lens"}}.get(kind, set())
+    missing |= {"attribution"} if kind in ("masked", "vectors", "image") else set()
     for dark in (False, True):
-        show(browser, found, tmp_path, dark)
+        show(browser, found, tmp_path, dark, view=None)
         tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
-        assert tabs == [name for name in ["image", *VIEWS] if name not in missing]
+        assert tabs == [name for name in ["overview", "image", *VIEWS[1:]] if name not in missing]
         for name in tabs:
             browser.click(f"#tab-{name}")
             assert browser.run("document.getElementById('panel').textContent.trim().length") > 10
@@ -111,7 +88,7 @@ def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: s
 
 def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_path: Path) -> None:
     found = trace(family("lm"), Example("abcab"))
-    show(browser, found, tmp_path)
+    show(browser, found, tmp_path, view="heads")
     browser.click(".choice button", 1)  # layer 2
     browser.click(".choice button", 7)  # rollout, after the mean and four heads
     browser.run("document.querySelector('.figure').focus()")
@@ -125,7 +102,7 @@ def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_pa
 
 def test_an_image_shows_the_attention_of_its_patches(browser: chromium.Chromium, tmp_path: Path) -> None:
     found = trace_image(family("image"), picture())
-    show(browser, found, tmp_path)
+    show(browser, found, tmp_path, view="image")
     message = "document.querySelector('.read').textContent"
     weights_HTS = found.maps[-1].weights_HTS
     assert browser.run(message).startswith("The class token")
@@ -214,11 +191,12 @@ def test_output_leads_to_the_walk_and_its_numbers_are_the_models(
 def test_the_keyboard_reaches_everything(browser: chromium.Chromium, transformer_run: Run, tmp_path: Path) -> None:
     show(browser, made(transformer_run), tmp_path)
     browser.run("document.getElementById('tab-alignment').focus()")
-    for name in [*VIEWS[1:], "alignment"]:
+    for name in [*VIEWS[2:], *VIEWS[:2]]:
         browser.key("ArrowRight")
         assert browser.run("document.activeElement.id") == f"tab-{name}"
     browser.key("End")
     browser.key("Home")
+    browser.key("ArrowRight")
     assert browser.run("document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
     unnamed = browser.run(
         "Array.from(document.querySelectorAll('button, select, [role=application]')).filter("
@@ -270,7 +248,7 @@ def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, transformer
         show(browser, nasty(found, payloads), tmp_path)
         seen = browser.run("Array.from(document.querySelectorAll('.links bdi'), n => n.textContent).length")
         assert seen == 2 * 86
-        for name in VIEWS:
+        for name in [view for view in VIEWS if view != "attribution"]:  # which a long output has not
             browser.click(f"#tab-{name}")
             browser.hover("#panel", 0)
             bad = browser.run(
@@ -292,7 +270,7 @@ def test_three_hundred_tokens_a_side_do_not_freeze(
     found = made(run, "abcab" * 61, "bcdab" * 61)
     show(browser, found, tmp_path)
     assert browser.run("document.querySelectorAll('.note').length") == 2
-    for name in VIEWS:
+    for name in [view for view in VIEWS if view != "attribution"]:
         spent = browser.run(
             f"(() => {{ const t = performance.now(); document.getElementById('tab-{name}').click();"
             " return performance.now() - t; })()"
@@ -390,9 +368,9 @@ def test_few_presses_of_tab_lead_through_a_long_text(
     show(browser, made(transformer_run, "abcab" * 12, "bcdab" * 12), tmp_path)
     stops = (
         "Array.from(document.querySelectorAll('#panel button, #panel select, #panel [tabindex]')).filter("
-        "n => n.tabIndex >= 0 && !n.closest('.choice')).length"
+        "n => n.tabIndex >= 0 && !n.closest('.choice, .save, .toggle')).length"
     )
-    for name, most in {"alignment": 4, "heads": 3, "model": 3, "output": 2, "lens": 1}.items():
+    for name, most in {"overview": 1, "alignment": 4, "heads": 3, "model": 3, "output": 2, "lens": 1}.items():
         browser.click(f"#tab-{name}")
         assert 1 <= browser.run(stops) <= most, name
     browser.run("document.querySelector('.lens .cell').focus()")
@@ -437,5 +415,8 @@ def test_it_works_in_the_frame_of_a_notebook(browser: chromium.Chromium, transfo
         " ? r(document.querySelectorAll('.word').length) : setTimeout(f, 20); f(); })"
     )
     with browser.inside(attached["sessionId"]):
+        assert browser.run(script) == 0
+        browser.run("document.getElementById('tab-alignment').click()")
         assert browser.run(script) == 6 + 4
+        assert browser.run("document.querySelectorAll('.save').length") == 0, "a frame may not download"
     assert complaints(browser) == []

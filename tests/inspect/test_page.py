@@ -5,10 +5,14 @@ import hashlib
 import html
 import json
 import re
+import shutil
+import subprocess
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelkit import letters
-from regard.inspect.page import Packer
+from regard.inspect.page import Packer, bundle, page_hashes, read_asset, render_page
 from regard.inspect.trace import Trace, trace
 from regard.run import Run
 from regard.text.codec import Example
@@ -107,6 +111,19 @@ def test_the_policy_allows_this_script_and_nothing_else(found: Trace) -> None:
     assert policy is not None and "unsafe" not in policy and policy.startswith("default-src 'none'")
 
 
+def test_a_page_with_a_model_may_compile_webassembly(found: Trace) -> None:
+    model = {"name": "</script><script>alert(1)</script>", "bytes": "AAAA"}
+    text = render_page(found.page_data(), model)
+    (policy,) = [a["content"] for _, a in structure(text) if a.get("http-equiv") == "Content-Security-Policy"]
+    script = re.findall(r"<script>(.*?)</script>", text, re.S)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy is not None and f"script-src 'sha256-{digest}' 'wasm-unsafe-eval';" in policy
+    assert "unsafe-eval'" not in found.to_html() and "makeEngine" not in found.to_html()
+    elements = structure(text)
+    assert [a.get("id") for name, a in elements if name == "script"] == ["data", "model", None]
+    assert json.loads(read(text).scripts[1]) == model
+
+
 def test_data_come_back(found: Trace) -> None:
     block = json.loads(read(found.to_html()).scripts[0])
     numbers = zlib.decompress(base64.b64decode(block["numbers"]))
@@ -173,3 +190,50 @@ def test_kinds_that_are_not_there_leave_no_trace(make_letters: Callable[..., Run
     block = trace(run, Example("ab"), []).page_data()
     assert block["positions"] == [] and [m["kind"] for m in block["maps"]] == ["cross"]
     assert len(block["steps"]) == 1  # the end alone
+
+
+def test_the_script_is_bundled_from_modules(tmp_path: Path) -> None:
+    script = bundle("start.js")
+    assert not re.search(r"^(import|export)\b", script, re.M) and "</script" not in script
+    assert script.index("let data = null") < script.index("function h(") < script.index("storedData().then")
+    assert script.count("let data = null") == 1  # once, however many import it
+    if node := shutil.which("node"):
+        path = tmp_path / "bundle.js"
+        path.write_text(script, encoding="utf-8")
+        subprocess.run([node, "--check", path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({"a.js": 'import { b } from "./b.js";\n', "b.js": "const b = 1;\n"}, "imports b, which b.js does not export"),
+        ({"a.js": 'import { b } from "./b.js";\nlet c;\n', "b.js": "export let b;\nlet c;\n"}, "both declare c"),
+        (
+            {"a.js": 'import { b } from "./b.js";\n', "b.js": 'import { a } from "./a.js";\nexport const b = 1;\n'},
+            "a.js -> b.js -> a.js",
+        ),
+        ({"a.js": "export default 1;\n"}, "cannot be bundled: export default"),
+        ({"a.js": 'import * as b from "./b.js";\n'}, "cannot be bundled: import"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_bundled_is_refused(modules: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bundle("a.js", modules.__getitem__)
+
+
+def test_every_module_is_part_of_a_page() -> None:
+    seen: set[str] = set()
+
+    def read_and_note(name: str) -> str:
+        seen.add(name)
+        return read_asset(name)
+
+    for entry in ("start.js", "live.js", "proof.js"):
+        bundle(entry, read_and_note)
+    folder = files("regard.inspect").joinpath("web")
+    assert seen == {file.name for file in folder.iterdir() if file.name.endswith(".js")}
+
+
+def test_a_page_that_frames_this_one_knows_its_hashes(found: Trace) -> None:
+    text = found.to_html()
+    assert all(digest in text for digest in page_hashes().values())

@@ -8,25 +8,35 @@ import typer
 
 from regard.cli.input import Json
 from regard.cli.tables import message, out_json, print_table
+from regard.convert import to_ctranslate2
 from regard.convert.hf import from_hf, to_hf
-from regard.convert.to_ctranslate2 import Precision, to_ctranslate2
 from regard.errors import UserError, one_of
+from regard.inspect.live import PRECISIONS, write_live_page
 from regard.run import Run
+from regard.text.codec import Example
 
-EXAMPLE = "regard convert opus-mt-en-de runs/en-de"
-FORMATS = ("hf", "ctranslate2")
+EXAMPLE = "regard convert runs/g2p g2p.html --to html"
+QUANTIZATIONS = {"ctranslate2": get_args(to_ctranslate2.Precision), "html": PRECISIONS}
+FORMATS = ("hf", *QUANTIZATIONS)
 
 
 def command(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face directory, or with --to a run.")],
-    new: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
+    new: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write; with --to html the file.")],
     to: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help="Write a run for another library: hf (transformers) or ctranslate2."),
+        typer.Option(
+            metavar="FORMAT",
+            help="Write a run for another library, hf (transformers) or ctranslate2, or as one page that computes in"
+            " the browser, html.",
+        ),
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="Of --to ctranslate2: fp32, or int8 for weights of 8 bits. (default: fp32)")
+        str | None,
+        typer.Option(help="int8, or fp32; of html also fp16. (default: fp32 of ctranslate2, int8 of html)"),
     ] = None,
+    text: Annotated[str | None, typer.Option(help="Of --to html: the input that the page shows first.")] = None,
+    features: Annotated[str | None, typer.Option(help="Its features, of a run that was trained with some.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Random inputs that both models must agree on.")] = 4,
     json: Json = False,
 ) -> None:
@@ -38,12 +48,19 @@ def command(
     """
     if to not in (None, *FORMATS):
         raise one_of("--to", str(to), FORMATS)
-    if quantization is not None and to != "ctranslate2":
-        raise UserError("--quantization belongs to --to ctranslate2")
-    if quantization not in (None, *get_args(Precision)):
-        raise one_of("--quantization", str(quantization), get_args(Precision))
-    if to == "ctranslate2":
-        report = to_ctranslate2(Run.load(source), new, samples, "int8" if quantization == "int8" else "fp32")
+    if quantization is not None and to not in QUANTIZATIONS:
+        raise UserError(f"--quantization belongs to --to {' or '.join(QUANTIZATIONS)}")
+    if quantization is not None and quantization not in QUANTIZATIONS[str(to)]:
+        raise one_of("--quantization", quantization, QUANTIZATIONS[str(to)])
+    if to != "html" and (text is not None or features is not None):
+        raise UserError("--text and --features belong to --to html")
+    if to == "html":
+        precision = next(name for name in PRECISIONS if name == (quantization or "int8"))
+        example = None if text is None else Example(text, features=features)
+        report = write_live_page(Run.load(source), new, precision, example, samples)
+    elif to == "ctranslate2":
+        quantized: to_ctranslate2.Precision = "int8" if quantization == "int8" else "fp32"
+        report = to_ctranslate2.to_ctranslate2(Run.load(source), new, samples, quantized)
     elif to == "hf":
         report = to_hf(Run.load(source), new, samples, message)
     else:

@@ -27,9 +27,8 @@ from regard.decode.options import Options
 from regard.errors import UserError, missing_extra
 from regard.evaluate.evaluator import evaluate
 from regard.evaluate.results import Evaluation
-from regard.files import replace_file
+from regard.inspect.live import require_script_engine, write_live_page
 from regard.inspect.plots import draw_in_colour, draw_in_shades
-from regard.inspect.trace import trace
 from regard.presets import merge
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run
@@ -62,6 +61,7 @@ def command(
     It learns from the CMU dictionary, is scored on words that were held out, and pronounces a few that are new.
     """
     directory = _new_directory(out)
+    require_script_engine()  # for the page at the end: before the training, not after it
     words = split(dictionary())
     write(words, directory)
     message(
@@ -83,9 +83,8 @@ def command(
     pronounced = list(generate(run, [word for word, _ in chosen], options))
     for (word, reference), hypotheses in zip(chosen, pronounced, strict=True):
         _show_word(console, word, hypotheses, reference)
-    page = directory / "attention.html"
-    html = trace(run, Example(chosen[0][0]), pronounced[0][0].ids).to_html()
-    replace_file(page, lambda temporary: temporary.write_text(html, encoding="utf-8"))
+    page = directory / "pronounce.html"
+    write_live_page(run, page, example=Example(chosen[0][0]))
     _show_next(console, directory, page)
 
 
@@ -191,7 +190,8 @@ def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], refere
 
 def _show_next(console: Console, directory: Path, page: Path) -> None:
     console.print()
-    console.print(f" Every layer and head of the first word: open {page} in a browser", highlight=False, soft_wrap=True)
+    text = f" It pronounces whatever you type, and shows every layer and head: open {page} in a browser"
+    console.print(text, highlight=False, soft_wrap=True)
     console.print()
     console.rule("Now try", align="left", characters="─")
     for line in (

@@ -15,6 +15,7 @@ from regard.cli.tables import message, out
 from regard.data.images import read_images
 from regard.errors import UserError, one_of
 from regard.files import replace_file
+from regard.inspect.live import live_page
 from regard.inspect.plots import draw_all_heads, draw_in_colour, draw_in_shades, draw_matrix, save
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.run import Run, require_numbers
@@ -41,6 +42,9 @@ def command(
     output: Annotated[
         str | None, typer.Option("--out", "-o", metavar="FILE", help="The page; by default attention.html.")
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Put the model into the page, which then computes whatever is typed.")
+    ] = False,
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture that can be enlarged.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Draw on the terminal.")] = False,
@@ -101,9 +105,13 @@ def command(
         message(f"{path}: written")
     if terminal:
         _draw_at_terminal(traced, attention, *selected)
-    if output is not None or not (png or svg or terminal):
+    if live or output is not None or not (png or svg or terminal):
         path = output or "attention.html"
         html = traced.to_html()
+        if live:
+            example = None if opened.task.reads == "images" else Example(text, features=features)
+            html, report = live_page(opened, example=example, first=traced)
+            message(report.summary)
         replace_file(Path(path), lambda temporary: temporary.write_text(html, encoding="utf-8"))
         message(f"{path}: written; open it in a browser")
 

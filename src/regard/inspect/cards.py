@@ -68,6 +68,7 @@ class Card:
     vectors: tuple[Vector, ...] = ()
     scores: AttentionScores | None = None
     show: str = "vectors"  # vectors, qkv, scores, sum, heads or prediction
+    active: float | None = None  # of a feed-forward layer: the share of all neurons that are not zero
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a model predicts at every output step, and what each of its layers would predict (the logit lens)."""
+"""What a model predicts at every output step, what each layer would predict (logit lens), and from which inputs."""
 
 from __future__ import annotations
 
@@ -124,3 +124,28 @@ def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tup
         for hook in hooks:
             vectors[hook].append(recorded[hook][row_N, position_N])
     return torch.cat(logits), {hook: torch.cat(parts) for hook, parts in vectors.items()}
+
+
+def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
+    """Gradient x input (T, S): how the log-probability of each label changes as an input embedding grows in length.
+
+    `arguments` are those of the model for a batch of one; the inputs are the first of them, the source or the text.
+    """
+    table = model.target_embedding if model.decoder_only else model.source_embedding
+    assert table is not None
+    embedded: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = table.register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            logp_TV = model(*arguments)[0].float().log_softmax(-1)
+            wanted = [logp_TV[t, label] for t, label in enumerate(labels)]
+    finally:
+        handle.remove()
+    first_1SD = embedded[0]  # a table that both sides share embeds the source first
+    gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in wanted)
+    return torch.stack([(gradient_1SD * first_1SD.detach())[0].sum(-1) for gradient_1SD in gradients])

@@ -13,14 +13,19 @@ import html
 import json
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
-SCRIPTS = ("core.js", "figures.js", "views.js", "image.js", "walk.js", "start.js")
+FOLDER = "web"  # the page's template, style sheet and JavaScript modules
 NONE = -32768  # in signed arrays: no number
+IMPORT = re.compile(r"^import \{([^}]*)\} from \"\./([\w-]+\.js)\";[ \t]*\n", re.M)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|const|let|class) )", re.M)
+DECLARED = re.compile(r"^(export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
 
 
 class Packer:
@@ -42,8 +47,12 @@ class Packer:
         if is_dataclass(value):
             value = {re.sub("_[A-Z]+$", "", f.name): getattr(value, f.name) for f in fields(value)}
         if isinstance(value, dict):
-            return {key: self.weights(x) if key == "weights" else self.json(x) for key, x in value.items()}
+            return {key: self._named(key, x) for key, x in value.items()}
         return value
+
+    def _named(self, key: str, x: Any) -> Any:
+        unsigned = key == "weights" and isinstance(x, np.ndarray) and x.min(initial=0.0) >= 0
+        return self.weights(x) if unsigned else self.json(x)
 
     def weights(self, x: np.ndarray) -> dict[str, Any]:
         """Add numbers that are not negative; a row of 300 attention weights still sums to 1 within 0.003."""
@@ -74,35 +83,78 @@ class Packer:
         return base64.b64encode(zlib.compress(b"".join(self._parts), 6)).decode("ascii")
 
 
+def read_asset(name: str) -> str:
+    """A file of the page."""
+    return files("regard.inspect").joinpath(FOLDER, name).read_text("utf-8")
+
+
+def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
+    """One script from a JavaScript module and all that it imports, each after those that it needs.
+
+    Modules have named imports and exports alone, and no two declare the same name: their statements are joined in one
+    function, without the words that make them modules.
+    """
+    parts: dict[str, str] = {}
+    exported: dict[str, set[str]] = {}
+    owners: dict[str, str] = {}
+
+    def add(name: str, importing: tuple[str, ...]) -> None:
+        if name in importing:
+            raise ValueError(f"modules import each other: {' -> '.join([*importing, name])}")
+        if name in parts:
+            return
+        text = read(name)
+        for names, other in IMPORT.findall(text):
+            add(other, (*importing, name))
+            wanted = {item.strip() for item in names.split(",")} - {""}
+            if missing := wanted - exported[other]:
+                raise ValueError(f"{name} imports {', '.join(sorted(missing))}, which {other} does not export")
+        declared = DECLARED.findall(text)
+        for _, variable in declared:
+            if owners.setdefault(variable, name) != name:
+                raise ValueError(f"{name} and {owners[variable]} both declare {variable}")
+        exported[name] = {variable for export, variable in declared if export}
+        script = EXPORT.sub("", IMPORT.sub("", text))
+        if left := re.search(r"^(?:import|export)\b.*", script, re.M):
+            raise ValueError(f"{name}: cannot be bundled: {left[0]}")
+        parts[name] = script
+
+    add(entry, ())
+    return '(() => {\n"use strict";\n' + "".join(parts.values()) + "})();\n"
+
+
+@cache
+def _script(entry: str) -> str:
+    return bundle(entry)
+
+
 def page_hashes() -> dict[str, str]:
     """The hash of the page's style and of its script, for the content security policy of a page that frames it."""
-    _, style, script = _assets()
-    return {"style": _digest(style), "script": _digest(script)}
+    return {"style": _digest(read_asset("page.css")), "script": _digest(_script("start.js"))}
 
 
-def _assets() -> tuple[str, str, str]:
-    """The template, the style and the script."""
-    folder = files("regard.inspect")
-    template, style, *scripts = (
-        folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS)
-    )
-    return template, style, "(() => {\n" + "".join(scripts) + "})();\n"
+def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> str:
+    """The HTML file for what the page's script reads: a trace (`Trace.page_data`), and the model of a live page.
 
-
-def render_page(data: dict[str, Any]) -> str:
-    """The HTML file for what the page's script reads (`Trace.page_data`)."""
-    template, style, script = _assets()
+    A live page computes in the browser. It compiles WebAssembly, which its content security policy then allows.
+    """
+    style, script = read_asset("page.css"), _script("start.js" if model is None else "live.js")
+    compiles = "" if model is None else " 'wasm-unsafe-eval'"
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'{compiles};"
         " base-uri 'none'; form-action 'none'"
     )
-    # In a script element, nothing may end the element, open a comment or break a line.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
-    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    parts = {"policy": policy, "style": style, "data": text, "script": script}
+    block = "" if model is None else f'<script type="application/json" id="model">{_escaped_json(model)}</script>\n'
+    parts = {"policy": policy, "style": style, "data": _escaped_json(data), "model": block, "script": script}
     # The template is split once: what is put in is never searched for more placeholders.
-    pieces = re.split(r"\[\[(\w+)\]\]", template)
+    pieces = re.split(r"\[\[(\w+)\]\]", read_asset("page.html"))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _escaped_json(value: dict[str, Any]) -> str:
+    """JSON for a script element, in which nothing may end the element, open a comment or break a line."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def render_frame(page: str, height: int = 760) -> str:

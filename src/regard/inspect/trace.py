@@ -22,7 +22,15 @@ from regard.errors import UserError, plural
 from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
 from regard.inspect.inputs import Direction, ImageInput, InspectionInput, image_input, text_input
-from regard.inspect.logit_lens import LensLayer, OutputStep, lens_hooks, logit_lens, mask_each_token, output_steps
+from regard.inspect.logit_lens import (
+    LensLayer,
+    OutputStep,
+    attribution,
+    lens_hooks,
+    logit_lens,
+    mask_each_token,
+    output_steps,
+)
 from regard.inspect.page import Packer, render_frame, render_page
 from regard.inspect.walk import make_walks
 from regard.model import kind_and_layer
@@ -36,6 +44,7 @@ from regard.text.codec import Example
 MAX_TOKENS = 300  # shown per side
 MAX_TEXT = 4000  # characters of a text that the page shows
 MIN_POSITIONS = 32  # of a position heatmap
+MAX_ATTRIBUTED = 64  # output tokens: each needs a backward pass
 TOKEN_ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
 
 
@@ -57,6 +66,15 @@ class AttentionMap:
 
     def _repr_html_(self) -> str:
         return table([("name", self.name), ("kind", self.kind), ("shape", str(self.weights_HTS.shape))])
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Gradient x input of every output token; `rows` and `columns` name its token rows."""
+
+    values_TS: np.ndarray
+    rows: str
+    columns: str
 
 
 class AttentionMatrix(NamedTuple):
@@ -95,6 +113,7 @@ class Trace:
     unit: str = "token"  # what a step predicts: a token or a class
     image: ImageInput | None = None
     distances: dict[str, np.ndarray] = field(default_factory=dict)  # of an image: pixels per head, by map
+    attribution: Attribution | None = None  # of short outputs
 
     def __repr__(self) -> str:
         texts = " -> ".join(repr(text if len(text) <= 40 else f"{text[:39]}…") for text in self.texts.values())
@@ -136,9 +155,9 @@ class Trace:
     def _repr_html_(self) -> str:
         return render_frame(self.to_html())
 
-    def page_data(self) -> dict[str, Any]:
+    def page_data(self, packer: Packer | None = None) -> dict[str, Any]:
         """What the page's script reads: the fields of the trace."""
-        packer = Packer()
+        packer = packer or Packer()
         plain = {
             "texts": {name: text[:MAX_TEXT] for name, text in self.texts.items()},
             "alignment": [{"name": name, "weights": weights} for name, weights in self.alignment.items()],
@@ -276,7 +295,16 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         unit="class" if model.classifies else "token",
         image=inputs.image,
         distances=distances,
+        attribution=_attribution(run, inputs, labels),
     )
+
+
+def _attribution(run: Run, inputs: InspectionInput, labels: Sequence[int]) -> Attribution | None:
+    """What a short output, or a class, is attributed to; a masked token has an input of its own, an image no tokens."""
+    if not 0 < len(labels) <= MAX_ATTRIBUTED or run.task.name == "masked" or run.task.reads == "images":
+        return None
+    columns = "input" if run.model.decoder_only else "source"
+    return Attribution(attribution(run.model, inputs.arguments, labels).cpu().numpy(), "output", columns)
 
 
 def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:

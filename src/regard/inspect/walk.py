@@ -148,7 +148,7 @@ def _attention_cards(
             scores,
             "qkv",
         ),
-        _score_card(prefix, stack, attention, q_HTE.shape[1], scores, kind),
+        _score_card(prefix, stack, attention, scores, kind),
         Card(
             prefix + "weighted sum",
             "z_t = Σ_s a_{ts} v_s",
@@ -170,9 +170,7 @@ def _attention_cards(
     ]
 
 
-def _score_card(
-    prefix: str, stack: Stack, attention: Attention, queries: int, scores: AttentionScores, kind: str
-) -> Card:
+def _score_card(prefix: str, stack: Stack, attention: Attention, scores: AttentionScores, kind: str) -> Card:
     formula = f"score_{{ts}} = {FORMULAS[stack.score]}"
     text = "How well the query fits each key."
     if scores.scale != 1:
@@ -183,15 +181,13 @@ def _score_card(
         text += " A bias for the distance is added."
     if attention.relative is not None:
         text += " It depends on this query: (q_t + v) · W_R r_{t−s}, and the keys met q_t + u."
-    if kind == "decoder" or scores.mask_TS is not None:
+    if kind == "decoder" or (stack.step_window if kind == "cross" else stack.window):
         masked = "Later tokens" if kind == "decoder" else "Tokens outside the window"
         text += f" {masked} are masked: a score of −∞, a weight of 0."
     formula += "    a_t = softmax(score_t)"
     if attention.center is not None:
         text += " Weights fade with the distance from a predicted position."
-    heads = f"{attention.heads} heads, each " if attention.heads > 1 else ""
-    shape = f"{heads}{queries} × {scores.raw_HTS.shape[2]}"
-    return Card(prefix + "scores, mask, softmax", formula, text, shape, (), scores, "scores")
+    return Card(prefix + "scores, mask, softmax", formula, text, scores=scores, show="scores")
 
 
 def _residual_card(residual: Residual, sublayer: nn.Module, calls: ForwardCalls, stack: Stack, what: str) -> Card:
@@ -218,10 +214,10 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     gate = f"{act}({x}_t W_g{_bias('b_g', part.gate)})"
     formula = f"o_t = ({gate} ∘ ({up})) {down}" if stack.gated else f"o_t = {act}({up}) {down}"
     active = float((hidden_TF.abs() > 1e-6).float().mean())
-    text = f"Each token by itself. {active:.0%} of all neurons are not zero here."
+    text = "Each token by itself."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
     vectors = vectors_of({x: calls.input(part), "neurons": hidden_TF, "o": calls.output(part)})
-    return Card("Feed-forward", formula, text, shape, vectors)
+    return Card("Feed-forward", formula, text, shape, vectors, active=active)
 
 
 def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Walk:
@@ -255,7 +251,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         "Query, keys and values",
         f"q_t = {'h_{t−1}' if stack.attend_first else 'h_t'}    k_s = v_s = e_s",
         "The query is the decoder's state; keys and values are the encoder's output, a vector e per source token.",
-        f"q: 1 × {width}, e: {scores.raw_HTS.shape[2]} × {width}",
+        f"q: 1 × {width}, e: 1 × {width} for each source token",
         vectors_of({"q": q_HTE}),
         scores,
         "qkv",
@@ -277,7 +273,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
         f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
         vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
     )
-    attend = [query, _score_card("", stack, cross, q_HTE.shape[1], scores, "cross"), context]
+    attend = [query, _score_card("", stack, cross, scores, "cross"), context]
     order = [*attend, state] if stack.attend_first else [state, *attend]
     cards = (embedding, *order, combine, prediction_card(model, calls, nn.Identity()))
     return Walk("decoder", "input", (cards,))

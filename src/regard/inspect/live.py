@@ -1,0 +1,323 @@
+"""The live page: one HTML file that holds the model and computes in the browser.
+
+The file is proven before it is written: its own script answers samples in a JavaScript engine, and what it answers must
+be what torch answers with the weights that the file holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import torch
+
+from regard.config import Stack
+from regard.convert.proof import ConversionReport, Proof
+from regard.decode.alignment import load_heads
+from regard.decode.generate import TorchEngine
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.decode.preparer import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, UNBOUNDED, position_limits
+from regard.decode.request import Request
+from regard.errors import UserError, missing_extra, plural
+from regard.files import replace_file
+from regard.inspect.page import bundle, render_page
+from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
+from regard.model import Model
+from regard.run import Run, require_numbers
+from regard.text.codec import Codec, Example
+from regard.text.tokenizer import ForeignTokenizer, Tokenizer
+
+Precision = Literal["int8", "fp16", "fp32"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+TOLERANCE = 1e-3  # of scores, between the page's script and torch with the same weights
+MAX_PARAMETERS = 200_000_000  # beyond, no browser opens the file
+SCRIPT_MEMORY = 4 << 30  # bytes that the proof may use
+PROVEN_LENGTH = 40  # tokens of the outputs that are compared
+
+# The block of the page that holds the model
+
+
+class WeightPacker:
+    """Collects tensors as bytes: matrices at the chosen precision, all else in full."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.entries: dict[str, dict[str, Any]] = {}
+        self.stored: dict[str, torch.Tensor] = {}  # as the page will have them
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._known: dict[int, str] = {}
+
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Add a tensor; one that two layers share is stored once."""
+        if x.data_ptr() in self._known:
+            self.entries[name] = self.entries[self._known[x.data_ptr()]]
+            return
+        self._known[x.data_ptr()] = name
+        values = x.detach().float().cpu().numpy()
+        kind, data, stored = _pack(values, self.precision if values.ndim == 2 else "fp32")
+        self.entries[name] = {"shape": list(values.shape), "type": kind, "at": self._size}
+        self.stored[name] = torch.from_numpy(stored)
+        padding = -len(data) % 4
+        self._parts.append(data + bytes(padding))
+        self._size += len(data) + padding
+
+    def text(self) -> str:
+        """All bytes in base 64."""
+        return base64.b64encode(b"".join(self._parts)).decode("ascii")
+
+
+def _pack(values: np.ndarray, precision: Precision) -> tuple[str, bytes, np.ndarray]:
+    """The name of the type, the bytes, and the numbers that will be read from them."""
+    if precision == "fp32":
+        return "f4", values.astype("<f4").tobytes(), values
+    if precision == "fp16":
+        if np.abs(values).max(initial=0.0) > 65_504:
+            raise UserError("fp16 cannot hold all weights of this model; take fp32 or int8")
+        half = values.astype("<f2")
+        return "f2", half.tobytes(), half.astype(np.float32)
+    scale = (np.abs(values).max(1, initial=0.0) / 127).astype("<f4")
+    steps = np.rint(values / np.where(scale > 0, scale, 1.0)[:, None]).astype("i1")
+    return "q8", steps.tobytes() + scale.tobytes(), steps.astype(np.float32) * scale[:, None]
+
+
+def model_block(run: Run, weights: WeightPacker, examples: Sequence[Example] = ()) -> dict[str, Any]:
+    """What the page's script reads of a run: config, weights, tokenizers, limits of the search."""
+    config, task = run.config, run.task
+    for name, x in run.model.named_parameters(remove_duplicate=False):
+        weights.add(name, x)
+    block: dict[str, Any] = {
+        "task": task.name,
+        "config": config.model_dump(mode="json"),
+        "tensors": weights.entries,
+        "bytes": weights.text(),
+        "text": None if task.reads == "images" else _text_block(run.codec),
+        "start_id": config.start_id,
+        "labels": list(run.label_names) if task.labels else [],
+        "pixels": None if run.pixels is None else run.pixels.model_dump(mode="json"),
+        "alignment_heads": [list(head) for head in load_heads(run.path)],
+        "never": run.never_produced() if "decoder" in task.stacks else [],
+        "limits": _limits(run),
+        "examples": [example._asdict() for example in examples],
+    }
+    return block
+
+
+def _text_block(codec: Codec) -> dict[str, Any]:
+    def side(tokenizer: Tokenizer) -> dict[str, Any]:
+        return {"kind": tokenizer.scheme.partition(":")[0], "state": json.loads(tokenizer.to_json())}
+
+    return {
+        "source": side(codec.source),
+        "target": None if codec.shared else side(codec.target),
+        "features": list(codec.features),
+        "columns": list(codec.columns),
+        "separator": codec.feature_separator,
+        "frame": codec.frame,
+        "ids": codec.ids.model_dump(mode="json"),
+    }
+
+
+def _limits(run: Run) -> dict[str, Any]:
+    if "decoder" in run.task.stacks:
+        source, target = position_limits([run])
+    else:
+        source = target = (run.config.top.max_positions or UNBOUNDED) - 2
+    most = Options().max_source
+    return {
+        "max_source": min(source, most),
+        "max_target": min(target, UNBOUNDED),
+        "usual": run.generation.max_length,
+        "ratio": LENGTH_RATIO,
+        "extra": LENGTH_EXTRA,
+        "continuation": CONTINUATION_LENGTH,
+    }
+
+
+def require_supported(run: Run) -> None:
+    """Refuse what the page's script does not compute."""
+    require_numbers(run)
+    stacks: dict[str, Stack] = run.config.stacks
+    if any(stack.mixer == "lsh" for stack in stacks.values()):
+        raise UserError(f"{run.path}: LSH attention is not computed in a page; regard inspect shows it")
+    if isinstance(run.codec.source, ForeignTokenizer) and run.task.reads != "images":
+        raise UserError(
+            f"{run.path}: its tokenizer came from elsewhere; a page can cut text by char, nfd, space, word, byte, bpe"
+            " and unigram as regard learns them"
+        )
+    if run.model.size > MAX_PARAMETERS:
+        raise UserError(f"{run.path}: {run.model.size:,} parameters are too many for a page (at most 200 million)")
+
+
+# The page
+
+
+def first_trace(run: Run, example: Example | None, image: np.ndarray | None = None) -> Trace:
+    """The trace that the page shows first, and whose words it keeps."""
+    if run.task.reads == "images":
+        patches = run.config.image_patches
+        shape = (patches.channels, patches.height, patches.width)
+        return trace_image(run, np.zeros(shape, np.float32) if image is None else image)
+    assert example is not None
+    if run.task.seq2seq:
+        return trace_pair(run, example)
+    if run.task.name == "lm":
+        return trace_text(run, example.source, more=12)
+    return trace_text(run, example.source, features=example.features)
+
+
+def sample_sources(run: Run, count: int, seed: int = 1) -> list[Example]:
+    """Texts of random tokens of the vocabulary, frequent ones (which come first) more often, with random features."""
+    random, source = np.random.default_rng(seed), run.codec.source
+    first = max(source.special, default=-1) + 1
+    examples = []
+    for _ in range(count):
+        length = int(random.integers(2, 13))
+        ids = first + ((source.size - first) * random.random(length) ** 2).astype(int)
+        text = source.decode(ids.tolist()).strip() or source.decode([first])
+        features = None
+        if "features" in run.codec.columns:
+            names = random.permutation(run.codec.features)[: int(random.integers(1, 4))]
+            features = run.codec.feature_separator.join(names.tolist())
+        examples.append(Example(text, features=features))
+    return examples
+
+
+def live_page(
+    run: Run,
+    precision: Precision = "int8",
+    example: Example | None = None,
+    samples: int = 4,
+    first: Trace | None = None,
+) -> tuple[str, ConversionReport]:
+    """The page of a run with the model inside, proven, and the report. It shows `first`, or a trace of `example`."""
+    require_supported(run)
+    weights = WeightPacker(precision)
+    examples = [] if run.task.reads == "images" else sample_sources(run, samples)
+    block = model_block(run, weights, [example] if example else examples[:1])
+    stored = with_weights(run, weights.stored)
+    first = first or first_trace(stored, example or next(iter(examples), None))
+    data = first.page_data()
+    tried = ([example] if example else []) + examples
+    proof = prove(stored, block, data, tried)
+    page = render_page(data, block)
+    size = len(page.encode("utf-8"))
+    summary = (
+        f"proven: the page's own script and torch agree on {plural(proof.samples, 'sample')} with these weights; scores"
+        f" differ by at most {proof.difference:.2g}; {size / 1e6:.1f} MB"
+    )
+    details = {"precision": precision, "bytes": size}
+    return page, ConversionReport(run.path.resolve().name, "page", run.model.size, proof, summary, details)
+
+
+def write_live_page(
+    run: Run, path: str | Path, precision: Precision = "int8", example: Example | None = None, samples: int = 4
+) -> ConversionReport:
+    """Write the page of a run with the model inside; it is not written if its script answers otherwise than torch."""
+    page, report = live_page(run, precision, example, samples)
+    replace_file(Path(path), lambda temporary: temporary.write_text(page, encoding="utf-8"))
+    return report
+
+
+def with_weights(run: Run, stored: dict[str, torch.Tensor]) -> Run:
+    """The run with these weights, on the CPU."""
+    model = Model(run.config).eval()
+    with torch.no_grad():
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, x in stored.items():
+            parameters[name].copy_(x)
+    return replace(run, model=model)
+
+
+# The proof
+
+
+def require_script_engine() -> Any:
+    """The class of the JavaScript engine, V8 by the package mini-racer; an error names the extra."""
+    try:
+        from py_mini_racer import MiniRacer
+    except ImportError:
+        raise missing_extra("a page with the model inside", "a JavaScript engine (mini-racer)", "html") from None
+    return MiniRacer
+
+
+class PageEngine:
+    """The page's own script with a model, in a JavaScript engine."""
+
+    def __init__(self, block: dict[str, Any], template: dict[str, Any], simd: bool = True) -> None:
+        self._context = context = require_script_engine()()
+        self.version = str(context.v8_version)
+        self._context.set_hard_memory_limit(SCRIPT_MEMORY)
+        self._context.eval(bundle("proof.js"))
+        self.simd = bool(self._context.eval("loadModel")(json.dumps(block), json.dumps(template), simd))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the engine."""
+        return json.loads(self._context.eval("askModel")(method, json.dumps(arguments)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._context.close()
+
+
+def prove(run: Run, block: dict[str, Any], template: dict[str, Any], examples: Sequence[Example]) -> Proof:
+    """Compare the page's script with torch on examples; an error if they differ."""
+    with PageEngine(block, template) as page:
+        if run.task.reads == "images":
+            differences = [_same_predictions(page, run, None)]
+        elif "decoder" not in run.task.stacks:
+            differences = [_same_predictions(page, run, example) for example in examples]
+        else:
+            differences = [_same_outputs(page, run, example, beam) for example in examples for beam in (1, 5)]
+        return Proof(max(1, len(examples)), max(differences), TOLERANCE, page.version)
+
+
+def page_input(example: Example) -> dict[str, Any]:
+    """An example as the page's script takes it."""
+    return {"source": example.source, "features": example.features}
+
+
+def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> float:
+    """Both search, and each scores what torch found."""
+    engine = TorchEngine(run, Options(beam=beam, max_length=PROVEN_LENGTH))
+    ours: Hypothesis = engine([Request(example.source, example.features)])[0][0]
+    options = {"strategy": "beam" if beam > 1 else "greedy", "beam": beam, "nbest": 1, "maxLength": PROVEN_LENGTH}
+    answer = page.ask("generate", page_input(example), options)
+    theirs: dict[str, Any] = answer["hypotheses"][0] if answer["hypotheses"] else {"text": "", "score": 0.0}
+    if not ours.ids:
+        return 0.0
+    forced = page.ask("forced", page_input(example), list(ours.ids))
+    difference = float(np.abs(np.subtract(forced, ours.token_scores)).max())
+    tied = abs(theirs["score"] - ours.score) <= TOLERANCE  # two outputs that are as good as each other
+    if difference > TOLERANCE or (theirs["text"] != ours.text and not tied):
+        raise UserError(
+            f"{run.path}: not written: the page would answer {theirs['text']!r} ({theirs['score']:.4f}) to"
+            f" {example.source!r}, the run {ours.text!r} ({ours.score:.4f})"
+        )
+    return difference
+
+
+def _same_predictions(page: PageEngine, run: Run, example: Example | None) -> float:
+    """Both predict: a class, or every masked token."""
+    if example is None:
+        patches = run.config.image_patches
+        image = np.random.default_rng(1).random((patches.channels, patches.height, patches.width)).astype(np.float32)
+        ours = trace_image(run, image)
+        theirs = page.ask("trace", {"pixels": image.flatten().tolist(), "name": "image"}, [])
+    else:
+        ours = trace_text(run, example.source, features=example.features)
+        theirs = page.ask("trace", page_input(example), [])
+    pairs = zip(ours.steps, theirs["steps"], strict=True)
+    difference = max((abs(step.probability - other["probability"]) for step, other in pairs), default=0.0)
+    if difference > TOLERANCE:
+        raise UserError(f"{run.path}: not written: the page's probabilities differ by {difference:.2g} from the run's")
+    return difference

@@ -1,0 +1,90 @@
+// Attention maps: which one is chosen, and its rollout.
+
+import { data, h, plane, planeOf, strongest } from "./core.js";
+import { choice, pick, toggle } from "./controls.js";
+import { refresh, state } from "./tabs.js";
+import { kindName, word } from "./text.js";
+
+// Attention rollout: a layer passes on half of what it was given and half of what its heads brought, from the first on.
+export const ROLLED = -2; // in place of a head
+export const rolls = (map) => map.rows === map.columns && data.maps.filter((m) => m.kind === map.kind).length > 1;
+const rolled = new WeakMap();
+function roll(map) {
+  if (rolled.has(map)) return rolled.get(map);
+  const m = plane(map.weights, -1), n = m.T, under = data.maps.find((o) => o.kind === map.kind && o.layer === map.layer - 1);
+  const below = under ? roll(under) : null, out = new Float32Array(n * n);
+  for (let t = 0; t < n; t++) for (let k = 0; k < n; k++) {
+    const share = 0.5 * m.data[t * n + k] + (t === k ? 0.5 : 0);
+    if (share < 1e-7) continue;
+    if (!below) { out[t * n + k] += share; continue; }
+    for (let s = 0; s < n; s++) out[t * n + s] += share * below.data[k * n + s];
+  }
+  rolled.set(map, planeOf(out, n, n));
+  return rolled.get(map);
+}
+
+export const chosenPlane = (map) => (state.head === ROLLED && rolls(map) ? roll(map) : plane(map.weights, map.heads.length > 1 ? Math.max(-1, state.head) : 0));
+
+// Another map: the head of the same number, if it has one, else the mean.
+export function changeMap(index) {
+  const before = data.maps[state.map], map = data.maps[index];
+  state.map = index;
+  state.head = state.head === ROLLED ? (rolls(map) ? ROLLED : -1) : state.head < 0 ? -1 : map.heads.indexOf(before.heads[state.head]);
+}
+
+// The heads that are shown at once: [{number, index}], none unless several are wanted.
+export function severalHeads(map) {
+  const chosen = state.many ? map.heads.map((number, index) => ({ number, index })).filter(({ number }) => state.heads.includes(number)) : [];
+  return chosen.length > 1 ? chosen.slice(0, MOST_HEADS) : [];
+}
+const MOST_HEADS = 8; // as many as there are hues
+
+// A click with the shift key, or any while several are wanted, adds a head or takes it away.
+function chooseHead(map, i, adds) {
+  if (!adds || i === 0 || i > map.heads.length) {
+    state.many = false;
+    state.head = i > map.heads.length ? ROLLED : i - 1;
+    return;
+  }
+  const number = map.heads[i - 1];
+  if (!state.many) { state.many = true; state.heads = state.head >= 0 ? [map.heads[state.head]] : []; }
+  state.heads = state.heads.includes(number) ? state.heads.filter((n) => n !== number) : [...state.heads, number];
+  state.head = map.heads.indexOf(state.heads[state.heads.length - 1] ?? number);
+}
+
+export function mapControls({ several = false } = {}) {
+  const kinds = [...new Set(data.maps.map((m) => m.kind))];
+  const current = data.maps[state.map];
+  const layers = data.maps.map((m, i) => [m, i]).filter(([m]) => m.kind === current.kind);
+  const heads = ["mean", ...current.heads.map((n) => String(n + 1)), ...(rolls(current) ? ["rollout"] : [])];
+  const alone = state.head === ROLLED ? heads.length - 1 : state.head + 1, many = several && state.many;
+  const pressed = many ? (i) => i > 0 && state.heads.includes(current.heads[i - 1]) : alone;
+  return [
+    kinds.length > 1 ? choice("attention", kinds.map(kindName), kinds.indexOf(current.kind), (i) => {
+      const same = data.maps.findIndex((m) => m.kind === kinds[i] && m.layer === current.layer);
+      changeMap(same >= 0 ? same : data.maps.findIndex((m) => m.kind === kinds[i]));
+      state.pinnedHead = undefined; refresh();
+    }) : null,
+    layers.length > 1 ? pick("layer", layers.map(([m]) => String(m.layer + 1)), layers.findIndex(([, i]) => i === state.map), (i) => {
+      changeMap(layers[i][1]); refresh();
+    }) : null,
+    heads.length > 2 ? (many ? choice : pick)("head", heads, pressed, (i, event) => { chooseHead(current, i, several && (state.many || (event && event.shiftKey))); refresh(); }) : null,
+    several && current.heads.length > 1 ? toggle("several", many, "Several heads at once, each in its own colour; a click with the shift key does the same", () => {
+      state.many = !state.many;
+      if (state.many) state.heads = state.head >= 0 ? [current.heads[state.head]] : current.heads.slice(0, 3);
+      refresh();
+    }) : null,
+  ];
+}
+
+// The one head that is shown, of a page that can silence it; null if it is several, or their mean.
+export const oneHead = (map) => (map.heads.length === 1 ? 0 : state.head >= 0 && !severalHeads(map).length ? state.head : null);
+
+const weightText = (weight) => weight.toFixed(weight < 0.1 ? 3 : 2);
+
+// A cell of a map in words; without a key, the one with the largest weight. heads: several, each with its plane.
+export function told(m, rows, columns, t, s, heads = []) {
+  const key = s === null ? strongest(m, t) : s;
+  const weights = heads.length ? heads.map(({ number, plane: own }) => `${weightText(own.at(t, key))} (head ${number + 1})`).join(", ") : weightText(m.at(t, key));
+  return [h("b", {}, word(rows[t])), "  attends to  ", h("b", {}, word(columns[key])), "  with  " + weights];
+}

@@ -1,0 +1,98 @@
+// The page around the views: title, texts, facts, tabs, theme.
+
+import { followAddress, readAddress } from "./address.js";
+import { data, h, put } from "./core.js";
+import { theme } from "./colours.js";
+import { speaking } from "./predictions.js";
+import { readyForPaper } from "./print.js";
+import { go, refresh, shell, state } from "./tabs.js";
+import { show } from "./text.js";
+import { VIEWS } from "./views.js";
+
+const sentence = (name) => h("dd", { dir: "auto", class: data.texts[name].length > 120 ? "small" : null }, data.texts[name]);
+
+function tabOf(v) {
+  return h("button", {
+    role: "tab", type: "button", id: "tab-" + v.name, "aria-controls": "panel", click: () => go(v.name),
+    keydown: (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], all = shell.shown, at = all.indexOf(v);
+      const next = event.key === "Home" ? 0 : event.key === "End" ? all.length - 1 : step ? (at + step + all.length) % all.length : null;
+      if (next !== null) { event.preventDefault(); go(all[next].name); }
+    },
+  }, v.title);
+}
+
+function themeButton() {
+  const button = h("button", { class: "quiet", type: "button", click: () => { setTheme(theme() === "dark" ? "light" : "dark"); refresh(); } });
+  const setTheme = (name) => { document.documentElement.dataset.theme = name; button.textContent = name === "dark" ? "Light" : "Dark"; button.setAttribute("aria-label", `Change to ${name === "dark" ? "light" : "dark"} colours`); };
+  const wish = window.matchMedia("(prefers-color-scheme: dark)");
+  setTheme(wish.matches ? "dark" : "light");
+  wish.addEventListener("change", () => { setTheme(wish.matches ? "dark" : "light"); refresh(); });
+  return button;
+}
+
+const facts = () => [
+  ...Object.entries(data.facts).map(([name, fact]) => [h("dt", {}, name), h("dd", {}, fact)]),
+  h("dt", {}, "log-probability"), h("dd", {}, data.score === null ? "−∞" : show(data.score)),
+];
+
+// What is above the views, written again when the trace is another.
+export function writeTexts() {
+  put(shell.pair, Object.keys(data.texts).flatMap((name) => [h("dt", {}, name), sentence(name)]));
+  put(shell.notes, data.notes.map((note) => h("p", { class: "note", role: "note" }, note)));
+  put(shell.facts, facts().flat());
+}
+
+// The map that is most worth seeing: the last cross-attention, the last layer of an image's encoder, else the first.
+function chooseFirst() {
+  const last = data.maps.map((m) => m.kind).lastIndexOf("cross");
+  state.map = last >= 0 ? last : data.image ? data.maps.length - 1 : 0;
+  state.walk = Math.max(0, speaking());
+}
+
+function followWidth() {
+  let width = window.innerWidth, waiting = 0;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    cancelAnimationFrame(waiting);
+    waiting = requestAnimationFrame(refresh);
+  });
+}
+
+// What the address asks for; in a frame, which may have none, the view of the page that was there before.
+function openWanted() {
+  let wanted = "";
+  try { wanted = location.hash || (parent !== window ? window.name : ""); } catch (error) { /* a frame without an address */ }
+  state.view = shell.shown[0] ? shell.shown[0].name : "";
+  readAddress(wanted);
+}
+
+// above: what stands over the views instead of the texts of the trace, which are then for paper alone.
+export function buildPage(above = null) {
+  document.title = data.title + " · regard";
+  shell.shown = VIEWS.filter((v) => v.when());
+  shell.panel = h("div", { role: "tabpanel", id: "panel", tabindex: -1, style: { outline: "none" } });
+  shell.tabs = shell.shown.map(tabOf);
+  shell.pair = h("dl", { class: "pair" });
+  shell.notes = h("div");
+  shell.facts = h("dl");
+  put(document.getElementById("app"),
+    h("header", {}, h("h1", {}, h("bdi", {}, data.title)), h("span", { class: "grow" }), h("span", { class: "brand" }, "regard"), themeButton()),
+    above, shell.pair, shell.notes,
+    h("details", {}, h("summary", {}, "The model"), shell.facts),
+    h("div", { role: "tablist", "aria-label": "Views" }, shell.tabs), shell.panel);
+  if (above) document.documentElement.classList.add("live");
+  writeTexts();
+  chooseFirst();
+  openWanted();
+  refresh();
+  followAddress();
+  followWidth();
+  readyForPaper();
+  document.documentElement.dataset.ready = "yes";
+}
+
+export function tooOld() {
+  put(document.getElementById("app"), h("p", { class: "note" }, "This browser is too old to unpack the numbers of this page (it lacks DecompressionStream)."));
+}

@@ -1,0 +1,106 @@
+// What is asked of a model and what it answers: one input, or two that are compared. No document.
+
+export const BOUNDS = { beam: [2, 10], temperature: [0.1, 2], seed: [0, 9999], length: [1, 400] };
+export const STRATEGIES = ["greedy", "beam", "sample"];
+export const MORE = 20; // tokens by which a continuation is lengthened
+
+// How the output is searched, the same for all inputs.
+export function firstWishes(engine) {
+  const continues = engine.task === "lm";
+  return { strategy: continues ? "greedy" : "beam", beam: 5, temperature: 1, seed: 1, length: MORE, forbid: [] };
+}
+
+export const searches = (engine) => ["pairs", "span", "lm"].includes(engine.task);
+
+// One input and its answer. prefix: ids that the output is made to begin with; chosen: which hypothesis is looked at.
+export const newSide = (input) => ({ input, prefix: [], hypotheses: [], chosen: 0, unknown: [], problem: null, trace: null, before: null });
+
+function optionsOf(engine, side, wishes, draft) {
+  const { beam, temperature, seed, forbid, length } = wishes, strategy = draft ? "greedy" : wishes.strategy;
+  return {
+    strategy, beam, nbest: strategy === "greedy" ? 1 : beam, temperature, seed, forbid, prefix: side.prefix,
+    ...(engine.task === "lm" ? { maxLength: Math.max(length, side.prefix.length + 1) } : {}),
+  };
+}
+
+// An end token that a limit put there is not the model's.
+export const shownIds = (engine, hypothesis) => (hypothesis.limited && engine.task !== "lm" ? hypothesis.ids.slice(0, -1) : hypothesis.ids);
+
+// Search the output of an input, and trace the best one. A draft is the greedy output, for as long as someone types.
+export function answer(engine, side, wishes, draft = false) {
+  if (!side.input) return;
+  const found = guarded(() => engine.generate(side.input, optionsOf(engine, side, wishes, draft)));
+  side.unknown = found.unknown || [];
+  side.problem = found.problem;
+  if (side.problem) return;
+  side.hypotheses = found.hypotheses;
+  side.chosen = 0;
+  side.before = engine.silenced.size && !draft ? unsilenced(engine, () => outcome(engine, side.input, engine.generate(side.input, optionsOf(engine, side, wishes, false)).hypotheses[0])) : null;
+  look(engine, side);
+}
+
+// Trace the hypothesis that is looked at.
+export function look(engine, side) {
+  const hypothesis = side.hypotheses[side.chosen] || null;
+  const key = JSON.stringify([side.input.source, side.input.features, side.input.number, hypothesis && hypothesis.ids, [...engine.silenced].sort()]);
+  if (side.key === key) return; // as it was
+  const began = performance.now(), found = guarded(() => ({ trace: engine.trace(side.input, hypothesis ? shownIds(engine, hypothesis) : []) }));
+  side.spent = performance.now() - began;
+  side.problem = found.problem || null;
+  if (side.problem) return;
+  side.key = key;
+  side.trace = found.trace;
+  side.importance = null;
+  side.attribution = undefined;
+  if (hypothesis && hypothesis.limited && engine.task !== "lm") side.trace.notes = [...side.trace.notes, "The output reached the length limit, before its end token."];
+}
+
+// What to compare with: the best output or the predictions of a model whose heads all speak.
+const outcome = (engine, input, hypothesis) => (hypothesis ? { text: hypothesis.text, score: hypothesis.score, tokens: hypothesis.tokens } : searches(engine) ? null : { steps: engine.trace(input, []).steps });
+
+function unsilenced(engine, compute) {
+  const keys = [...engine.silenced];
+  engine.silenced.clear();
+  try { return compute(); } finally { for (const key of keys) engine.silenced.add(key); }
+}
+
+// A computation that fails is told, not thrown: the page stays usable.
+function guarded(compute) {
+  try { return compute(); } catch (error) { return { problem: `This cannot be computed: ${error.message}` }; }
+}
+
+// The most probable tokens in place of token `at` of the hypothesis that is looked at.
+export function alternatives(engine, side, wishes, at, count = 8) {
+  return engine.next(side.input, side.hypotheses[side.chosen].ids.slice(0, at), { forbid: wishes.forbid }, count);
+}
+
+// Go on from another token in place of token `at`.
+export function force(side, at, id) { side.prefix = [...side.hypotheses[side.chosen].ids.slice(0, at), id]; }
+
+export const silenceKey = (map, index) => `${map.name}/${index}`;
+
+// Attribution reads the input twice for each of its tokens; so many milliseconds, if it is not there yet.
+export const attributionCost = (side) => (side.attribution === undefined ? 2 * side.spent * (side.trace.tokens.source || side.trace.tokens.input).length : 0);
+
+export function attributionOf(engine, side) {
+  if (side.attribution === undefined) side.attribution = guarded(() => ({ found: engine.attribution(side.input, idsOf(engine, side)) })).found || null;
+  return side.attribution;
+}
+
+export const idsOf = (engine, side) => { const found = side.hypotheses[side.chosen]; return found ? shownIds(engine, found) : []; };
+
+// The importance of heads, measured one at a time: {changes: {map name/index: log-probability lost}, done, step()}.
+export function importanceOf(engine, side) {
+  if (!side.importance) {
+    const changes = new Map(), steps = engine.importance(side.input, idsOf(engine, side));
+    side.importance = {
+      changes, done: false,
+      step() {
+        const { value, done } = steps.next();
+        if (done) this.done = true;
+        else changes.set(`${value.map}/${value.index}`, value.change);
+      },
+    };
+  }
+  return side.importance;
+}

@@ -1,0 +1,100 @@
+// Drawing surfaces: figures draw by the same few calls on a canvas, to be seen, and on an SVG document, to be saved.
+//
+// rect(x, y, w, h, {fill, stroke, line, opacity, round})
+// text(string, x, y, {size, align, fill, direction, angle, most, weight})     most: width into which it is squeezed
+// path(d, {stroke, line, opacity, fill})
+// pixels(image, x, y, w, h, smooth)     image: ImageData
+
+import { h, SVG } from "./core.js";
+import { fontFamily } from "./colours.js";
+
+const TEXT = { size: 13, align: "left", fill: "#000", direction: "ltr", angle: 0, most: null, weight: 400 };
+
+let ruler = null;
+// The width of a text in pixels.
+export function textWidth(string, size = 13, weight = 400) {
+  ruler = ruler || document.createElement("canvas").getContext("2d");
+  ruler.font = fontOf(size, weight);
+  return ruler.measureText(string).width;
+}
+const fontOf = (size, weight) => `${weight} ${size}px ${fontFamily()}`;
+
+export function sheetOf(image) {
+  const sheet = document.createElement("canvas");
+  sheet.width = image.width; sheet.height = image.height;
+  sheet.getContext("2d").putImageData(image, 0, 0);
+  return sheet;
+}
+
+const screenRatio = () => Math.min(2, window.devicePixelRatio || 1);
+
+// margin: the origin is so far from the upper left corner
+export function canvasSurface(width, height, ratio = screenRatio(), margin = 0) {
+  const node = h("canvas", { "aria-hidden": "true" });
+  node.width = Math.max(1, Math.round(width * ratio));
+  node.height = Math.max(1, Math.round(height * ratio));
+  node.style.width = width + "px";
+  node.style.height = height + "px";
+  const pen = node.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.translate(margin, margin);
+  function paint(style, fill, stroke) {
+    pen.globalAlpha = style.opacity === undefined ? 1 : style.opacity;
+    if (style.fill && style.fill !== "none") { pen.fillStyle = style.fill; fill(); }
+    if (style.stroke) { pen.strokeStyle = style.stroke; pen.lineWidth = style.line || 1; pen.lineCap = "round"; stroke(); }
+    pen.globalAlpha = 1;
+  }
+  return {
+    node, pen, width, height,
+    clear: () => pen.clearRect(0, 0, width, height),
+    rect(x, y, w, high, style) {
+      if (!style.round) { paint(style, () => pen.fillRect(x, y, w, high), () => pen.strokeRect(x, y, w, high)); return; }
+      pen.beginPath(); pen.roundRect(x, y, w, high, style.round);
+      paint(style, () => pen.fill(), () => pen.stroke());
+    },
+    text(string, x, y, style) {
+      const { size, align, fill, direction, angle, most, weight } = { ...TEXT, ...style };
+      pen.font = fontOf(size, weight); pen.textAlign = align; pen.fillStyle = fill; pen.direction = direction;
+      const write = (a, b) => (most ? pen.fillText(string, a, b, most) : pen.fillText(string, a, b));
+      if (!angle) { write(x, y); return; }
+      pen.save(); pen.translate(x, y); pen.rotate(angle); write(0, 0); pen.restore();
+    },
+    path(d, style) { const line = new Path2D(d); paint(style, () => pen.fill(line), () => pen.stroke(line)); },
+    pixels(image, x, y, w, high, smooth = false) { pen.imageSmoothingEnabled = smooth; pen.drawImage(sheetOf(image), x, y, w, high); },
+  };
+}
+
+const short = (x) => String(Math.round(x * 100) / 100);
+const xmlText = (string) => string.replace(/[^\u0009\u000a\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, "·"); // what XML allows
+
+export function svgSurface(width, height, margin = 0) {
+  const paper = document.implementation.createDocument(SVG, "svg", null), node = paper.documentElement; // not of this page: it loads nothing
+  const add = (tag, attributes, text) => {
+    const made = paper.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) made.setAttribute(name, typeof value === "number" ? short(value) : value);
+    if (text !== undefined) made.textContent = text;
+    node.append(made);
+    return made;
+  };
+  for (const [name, value] of Object.entries({ width: short(width), height: short(height), viewBox: `${-margin} ${-margin} ${short(width)} ${short(height)}`, "font-family": fontFamily() })) node.setAttribute(name, value);
+  const look = ({ fill, stroke, line, opacity }) => ({ fill: fill || "none", stroke: stroke || null, "stroke-width": stroke ? line || 1 : null, "stroke-linecap": stroke ? "round" : null, opacity: opacity === undefined ? null : opacity });
+  return {
+    node, width, height,
+    rect(x, y, w, high, style) { add("rect", { x, y, width: w, height: high, rx: style.round, ...look(style) }); },
+    text(string, x, y, style) {
+      const { size, align, fill, direction, angle, most, weight } = { ...TEXT, ...style };
+      // SVG counts start and end in the direction of the text, a canvas left and right on the page.
+      const anchor = align === "center" ? "middle" : (align === "left") === (direction === "ltr") ? "start" : "end";
+      const tight = most && textWidth(string, size, weight) > most;
+      add("text", {
+        x, y, "font-size": size, fill, "text-anchor": anchor, direction: direction === "rtl" ? direction : null, "font-weight": weight === 400 ? null : String(weight),
+        transform: angle ? `rotate(${short((angle * 180) / Math.PI)} ${short(x)} ${short(y)})` : null, textLength: tight ? most : null, lengthAdjust: tight ? "spacingAndGlyphs" : null, "xml:space": "preserve",
+      }, xmlText(string));
+    },
+    path(d, style) { add("path", { d, ...look(style) }); },
+    pixels(image, x, y, w, high, smooth = false) {
+      add("image", { x, y, width: w, height: high, preserveAspectRatio: "none", href: sheetOf(image).toDataURL("image/png"), "image-rendering": smooth ? null : "pixelated" });
+    },
+    markup: () => new XMLSerializer().serializeToString(node),
+  };
+}

@@ -1,0 +1,69 @@
+// Views and their tabs: which there are, which is shown, and drawing it again.
+
+import { data, h, put, withData } from "./core.js";
+
+// What is chosen, shared by all views. head: an index among those of the map; walkHead, heads: numbers of heads, which outlive pruning.
+// many: several heads at once; words: tokens grouped to words; numbers: how much of vectors; silencing: what a click on a head does.
+export const state = { view: "", map: 0, head: -1, step: 0, alignment: 0, picture: 0, walk: 0, walkLayer: 0, walkHead: 0, walkRow: 1, patch: 0, many: false, heads: [], words: false, numbers: 0, silencing: false };
+
+// A view is {name, title, when, fill}: `when` there is something to show, `fill` draws it into a panel of so many pixels, and may
+// return what to do once the panel is laid out. It reads `data` as it draws, and never after.
+// The parts of the document that views are drawn into, what is drawn there, and who wants to know that something else was chosen.
+// live: what a page with a model can do. still: the page must not scroll, since someone types above the views.
+export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [], live: null, still: false };
+
+export function go(name) {
+  state.view = name;
+  const tab = shell.tabs.find((t) => t.id === "tab-" + name);
+  if (tab && document.activeElement !== tab) tab.focus({ preventScroll: true });
+  if (tab) tab.scrollIntoView({ block: "nearest" });
+  refresh();
+}
+
+export function refresh() {
+  const found = shell.shown.find((v) => v.name === state.view) || shell.shown[0];
+  if (!found) return;
+  const holder = document.activeElement && shell.panel.contains(document.activeElement) ? address(document.activeElement) : null;
+  for (const tab of shell.tabs) {
+    const on = tab.id === "tab-" + found.name;
+    tab.setAttribute("aria-selected", String(on));
+    tab.setAttribute("tabindex", on ? "0" : "-1");
+  }
+  shell.panel.setAttribute("aria-labelledby", "tab-" + found.name);
+  draw(found, shell.panel, shell.panel.clientWidth);
+  const again = holder && restore(holder);
+  if (again) again.focus({ preventScroll: true });
+  for (const tell of shell.changed) tell();
+}
+
+// Draw a view: of one trace, or of two side by side, on a narrow page one below the other.
+export function draw(found, target, room) {
+  const traces = shell.traces();
+  const settling = traces.length === 1 ? [found.fill(target, room)] : drawBoth(found, target, room, traces);
+  for (const settle of settling) if (settle) settle();
+}
+
+const NARROW = 760, BETWEEN = 28; // pixels
+
+function drawBoth(found, target, room, traces) {
+  const wide = room >= NARROW, each = wide ? (room - BETWEEN) / 2 : room;
+  const bodies = traces.map(() => h("div")), shared = h("div");
+  put(target, shared, h("div", { class: "compared" + (wide ? " two" : "") }, traces.map((trace, i) => h("div", {}, h("p", { class: "which", dir: "auto" }, Object.values(trace.texts)[0]), bodies[i]))));
+  const settling = traces.map((trace, i) => withData(trace, () => (found.when() ? found.fill(bodies[i], each) : null)));
+  shareControls(shared, bodies);
+  return settling;
+}
+
+// What both drawings have, since it is chosen for both, stands once above them.
+function shareControls(shared, bodies) {
+  const own = (body, selector) => Array.from(body.querySelectorAll(selector));
+  const intro = ":scope > p.dim", control = ":scope > .controls > .control, :scope > .controls > .toggle";
+  const controls = own(bodies[0], control);
+  put(shared, ...own(bodies[0], intro), controls.length ? h("div", { class: "controls" }, controls) : null);
+  for (const body of bodies.slice(1)) for (const node of [...own(body, intro), ...own(body, control)]) node.remove();
+}
+
+// A redrawn control keeps the focus: it is found again by its place among those that can have it.
+const focusable = () => Array.from(shell.panel.querySelectorAll("button, select, [tabindex]"));
+const address = (node) => ({ index: focusable().indexOf(node), tag: node.tagName });
+const restore = (holder) => { const node = focusable()[holder.index]; return node && node.tagName === holder.tag ? node : null; };

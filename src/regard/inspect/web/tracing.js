@@ -1,0 +1,263 @@
+// The trace of one example: everything the views show, computed as `regard inspect` computes it.
+// The words (titles, formulas, labels) come from the template, a trace that regard made of the same model.
+
+import { logSoftmax, best } from "./search.js";
+
+const STEP_CANDIDATES = 8, LENS_CANDIDATES = 5, SHOWN_NUMBERS = 8, MIN_POSITIONS = 32, HEATMAP_COLUMNS = 256, MAX_HEADS = 4, NEARLY_BEST = 0.9;
+
+export const entryOf = (values, ...shape) => ({ shape, type: "f4", scale: 1, values });
+
+function concatenated(parts) {
+  const out = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
+  parts.reduce((at, part) => { out.set(part, at); return at + part.length; }, 0);
+  return out;
+}
+
+// Collects what a forward pass hands out; a recurrent decoder hands it out step by step.
+export class Recorder {
+  constructor() {
+    this.parts = new Map();
+    this.calls = new Map(); // of each attention
+  }
+
+  keep(key, x) { if (x) this.parts.set(key, [...(this.parts.get(key) || []), x]); }
+
+  keepAll(name, vectors) { for (const [part, x] of Object.entries(vectors)) this.keep(`${name}:${part}`, x); }
+
+  get(key) { return this.parts.has(key) ? concatenated(this.parts.get(key)) : null; }
+
+  begin(attention, rows, keys) {
+    const size = attention.heads * rows * keys, call = { rows, keys, weights: new Float32Array(size), raw: new Float32Array(size), bias: null, mask: new Float32Array(rows * keys) };
+    this.calls.set(attention, [...(this.calls.get(attention) || []), call]);
+    const at = (h, r, s) => (h * rows + r) * keys + s;
+    return {
+      score: (h, r, s, raw, bias, seen) => {
+        call.raw[at(h, r, s)] = raw;
+        if (bias !== null) { call.bias = call.bias || new Float32Array(size); call.bias[at(h, r, s)] = bias; }
+        call.mask[r * keys + s] = seen ? 1 : 0;
+      },
+      weight: (h, r, s, weight) => { call.weights[at(h, r, s)] = weight; },
+      end: (found) => Object.assign(call, found),
+    };
+  }
+
+  // All calls of an attention as one: arrays (H, T, S), and vectors by row.
+  attention(attention) {
+    const calls = this.calls.get(attention), { heads } = attention, { keys } = calls[0], rows = calls.reduce((sum, call) => sum + call.rows, 0);
+    const join = (name) => {
+      if (!calls[0][name]) return null;
+      const out = new Float32Array(heads * rows * keys);
+      for (let h = 0; h < heads; h++) calls.reduce((at, call) => { out.set(call[name].subarray(h * call.rows * keys, (h + 1) * call.rows * keys), (h * rows + at) * keys); return at + call.rows; }, 0);
+      return entryOf(out, heads, rows, keys);
+    };
+    const mask = concatenated(calls.map((call) => call.mask)), list = calls[calls.length - 1].lists[0];
+    const vectors = (name) => concatenated(calls.map((call) => call[name]));
+    const perKey = (rowsOf, width) => { // (H, S, width), as the heads see them
+      const out = new Float32Array(heads * keys * width);
+      for (let h = 0; h < heads; h++) for (let s = 0; s < keys; s++) out.set(rowsOf[s].subarray(attention.kvOf[h] * width, (attention.kvOf[h] + 1) * width), (h * keys + s) * width);
+      return { values: out, rows: keys, heads };
+    };
+    return {
+      rows, keys, weights: join("weights"), raw: join("raw"), bias: join("bias"), mask: mask.every(Boolean) ? null : entryOf(mask, rows, keys),
+      x: vectors("x"), q: byHead(vectors("q"), rows, heads), mixed: byHead(vectors("mixed"), rows, heads), out: vectors("out"),
+      k: perKey(list.k, list.k[0].length / attention.kvHeads), v: perKey(list.v, attention.valueWidth),
+    };
+  }
+}
+
+// (T, H * E) -> (H, T, E)
+function byHead(x, rows, heads) {
+  const wide = x.length / rows / heads, out = new Float32Array(x.length);
+  for (let r = 0; r < rows; r++) for (let h = 0; h < heads; h++) out.set(x.subarray((r * heads + h) * wide, (r * heads + h + 1) * wide), (h * rows + r) * wide);
+  return { values: out, rows, heads };
+}
+
+// A vector for each token (T, D), or for each head and token (H, T, E), as the cards show it.
+function vectorOf(label, { values, rows, heads }) {
+  const count = rows * (heads || 1), width = values.length / count, some = Math.min(SHOWN_NUMBERS, width);
+  const first = new Float32Array(count * some), norm = new Float32Array(count), shape = heads ? [heads, rows] : [rows];
+  for (let r = 0; r < count; r++) {
+    let sum = 0;
+    for (let i = 0; i < width; i++) { const v = values[r * width + i]; sum += v * v; if (i < some) first[r * some + i] = v; }
+    norm[r] = Math.sqrt(sum);
+  }
+  return { label, first: entryOf(first, ...shape, some), norm: entryOf(norm, ...shape), width, all: entryOf(values, ...shape, width) };
+}
+
+// The numbers of the cards of one layer, in the order in which regard writes the cards.
+function cardNumbers(model, stack, index, record, source) {
+  const block = stack.blocks[index], name = block.name, get = (key) => record.get(key), rows = record.rows[stack.name];
+  const flat = (x, count = rows) => ({ values: x, rows: count });
+  const cards = [];
+  if (index === 0) {
+    const side = source ? "source" : stack.name, vectors = [get(`${side}:embedding`)];
+    const segment = get(`${side}:segment`), place = get(`${stack.name}:position`);
+    if (segment) vectors.push(concatenated(new Array(rows).fill(segment)));
+    if (place) vectors.push(place);
+    if (stack.embedNorm || vectors.length > 1) vectors.push(get(`${name}:x`));
+    cards.push({ vectors: vectors.map((x) => flat(x)) });
+  } else cards.push({ vectors: [flat(get(`${name}:x`))] });
+  const attentionCards = (attention, part) => {
+    const found = record.attention(attention), scores = { raw: found.raw, bias: found.bias, mask: found.mask, keys: vectorOf("k", found.k), values: vectorOf("v", found.v) };
+    cards.push({ vectors: [flat(found.x), found.q], scores }, { vectors: [], scores }, { vectors: [found.mixed], scores }, { vectors: [found.mixed, flat(found.out)], scores });
+    residualCard(part);
+  };
+  const residualCard = (part) => {
+    const parts = block.pre ? ["x", "o", "out"] : ["x", "o", "sum", "out"];
+    cards.push({ vectors: parts.map((each) => flat(get(`${name}.${part}_residual:${each}`))) });
+  };
+  attentionCards(block.attention, "attention");
+  if (block.cross) attentionCards(block.cross, "cross");
+  const neurons = get(`${name}.feed_forward:neurons`);
+  cards.push({ vectors: ["x", "neurons", "o"].map((each) => flat(get(`${name}.feed_forward:${each}`))), active: neurons.filter((v) => Math.abs(v) > 1e-6).length / neurons.length });
+  residualCard("feed_forward");
+  if (index === stack.blocks.length - 1 && (!source || model.classifies)) { const x = get("output:x"); cards.push({ vectors: [flat(x, x.length / model.output.width)] }); }
+  return cards;
+}
+
+function recurrentNumbers(model, record) {
+  const { decoder } = model, rows = record.rows.decoder, found = record.attention(decoder.cross), flat = (x) => ({ values: x, rows });
+  const get = (key) => flat(record.get(`decoder${key}`));
+  const values = vectorOf("v", found.v), scores = { raw: found.raw, bias: found.bias, mask: found.mask, keys: values, values };
+  const state = { vectors: decoder.cells.map((_, i) => get(`.blocks.${i}:out`)) };
+  const attend = [{ vectors: [found.q], scores }, { vectors: [], scores }, { vectors: [{ ...flat(found.out), heads: 1 }], scores }];
+  const order = decoder.stack.attend_first ? [...attend, state] : [state, ...attend];
+  return [{ vectors: [get(":embedding")] }, ...order, { vectors: [get(":context"), get(":state"), get(":attentional")] }, { vectors: [flat(record.get("output:x"))] }];
+}
+
+function fillCard(card, numbers) {
+  const scores = card.scores && { ...card.scores, ...numbers.scores };
+  const vectors = card.vectors.map((vector, i) => vectorOf(vector.label, numbers.vectors[i]));
+  return { ...card, vectors, scores, ...("active" in numbers ? { active: numbers.active } : {}) };
+}
+
+function fillWalks(template, model, record) {
+  return template.walks.map((walk) => {
+    const stack = model[walk.name];
+    const numbers = walk.layers.map((_, i) => (stack.cells ? recurrentNumbers(model, record) : cardNumbers(model, stack, i, record, walk.name === "encoder")));
+    return { ...walk, layers: walk.layers.map((cards, i) => cards.map((card, k) => fillCard(card, numbers[i][k]))) };
+  });
+}
+
+// The most probable tokens of one row of logits: [token, probability, logit].
+function topPredictions(logits, from, vocab, count, nameOf) {
+  const logp = logSoftmax(logits, from, vocab, []);
+  return best(logp, Math.min(count, vocab)).map((id) => [nameOf(id), Math.exp(logp[id]), logits[from + id]]);
+}
+
+export function outputSteps(logits, labels, nameOf) {
+  const vocab = logits.length / labels.length;
+  return labels.map((label, t) => {
+    const logp = logSoftmax(logits, t * vocab, vocab, []);
+    let entropy = 0;
+    for (const x of logp) { const p = Math.exp(x); entropy -= p * Math.log2(Math.max(p, 1e-12)); }
+    return { token: nameOf(label), probability: Math.exp(logp[label]), entropy, normaliser: logits[t * vocab] - logp[0], candidates: topPredictions(logits, t * vocab, vocab, STEP_CANDIDATES, nameOf) };
+  });
+}
+
+// What each layer would predict if the LM head read its vectors, by the labels of the template.
+function logitLens(template, model, vectorsOf, nameOf) {
+  const { top } = model;
+  return template.lens.map(({ label }, i) => {
+    let x = vectorsOf(i);
+    if (top.norm) x = top.norm(x, x.length / model.output.width);
+    if (model.classifies) x = model.pool(x);
+    const rows = x.length / (model.transform || model.output).width, logits = model.predict(x, rows), vocab = logits.length / rows;
+    return { label, steps: Array.from({ length: rows }, (_, t) => topPredictions(logits, t * vocab, vocab, LENS_CANDIDATES, nameOf)) };
+  });
+}
+
+// The hook of lens row i: the output of a layer; of a recurrent decoder at last the attentional vector.
+const lensHook = (model, i) => (model.top.cells && i === model.top.cells.length ? "decoder:attentional" : `${model.top.name}.blocks.${i}:out`);
+
+function positionHeatmap(model, found, length) {
+  const { position, stack, causal } = model[found.name], { kind } = position;
+  if (kind === "rotary") {
+    const rates = position.rates, out = new Float32Array(length * rates.length);
+    for (let p = 0; p < length; p++) rates.forEach((rate, i) => { out[p * rates.length + i] = Math.cos(p * rate); });
+    return { ...found, values: entryOf(out, length, rates.length) };
+  }
+  if (position.biased) {
+    const columns = (causal ? length : 2 * length) + 1, out = new Float32Array(stack.heads * columns);
+    for (let h = 0; h < stack.heads; h++) for (let s = 0; s < columns; s++) out[h * columns + s] = position.bias(h, length, s);
+    return { ...found, first_column: -length, values: entryOf(out, stack.heads, columns) };
+  }
+  const rows = Math.min(length, kind === "learned" ? stack.max_length : length), width = Math.min(stack.width, HEATMAP_COLUMNS), out = new Float32Array(rows * width);
+  for (let p = 0; p < rows; p++) out.set(position.embed(p).subarray(0, width), p * width);
+  return { ...found, values: entryOf(out, rows, width) };
+}
+
+// Maps from the output to the source: the chosen or sharpest heads first, then the mean of each layer.
+function alignments(maps, chosen) {
+  const cross = maps.filter((map) => map.kind === "cross");
+  if (!cross.length) return [];
+  const [, T, S] = cross[0].weights.shape, size = T * S, head = (map, h) => map.weights.values.subarray(h * size, (h + 1) * size);
+  const mean = (planes) => { const out = new Float32Array(size); for (const plane of planes) for (let i = 0; i < size; i++) out[i] += plane[i] / planes.length; return entryOf(out, T, S); };
+  const all = (map) => map.heads.map((_, h) => head(map, h)), several = cross.length > 1 || cross.some((map) => map.heads.length > 1), out = [];
+  if (several) {
+    let heads = chosen.map(([layer, h]) => [cross.find((map) => map.layer === layer), h]).filter(([map, h]) => map && h < map.heads.length);
+    const title = heads.length ? "alignment heads" : "sharpest heads";
+    if (!heads.length) {
+      const merits = cross.flatMap((map) => map.heads.map((_, h) => ({ map, h, merit: alignmentQuality(head(map, h), T, S) })));
+      const ranked = [...merits].sort((a, b) => b.merit - a.merit).slice(0, MAX_HEADS).filter((each, _, top) => each.merit >= NEARLY_BEST * top[0].merit);
+      heads = merits.filter((each) => ranked.includes(each)).map(({ map, h }) => [map, h]);
+    }
+    out.push({ name: `${title} ${heads.map(([map, h]) => `${map.layer + 1}.${map.heads[h] + 1}`).join(", ")}`, weights: mean(heads.map(([map, h]) => head(map, h))) });
+  }
+  for (const map of cross) out.push({ name: several ? `layer ${map.layer + 1}, mean of heads` : "attention", weights: mean(all(map)) });
+  if (cross.length > 1) out.push({ name: "mean of everything", weights: mean(cross.map((map) => mean(all(map)).values)) });
+  return out;
+}
+
+// Sharpness times coverage; the last column is the source's end.
+function alignmentQuality(plane, T, S) {
+  const columns = Math.max(1, S - 1), got = new Float64Array(columns);
+  let sharpness = 0;
+  for (let t = 0; t < T; t++) {
+    let top = 0;
+    for (let s = 0; s < S; s++) { const w = plane[t * S + s]; if (w > top) top = w; if (s < columns) got[s] += w; }
+    sharpness += top / T;
+  }
+  return (sharpness * got.reduce((sum, w) => sum + Math.min(1, w), 0)) / columns;
+}
+
+// The mean attention distance of every head over the patches of an image, in pixels.
+function attentionDistances(map, patches) {
+  const [H, T, S] = map.weights.shape, across = patches.width / patches.size, w = map.weights.values, out = [];
+  for (let h = 0; h < H; h++) {
+    let mean = 0;
+    for (let t = 1; t < T; t++) {
+      let far = 0, sum = 0;
+      for (let s = 1; s < S; s++) {
+        const dx = ((t - 1) % across) - ((s - 1) % across), dy = Math.floor((t - 1) / across) - Math.floor((s - 1) / across), weight = w[(h * T + t) * S + s];
+        far += weight * patches.size * Math.hypot(dx, dy);
+        sum += weight;
+      }
+      mean += far / Math.max(sum, 1e-9) / (T - 1);
+    }
+    out.push(mean);
+  }
+  return out;
+}
+
+// Fill the template. found: {record, logits, labels, tokens, directions, texts, notes, nameOf, lensVectors?, image?, heads}
+export function makeTrace(template, model, found) {
+  const { record, logits, labels, tokens, nameOf } = found, byName = new Map(model.attentions.map((attention) => [attention.name, attention]));
+  const maps = template.maps.map((map) => ({ ...map, weights: record.attention(byName.get(map.name)).weights }));
+  const length = Math.max(MIN_POSITIONS, ...Object.values(tokens).map((row) => row.length)), steps = labels.length ? outputSteps(logits, labels, nameOf) : [];
+  const lensVectors = found.lensVectors || ((i) => record.get(lensHook(model, i)));
+  return {
+    ...template,
+    texts: found.texts, tokens, directions: found.directions, maps,
+    alignment: tokens.source && model.decoder ? alignments(maps, found.heads) : [],
+    steps,
+    lens: model.output ? logitLens(template, model, lensVectors, nameOf) : [],
+    positions: template.positions.map((each) => positionHeatmap(model, each, length)),
+    walks: fillWalks(template, model, record),
+    notes: found.notes,
+    score: steps.reduce((sum, step) => sum + Math.log(step.probability), 0),
+    image: found.image || null,
+    distances: found.image ? Object.fromEntries(maps.map((map) => [map.name, attentionDistances(map, model.config.patches)])) : {},
+    numbers: "", attribution: null, // computed when it is looked at
+  };
+}

@@ -1,0 +1,124 @@
+// The runtime of the live page without a model: products, number formats, search against brute force.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Kernel, padded } from "../../../src/regard/inspect/web/kernel.js";
+import { beamSearch, best, greedySearch, logSoftmax, randomNumbers, sampleSearch } from "../../../src/regard/inspect/web/search.js";
+import { decodeBytes, encodeBytes, halfToFloat } from "../../../src/regard/inspect/web/weights.js";
+
+const numbers = (seed, count) => { const draw = randomNumbers(seed); return Float32Array.from({ length: count }, () => 2 * draw() - 1); };
+
+function product(simd, rows, width, outs, bias) {
+  const kernel = new Kernel(outs * padded(width), simd), at = kernel.allocate(outs * padded(width)), w = numbers(1, outs * width);
+  for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
+  return kernel.linear(numbers(2, rows * width), rows, { at, outs, width, bias });
+}
+
+test("products: SIMD and plain JavaScript give the sum of products", () => {
+  for (const [rows, width, outs] of [[1, 1, 1], [1, 3, 5], [2, 8, 7], [5, 17, 33], [40, 192, 64]]) {
+    const bias = numbers(3, outs), w = numbers(1, outs * width), x = numbers(2, rows * width);
+    for (const simd of [true, false]) {
+      const y = product(simd, rows, width, outs, bias);
+      for (let r = 0; r < rows; r++) for (let o = 0; o < outs; o++) {
+        let sum = bias[o];
+        for (let i = 0; i < width; i++) sum += x[r * width + i] * w[o * width + i];
+        assert.ok(Math.abs(y[r * outs + o] - sum) < 1e-4);
+      }
+    }
+  }
+});
+
+test("products: scratch space grows behind the weights, which stay", () => {
+  for (const simd of [true, false]) {
+    const kernel = new Kernel(64, simd), at = kernel.allocate(64);
+    kernel.floats.fill(1, at, at + 64);
+    const many = kernel.linear(new Float32Array(8 * 300_000).fill(0.5), 300_000, { at, outs: 8, width: 8, bias: null });
+    assert.equal(many.length, 8 * 300_000);
+    assert.ok(many.every((v) => v === 4));
+  }
+});
+
+test("bytes: base 64 there and back, of any length", () => {
+  for (let length = 0; length < 40; length++) {
+    const bytes = Uint8Array.from(numbers(length + 1, length), (v) => (v + 1) * 127), text = encodeBytes(bytes);
+    assert.equal(text, Buffer.from(bytes).toString("base64"));
+    assert.deepEqual(decodeBytes(text), bytes);
+  }
+});
+
+test("floats of two bytes", () => {
+  for (const [bits, value] of [[0x0000, 0], [0x3c00, 1], [0xc000, -2], [0x7bff, 65504], [0x0001, 2 ** -24], [0x0400, 2 ** -14], [0x3555, 0.333251953125]]) assert.equal(halfToFloat(bits), value);
+  assert.equal(halfToFloat(0x7c00), Infinity);
+  assert.ok(Number.isNaN(halfToFloat(0x7e00)));
+});
+
+test("the best of equals is the first", () => {
+  assert.deepEqual(best([1, 3, 3, 2, 3], 3), [1, 2, 4]);
+  assert.deepEqual(best([-Infinity, -Infinity], 1), [0]);
+});
+
+// A model whose next token depends on all before it: logits are drawn from a seed made of them.
+const EOS = 0, VOCAB = 4;
+const logitsAfter = (ids) => numbers(ids.reduce((sum, id) => 7 * sum + id + 1, 3), VOCAB).map((v) => 3 * v);
+const model = {
+  step: (tokens, states) => {
+    const next = states.map((state, r) => (tokens[r] < 0 ? state : [...state, tokens[r]])), logits = new Float32Array(tokens.length * VOCAB);
+    next.forEach((ids, r) => logits.set(logitsAfter(ids), r * VOCAB));
+    return { logits, states: next };
+  },
+};
+const job = (more = {}) => ({ model, state: [], first: -1, eos: EOS, blocked: [], limit: 4, openEnd: false, prefix: [], forbid: [], ...more });
+
+// Every output up to the limit with its score.
+function everything({ limit, openEnd, prefix, forbid, blocked }, ids = [], scores = []) {
+  const logp = logSoftmax(logitsAfter(ids), 0, VOCAB, blocked), t = ids.length, out = [];
+  if (t === limit && openEnd) return [{ ids, score: scores.reduce((a, b) => a + b, 0) }];
+  for (let id = 0; id < VOCAB; id++) {
+    if (logp[id] === -Infinity || (t < prefix.length ? id !== prefix[t] : forbid.includes(id)) || (t === limit && id !== EOS)) continue;
+    const all = [...scores, logp[id]];
+    if (id === EOS) out.push({ ids: [...ids, id], score: all.reduce((a, b) => a + b, 0) });
+    else out.push(...everything({ limit, openEnd, prefix, forbid, blocked }, [...ids, id], all));
+  }
+  return out;
+}
+
+const CASES = { plain: {}, prefix: { prefix: [2, 1] }, forbidden: { forbid: [3] }, blocked: { blocked: [1] }, continuation: { openEnd: true }, short: { limit: 1 } };
+
+for (const [name, more] of Object.entries(CASES)) {
+  test(`beam search as wide as the tree finds the best outputs: ${name}`, () => {
+    const asked = job(more), length = (ids) => Math.max(1, ids.length);
+    const all = everything(asked).map((each) => ({ ...each, value: each.score / length(each.ids) })).sort((a, b) => b.value - a.value);
+    const found = beamSearch(asked, { beam: 400, nbest: 5 });
+    assert.deepEqual(found.map((each) => each.ids), all.slice(0, 5).map((each) => each.ids));
+    found.forEach((each, i) => assert.ok(Math.abs(each.score - all[i].score) < 1e-9));
+  });
+}
+
+test("greedy search takes the best token at every step", () => {
+  const [found] = greedySearch(job());
+  found.ids.forEach((id, t) => {
+    const logp = logSoftmax(logitsAfter(found.ids.slice(0, t)), 0, VOCAB, []);
+    assert.equal(id, t === 4 ? EOS : best(logp, 1)[0]);
+    assert.equal(found.scores[t], logp[id]);
+  });
+});
+
+test("what cannot be is no output", () => {
+  assert.deepEqual(greedySearch(job({ forbid: [0, 1, 2, 3] })), []);
+  assert.deepEqual(beamSearch(job({ forbid: [0, 1, 2, 3] }), { beam: 3 }), []);
+});
+
+test("samples follow the probabilities, and the seed", () => {
+  const draw = (seed, more) => sampleSearch(job({ limit: 1, openEnd: true }), { nbest: 4000, seed, ...more }).map(({ ids }) => (ids.length ? ids[0] : EOS));
+  const logp = logSoftmax(logitsAfter([]), 0, VOCAB, []), drawn = draw(1);
+  for (let id = 0; id < VOCAB; id++) {
+    const p = Math.exp(logp[id]), share = drawn.filter((each) => each === id).length / drawn.length;
+    assert.ok(Math.abs(share - p) < 5 * Math.sqrt((p * (1 - p)) / drawn.length) + 1e-3, `${id}: ${share} for ${p}`);
+  }
+  assert.deepEqual(draw(1), drawn);
+  assert.notDeepEqual(draw(2), drawn);
+  assert.deepEqual(new Set(draw(3, { topK: 1 })), new Set(best(logp, 1)));
+  assert.deepEqual(new Set(draw(3, { topP: 1e-6 })), new Set(best(logp, 1)));
+  assert.deepEqual(new Set(draw(3, { temperature: 1e-3 })), new Set(best(logp, 1)));
+});

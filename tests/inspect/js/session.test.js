@@ -1,0 +1,98 @@
+// What is asked of an engine and kept of its answers, with an engine that answers by rote.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { alternatives, answer, attributionOf, firstWishes, force, importanceOf, look, newSide, shownIds } from "../../../src/regard/inspect/web/session.js";
+
+function rote(task = "pairs") {
+  const asked = [];
+  const hypothesis = (ids, silenced) => ({ text: ids.join("-") + (silenced ? "!" : ""), ids, tokens: ids.map(String), scores: ids.map(() => -0.5), score: -0.5 * ids.length, limited: false });
+  return {
+    task, asked, silenced: new Set(), traced: 0,
+    generate(input, options) {
+      asked.push(options);
+      if (!input.source) return { hypotheses: [], unknown: [], problem: "Type something." };
+      if (input.source === "bad") throw new Error("no");
+      const loud = this.silenced.size > 0;
+      return { hypotheses: [[...options.prefix, 1, 2], [...options.prefix, 3]].slice(0, options.nbest).map((ids) => hypothesis(ids, loud)), unknown: input.source === "x" ? ["x"] : [], problem: null };
+    },
+    trace(input, ids) { this.traced++; return { notes: [], ids, steps: [{ candidates: [["a", 1, 0]] }] }; },
+    next: (input, ids, options, count) => [{ id: ids.length, token: "t", probability: 1, options, count }],
+    attribution: () => ({ rows: "output" }),
+    *importance() { yield { map: "m", index: 0, change: 1 }; yield { map: "m", index: 1, change: -1 }; },
+  };
+}
+
+test("the best hypothesis is traced, and a draft is greedy", () => {
+  const engine = rote(), side = newSide({ source: "a" }), wishes = firstWishes(engine);
+  answer(engine, side, wishes, true);
+  assert.equal(engine.asked[0].strategy, "greedy");
+  assert.equal(side.hypotheses.length, 1);
+  answer(engine, side, wishes);
+  assert.equal(engine.asked[1].strategy, "beam");
+  assert.deepEqual(side.trace.ids, [1, 2]);
+  assert.equal(engine.traced, 1, "the same output is not traced again");
+  side.chosen = 1;
+  look(engine, side);
+  assert.deepEqual(side.trace.ids, [3]);
+});
+
+test("problems and failures are told, and what was there stays", () => {
+  const engine = rote(), side = newSide({ source: "x" }), wishes = firstWishes(engine);
+  answer(engine, side, wishes);
+  assert.deepEqual(side.unknown, ["x"]);
+  const before = side.trace;
+  side.input = { source: "" };
+  answer(engine, side, wishes);
+  assert.equal(side.problem, "Type something.");
+  side.input = { source: "bad" };
+  answer(engine, side, wishes);
+  assert.equal(side.problem, "This cannot be computed: no");
+  assert.equal(side.trace, before);
+});
+
+test("a token is forced in place of another", () => {
+  const engine = rote(), side = newSide({ source: "a" }), wishes = firstWishes(engine);
+  wishes.forbid = [9];
+  answer(engine, side, wishes);
+  const [found] = alternatives(engine, side, wishes, 1);
+  assert.deepEqual([found.id, found.options, found.count], [1, { forbid: [9] }, 8]);
+  force(side, 1, 7);
+  assert.deepEqual(side.prefix, [1, 7]);
+  answer(engine, side, wishes);
+  assert.deepEqual(engine.asked.at(-1).prefix, [1, 7]);
+  assert.deepEqual(engine.asked.at(-1).forbid, [9]);
+});
+
+test("with silenced heads the output before is kept for comparison", () => {
+  const engine = rote(), side = newSide({ source: "a" }), wishes = firstWishes(engine);
+  engine.silenced.add("m/0");
+  answer(engine, side, wishes);
+  assert.equal(side.hypotheses[0].text, "1-2!");
+  assert.equal(side.before.text, "1-2");
+  assert.deepEqual([...engine.silenced], ["m/0"], "and silence is restored");
+  engine.silenced.clear();
+  answer(engine, side, wishes);
+  assert.equal(side.before, null);
+});
+
+test("an end token that a limit put there is not shown", () => {
+  const limited = { ids: [1, 2, 3], limited: true };
+  assert.deepEqual(shownIds(rote(), limited), [1, 2]);
+  assert.deepEqual(shownIds(rote("lm"), limited), [1, 2, 3]);
+});
+
+test("importance is measured step by step, once for an output", () => {
+  const engine = rote(), side = newSide({ source: "a" });
+  answer(engine, side, firstWishes(engine));
+  const found = importanceOf(engine, side);
+  found.step();
+  assert.deepEqual([...importanceOf(engine, side).changes], [["m/0", 1]]);
+  found.step();
+  found.step();
+  assert.ok(found.done);
+  assert.equal(attributionOf(engine, side), attributionOf(engine, side));
+  side.chosen = 1;
+  look(engine, side);
+  assert.notEqual(importanceOf(engine, side), found);
+});

@@ -1,0 +1,350 @@
+"""The live page's script computes what torch computes: outputs, scores, and every number that the views show."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from modelkit import FAMILIES, LITTLE, WORDS, family, letters, picture
+from regard.decode.options import Options
+from regard.errors import UserError
+from regard.inspect.live import (
+    PageEngine,
+    Precision,
+    WeightPacker,
+    first_trace,
+    live_page,
+    model_block,
+    page_input,
+    prove,
+    sample_sources,
+    with_weights,
+    write_live_page,
+)
+from regard.inspect.page import Packer
+from regard.inspect.trace import Trace, trace, trace_image, trace_text
+from regard.model import Model
+from regard.presets import preset
+from regard.run import Run
+from regard.text.codec import Codec, Example
+from regard.text.tokenizer import Tokenizer
+
+pytest.importorskip("py_mini_racer")
+
+
+class Plain(Packer):
+    """Arrays as lists, nothing rounded."""
+
+    def weights(self, x: np.ndarray) -> dict[str, Any]:
+        return self.signed(x)
+
+    def signed(self, x: np.ndarray) -> dict[str, Any]:
+        values = [float(v) if math.isfinite(v) else None for v in x.astype(np.float64).ravel()]
+        return {"shape": list(x.shape), "values": values}
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
+    """Where two traces differ; the page's may have more keys."""
+    if isinstance(ours, dict):
+        for key, value in ours.items():
+            if key in ("numbers", "at", "type", "scale") and "values" not in (ours.keys() - {"scale"} or ()):
+                continue
+            if key not in theirs:
+                yield f"{where}.{key}: missing"
+            else:
+                yield from differences(value, theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{where}: {len(ours)} against {len(theirs)}"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            yield from differences(a, b, f"{where}[{i}]")
+    elif isinstance(ours, float) and isinstance(theirs, int | float):
+        if not math.isclose(ours, theirs, rel_tol=5e-4, abs_tol=5e-4):
+            yield f"{where}: {ours} against {theirs}"
+    elif ours != theirs:
+        yield f"{where}: {ours!r} against {theirs!r}"
+
+
+def sharpened(run: Run, factor: float = 2.0) -> Run:
+    """The run with larger weights: attention and outputs of random ones are nearly uniform, which hides mistakes."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, x in run.model.named_parameters():
+            if x.ndim > 1:
+                x.mul_(factor if "embedding" not in name else 1.0)
+            elif "norm" in name:
+                x.add_(0.2 * torch.randn_like(x))
+            else:
+                x.normal_(std=0.3)
+    return run
+
+
+def opened(run: Run, found: Trace, precision: Precision = "fp32", simd: bool = True) -> PageEngine:
+    return PageEngine(model_block(run, WeightPacker(precision)), found.page_data(), simd)
+
+
+def same_trace(page: PageEngine, found: Trace, given: dict[str, Any], ids: list[int]) -> None:
+    theirs = page.ask("trace", given, ids)
+    ours = found.page_data(Plain())
+    ours["attribution"] = None
+    ours["image"] = theirs["image"] = None  # drawn from other numbers: compared by what was computed from them
+    wrong = list(differences(ours, theirs))
+    assert not wrong, wrong[:8]
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "sinusoid, post": {"position": "sinusoid", "norm_at": "post"},
+    "halves": {"position": "sinusoid_halves", "activation": "silu"},
+    "learned": {"position": "learned", "max_length": 64, "embed_norm": True},
+    "axial": {"position": "axial", "axial": {"rows": 4, "columns": 16, "row_width": 8}},
+    "alibi": {"position": "alibi", "activation": "gelu"},
+    "bucket": {"position": "bucket", "score": "dot", "norm": "rms", "bias": "none"},
+    "gated": {"gated": True, "activation": "gelu_tanh", "bias": "ff"},
+    "no position": {"position": "none", "activation": "tanh"},
+    "rotary, slowed": {"rotary": {"base": 100.0, "factor": 4.0, "original": 16}},
+    "grouped": {"kv_heads": 2},
+    "narrow": {"head_width": 6, "value_width": 5, "heads": 3},
+    "window": {"window": 2, "cross_window": 1},
+    "predicted window": {"cross_window": 2, "cross_center": "predicted"},
+    "pruned": {"kept_heads": [[0, 2], [1, 2, 3]], "kept_cross_heads": [[3], [0, 1, 2, 3]], "position": "alibi"},
+    "pruned groups": {"kv_heads": 2, "kept_heads": [[0, 2, 3], [1]], "kept_cross_heads": [[0, 1], [2]]},
+    **{name: {"score": name} for name in ("general", "cosine", "additive", "concat", "location")},
+}
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"bahdanau {s}": ("rnn-bahdanau", {"score": s}) for s in ("additive", "dot", "scaled_dot", "concat")},
+    **{f"luong {s}": ("rnn-luong", {"score": s}) for s in ("general", "cosine", "location")},
+    "luong local-m": ("rnn-luong", {"cross_window": 1}),
+    "luong local-p": ("rnn-luong", {"cross_window": 2, "cross_center": "predicted"}),
+}
+
+
+def pair_run(kind: str) -> Run:
+    if kind in RECURRENT:
+        name, stack = RECURRENT[kind]
+        return sharpened(letters(name, **stack), 1.5)
+    return sharpened(letters(**STACKS[kind]))
+
+
+@pytest.mark.parametrize("kind", [*STACKS, *RECURRENT])
+def test_pairs(kind: str) -> None:
+    run = pair_run(kind)
+    example, longer = Example("abcab"), Example("dab ba cab")
+    with opened(run, trace(run, example, run.codec.encode_target(["bcd"])[0])) as page:
+        for each in (example, longer):
+            ids = run.codec.encode_target(["dabba"])[0]
+            same_trace(page, trace(run, each, ids), page_input(each), ids)
+        for beam in (1, 4):
+            options = Options(beam=beam, nbest=min(beam, 3), max_length=12)
+            [ours] = list_hypotheses(run, [longer], options)
+            strategy = {"strategy": "greedy" if beam == 1 else "beam", "beam": beam, "nbest": min(beam, 3)}
+            theirs = page.ask("generate", page_input(longer), {**strategy, "maxLength": 12})["hypotheses"]
+            assert [h.text for h in ours] == [h["text"] for h in theirs]
+            for a, b in zip(ours, theirs, strict=True):
+                assert np.allclose(a.token_scores, b["scores"], atol=1e-4)
+                assert math.isclose(a.normalized, b["normalized"], rel_tol=1e-4)
+                assert list(a.tokens) == b["tokens"] and list(a.ids) == b["ids"]
+
+
+def list_hypotheses(run: Run, examples: list[Example], options: Options) -> list[Any]:
+    from regard.decode.generate import TorchEngine
+    from regard.decode.request import Request
+
+    return TorchEngine(run, options)([Request(x.source, x.features) for x in examples])
+
+
+@pytest.mark.parametrize("kind", ["lm", "lm-grouped", "lm-distances", "lm-near", "lm-reversible"])
+def test_language_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "lm-near", ("xl-tiny", {"decoder": LITTLE | {"memory": 3, "reach": 2}}))
+    reversible = LITTLE | {"residual": "reversible", "norm_at": "pre", "position": "rotary"}
+    monkeypatch.setitem(FAMILIES, "lm-reversible", ("gpt-tiny", {"decoder": reversible, "tie_output": False}))
+    run = sharpened(family(kind))
+    with opened(run, trace_text(run, "abc", more=3)) as page:
+        ids = run.codec.target.encode(["bca"])[0]
+        same_trace(page, trace(run, Example("ab ba"), ids), {"source": "ab ba"}, ids)
+        for beam in (1, 3):
+            [ours] = list_hypotheses(run, [Example("cab")], Options(beam=beam, max_length=9))
+            strategy = {"strategy": "greedy" if beam == 1 else "beam", "beam": beam, "nbest": 1, "maxLength": 9}
+            theirs = page.ask("generate", {"source": "cab"}, strategy)["hypotheses"]
+            assert ours[0].text == theirs[0]["text"] and np.allclose(
+                ours[0].token_scores, theirs[0]["scores"], atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("kind", ["masked", "classes", "vectors"])
+def test_encoders(kind: str) -> None:
+    run = sharpened(family(kind))
+    with opened(run, trace_text(run, "abc")) as page:
+        same_trace(page, trace_text(run, "dab ba"), {"source": "dab ba"}, [])
+
+
+def test_images() -> None:
+    run = sharpened(family("image"))
+    with opened(run, trace_image(run, picture())) as page:
+        image = picture(5)
+        given = {"pixels": image.astype(float).ravel().tolist(), "name": "image"}
+        same_trace(page, trace_image(run, image), given, [])
+
+
+def test_plain_javascript_agrees_with_simd() -> None:
+    run = pair_run("rotary")
+    found = trace(run, Example("abcab"), run.codec.encode_target(["bcd"])[0])
+    with opened(run, found) as fast, opened(run, found, simd=False) as plain:
+        assert fast.simd and not plain.simd
+        a, b = (page.ask("generate", {"source": "cabba"}, {"strategy": "beam"}) for page in (fast, plain))
+        assert [h["text"] for h in a["hypotheses"]] == [h["text"] for h in b["hypotheses"]]
+        scores = [[h["score"] for h in x["hypotheses"]] for x in (a, b)]
+        assert np.allclose(*scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16", "fp32"])
+def test_weights_are_what_the_page_holds(precision: Precision) -> None:
+    run = pair_run("sinusoid, post")
+    weights = WeightPacker(precision)
+    block = model_block(run, weights)
+    stored = with_weights(run, weights.stored)
+    for name, x in run.model.named_parameters():
+        limit = {"int8": x.abs().max() / 250, "fp16": x.abs().max() / 2000, "fp32": 0.0}[precision]
+        assert (dict(stored.model.named_parameters())[name] - x).abs().max() <= limit
+    found = first_trace(stored, Example("abcab"))
+    assert prove(stored, block, found.page_data(), [Example("abcab")]).difference < 1e-4
+    if precision == "int8":
+        with pytest.raises(UserError, match="not written: the page would answer"):
+            prove(sharpened(pair_run("sinusoid, post"), 2.0), model_block(run, WeightPacker("fp32")), found.page_data(),
+                  sample_sources(run, 4))  # fmt: skip
+
+
+def test_silenced_heads_are_ablated() -> None:
+    from regard.nn.hooks import patch, without
+
+    run = pair_run("rotary")
+    ids = run.codec.encode_target(["bcd"])[0]
+    with opened(run, trace(run, Example("abcab"), ids)) as page:
+        page.ask("silence", ["decoder.blocks.0.cross/1", "encoder.blocks.1.attention/2"])
+        hooks = {"decoder.blocks.0.cross.mixed": without(1), "encoder.blocks.1.attention.mixed": without(2)}
+        with patch(run.model, hooks):
+            ours = trace(run, Example("abcab"), ids).steps
+        theirs = page.ask("trace", {"source": "abcab"}, ids)["steps"]
+        assert np.allclose([s.probability for s in ours], [s["probability"] for s in theirs], atol=1e-5)
+        page.ask("silence", [])
+        importance = page.ask("importance", {"source": "abcab"}, ids)
+    maps = [m for m in run.model.attentions()]
+    assert {x["map"] for x in importance} == set(maps) and len(importance) == sum(
+        attention.heads for attention in run.model.attentions().values()
+    )
+
+
+@pytest.mark.parametrize("kind", ["alibi", "bahdanau additive"])  # smooth: a step may pass the corner of a relu
+def test_attribution_is_gradient_times_input(kind: str) -> None:
+    run = pair_run(kind)
+    ids = run.codec.encode_target(["bcd"])[0]
+    found = trace(run, Example("abcab"), ids)
+    assert found.attribution is not None
+    with opened(run, found) as page:
+        theirs = page.ask("attribution", {"source": "abcab"}, ids)
+    assert (theirs["rows"], theirs["columns"]) == ("output", "source")
+    assert theirs["values"]["shape"] == [len(ids), len(found.tokens["source"])]
+    ours = found.attribution.values_TS.ravel()
+    assert np.allclose(theirs["values"]["values"], ours, atol=5e-3, rtol=2e-2)
+    assert abs(ours).max() > 0.1
+
+
+def test_attribution_of_language_models_and_classes() -> None:
+    for kind in ("lm", "classes"):
+        run = sharpened(family(kind))
+        found = trace_text(run, "dab ba")
+        assert found.attribution is not None
+        with opened(run, found) as page:
+            theirs = page.ask("attribution", {"source": "dab ba"}, [])
+        shape = theirs["values"]["shape"]
+        assert found.attribution.columns == theirs["columns"] and list(found.attribution.values_TS.shape) == shape
+        assert np.allclose(theirs["values"]["values"], found.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
+
+
+def test_prefix_forbidden_and_next_tokens() -> None:
+    run = pair_run("rotary")
+    ids = run.codec.encode_target(["bcd"])[0]
+    with opened(run, trace(run, Example("abcab"), ids)) as page:
+        best = page.ask("next", {"source": "abcab"}, ids[:1], {}, 3)
+        options = Options(alternatives=3, alternatives_at=1, prefix="b", max_length=12)
+        [ours] = list_hypotheses(run, [Example("abcab")], options)
+        assert [h.tokens[1] for h in ours] == [x["token"] for x in best]
+        prefix = [ids[0], best[1]["id"]]
+        found = page.ask("generate", {"source": "abcab"}, {"prefix": prefix, "maxLength": 12})["hypotheses"][0]
+        assert found["ids"][:2] == prefix and found["text"] == ours[1].text
+        without = page.ask("generate", {"source": "abcab"}, {"prefix": ids[:1], "forbid": [best[0]["id"]]})
+        assert best[0]["id"] not in without["hypotheses"][0]["ids"][1:]
+
+
+def test_sampling_depends_on_the_seed_and_on_probabilities() -> None:
+    run = sharpened(family("lm"), 1.5)
+    with opened(run, trace_text(run, "abc")) as page:
+
+        def draw(seed: int, **options: Any) -> list[list[int]]:
+            given = {"strategy": "sample", "seed": seed, "nbest": 300, "maxLength": 1, **options}
+            return [h["ids"] for h in page.ask("generate", {"source": "ab"}, given)["hypotheses"]]
+
+        assert draw(1) == draw(1) != draw(2)
+        assert len({tuple(x) for x in draw(3, topK=2)}) <= 2
+        best = page.ask("next", {"source": "ab"}, [], {}, 1)[0]
+        share = sum(x[:1] == [best["id"]] for x in draw(4)) / 300
+        assert abs(share - best["probability"]) < 4 * math.sqrt(best["probability"] * (1 - best["probability"]) / 300)
+
+
+def test_problems_are_told() -> None:
+    run = letters(position="learned", max_length=8)
+    with opened(run, trace(run, Example("abc"), run.codec.encode_target(["b"])[0])) as page:
+        assert "Type something" in page.ask("generate", {"source": "  "}, {})["problem"]
+        assert "more than the 7" in page.ask("generate", {"source": "abcabcabcabc"}, {})["problem"]
+        assert page.ask("generate", {"source": "axb"}, {})["unknown"] == ["x"]
+
+
+def with_features() -> Run:
+    source, target = Tokenizer.train("char", WORDS), Tokenizer.train("bpe:270", WORDS)
+    codec = Codec(source, target, features=("PL", "V", "PST"), columns=("source", "features", "target"))
+    torch.manual_seed(5)
+    tiny = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
+    config = preset("transformer-tiny", source_vocab=codec.source_vocab, target_vocab=codec.target_vocab,
+                    changes={"encoder": tiny, "decoder": tiny})  # fmt: skip
+    return sharpened(Run(config, codec, Model(config).eval(), Path("runs/features")))
+
+
+def test_features_and_two_vocabularies() -> None:
+    run = with_features()
+    example = Example("dab", features="V;PST")
+    ids = run.codec.encode_target(["cab"])[0]
+    with opened(run, trace(run, example, ids)) as page:
+        other = Example("abba", features="PL; V")
+        same_trace(page, trace(run, other, ids), page_input(other), ids)
+        assert page.ask("generate", {"source": "ab", "features": "X;V"}, {})["unknown"] == ["X"]
+        assert "features" in page.ask("generate", {"source": "ab"}, {})["problem"]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "lm", "classes", "masked", "image", "features"])
+def test_page_is_written_and_proven(kind: str, tmp_path: Path) -> None:
+    run = {"pairs": letters, "features": with_features}.get(kind, lambda: family(kind))()
+    report = write_live_page(run, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert report.proof is not None and report.proof.holds
+    assert report.to_json()["bytes"] == len(text.encode())
+    assert 'id="model"' in text and "wasm-unsafe-eval" in text
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="LSH"):
+        live_page(family("lm-hashed"))
+    run = letters()
+    broken = dataclasses.replace(run, model=Model(run.config).eval())
+    with torch.no_grad():
+        for x in broken.model.parameters():
+            x.fill_(math.nan)
+    with pytest.raises(UserError):
+        write_live_page(broken, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
