@@ -80,6 +80,19 @@ class Walk:
     layers: tuple[tuple[Card, ...], ...]
 
 
+def bias_term(name: str, layer: nn.Module | None) -> str:
+    """What a formula adds for the bias of a layer: nothing if it has none."""
+    return "" if getattr(layer, "bias", None) is None else f" + {name}"
+
+
+def norm_formula(norm: nn.Module, x: str) -> str:
+    """A normalisation with every term that it has; μ and σ are those of the numbers of one vector."""
+    scaled = "" if getattr(norm, "weight", None) is None else "γ ∘ "
+    if isinstance(norm, nn.RMSNorm):
+        return f"{scaled}{x} / √(mean({x}^2) + ε)"
+    return f"{scaled}({x} − μ) / √(σ^2 + ε){bias_term('β', norm)}"
+
+
 def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
     """The input of the first layer of a stack; without ids it is made from the patches of an image."""
     stack: Transformer = getattr(model, name)
@@ -116,7 +129,7 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
         text += "; position enters later, in the attention"
     normed = not isinstance(stack.embed_norm, nn.Identity)
     if normed:
-        formula = f"x_t = norm({formula.removeprefix('x_t = ')})"
+        formula = f"e_t{formula.removeprefix('x_t')}    x_t = {norm_formula(stack.embed_norm, 'e_t')}"
         text += ", normalised"
     if normed or len(vectors) > 1:
         vectors["x"] = calls.input(stack.blocks[0])
@@ -135,10 +148,10 @@ def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
         side = " of the target" if len(model.config.stacks) == 2 else ""
         tied = f" W is the embedding table{side}, used a second time." if model.config.tie_output else ""
         text = f"The vector of the last layer{normed} is compared with every token of the vocabulary.{tied}"
-    bias = "" if model.output.bias is None else " + b"
+    last = "" if isinstance(norm, nn.Identity) else f"x_t ← {norm_formula(norm, 'x_t')}    "
     return Card(
         "Prediction: logits and softmax",
-        f"logits = x_t W^T{bias}    p = softmax(logits)",
+        f"{last}logits = x_t W^T{bias_term('b', model.output)}    p = softmax(logits)",
         text,
         f"1 × {width}  ·  {width} × {vocab}  =  1 × {vocab}",
         vectors_of({"x": calls.input(model.output)}),

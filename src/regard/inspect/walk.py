@@ -19,7 +19,9 @@ from regard.inspect.cards import (
     Card,
     Vector,
     Walk,
+    bias_term,
     embedding_card,
+    norm_formula,
     prediction_card,
     vectors_of,
 )
@@ -71,10 +73,19 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
             formula, text = f"x_t = layer_{index}(…)_t", f"The output of layer {index} for this token."
             cards = [Card("Input", formula, text, f"1 × {stack.width}", vectors_of({"x": calls.input(block)}))]
         hook = f"{name}.blocks.{index}"
-        cards += _attention_cards(f"{hook}.attention", block.attention, stack, calls, transformer.position, name)
+        cards += _attention_cards(
+            f"{hook}.attention",
+            block.attention,
+            stack,
+            calls,
+            transformer.position,
+            name,
+            block.attention_residual.norm,
+        )
         cards += [_residual_card(block.attention_residual, block.attention, calls, stack, "attention")]
         if block.cross is not None:
-            cards += _attention_cards(f"{hook}.cross", block.cross, stack, calls, Position(), "cross")
+            norm = block.cross_residual.norm
+            cards += _attention_cards(f"{hook}.cross", block.cross, stack, calls, Position(), "cross", norm)
             cards += [_residual_card(block.cross_residual, block.cross, calls, stack, "cross-attention")]
         cards += [_feed_forward_card(block, stack, calls)]
         cards += [_residual_card(block.feed_forward_residual, block.feed_forward, calls, stack, "feed-forward")]
@@ -111,13 +122,14 @@ def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> t
     return q_1HTE[0], AttentionScores(name, raw_HTS.numpy(), scale, bias_HTS, mask_TS, keys, values)
 
 
-def _bias(name: str, layer: nn.Module | None) -> str:
-    """What a formula adds for the bias of a layer: nothing if it has none."""
-    return "" if getattr(layer, "bias", None) is None else f" + {name}"
-
-
 def _attention_cards(
-    name: str, attention: Attention, stack: Stack, calls: ForwardCalls, position: Position, kind: str
+    name: str,
+    attention: Attention,
+    stack: Stack,
+    calls: ForwardCalls,
+    position: Position,
+    kind: str,
+    norm: nn.Module,
 ) -> list[Card]:
     q_HTE, scores = _attention_inside(name, attention, calls)
     cross, heads = kind == "cross", attention.heads
@@ -129,7 +141,9 @@ def _attention_cards(
     text = "All three come from the same tokens: that is what makes it self-attention."
     if cross:
         text = "The queries come from the decoder, keys and values from the encoder's output."
+    normalised = ""
     if stack.norm_at == "pre":
+        normalised = f"x̂_t = {norm_formula(norm, 'x_t')}    "
         text += " x̂ is x after the normalisation."
     if type(position).rotate is not Position.rotate:
         text += " Position enters by a rotation of q and k."
@@ -139,8 +153,9 @@ def _attention_cards(
     return [
         Card(
             prefix + "query, key, value",
-            f"q_t = {x}_t W_Q{_bias('b_Q', attention.query)}    k_s = {other} W_K{_bias('b_K', attention.key_value)}"
-            f"    v_s = {other} W_V{_bias('b_V', attention.key_value)}",
+            f"{normalised}q_t = {x}_t W_Q{bias_term('b_Q', attention.query)}"
+            f"    k_s = {other} W_K{bias_term('b_K', attention.key_value)}"
+            f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}",
             text,
             f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value};"
             f" all {heads} heads are one matrix",
@@ -160,7 +175,7 @@ def _attention_cards(
         ),
         Card(
             prefix + "heads side by side",
-            f"o_t = [{side_by_side}] W_O{_bias('b_O', attention.out)}",
+            f"o_t = [{side_by_side}] W_O{bias_term('b_O', attention.out)}",
             "Every head has its own z. Side by side they go through one matrix, which mixes them.",
             f"1 × {heads * value}  ·  {heads * value} × {width}  =  1 × {width}",
             vectors_of({"z": mixed_HTE, "o": calls.output(attention)}),
@@ -199,8 +214,9 @@ def _residual_card(residual: Residual, sublayer: nn.Module, calls: ForwardCalls,
         text = f"The sub-layer's output is added to its input; {norm} came before it."
         vectors["x + o"] = calls.output(residual)
     else:
-        formula, title = f"x_t ← {norm}(x_t + o_t)", f"Add & norm ({what})"
-        text = "The sub-layer's output is added to its input, and the sum is normalised."
+        formula = f"y_t = x_t + o_t    x_t ← {norm_formula(residual.norm, 'y_t')}"
+        title = f"Add & norm ({what})"
+        text = f"The sub-layer's output is added to its input, and the sum is normalised ({norm})."
         vectors |= {"x + o": x_TD + o_TD, "norm": calls.output(residual)}
     return Card(title, formula, text, f"1 × {stack.width}", vectors_of(vectors))
 
@@ -210,9 +226,11 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     hidden_TF = calls.input(part.down)
     act = {"gelu_tanh": "gelu"}.get(stack.activation, stack.activation)
     x = "x̂" if stack.norm_at == "pre" else "x"
-    up, down = f"{x}_t W_1{_bias('b_1', part.up)}", f"W_2{_bias('b_2', part.down)}"
-    gate = f"{act}({x}_t W_g{_bias('b_g', part.gate)})"
+    up, down = f"{x}_t W_1{bias_term('b_1', part.up)}", f"W_2{bias_term('b_2', part.down)}"
+    gate = f"{act}({x}_t W_g{bias_term('b_g', part.gate)})"
     formula = f"o_t = ({gate} ∘ ({up})) {down}" if stack.gated else f"o_t = {act}({up}) {down}"
+    if stack.norm_at == "pre":
+        formula = f"x̂_t = {norm_formula(block.feed_forward_residual.norm, 'x_t')}    {formula}"
     active = float((hidden_TF.abs() > 1e-6).float().mean())
     text = "Each token by itself."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
@@ -268,7 +286,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     both_TD = calls.input(decoder.combine)
     combine = Card(
         "Concatenation",
-        f"h̃_t = tanh(W [c_t ; h_t]{_bias('b', decoder.combine)})",
+        f"h̃_t = tanh(W [c_t ; h_t]{bias_term('b', decoder.combine)})",
         "Context and state side by side, through one matrix and a tanh.",
         f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
         vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
