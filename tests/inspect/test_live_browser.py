@@ -79,11 +79,15 @@ def open_page(
     path = folder / "page.html"
     path.write_text(page_of(run, **options), encoding="utf-8")
     browser.open(path, dark)
-    if run.task.reads != "images":
-        browser.until(f"{OUTPUT}.textContent.trim().length > 0")
+    settle(browser)
     if view:
         browser.click(f"#tab-{view}")
     return path
+
+
+def settle(browser: chromium.Chromium) -> None:
+    """Wait until everything that was asked has been computed."""
+    browser.until("document.querySelector('.bar-top').getAttribute('aria-busy') === 'false'")
 
 
 def enter(browser: chromium.Chromium, text: str, field: int = 0) -> None:
@@ -154,6 +158,7 @@ def test_an_alternative_is_chosen_and_forced(browser: chromium.Chromium, pairs: 
     browser.click(".wishes summary")
     browser.click(".chip-button", 1)
     browser.until("document.querySelectorAll('.token.forced').length === 1")
+    assert "1 token forced" in browser.run(f"{OUTPUT}.textContent")
     browser.click(".chip-button", 0)
     browser.until("document.querySelectorAll('.token.forced').length === 0")
     browser.until(f"{TOKENS}.startsWith({json.dumps(shown(best.text))})")
@@ -173,6 +178,9 @@ def test_a_beginning_is_typed_and_tokens_are_forbidden(browser: chromium.Chromiu
     browser.until(f"{TOKENS}.startsWith('dd')")
     expected = decoded(pairs, "abcab", beam=5, prefix="dd")[0].text
     browser.until(f"{TOKENS}.startsWith({json.dumps(shown(expected))})")
+    enter(browser, "dab")
+    expected = decoded(pairs, "dab", beam=5, prefix="dd")[0].text
+    browser.until(f"{TOKENS}.startsWith({json.dumps(shown(expected))})")  # what was typed holds for any input
     browser.run("document.querySelector('[aria-label=\"forbidden tokens\"]').focus()")
     browser.write("ab")
     browser.key("Enter")
@@ -251,6 +259,12 @@ def test_a_silenced_head_changes_the_output_at_once(browser: chromium.Chromium, 
     assert browser.run(f"{SILENCE}.getAttribute('aria-pressed')") == "true"
     assert "silenced=decoder.blocks.1.cross%2F0" in browser.run("location.hash")
 
+    browser.run("document.querySelector('.figure').focus()")
+    browser.key("s")
+    assert browser.run("document.querySelector('.silenced').textContent") == "" and browser.run(SCORE) == score
+    browser.key("s")
+    assert "1 head silenced" in browser.run("document.querySelector('.silenced').textContent")
+
     browser.click("#tab-model")
     browser.run("document.querySelector('.thumb').focus()")
     browser.key("s")
@@ -277,6 +291,7 @@ def test_two_inputs_are_compared(browser: chromium.Chromium, pairs: Run, tmp_pat
     enter(browser, "dab", 1)
     rows = "Array.from(document.querySelectorAll('.compared .words:first-child'), n => n.textContent)"
     browser.until(f"JSON.stringify({rows}) === JSON.stringify(['abcab<eos>', 'dab<eos>'])")
+    settle(browser)
     assert shown(decoded(pairs, "dab", beam=5)[0].text) in browser.run(
         "document.querySelectorAll('.output')[1].textContent"
     )
@@ -302,8 +317,7 @@ def test_two_inputs_are_compared(browser: chromium.Chromium, pairs: Run, tmp_pat
 def test_a_link_points_at_a_thing(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     path = open_page(browser, pairs, tmp_path, "heads")
     enter(browser, "dabba")
-    browser.until("document.querySelectorAll('.hypothesis').length === 5 && location.hash.includes('dabba')")
-    browser.run("new Promise(r => setTimeout(r, 300))")
+    settle(browser)
     browser.click("[aria-label=attention] button", 0)
     browser.click("[aria-label=layer] button", 0)
     browser.click("[aria-label=head] button", 3)
@@ -312,11 +326,12 @@ def test_a_link_points_at_a_thing(browser: chromium.Chromium, pairs: Run, tmp_pa
     browser.until("document.querySelectorAll('.alternative').length > 1")
     browser.click(".alternative", 1)
     browser.until("document.querySelectorAll('.token.forced').length === 1")
-    browser.until("location.hash.includes('forced=')")
+    settle(browser)
     address, tokens = browser.run("location.hash"), browser.run(TOKENS)
     assert address.startswith("#heads?attention=encoder&layer=1&head=3&query=3&source=dabba&forced=")
     browser.open(path.as_uri() + address)
-    browser.until(f"{TOKENS} === {json.dumps(tokens)}")
+    settle(browser)
+    assert browser.run(TOKENS) == tokens
     pressed = "Array.from(document.querySelectorAll('.choice button[aria-pressed=true]'), b => b.textContent)"
     assert browser.run(f"{pressed}.slice(1)") == ["Encoder self", "1", "3"]
     assert browser.run("document.querySelector('.columns [aria-pressed=true]').textContent") == "b"

@@ -11,10 +11,13 @@ const integer = (n) => (n === null ? null : Math.round(n));
 // Ids of target tokens that the vocabulary has.
 const tokenIds = (engine, text) => (text || "").split(",").filter((part) => /^\d{1,7}$/.test(part)).map(Number).filter((id) => engine.codec && id < engine.codec.target.size).slice(0, 400);
 
-function writeSide(side, first, name) {
+// The parts of one input are named after it, but for the first: source, features, forced; compare, compare-features, compare-forced.
+const partOf = (name, part) => (name === "source" ? part : `${name}-${part}`);
+
+function writeSide(side, name, first) {
   if (!side || !side.input || side.input.pixels) return []; // an image is too large for an address
-  const { source, features } = side.input;
-  return [[name, name === "source" && first && source === first.source ? null : source], [name === "source" ? "features" : name + "-features", first && features === first.features && name === "source" ? null : features], [name === "source" ? "forced" : name + "-forced", side.prefix.join(",")]];
+  const changed = (part) => (first && side.input[part] === first[part] ? null : side.input[part]);
+  return [[name, changed("source")], [partOf(name, "features"), changed("features")], [partOf(name, "forced"), side.prefix.join(",")]];
 }
 
 export function askedParts(live) {
@@ -23,16 +26,18 @@ export function askedParts(live) {
   function write() {
     const [one, two] = live.sides, sampling = wishes.strategy === "sample";
     return [
-      ...writeSide(one, first, "source"), ...writeSide(two, null, "compare"), ["hypothesis", one.chosen ? one.chosen + 1 : null],
+      ...writeSide(one, "source", first), ...writeSide(two, "compare", null), ["hypothesis", one.chosen ? one.chosen + 1 : null],
       ["search", unusual("strategy")], ["beam", wishes.strategy === "beam" ? unusual("beam") : null], ["temperature", sampling ? wishes.temperature : null], ["seed", sampling ? wishes.seed : null],
       ["length", unusual("length")], ["forbidden", wishes.forbid.join(",")], ["silenced", [...engine.silenced].join(",")],
     ];
   }
-  function readSide(parts, name, otherwise) {
-    const of = (part) => parts.get(name === "source" ? part : `${name}-${part}`), text = parts.get(name);
-    if (text === null && !otherwise) return null;
-    const side = newSide(text === null && of("features") === null ? otherwise : { source: (text ?? otherwise.source).slice(0, LONGEST), features: (of("features") ?? (otherwise ? otherwise.features : "")).slice(0, LONGEST) });
-    if (searches(engine)) side.prefix = tokenIds(engine, of("forced"));
+  // The input of this name; if the address has none, the usual one.
+  function readSide(parts, name, usualInput) {
+    const text = parts.get(name), features = parts.get(partOf(name, "features"));
+    if (text === null && !usualInput) return null;
+    const { source, features: usualFeatures } = usualInput || { source: "", features: "" };
+    const side = newSide({ source: (text ?? source).slice(0, LONGEST), features: (features ?? usualFeatures).slice(0, LONGEST) });
+    if (searches(engine)) side.prefix = tokenIds(engine, parts.get(partOf(name, "forced")));
     return side;
   }
   function read(parts) {

@@ -1,11 +1,12 @@
-// The bar above the views: input fields, output, hypotheses, and what was wished for.
+// The bar above the views: input fields with their answers, and what was wished for.
 
+import { answerNodes, writeAnswer } from "./answers.js";
 import { h, put } from "./core.js";
 import { roving } from "./controls.js";
 import { featureField, textField } from "./fields.js";
 import { padOf } from "./pad.js";
-import { MORE, searches } from "./session.js";
-import { percent, plural, shorter, show, SPECIAL, visible, word } from "./text.js";
+import { searches } from "./session.js";
+import { plural, shorter } from "./text.js";
 import { wishesOf } from "./wishes.js";
 
 export function barOf(live) {
@@ -48,89 +49,17 @@ function examplesOf(live) {
 
 const inputName = (engine) => (searches(engine) && engine.task !== "lm" ? "source" : engine.task === "image" ? "image" : "text");
 
+const outputName = (engine) => (searches(engine) ? (engine.task === "lm" ? "continuation" : "output") : engine.task === "masked" ? "predicted" : "class");
+
 // One input with its answer.
 function sideOf(live, side, number) {
   const { engine } = live, id = `input-${number}`;
   const rows = [], row = (label, content) => { rows.push(h("div", { class: "row" }, label, content)); return rows[rows.length - 1]; };
-  const changed = () => { side.prefix = []; live.ask(); };
+  const changed = () => { if (!side.begins) side.prefix = []; live.ask(); }; // tokens chosen for another input mean nothing for this one
   if (engine.task === "image") row(h("span", { class: "name" }, "image"), padOf(live, side)).classList.add("tall");
   else row(h("label", { class: "name", for: id }, inputName(engine)), textField(id, side.input.source, engine.task !== "lm", (text) => { side.input = { ...side.input, source: text }; changed(); }));
   if (engine.features) row(h("label", { class: "name", for: id + "-features" }, "features"), featureField(id + "-features", side.input.features, engine.features, (text) => { side.input = { ...side.input, features: text }; changed(); }));
-  const output = h("div", { class: "output", dir: "auto" }), choices = h("div", { class: "alternatives" }), before = h("div", { class: "before" }), nbest = h("div", { class: "nbest", role: "group", "aria-label": "hypotheses", title: "Ranked by the log-probability per token" }), status = h("p", { class: "status", role: "status" });
-  const outputName = searches(engine) ? (engine.task === "lm" ? "continuation" : "output") : engine.task === "masked" ? "predicted" : "class";
-  row(h("span", { class: "name" }, outputName), h("div", {}, output, choices, before, nbest, status));
-  function write() {
-    put(choices);
-    put(status, ...statusOf(side));
-    put(before);
-    if (!side.trace) return;
-    if (searches(engine)) writeHypothesis(live, side, output, choices, nbest);
-    else if (!side.trace.steps.length) put(output, h("span", { class: "dim" }, "This model gives vectors, and predicts nothing."));
-    else if (engine.task === "masked") writeMasked(output, side.trace.steps);
-    else writeClasses(output, side.trace.steps[0], side.before && side.before.steps[0]);
-    if (side.before && searches(engine)) put(before, "before: ", h("bdi", {}, side.before.text), h("small", {}, ` log-probability ${show(side.before.score)}`));
-  }
-  return { node: h("div", { class: "side" }, rows), write };
-}
-
-function statusOf(side) {
-  const out = [];
-  if (side.problem) out.push(side.problem);
-  const unknown = [...new Set(side.unknown)];
-  if (unknown.length) out.push(`${out.length ? " " : ""}Not in the vocabulary: `, ...unknown.slice(0, 12).flatMap((token, i) => [i ? ", " : "", h("b", {}, word(token))]), unknown.length > 12 ? ` and ${unknown.length - 12} more` : "", ".");
-  return out;
-}
-
-// The output token by token; each leads to the alternatives in its place.
-function writeHypothesis(live, side, output, choices, nbest) {
-  const chosen = side.hypotheses[side.chosen];
-  if (!chosen) { put(output); put(nbest); return; }
-  const tokens = chosen.tokens.map((token, t) => tokenButton(token, chosen.scores[t], t < side.prefix.length, () => openAlternatives(live, side, t, choices, tokens)));
-  roving(tokens, {});
-  put(output, ...tokens, h("small", { class: "score", dir: "ltr" }, `log-probability ${show(chosen.score)}`),
-    live.engine.task === "lm" && chosen.limited ? h("button", { class: "quiet", type: "button", click: () => { live.wishes.length += MORE; live.ask(); } }, "more") : null);
-  const others = side.hypotheses.length > 1 ? side.hypotheses.map((each, i) => h("button", { type: "button", class: "hypothesis", "aria-pressed": String(i === side.chosen), click: () => live.inspect(side, i) },
-    h("bdi", {}, each.text.trim() ? each.text : visible(each.text)), h("small", {}, percent(Math.exp(each.score))))) : [];
-  roving(others, { start: side.chosen });
-  put(nbest, ...others);
-}
-
-// The surer, the fainter the line below it.
-function tokenButton(token, score, forced, open) {
-  const p = Math.exp(score), special = SPECIAL.has(token);
-  const plain = /^[ \p{L}\p{M}\p{N}\p{P}\p{S}]*[\p{L}\p{M}\p{N}\p{P}\p{S}]$/u.test(token); // text as it is read, so that letters join
-  const text = token === "<eos>" ? "■" : plain || token === "\n" ? token : visible(token);
-  return h("span", {
-    role: "button", class: "token" + (special ? " special" : "") + (forced ? " forced" : ""), title: `${percent(p)}${forced ? ", forced" : ""}`, "aria-label": `${visible(token)}, ${percent(p)}${forced ? ", forced" : ""}. Alternatives`,
-    style: { borderBottomColor: `rgba(208,138,60,${(1 - p).toFixed(3)})` }, click: open,
-    keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(); } },
-  }, text);
-}
-
-function openAlternatives(live, side, at, choices, tokens) {
-  const chosen = side.hypotheses[side.chosen], found = live.alternatives(side, at), top = Math.max(...found.map((each) => each.probability), 1e-9);
-  const close = () => { put(choices); tokens[at].focus(); };
-  const buttons = found.map(({ id, token, probability }) => h("button", { type: "button", class: "alternative", "aria-pressed": String(id === chosen.ids[at]),
-    click: () => live.force(side, at, id), keydown: (event) => { if (event.key === "Escape") close(); } },
-  h("span", { class: "fill", style: { width: (100 * probability) / top + "%" } }), word(token), h("small", {}, percent(probability))));
-  const start = Math.max(0, found.findIndex(({ id }) => id === chosen.ids[at]));
-  roving(buttons, { start });
-  put(choices, h("span", { class: "dim" }, "in place of ", h("b", {}, word(chosen.tokens[at])), ": "), ...buttons, h("button", { class: "quiet", type: "button", click: close }, "close"));
-  buttons[start].focus();
-}
-
-function writeMasked(output, steps) {
-  put(output, ...steps.filter((step) => !SPECIAL.has(step.token)).map((step) => {
-    const [token, p] = step.candidates[0], same = token === step.token;
-    return h("span", { class: "masked" + (same ? "" : " other"), title: `${percent(step.probability)} for ${visible(step.token)}` }, word(token), h("small", {}, percent(p)));
-  }));
-}
-
-// Bars of probabilities; those before heads were silenced stand as lines.
-function writeClasses(output, step, before) {
-  const was = new Map((before ? before.candidates : []).map(([name, p]) => [name, p]));
-  put(output, ...step.candidates.map(([name, p]) => h("div", { class: "class-row" },
-    h("span", { class: "class-name" }, h("bdi", {}, name)),
-    h("span", { class: "gauge" }, h("span", { class: "bar", style: { width: 100 * p + "%" } }), was.has(name) ? h("span", { class: "was", style: { left: 100 * was.get(name) + "%" }, title: `before: ${percent(was.get(name))}` }) : null),
-    h("small", {}, percent(p)))));
+  const answer = answerNodes();
+  row(h("span", { class: "name" }, outputName(engine)), h("div", {}, Object.values(answer)));
+  return { node: h("div", { class: "side" }, rows), write: () => writeAnswer(live, side, answer) };
 }

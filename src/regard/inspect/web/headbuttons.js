@@ -7,19 +7,25 @@ import { kindName } from "./text.js";
 
 export const isSilenced = (map, index) => shell.live !== null && shell.live.isSilenced(map, index);
 
+// A key press that silences a head, or lets it speak again.
+export const silencing = (map, index) => (event) => {
+  if (!shell.live || index === null || event.key !== "s" || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+  event.preventDefault();
+  shell.live.silence(map, index);
+};
+
 export function headButton(map, index, look, ...content) {
   const at = data.maps.indexOf(map), silenced = isSilenced(map, index);
   const open = () => { state.map = at; state.head = index; state.many = false; go("heads"); };
-  const silence = () => shell.live.silence(map, index);
   return h("button", {
     ...look, class: look.class + (silenced ? " muted" : ""), type: "button", "aria-label": `${kindName(map.kind)} layer ${map.layer + 1} head ${map.heads[index] + 1}${look.says ? ", " + look.says : ""}${silenced ? ", silenced" : ""}`,
-    click: () => (shell.live && state.silencing ? silence() : open()),
-    keydown: (event) => { if (shell.live && event.key === "s" && !event.ctrlKey && !event.metaKey && !event.altKey) { event.preventDefault(); silence(); } },
+    click: () => (shell.live && state.silencing ? shell.live.silence(map, index) : open()), keydown: silencing(map, index),
   }, ...content);
 }
 
 // What a click on a head does, where there is a choice.
-export const clickChoice = () => (shell.live ? choice("a click", ["opens a head", "silences it"], state.silencing ? 1 : 0, (i) => { state.silencing = i === 1; refresh(); }) : null);
+export const clickChoice = () => (shell.live ? onScreen(choice("a click", ["opens a head", "silences it"], state.silencing ? 1 : 0, (i) => { state.silencing = i === 1; refresh(); })) : null);
+const onScreen = (node) => { node.classList.add("on-screen"); return node; }; // it means nothing on paper
 
 // The button of the head that is shown alone.
 export function silenceButton(map, index) {

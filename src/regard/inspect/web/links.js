@@ -5,8 +5,10 @@ import { colour, css, ink, inkOn } from "./colours.js";
 import { roving } from "./controls.js";
 import { directionOf, figureLabel, rightToLeft, SPECIAL, word } from "./text.js";
 
+const INSET = 7; // pixels between a word and the edge of its button
+
 // options: rows, columns (tokens), at, max, upright, label, chosen, onHover(t), onPick(t), rowsName, columnsName (of token rows);
-//          layers: [{at, stroke}], several sets of lines in their own colours, of which `at` is the largest
+//          layers: [{at, stroke()}], several sets of lines in their own colours, of which `at` is the largest
 export function links(options) {
   const T = options.rows.length, S = options.columns.length;
   let pinned = options.chosen === undefined || options.chosen >= T ? null : options.chosen;
@@ -57,7 +59,7 @@ export function links(options) {
     const path = h("path", { d: curve(t, s) }), { opacity, line } = look(layer, t, s, faint);
     path.style.strokeOpacity = String(opacity);
     path.style.strokeWidth = String(line);
-    if (layer.stroke) path.style.stroke = layer.stroke;
+    if (layer.stroke) path.style.stroke = layer.stroke();
     return path;
   };
   const worth = layers.flatMap((layer) => worthALine(layer, T, S, bold));
@@ -104,18 +106,19 @@ export function links(options) {
   function paint(surface) {
     const origin = box.getBoundingClientRect();
     const chosen = pinned === null ? worth : layers.flatMap((layer) => Array.from({ length: S }, (_, s) => [layer, pinned, s]).filter(([, t, s]) => layer.at(t, s) > 0.01 * options.max));
-    for (const [layer, t, s] of chosen) surface.path(curve(t, s), { stroke: layer.stroke || ink("--accent"), ...look(layer, t, s, false) });
-    const write = (node, token) => {
-      const b = node.getBoundingClientRect();
-      surface.text(figureLabel(token), b.left - origin.left + b.width / 2, b.top - origin.top + b.height / 2 + 5, { size: 15, align: "center", fill: SPECIAL.has(token) ? ink("--faint") : ink("--ink"), direction: directionOf(token), most: b.width });
+    for (const [layer, t, s] of chosen) surface.path(curve(t, s), { stroke: layer.stroke ? layer.stroke() : ink("--accent"), ...look(layer, t, s, false) });
+    const write = (node, token, align) => {
+      const b = node.getBoundingClientRect(), special = SPECIAL.has(token), x = { left: b.left + INSET, center: b.left + b.width / 2, right: b.right - INSET }[align];
+      surface.text(figureLabel(token), x - origin.left, b.top - origin.top + b.height / 2 + 5, { size: special ? 12 : 15, align, fill: ink(special ? "--faint" : "--ink"), direction: directionOf(token), most: b.width });
     };
-    rows.forEach((node, t) => write(node, options.rows[t]));
-    columns.forEach((node, s) => write(node, options.columns[s]));
+    rows.forEach((node, t) => write(node, options.rows[t], options.upright ? "right" : "center"));
+    columns.forEach((node, s) => write(node, options.columns[s], options.upright ? "left" : "center"));
   }
+  const reach = () => { const { left } = box.getBoundingClientRect(); return Math.max(...[...rows, ...columns].map((node) => node.getBoundingClientRect().right - left)); };
   const settle = () => { locate(); resting = null; aim(null, null); };
   return {
     node: options.upright ? box : h("div", { class: "scroll" }, box), settle, mark: (t, s) => aim(t, s === undefined ? null : s),
-    paint, get width() { return box.scrollWidth; }, get height() { return box.scrollHeight; },
+    paint, get width() { return reach(); }, get height() { return box.scrollHeight; },
   };
 }
 

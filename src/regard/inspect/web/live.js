@@ -7,10 +7,11 @@ import { h, setData, storedData } from "./core.js";
 import { makeEngine } from "./engine.js";
 import { buildPage, tooOld, writeTexts } from "./page.js";
 import { alternatives, answer, attributionCost, attributionOf, firstWishes, force, importanceOf, look, newSide, silenceKey } from "./session.js";
-import { refresh, shell } from "./tabs.js";
+import { refresh, shell, state, tellChanged } from "./tabs.js";
 
-const QUICK = 100; // milliseconds: what takes longer waits until typing pauses
+const QUICK = 50, DRAFTED = 150; // milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
 const PAUSE = 120;
+const FORGET = 0.7; // what is too slow is tried again after a while: the first time is the slowest
 
 // Input that the page begins with: that of the stored trace. An image is shown as stored until another is drawn.
 function firstInput(engine, stored) {
@@ -35,20 +36,26 @@ class Live {
     return found.length ? found : [this.stored];
   }
 
-  // Something was asked: compute in the next frame, or, if that takes long, when nothing more is asked for a moment.
+  // Something was asked: compute in the next frame; if that takes long, only a draft of it, and the whole when nothing more is
+  // asked for a moment after the draft was painted.
   ask() {
     cancelAnimationFrame(this.frame);
     clearTimeout(this.timer);
-    if (this.cost.whole <= QUICK) { this.frame = requestAnimationFrame(() => this.compute(false)); return; }
-    if (this.wishes.strategy === "beam" && this.cost.draft <= QUICK) this.frame = requestAnimationFrame(() => this.compute(true));
-    this.timer = setTimeout(() => this.compute(false), PAUSE);
+    this.bar.node.setAttribute("aria-busy", "true");
+    const later = () => { this.timer = setTimeout(() => this.compute(false), PAUSE); };
+    if (this.cost.whole <= QUICK) this.frame = requestAnimationFrame(() => this.compute(false));
+    else if (this.wishes.strategy === "beam" && this.cost.draft <= DRAFTED) this.frame = requestAnimationFrame(() => { this.compute(true); this.frame = requestAnimationFrame(later); });
+    else { this.cost.draft *= FORGET; later(); }
   }
 
   compute(draft) {
     const began = performance.now();
     for (const side of this.sides) answer(this.engine, side, this.wishes, draft);
     this.lookAtWanted(draft);
+    shell.draft = draft;
     this.show();
+    shell.draft = false;
+    if (!draft) this.bar.node.setAttribute("aria-busy", "false");
     this.cost[draft ? "draft" : "whole"] = performance.now() - began;
   }
 
@@ -72,9 +79,12 @@ class Live {
     writeTexts();
     this.bar.write();
     shell.panel.classList.toggle("stale", this.sides.some((side) => side.problem));
+    const traces = this.traces(), same = this.drawn && traces.length === this.drawn.length && traces.every((trace, i) => trace === this.drawn[i]);
+    if (same) { tellChanged(); return; } // a search that found what its draft had found
     shell.still = true;
     refresh();
     shell.still = false;
+    this.drawn = shell.draft && state.view === "attribution" ? null : traces; // which draws no drafts
   }
 
   // Another first input, which was not typed.
@@ -86,6 +96,7 @@ class Live {
 
   alternatives(side, at) { return alternatives(this.engine, side, this.wishes, at); }
   force(side, at, id) { force(side, at, id); this.ask(); }
+  free(side) { side.prefix = []; side.begins = false; this.ask(); }
 
   // Heads
 

@@ -12,8 +12,9 @@ export function firstWishes(engine) {
 
 export const searches = (engine) => ["pairs", "span", "lm"].includes(engine.task);
 
-// One input and its answer. prefix: ids that the output is made to begin with; chosen: which hypothesis is looked at.
-export const newSide = (input) => ({ input, prefix: [], hypotheses: [], chosen: 0, unknown: [], problem: null, trace: null, before: null });
+// One input and its answer. prefix: ids that the output is made to begin with; begins: they were typed, and hold for any input;
+// chosen: which hypothesis is looked at.
+export const newSide = (input) => ({ input, prefix: [], begins: false, hypotheses: [], chosen: 0, unknown: [], problem: null, trace: null, before: null });
 
 function optionsOf(engine, side, wishes, draft) {
   const { beam, temperature, seed, forbid, length } = wishes, strategy = draft ? "greedy" : wishes.strategy;
@@ -75,7 +76,10 @@ export function alternatives(engine, side, wishes, at, count = 8) {
 }
 
 // Go on from another token in place of token `at`.
-export function force(side, at, id) { side.prefix = [...side.hypotheses[side.chosen].ids.slice(0, at), id]; }
+export function force(side, at, id) {
+  side.prefix = [...side.hypotheses[side.chosen].ids.slice(0, at), id];
+  side.begins = false;
+}
 
 export const silenceKey = (map, index) => `${map.name}/${index}`;
 

@@ -9,8 +9,8 @@ export const state = { view: "", map: 0, head: -1, step: 0, alignment: 0, pictur
 // A view is {name, title, when, fill}: `when` there is something to show, `fill` draws it into a panel of so many pixels, and may
 // return what to do once the panel is laid out. It reads `data` as it draws, and never after.
 // The parts of the document that views are drawn into, what is drawn there, and who wants to know that something else was chosen.
-// live: what a page with a model can do. still: the page must not scroll, since someone types above the views.
-export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [], live: null, still: false };
+// live: what a page with a model can do. still: the page must not scroll, since someone types above the views. draft: more will follow.
+export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [], live: null, still: false, draft: false };
 
 export function go(name) {
   state.view = name;
@@ -33,8 +33,10 @@ export function refresh() {
   draw(found, shell.panel, shell.panel.clientWidth);
   const again = holder && restore(holder);
   if (again) again.focus({ preventScroll: true });
-  for (const tell of shell.changed) tell();
+  tellChanged();
 }
+
+export function tellChanged() { for (const tell of shell.changed) tell(); }
 
 // Draw a view: of one trace, or of two side by side, on a narrow page one below the other.
 export function draw(found, target, room) {
@@ -63,7 +65,8 @@ function shareControls(shared, bodies) {
   for (const body of bodies.slice(1)) for (const node of [...own(body, intro), ...own(body, control)]) node.remove();
 }
 
-// A redrawn control keeps the focus: it is found again by its place among those that can have it.
-const focusable = () => Array.from(shell.panel.querySelectorAll("button, select, [tabindex]"));
-const address = (node) => ({ index: focusable().indexOf(node), tag: node.tagName });
-const restore = (holder) => { const node = focusable()[holder.index]; return node && node.tagName === holder.tag ? node : null; };
+// What is redrawn keeps the focus: it is found again by its place among its kind, since there may be more or fewer of another.
+const kindOf = (node) => `${node.tagName}.${node.classList[0] || ""}`;
+const focusable = (kind) => Array.from(shell.panel.querySelectorAll("button, select, [tabindex]")).filter((node) => kindOf(node) === kind);
+const address = (node) => ({ kind: kindOf(node), index: focusable(kindOf(node)).indexOf(node) });
+const restore = ({ kind, index }) => focusable(kind)[index] || null;

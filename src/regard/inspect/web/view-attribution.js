@@ -25,6 +25,7 @@ const PATIENCE = 2000; // milliseconds that a page may be busy without having be
 let agreed = null; // the trace whose attribution was asked for
 
 function fillAttribution(panel, room) {
+  if (shell.draft && panel.firstChild) return; // too much to compute for a draft
   const trace = data, cost = shell.live ? shell.live.attributionCost(data) : 0;
   if (cost > PATIENCE && agreed !== trace) {
     put(panel, h("p", { class: "dim" }, CAVEAT), h("button", { class: "quiet", type: "button", click: () => { agreed = trace; refresh(); } }, `Compute it: about ${Math.round(cost / 1000)} seconds`));

@@ -3,7 +3,7 @@
 import { clamp, data, h, plane, planeOf, put } from "./core.js";
 import { css, hue, hueShade, ink } from "./colours.js";
 import { roving } from "./controls.js";
-import { clickChoice, headButton, silenceButton } from "./headbuttons.js";
+import { clickChoice, headButton, silenceButton, silencing } from "./headbuttons.js";
 import { links } from "./links.js";
 import { chosenPlane, mapControls, oneHead, ROLLED, rolls, severalHeads, told } from "./maps.js";
 import { legend, matrix } from "./matrix.js";
@@ -24,7 +24,7 @@ function fillHeads(panel, room) {
   const rolledOut = state.head === ROLLED && rolls(map) && !heads.length;
   const strings = links({
     rows, columns, at: m.at, max: m.max, upright: true, chosen: state.pinnedHead === undefined ? undefined : row(state.pinnedHead), label: "Queries and keys",
-    rowsName: map.rows, columnsName: map.columns, layers: heads.length ? heads.map((head) => ({ at: head.plane.at, stroke: css(hue(head.number)) })) : null,
+    rowsName: map.rows, columnsName: map.columns, layers: heads.length ? heads.map((head) => ({ at: head.plane.at, stroke: () => css(hue(head.number)) })) : null,
     onHover: (t, s) => { if (t !== null) grid.mark(t, null); else if (s === null) grid.mark(null); },
     onPick: (t) => { state.pinnedHead = t === null ? undefined : token(t); },
   });
@@ -35,8 +35,9 @@ function fillHeads(panel, room) {
     onHover: (t) => strings.mark(t),
     onPick: (t) => walkTo(map, token(t)),
   });
-  put(panel, h("div", { class: "controls" }, mapControls({ several: true }), wordsToggle(map.rows, map.columns), silenceButton(map, oneHead(map)), heads.length ? hueLegend(heads) : legend(m.max)),
-    h("section", { class: "card split" },
+  const keydown = silencing(map, oneHead(map));
+  put(panel, h("div", { class: "controls", keydown }, mapControls({ several: true }), wordsToggle(map.rows, map.columns), silenceButton(map, oneHead(map)), heads.length ? hueLegend(heads) : legend(m.max)),
+    h("section", { class: "card split", keydown },
       h("div", { class: "with-save" }, h("h2", {}, rolledOut ? `What is left of each (right) in each (left) after layer ${map.layer + 1}` : "Queries (left) and the keys that they attend to (right)"), strings.node, saveButtons(strings, "lines")),
       h("div", { class: "with-save" }, h("h2", {}, heads.length ? "As a matrix: the strongest head of each cell" : "As a matrix"), grid.node, saveButtons(grid, "matrix"))));
   return strings.settle;

@@ -19,7 +19,7 @@ export function wishesOf(live) {
   const summary = h("summary"), search = h("div", { class: "controls" });
   const side = () => live.sides[0];
   const forced = tokenChips("forced beginning", "type, then Enter", { // a token less is the beginning up to there
-    read: () => side().prefix, change: (ids, at) => { side().prefix = at === undefined ? ids : side().prefix.slice(0, at); write(); live.ask(); },
+    read: () => side().prefix, change: (ids, at) => { Object.assign(side(), at === undefined ? { prefix: ids, begins: true } : { prefix: side().prefix.slice(0, at) }); write(); live.ask(); },
     encode: (text) => engine.encodeTarget(text), name: (id) => engine.targetToken(id),
   });
   const forbidden = tokenChips("forbidden tokens", "type, then Enter", { read: () => wishes.forbid, change: (ids) => set({ forbid: [...new Set(ids)] }), encode: (text) => engine.encodeTarget(text), name: (id) => engine.targetToken(id) });
