@@ -9,7 +9,7 @@ import { thumbnailImage } from "./thumbnail.js";
 
 const PAD = 14, GAP = 10, ARROW = 20, TITLE = 22, LINE = 20, SMALL = 10.5, SMALL_LINE = 12, GUTTER = 56, NUMBER = 13, GAUGE = 6; // pixels
 const NARROW_OVERVIEW = 720, WIDEST = 760; // of one stack
-const THUMB = [46, 84];
+const THUMB = [46, 84], SMALL_THUMB = 60;
 const MOST_CHIPS = 60;
 
 // The stacks of a model as the trace tells them: names, the tokens they read, layers with their attentions. The last one predicts.
@@ -80,7 +80,7 @@ function tokensPart(sketch, tokens, x, y, width, { mirrored = false, under = nul
 function headsPart(sketch, map, x, y, width) {
   const words = describeHeads(data).get(map.name), count = map.heads.length, mirrored = rightToLeft(map.columns);
   const size = clamp(Math.floor((width + GAP) / Math.min(count, 12)) - GAP, ...THUMB), across = Math.max(1, Math.min(count, Math.floor((width + GAP) / (size + GAP))));
-  const lines = words.map((each) => wrap(headLabel(each), size + GAP - 2, SMALL, 3)), tall = NUMBER + size + GAUGE + Math.max(...lines.map((each) => each.length)) * SMALL_LINE + 8;
+  const lines = words.map((each) => wrap(size < SMALL_THUMB && each.what === "mixed" ? each.what : headLabel(each), size + GAP - 2, SMALL, 3)), tall = NUMBER + size + GAUGE + Math.max(...lines.map((each) => each.length)) * SMALL_LINE + 8;
   map.heads.forEach((number, index) => {
     const left = x + (index % across) * (size + GAP), top = y + Math.floor(index / across) * tall, m = plane(map.weights, index);
     sketch.text(String(number + 1), left, top + 9, faint);
