@@ -91,7 +91,7 @@ export class Engine {
 
   generate(input, options = {}) {
     const problem = this.problem(input);
-    if (problem || !this.decodes) return { hypotheses: [], unknown: [], problem };
+    if (problem || !this.decodes) return { hypotheses: [], unknown: problem || !this.codec ? [] : this.codec.unknown(input), problem };
     const job = this.job(input, options), { strategy = "greedy", beam = 5, nbest = strategy === "greedy" ? 1 : beam } = options, penalty = 1;
     const found = strategy === "beam" ? beamSearch(job, { beam, nbest, penalty }) : strategy === "sample" ? sampleSearch(job, { ...options, nbest: options.nbest || 1 }) : greedySearch(job);
     const hypotheses = found.map(({ ids, scores, score, limited }) => ({

@@ -1,11 +1,10 @@
 // The overview: one picture of the whole model with this input flowing through it. Where everything is, and drawing it.
 
-import { clamp, data, plane } from "./core.js";
 import { ink } from "./colours.js";
+import { clamp, data, plane } from "./core.js";
 import { describeHeads, headDescription, headLabel } from "./headwords.js";
-import { textWidth } from "./surface.js";
+import { textWidth, thumbnailImage } from "./surface.js";
 import { directionOf, figureLabel, percent, rightToLeft, shorter, tokensOf } from "./text.js";
-import { thumbnailImage } from "./thumbnail.js";
 
 const PAD = 14, GAP = 10, ARROW = 20, TITLE = 22, LINE = 20, SMALL = 10.5, SMALL_LINE = 12, GUTTER = 56, NUMBER = 13, GAUGE = 6; // pixels
 const NARROW_OVERVIEW = 720, WIDEST = 760; // of one stack

@@ -1,14 +1,13 @@
 // Alignment: the output against the source, as lines and as a matrix.
 
-import { data, h, plane, put } from "./core.js";
 import { select, toggle } from "./controls.js";
+import { data, h, plane, put } from "./core.js";
 import { links } from "./links.js";
 import { told } from "./maps.js";
 import { legend, matrix } from "./matrix.js";
 import { saveButtons } from "./save.js";
 import { go, refresh, state } from "./tabs.js";
-import { rightToLeft } from "./text.js";
-import { axesOf, canGroup } from "./words.js";
+import { axesOf, canGroup, rightToLeft } from "./text.js";
 
 export const alignmentView = { name: "alignment", title: "Alignment", when: () => data.alignment.length > 0, fill: fillAlignment };
 

@@ -1,19 +1,18 @@
 // Heads: any attention map, one head or several in colours, and all heads of the model as small pictures.
 
-import { clamp, data, h, plane, planeOf, put } from "./core.js";
 import { css, hue, hueShade, ink } from "./colours.js";
 import { roving } from "./controls.js";
+import { clamp, data, h, plane, planeOf, put } from "./core.js";
 import { clickChoice, headButton, silenceButton, silencing } from "./headbuttons.js";
 import { links } from "./links.js";
 import { chosenPlane, mapControls, oneHead, ROLLED, rolls, severalHeads, told } from "./maps.js";
 import { legend, matrix } from "./matrix.js";
 import { saveButtons } from "./save.js";
+import { thumbnail, thumbnailImage } from "./surface.js";
 import { state } from "./tabs.js";
-import { kindName, rightToLeft } from "./text.js";
-import { thumbnail, thumbnailImage } from "./thumbnail.js";
+import { axesOf, kindName, rightToLeft } from "./text.js";
 import { wordsToggle } from "./view-alignment.js";
 import { walkTo } from "./view-walk.js";
-import { axesOf } from "./words.js";
 
 export const headsView = { name: "heads", title: "Heads", when: () => data.maps.length > 0, fill: fillHeads };
 

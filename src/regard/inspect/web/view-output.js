@@ -1,11 +1,10 @@
 // Output: every step with its probability and candidates; and what each layer would predict (the logit lens).
 
-import { data, h, put } from "./core.js";
 import { colour, css, inkOn } from "./colours.js";
 import { roving } from "./controls.js";
-import { candidates, speaking } from "./predictions.js";
+import { data, h, put } from "./core.js";
 import { go, refresh, shell, state } from "./tabs.js";
-import { percent, rightToLeft, shorter, visible, word } from "./text.js";
+import { percent, rightToLeft, shorter, show, visible, word } from "./text.js";
 
 export const outputView = { name: "output", title: "Output", when: () => data.steps.length > 0, fill: fillOutput };
 
@@ -54,3 +53,15 @@ function fillLens(panel) {
       h("thead", {}, h("tr", {}, h("th"), data.steps.map((step) => h("th", { scope: "col" }, word(step.token))))),
       h("tbody", {}, rows))), read));
 }
+
+// Predictions: the candidates of one step of the output.
+
+export function candidates(step) {
+  const top = Math.max(...step.candidates.map((c) => c[1]), 1e-9);
+  return h("table", {}, h("thead", {}, h("tr", {}, ["", "logit", "probability"].map((t) => h("th", { scope: "col" }, t)))),
+    h("tbody", {}, step.candidates.map(([token, p, logit]) => h("tr", { class: token === step.token ? "chosen" : null },
+      h("td", {}, word(token)), h("td", { class: "dim" }, show(logit)), h("td", {}, h("span", { class: "bar", style: { width: (150 * p) / top + "px" } }), percent(p))))));
+}
+
+// The walk that ends in a prediction.
+export const speaking = () => data.walks.findIndex((w) => w.layers[w.layers.length - 1].some((c) => c.show === "prediction"));
