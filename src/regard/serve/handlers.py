@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp_sse import EventSourceResponse, sse_response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from regard.errors import UserError, closest
 from regard.serve.bodies import (
@@ -25,7 +26,7 @@ from regard.serve.bodies import (
     ScoreBody,
     TranslateBody,
 )
-from regard.serve.refusals import Refused, error_json
+from regard.serve.refusals import Refused, error_json, json_response
 from regard.serve.schedule import Group, Job, QueueFull
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
@@ -75,7 +76,7 @@ class Handlers:
             raise Refused(
                 413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {self.settings.max_work}"
             )
-        group = Group(run, kind, json.dumps(options, sort_keys=True), alone=kind == "stream")
+        group = Group(run, kind, to_json(options).decode(), alone=kind == "stream")
         return Job(group, items, [rows * n for n in lengths])
 
     @staticmethod
@@ -135,7 +136,7 @@ class Handlers:
             rows = max(options.rows, options.nbest, options.alternatives, TRACED if body.attention else 1)
             chosen |= {"attention": True} if body.attention else {}
             results = await self.results(self.make_job(run, "generate", chosen, items, rows))
-            return web.json_response({"run": run, "results": results})
+            return json_response({"run": run, "results": results})
         if body.attention:
             raise Refused(422, "attention: comes with the whole output; leave out stream")
         if len(items) != 1:
@@ -165,7 +166,7 @@ class Handlers:
         first, others = [row[0] for row in outputs], [row[1:] for row in outputs]
         one = isinstance(body.q, str)
         answer: Answer = {"translatedText": first[0] if one else first}
-        return web.json_response(answer | ({"alternatives": others[0] if one else others} if body.alternatives else {}))
+        return json_response(answer | ({"alternatives": others[0] if one else others} if body.alternatives else {}))
 
     def _run_of_pair(self, source: str, target: str) -> str | None:
         """The run of a language pair: the one that is called so, else the only one for the target."""
@@ -187,7 +188,7 @@ class Handlers:
             name.split("-", 1) for name, run in self.service.runs.items() if "generate" in run["kinds"] and "-" in name
         ]
         sources = dict.fromkeys(source for source, _ in pairs)
-        return web.json_response(
+        return json_response(
             [{"code": code, "name": code, "targets": [t for s, t in pairs if s == code]} for code in sources]
         )
 
@@ -236,7 +237,7 @@ class Handlers:
             sum(len(h["tokens"]) for x in results for h in x["hypotheses"]),
         )
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        return web.json_response({**frame, "choices": choices, "usage": usage})
+        return json_response({**frame, "choices": choices, "usage": usage})
 
     def _language_model(self, name: str) -> str:
         models = [each for each, run in self.service.runs.items() if run["task"] == "lm"]
@@ -254,32 +255,32 @@ class Handlers:
             {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
             for name, run in self.service.runs.items()
         ]
-        return web.json_response({"object": "list", "data": rows})
+        return json_response({"object": "list", "data": rows})
 
     async def score(self, request: web.Request, body: ScoreBody) -> web.StreamResponse:
         """Tell how probable targets are."""
         run = self.find_run(body.run, "score")
         items = [pair.model_dump(exclude_none=True) for pair in body.pairs]
-        return web.json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
+        return json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
 
     async def classify(self, request: web.Request, body: ClassifyBody) -> web.StreamResponse:
         """Tell labels of texts."""
         run = self.find_run(body.run, "classify")
         items = [{"source": x} if isinstance(x, str) else x.model_dump(exclude_none=True) for x in body.inputs]
-        return web.json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
+        return json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
 
     async def embed(self, request: web.Request, body: EmbedBody) -> web.StreamResponse:
         """Give vectors of texts."""
         run = self.find_run(body.run, "embed")
         job = self.make_job(run, "embed", {"normalize": body.normalize}, [{"source": text} for text in body.inputs])
-        return web.json_response({"run": run, "results": await self.results(job)})
+        return json_response({"run": run, "results": await self.results(job)})
 
     async def inspect(self, request: web.Request, body: InspectBody) -> web.StreamResponse:
         """The attention page of one example."""
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
         (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACED))
-        return web.json_response({"run": run, **result})
+        return json_response({"run": run, **result})
 
     async def reload(self, request: web.Request, body: ReloadBody) -> web.StreamResponse:
         """Load all runs anew from their directories; no request is dropped."""
@@ -287,17 +288,17 @@ class Handlers:
             await self.service.reload()
         except UserError as error:
             raise Refused(422, f"the runs could not be loaded, the old ones stay: {error}") from None
-        return web.json_response({"runs": list(self.service.runs)})
+        return json_response({"runs": list(self.service.runs)})
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """Whether the process answers."""
-        return web.json_response({"status": "live"})
+        return json_response({"status": "live"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         """Whether requests should be sent here."""
         if self.draining or not self.service.ready:
             raise Refused(503, "draining" if self.draining else "no worker is ready", retry_after=2)
-        return web.json_response({"status": "ready"})
+        return json_response({"status": "ready"})
 
     # streams
 

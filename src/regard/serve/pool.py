@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from regard.errors import UserError
-from regard.serve.protocol import Message, MessageProtocol, pack, receive
+from regard.serve.protocol import Channel, Message, Unpacker, pack
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PoolSettings:
         return self.workers if self.engine == "ctranslate2" else 1
 
 
-class WorkerConnection(MessageProtocol):
+class WorkerConnection(asyncio.Protocol):
     """A process, or a thread of one, that answers one batch after the other."""
 
     def __init__(
@@ -42,8 +42,8 @@ class WorkerConnection(MessageProtocol):
         on_end: Callable[[WorkerConnection], None],
     ) -> None:
         """`on_end` is called when the connection has ended, and the process with it."""
-        super().__init__()
         self.pid, self.alive = pid, False
+        self._unpacker = Unpacker()
         self._on_message, self._on_end = on_message, on_end
         self._transport: asyncio.Transport | None = None
         self._closed = asyncio.Event()
@@ -51,8 +51,9 @@ class WorkerConnection(MessageProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self.alive = cast(asyncio.Transport, transport), True
 
-    def message_received(self, message: Message) -> None:
-        self._on_message(self, message)
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            self._on_message(self, message)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.alive = False
@@ -90,7 +91,7 @@ class Pool:
         self.workers: list[WorkerConnection] = []
         self.runs: dict[str, dict[str, Any]] = {}  # what clients are told about each
         self._template: asyncio.subprocess.Process | None = None
-        self._control: socket.socket | None = None
+        self._control: Channel | None = None
         self._forking = asyncio.Lock()
 
     async def start(self) -> None:
@@ -122,7 +123,8 @@ class Pool:
         await self._end_template()
 
     async def _start_template(self) -> None:
-        self._control, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._control = Channel(ours)
         settings = self.settings
         environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads), "TOKENIZERS_PARALLELISM": "false"}
         with theirs:
@@ -130,7 +132,7 @@ class Pool:
                 sys.executable, "-m", "regard.serve.worker", str(theirs.fileno()),
                 pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
-        self._control.sendall(pack({**asdict(settings), "slots": settings.slots}))
+        self._control.send({**asdict(settings), "slots": settings.slots})
         try:
             answer = await self._answer_of_template()
         except ConnectionError:
@@ -142,7 +144,7 @@ class Pool:
     async def _answer_of_template(self) -> Message:
         """What the template says next; a ConnectionError if it has ended."""
         assert self._control is not None
-        answer = await asyncio.to_thread(receive, self._control)
+        answer = await asyncio.to_thread(self._control.receive)
         if answer is None:
             raise ConnectionError
         return answer
@@ -152,7 +154,7 @@ class Pool:
         assert self._control is not None
         pairs = [socket.socketpair() for _ in range(self.settings.slots)]
         try:
-            socket.send_fds(self._control, [b"f"], [theirs.fileno() for _, theirs in pairs])
+            socket.send_fds(self._control.connection, [b"f"], [theirs.fileno() for _, theirs in pairs])
             pid = (await self._answer_of_template())["pid"]
         except BaseException:
             for ours, _ in pairs:
@@ -176,5 +178,5 @@ class Pool:
             await self._template.wait()
             self._template = None
         if self._control is not None:
-            self._control.close()  # after the process has ended, so that no thread waits for it
+            self._control.connection.close()  # after the process has ended, so that no thread waits for it
             self._control = None

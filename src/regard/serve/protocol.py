@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import select
 import socket
 import struct
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -19,47 +21,47 @@ def pack(message: Message) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
-def receive(connection: socket.socket) -> Message | None:
-    """The next message, waiting for it; None if the other side has closed."""
-    header = _read(connection, HEADER.size)
-    data = None if header is None else _read(connection, HEADER.unpack(header)[0])
-    return None if data is None else _parse(data)
-
-
-def _read(connection: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        try:
-            part = connection.recv(min(size - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-class MessageProtocol(asyncio.Protocol):
-    """The same in an event loop: messages are handled as soon as they are complete, without a task that waits."""
+class Unpacker:
+    """The messages in what comes over a connection, in parts of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def data_received(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete with this part."""
         self._buffer += data
         while len(self._buffer) >= HEADER.size:
             end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 return
-            message = _parse(bytes(self._buffer[HEADER.size : end]))
+            message: Message = from_json(self._buffer[HEADER.size : end])
             del self._buffer[:end]
-            self.message_received(message)
-
-    def message_received(self, message: Message) -> None:
-        """Handle a message."""
-        raise NotImplementedError
+            yield message
 
 
-def _parse(data: bytes) -> Message:
-    message: Message = from_json(data)
-    return message
+class Channel:
+    """A connection on which somebody waits for messages, one after the other."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._unpacker, self._messages = Unpacker(), deque[Message]()
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is something to receive."""
+        return bool(self._messages) or bool(select.select([self.connection], [], [], 0)[0])
+
+    def send(self, message: Message) -> None:
+        self.connection.sendall(pack(message))
+
+    def receive(self) -> Message | None:
+        """The next message; None if the other side has closed."""
+        while not self._messages:
+            try:
+                data = self.connection.recv(1 << 18)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._messages.extend(self._unpacker.feed(data))
+        return self._messages.popleft()

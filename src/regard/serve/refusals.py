@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from aiohttp import web
+from pydantic_core import to_json
 
 
 class Refused(Exception):
@@ -23,6 +24,11 @@ CODES = {
 }  # fmt: skip
 
 
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(body=to_json(data), status=status, headers=headers, content_type="application/json")
+
+
 def error_json(status: int, message: str, code: str = "") -> dict[str, Any]:
     return {"status": status, "code": code or CODES[status], "message": message}
 
@@ -33,4 +39,4 @@ def error_response(refused: Refused) -> web.Response:
     headers = {} if refused.retry_after is None else {"Retry-After": str(max(1, math.ceil(refused.retry_after)))}
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
-    return web.json_response({"error": error}, status=refused.status, headers=headers)
+    return json_response({"error": error}, refused.status, headers)

@@ -117,14 +117,13 @@ class Server:
         path = resource.canonical if (resource := request.match_info.route.resource) else "none"
         try:
             response = await self._answer(request, handler)
-            if not response.prepared:
-                async with asyncio.timeout(self.settings.send):
+            if not response.prepared and request.transport is not None:
+                timer = asyncio.get_running_loop().call_later(self.settings.send, request.transport.abort)
+                try:
                     await response.prepare(request)
                     await response.write_eof()
-        except TimeoutError:  # the client does not read
-            if request.transport is not None:
-                request.transport.abort()
-            raise
+                finally:
+                    timer.cancel()
         finally:
             self._active -= 1
         seconds = time.monotonic() - began

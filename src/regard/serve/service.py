@@ -133,6 +133,8 @@ class Service:
 
     def _dispatch(self) -> None:
         """Give batches to all workers that are free."""
+        if not self.queue.cost:
+            return
         for worker in self._pool.workers:
             if not worker.alive or worker in self._running:
                 continue
@@ -152,12 +154,12 @@ class Service:
             self._running[worker].batch.entries[0][0].tell(message["piece"])
             return
         batch, seconds = self._take_back(worker)
-        self._measure(batch, seconds)
         results = message["results"]
         for (job, index), result in zip(batch.entries, results or (), strict=results is not None):
             if not job.cancelled:
                 job.give(index, result)
         self._dispatch()
+        asyncio.get_running_loop().call_soon(self._measure, batch, seconds)  # answers first
 
     def _ended(self, worker: WorkerConnection) -> None:
         """Try the inputs of a worker that has ended once more, each alone; those that have been are answered."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -34,7 +33,7 @@ from regard.decode.request import Request
 from regard.decode.stream import TokenStream, check_streaming
 from regard.engines.ctranslate2 import CTranslate2Engine
 from regard.errors import UserError
-from regard.serve.protocol import Message, pack, receive
+from regard.serve.protocol import Channel, Message
 from regard.text.codec import Example
 
 NICENESS = 10  # of workers: the event loop, which needs little, gets a processor at once when it has something to do
@@ -74,26 +73,6 @@ class BatchTask:
         """Raise if nobody waits for it any more; called between the steps of a search."""
         if self.cancelled():
             raise Cancelled
-
-
-class Channel:
-    """The worker's side of a connection, over which one task after the other comes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def next(self) -> Message | None:
-        """The next task; None if the server has closed. What cancels a task that has ended meanwhile is nothing."""
-        while (message := receive(self._connection)) is not None and "cancel" in message:
-            pass
-        return message
-
-    def send(self, message: Message) -> None:
-        self._connection.sendall(pack(message))
-
-    def cancelled(self) -> bool:
-        """Whether the server has cancelled the task at hand, or is gone: it sends nothing else before the answer."""
-        return bool(select.select([self._connection], [], [], 0)[0])
 
 
 class Answerer:
@@ -158,11 +137,10 @@ class Answerer:
     def translate(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode, and give the texts alone."""
         engine = self._decoder(task)
-        requests = [Request(**item) for item in task.inputs]
+        inputs = engine.prepare([Request(**item) for item in task.inputs])
+        if isinstance(engine, CTranslate2Engine):
+            return [{"texts": row} for row in engine.texts(inputs)]
         with self._cancellable(engine, task):
-            inputs = engine.prepare(requests)
-            if isinstance(engine, CTranslate2Engine):
-                return [{"texts": row} for row in engine.texts(inputs)]
             return [{"texts": [h.text for h in row]} for row in engine.decode(inputs)]
 
     def stream(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
@@ -302,11 +280,16 @@ def kinds_of(run: LoadedRun) -> list[str]:
 
 
 def work(answerer: Answerer, connection: socket.socket) -> None:
-    """Answer what comes over a connection until the server closes its end."""
+    """Answer what comes over a connection until the server closes its end.
+
+    While a task is at hand only its cancellation can come, or the end.
+    """
     channel = Channel(connection)
     with suppress(OSError):  # the server is gone
-        while message := channel.next():
-            task = BatchTask(**message, cancelled=channel.cancelled)
+        while message := channel.receive():
+            if "cancel" in message:  # a task that has been answered meanwhile
+                continue
+            task = BatchTask(**message, cancelled=lambda: channel.readable)
             try:
                 results: list[Result] | None = answerer.answer(task, channel.send)
             except Cancelled:
@@ -324,9 +307,9 @@ def work_in_threads(answerer: Answerer, connections: list[socket.socket]) -> Non
         thread.join()
 
 
-def template(control: socket.socket) -> None:
+def template(control: Channel) -> None:
     """Load the runs, then become a worker for every connection that the server hands over."""
-    settings = receive(control)
+    settings = control.receive()
     if settings is None:
         return
     try:
@@ -336,35 +319,35 @@ def template(control: socket.socket) -> None:
         for run in runs.values():
             if run.task.name in ("pairs", "span", "lm"):
                 TorchEngine(run)  # packs the weights, once for all workers
-        control.sendall(pack({"runs": [describe(name, run) for name, run in runs.items()]}))
+        control.send({"runs": [describe(name, run) for name, run in runs.items()]})
     except UserError as error:
-        control.sendall(pack({"error": str(error)}))
+        control.send({"error": str(error)})
         return
     gc.collect()
     gc.freeze()  # the collector would write to the pages that workers share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended leave nothing behind
     while True:
-        data, handles, _, _ = socket.recv_fds(control, 1, settings["slots"])
+        data, handles, _, _ = socket.recv_fds(control.connection, 1, settings["slots"])
         if not data:
             return
         connections = [socket.socket(fileno=handle) for handle in handles]
         pid = os.fork()
         if pid == 0:
-            control.close()
+            control.connection.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.nice(NICENESS)
             work_in_threads(answerer, connections)
             os._exit(0)
         for connection in connections:
             connection.close()
-        control.sendall(pack({"pid": pid}))
+        control.send({"pid": pid})
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the server gets them, and closes the connections when it is done
     with suppress(ConnectionError):
-        template(socket.socket(fileno=int(sys.argv[1])))
+        template(Channel(socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":
