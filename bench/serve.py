@@ -27,7 +27,8 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -57,8 +58,10 @@ def process(command: list[str], port: int, path: str = "/health/ready") -> Itera
         server.wait()
 
 
-def regard(run: str, port: int, *options: object) -> list[str]:
-    return [sys.executable, "-m", "regard", "serve", f"run={run}", "--port", str(port), *map(str, options)]
+def regard(runs: list[str], port: int, *options: object) -> list[str]:
+    """The command of a server; its first run is called `run`."""
+    named = [f"run={runs[0]}", *runs[1:]]
+    return [sys.executable, "-m", "regard", "serve", *named, "--port", str(port), *map(str, options)]
 
 
 def free_port() -> int:
@@ -105,6 +108,7 @@ class Load:
 
         async def client(session: aiohttp.ClientSession, seed: int) -> None:
             draw = random.Random(seed)
+            await asyncio.sleep(pause * draw.random() * 2)  # not all at the same moment
             while next(left, None) is not None if left else time.perf_counter() < end:
                 status = await self.ask(session, draw.choice(self.lines))
                 if status != 200 and pause:
@@ -128,9 +132,9 @@ def compare(options: argparse.Namespace, lines: list[str]) -> None:
     """Throughput and latency beside wrappers, interleaved, as ratios."""
     ports = {name: free_port() for name in ("regard", "wrapper", "libretranslate")}
     ours = regard(
-        options.run, ports["regard"], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam
+        options.runs, ports["regard"], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam
     )
-    wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.run, str(options.beam)]
+    wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.runs[0], str(options.beam)]
     with (
         process(ours, ports["regard"]),
         process([*wrapper, str(ports["wrapper"]), "plain"], ports["wrapper"], "/openapi.json"),
@@ -167,70 +171,73 @@ def fairness(options: argparse.Namespace, lines: list[str]) -> None:
         assert set(load.statuses) == {200} and set(bulk.statuses) <= {200}, (load.statuses, bulk.statuses)
         return load.seconds
 
-    with process(regard(options.run, port, "--beam", options.beam), port):
+    with process(regard(options.runs, port, "--beam", options.beam), port):
         for _ in range(options.rounds):
             alone, beside = asyncio.run(measure(False)), asyncio.run(measure(True))
             first, second = quantiles(alone), quantiles(beside)
             show("fairness", alone=first, beside_1000=second, p99_ratio=round(second["p99_ms"] / first["p99_ms"], 2))
 
 
-def memory(pid: int) -> int:
-    """Kilobytes of a process and its children."""
-    pids, total = [pid], 0
+def memory(pid: int) -> dict[int, int]:
+    """Kilobytes of a process and each of its children; what several of them share counts in parts."""
+    pids, used = [pid], {}
     while pids:
         each = pids.pop()
         try:
             rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
-            total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+            used[each] = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
             for task in Path(f"/proc/{each}/task").iterdir():
                 pids += [int(child) for child in (task / "children").read_text().split()]
         except OSError:
             continue
-    return total
+    return used
+
+
+def growth(before: dict[int, int], after: dict[int, int]) -> dict[str, object]:
+    """How much more memory there is in use, in all and by process."""
+    percent = round(100 * (sum(after.values()) / sum(before.values()) - 1), 1)
+    return {"memory_percent": percent, "memory_kb": [[before.get(pid, 0), kb] for pid, kb in after.items()]}
 
 
 def overload(options: argparse.Namespace, lines: list[str]) -> None:
     """Far more clients than the server can answer: each request is answered once, and memory stays.
 
+    A refused client asks again after a pause, so that all together ask `--times` as often as the server can answer.
     Memory is compared between a quarter of the time, when all buffers and batches have their size, and the end.
     """
     port = free_port()
 
-    async def measure(load: Load, pid: int) -> tuple[float, list[int]]:
-        task = asyncio.create_task(load.run(1000, seconds=options.seconds, pause=options.pause))
+    async def measure(load: Load, pid: int, pause: float) -> tuple[float, list[dict[int, int]]]:
+        task = asyncio.create_task(load.run(options.clients, seconds=options.seconds, pause=pause))
         used = []
         for part in (0.25, 0.74):
             await asyncio.sleep(part * options.seconds)
             used.append(memory(pid))
         return await task, used
 
-    with process(regard(options.run, port, "--beam", options.beam, "--queue", 20_000), port) as server:
+    with process(regard(options.runs, port, "--beam", options.beam, "--queue", options.queue), port) as server:
         warm = Load(port, lines)
-        capacity = warm.report(asyncio.run(warm.run(64, seconds=10)))
+        capacity = warm.report(asyncio.run(warm.run(64, seconds=min(10, options.seconds))))
+        rate = float(str(capacity["per_second"]))
         load = Load(port, lines)
-        took, (early, late) = asyncio.run(measure(load, server.pid))
-        asked = round(sum(load.statuses.values()) / took / float(str(capacity["per_second"])), 1)
-        figures = {"refused": quantiles(load.refused), "memory_percent": round(100 * (late / early - 1), 1)}
+        took, (early, late) = asyncio.run(measure(load, server.pid, options.clients / (options.times * rate)))
+        asked = round(sum(load.statuses.values()) / took / rate, 1)
+        figures = {"refused": quantiles(load.refused), **growth(early, late)}
         show("overload", capacity=capacity, times_capacity=asked, **load.report(took), **figures)
 
 
 def soak(options: argparse.Namespace, lines: list[str]) -> None:
     """Many requests, no error."""
     port = free_port()
-    with process(regard(options.run, port, "--beam", options.beam), port) as server:
+    engine = ["--engine", "ctranslate2", "--precision", "int8"]
+    with process(regard(options.runs, port, "--beam", options.beam, *engine), port) as server:
         warm = Load(port, lines)
         asyncio.run(warm.run(16, requests=min(2000, options.requests)))
         before = memory(server.pid)
         load = Load(port, lines)
         took = asyncio.run(load.run(16, requests=options.requests))
-        growth = round(100 * (memory(server.pid) / before - 1), 1)
-        show(
-            "soak",
-            requests=options.requests,
-            minutes=round(took / 60, 1),
-            **load.report(took),
-            memory_percent=growth,
-        )
+        figures = growth(before, memory(server.pid))
+        show("soak", requests=options.requests, minutes=round(took / 60, 1), **load.report(took), **figures)
 
 
 def stop(options: argparse.Namespace, lines: list[str]) -> None:
@@ -254,7 +261,7 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
 
     for _ in range(options.rounds):
         port = free_port()
-        with process(regard(options.run, port, "--beam", options.beam), port) as server:
+        with process(regard(options.runs, port, "--beam", options.beam), port) as server:
             load = asyncio.run(rounds(port, server))
         statuses += load.statuses
         codes[server.returncode] += 1
@@ -265,69 +272,72 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def stalled(options: argparse.Namespace, lines: list[str]) -> None:
-    """Clients that send nothing, half a header, a header or body byte by byte, or do not read, beside good ones."""
-    port = free_port()
-    kinds = {
-        "silent": (b"", b""),
-        "half a header": (HEAD + b"X-A: b", b""),
-        "trickled header": (HEAD + b"X-A: b", b"b"),
-        "trickled body": (HEAD + b"Content-Length: 1000\r\n\r\n{", b" "),
-        "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than buffers hold
-    }
-    closed: dict[str, list[float]] = {kind: [] for kind in kinds}
-    connections = Connections(port)
+STALLS = {  # what is sent first, and every half second then
+    "silent": (b"", b""),
+    "half a header": (HEAD + b"X-A: b", b""),
+    "trickled header": (HEAD + b"X-A: b", b"b"),
+    "trickled body": (HEAD + b"Content-Length: 1000\r\n\r\n{", b" "),
+    "slow reader": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),  # more than buffers hold
+}
 
-    async def stall(kind: str) -> None:
-        first, then = kinds[kind]
+
+def stall(port: int, clients: int) -> dict[str, float]:
+    """Stalled clients -> the seconds after which the last of each kind was let go."""
+    closed: dict[str, list[float]] = {kind: [] for kind in STALLS}
+    held: set[int] = set()  # ports of clients whose connection a process has open
+
+    async def watch() -> None:
+        """Read the kernel's table of connections: what a client has not read hides from it that the server is gone."""
+        while True:
+            rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            ours = [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] != "0"]
+            held.clear()
+            held.update(int(row[2].rpartition(":")[2], 16) for row in ours)
+            await asyncio.sleep(0.5)
+
+    async def client(kind: str) -> None:
+        first, then = STALLS[kind]
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
         loop, began = asyncio.get_running_loop(), time.perf_counter()
-        await loop.sock_connect(connection, ("127.0.0.1", port))
-        try:
+        with connection, suppress(OSError):
+            await loop.sock_connect(connection, ("127.0.0.1", port))
             await loop.sock_sendall(connection, first)
             while time.perf_counter() - began < 60:
                 await asyncio.sleep(0.5)
                 if then:
                     await loop.sock_sendall(connection, then)
-                if kind == "slow reader":
-                    if not connections.holds(connection):
-                        break
-                    continue
-                try:
-                    if not connection.recv(65536):
-                        break
-                except BlockingIOError:
-                    continue
-        except OSError:
-            pass
+                if time.perf_counter() - began > 2 and connection.getsockname()[1] not in held:
+                    break
         closed[kind].append(time.perf_counter() - began)
-        connection.close()
 
-    async def measure(clients: int) -> tuple[list[float], list[float]]:
-        alone = Load(port, lines)
-        await alone.run(2, seconds=10)
-        beside = Load(port, lines)
-        stalls = [asyncio.create_task(stall(kind)) for kind in kinds for _ in range(clients // len(kinds))]
-        await asyncio.sleep(1)
-        await beside.run(2, seconds=10)
-        await asyncio.gather(*stalls)
-        assert set(alone.statuses) == set(beside.statuses) == {200}
-        return alone.seconds, beside.seconds
+    async def all_of_them() -> None:
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*(client(kind) for kind in STALLS for _ in range(clients // len(STALLS))))
+        watching.cancel()
 
-    with process(regard(options.run, port, "--beam", options.beam, "--queue", 10**9), port):
-        alone, beside = asyncio.run(measure(options.clients))
-        worst = {kind: round(max(seconds), 1) for kind, seconds in closed.items()}
-        ratio = round(quantiles(beside)["p99_ms"] / quantiles(alone)["p99_ms"], 2)
+    asyncio.run(all_of_them())
+    return {kind: round(max(seconds), 1) for kind, seconds in closed.items()}
+
+
+def stalled(options: argparse.Namespace, lines: list[str]) -> None:
+    """Clients that send nothing, half a header, a header or body byte by byte, or do not read, beside good ones."""
+    port = free_port()
+    patience = ["--receive", options.timeout, "--send", options.timeout] if options.timeout else []
+    with process(regard(options.runs, port, "--beam", options.beam, *patience), port), ProcessPoolExecutor(1) as other:
+        alone, beside = Load(port, lines), Load(port, lines)
+        asyncio.run(alone.run(2, seconds=options.seconds))
+        stalls = other.submit(stall, port, options.clients)
+        time.sleep(0.5)
+        asyncio.run(beside.run(2, seconds=options.seconds))
+        figures = {"alone": quantiles(alone.seconds), "beside": quantiles(beside.seconds)}
+        ratio = round(figures["beside"]["p99_ms"] / figures["alone"]["p99_ms"], 2)
+        statuses = alone.statuses + beside.statuses
         show(
-            "stalled",
-            clients=options.clients,
-            closed_within_s=worst,
-            alone=quantiles(alone),
-            beside=quantiles(beside),
-            p99_ratio=ratio,
-        )
+            "stalled", clients=options.clients, closed_within_s=stalls.result(), **figures, p99_ratio=ratio,
+            statuses=statuses,
+        )  # fmt: skip
 
 
 SCHEMA = """
@@ -337,47 +347,47 @@ expected-statuses = [400, 401, 403, 404, 408, 413, 415, 422, 429]
 
 
 def schema(options: argparse.Namespace, lines: list[str]) -> None:
-    """Requests drawn from the description of the API, valid and not: no server error, nothing wrong accepted."""
+    """Requests drawn from the description of the API, valid and not: no server error, nothing wrong accepted.
+
+    A request may be refused for its size (413) before anybody looks whether it is right.
+    """
     port = free_port()
-    with process(regard(options.run, port, "--deadline", 20), port), tempfile.TemporaryDirectory() as folder:
+    with (
+        process(regard(options.runs, port, "--deadline", 2, "--max-work", 20_000), port),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         Path(folder, "schemathesis.toml").write_text(SCHEMA)
-        command = ["schemathesis", "--config-file", f"{folder}/schemathesis.toml", "run"]
+        program = str(Path(sys.executable).with_name("schemathesis"))
+        command = [program, "--config-file", f"{folder}/schemathesis.toml", "run"]
         command += [f"http://127.0.0.1:{port}/openapi.json", "--max-examples", str(options.requests), "--seed", "1"]
         checks = "not_a_server_error,status_code_conformance,content_type_conformance,negative_data_rejection"
-        command += ["--mode", "all", "--checks", checks, "--phases", "coverage,fuzzing"]
-        done = subprocess.run(command, cwd=folder)  # where it keeps what it finds
-        show("schema", examples=options.requests, exit_code=done.returncode)
-
-
-class Connections:
-    """The server's open connections by the kernel's table, read twice a second for all who ask: to read it is slow."""
-
-    def __init__(self, port: int) -> None:
-        self.port, self._read, self._open = port, 0.0, frozenset[str]()
-
-    def holds(self, connection: socket.socket) -> bool:
-        """Whether the server's side of a connection is still open."""
-        if time.perf_counter() - self._read > 0.5:
-            rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-            ours = [row for row in rows if row[1].endswith(f":{self.port:04X}")]
-            # established, and it belongs to a process
-            self._open = frozenset(row[2].rpartition(":")[2] for row in ours if row[3] == "01" and row[9] != "0")
-            self._read = time.perf_counter()
-        return f"{connection.getsockname()[1]:04X}" in self._open
+        command += ["--mode", "all", "--checks", checks, "--phases", options.phases]
+        command += [part for path in options.path or () for part in ("--include-path", path)]
+        began = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, stdout=sys.stderr)  # where it keeps what it finds
+        minutes = round((time.perf_counter() - began) / 60, 1)
+        show("schema", examples=options.requests, paths=options.path, minutes=minutes, exit_code=done.returncode)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compare", "fairness", "overload", "soak", "stop", "stalled", "schema"))
-    parser.add_argument("run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="one; schema takes NAME=DIRECTORY too, after the first")
     parser.add_argument("--lines", required=True, help="sources, one per line")
     parser.add_argument("--beam", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--clients", type=int, default=500)
-    parser.add_argument("--pause", type=float, default=0.5, help="mean seconds until a refused client asks again")
+    parser.add_argument("--clients", type=int, help="default: 1000 for overload, 500 for stalled")
+    parser.add_argument("--queue", type=int, default=20_000, help="of overload: tokens times hypotheses that may wait")
+    parser.add_argument(
+        "--timeout", type=float, help="of stalled: seconds that clients have; default: the server's own"
+    )
+    parser.add_argument("--path", action="append", help="of schema: an operation; repeatable; default: all")
+    parser.add_argument("--phases", default="coverage,fuzzing", help="of schema")
+    parser.add_argument("--times", type=float, default=10, help="how far overload goes beyond the capacity")
     options = parser.parse_args()
+    options.clients = options.clients or (1000 if options.what == "overload" else 500)
     lines = [line for line in Path(options.lines).read_text("utf-8").split("\n") if line.strip()]
     globals()[options.what](options, lines)
 

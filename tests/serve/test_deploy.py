@@ -47,6 +47,20 @@ def test_the_manifests_are_valid_kubernetes():
         validate.validate(manifest, "1.31", strict=True)
 
 
+def test_nothing_runs_as_root_or_writes_outside_of_tmp():
+    lines = (ROOT / "Containerfile").read_text().splitlines()
+    assert [line for line in lines if line.startswith("USER ")] == ["USER 10001"]
+    assert any(line.startswith("HEALTHCHECK ") for line in lines)
+    yaml = pytest.importorskip("yaml")
+    deployment = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))[1]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+    assert [x["mountPath"] for x in container["volumeMounts"] if not x.get("readOnly")] == ["/tmp"]
+    unit = (ROOT / "deploy/regard.service").read_text()
+    assert "DynamicUser=yes" in unit and "ProtectSystem=strict" in unit and "PrivateTmp=yes" in unit
+
+
 @pytest.mark.parametrize("name", ["Containerfile", "deploy/regard.service", "deploy/kubernetes.yaml"])
 def test_the_options_exist(name):
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]

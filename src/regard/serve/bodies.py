@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from regard.decode.options import Options
 from regard.decode.request import Request
-from regard.errors import UserError, explain
+from regard.errors import UserError, closest, explain
 from regard.serve.settings import MAX_INPUTS, MAX_TEXT
 
 MAX_LENGTH = 100_000  # output tokens
@@ -35,7 +35,20 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-Inputs = Text | Request | Annotated[list[Text | Request], Field(min_length=1, max_length=MAX_INPUTS)]
+def _checked_keys(value: Any) -> Any:
+    """Refuse keys that a request does not have: its own constructor would take them for a mistake of the program."""
+    if isinstance(value, dict):
+        fields = Request.model_fields
+        for key in value:
+            if key not in fields:
+                raise UserError(f"inputs: {key}: no such key{closest(key, fields)} (keys: {', '.join(fields)})")
+        if "source" not in value:
+            raise UserError(f"inputs: source: is required (keys: {', '.join(fields)})")
+    return value
+
+
+Constrained = Annotated[Request, BeforeValidator(_checked_keys)]
+Inputs = Text | Constrained | Annotated[list[Text | Constrained], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 class GenerateBody(Options):

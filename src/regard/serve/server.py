@@ -279,6 +279,7 @@ async def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[st
     logging.basicConfig(
         format="%(asctime)s %(message)s", level=logging.INFO if settings.access_log else logging.WARNING
     )
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # else whoever sends no HTTP could fill the log
     server, ended = Server(runs, settings), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -323,6 +323,7 @@ def template(control: Channel) -> None:
     except UserError as error:
         control.send({"error": str(error)})
         return
+    warnings.simplefilter("ignore", UserWarning)  # they name words of a request, which are not for the log
     gc.collect()
     gc.freeze()  # the collector would write to the pages that workers share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended leave nothing behind

@@ -1,0 +1,60 @@
+"""The proofs of bench/serve.py in short: overload, a soak, SIGTERM under load, stalled clients, hostile requests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelkit import letters
+
+ROOT = Path(__file__).parent.parent.parent
+WORDS = ["abc", "bcd", "cabba", "dab", "ab ba", "a", "dcba" * 3]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    path = tmp_path_factory.mktemp("load")
+    letters().save(path / "run")
+    (path / "lines").write_text("\n".join(WORDS) + "\n")
+
+    def run(what: str, *options: object) -> dict[str, Any]:
+        command = [sys.executable, ROOT / "bench/serve.py", what, path / "run", "--lines", path / "lines", *options]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_more_than_the_server_can_answer_is_refused_and_nothing_else_happens(bench):
+    found = bench("overload", "--seconds", 4, "--clients", 100, "--times", 3, "--queue", 100, "--beam", 4)
+    assert set(found["statuses"]) == {"200", "429"}, found
+    assert found["refused"]["p50_ms"] < 50
+
+
+def test_a_soak_has_no_error(bench):
+    pytest.importorskip("ctranslate2")
+    assert bench("soak", "--requests", 1000)["statuses"] == {"200": 1000}
+
+
+def test_sigterm_under_load_loses_nothing(bench):
+    found = bench("stop", "--rounds", 2)
+    assert found["lost"] == 0 and found["exit_codes"] == {"0": 2}, found
+
+
+def test_stalled_clients_are_let_go_while_others_are_answered(bench):
+    found = bench("stalled", "--clients", 50, "--seconds", 2, "--timeout", 2)
+    assert set(found["statuses"]) == {"200"} and all(x < 20 for x in found["closed_within_s"].values()), found
+
+
+def test_requests_drawn_from_the_description_of_the_api_meet_no_server_error(bench):
+    folder = Path(sys.executable).parent
+    if not shutil.which("schemathesis", path=str(folder)):
+        pytest.skip("schemathesis is not installed")
+    assert bench("schema", "--requests", 5, "--phases", "fuzzing")["exit_code"] == 0

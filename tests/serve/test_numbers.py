@@ -1,0 +1,84 @@
+"""Every number of every body, out of range: refused at once. The fields come from the schemas of the bodies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from servekit import serving
+
+from modelkit import family, letters
+from regard.serve.bodies import CompletionBody, GenerateBody, TranslateBody
+from regard.serve.handlers import Handlers, routes
+
+OUTSIDE = ("-1", "1" + "0" * 40, "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1" * 5000)
+PLACE = "@"  # where the number goes
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/generate": {"run": "toy", "inputs": "a"},
+    "/translate": {"q": "a"},
+    "/v1/completions": {"model": "lm", "prompt": "a"},
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    path = tmp_path_factory.mktemp("numbers")
+    for name, run in (("toy", letters()), ("lm", family("lm"))):
+        run.save(path / name)
+    with serving({"toy": path / "toy", "lm": path / "lm"}) as each:
+        yield each
+
+
+def places(schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[Any]:
+    """Values that fit a schema, each with one number left open."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    if schema.get("type") in ("integer", "number"):
+        yield PLACE
+    for each in schema.get("anyOf", ()):
+        yield from places(each, definitions)
+    if isinstance(schema.get("items"), dict):
+        yield from ([value] for value in places(schema["items"], definitions))
+    pair = schema.get("prefixItems", ())
+    for i, each in enumerate(pair):
+        yield from ([value if i == j else 0 for j in range(len(pair))] for value in places(each, definitions))
+    for name, each in schema.get("properties", {}).items():
+        required = dict.fromkeys(schema.get("required", ()), "a")
+        yield from (required | {name: value} for value in places(each, definitions))
+
+
+def bodies() -> Iterator[Any]:
+    """A path and a body for every number that a client can send."""
+    for route in routes(Handlers.__new__(Handlers)):
+        schema = route.body.model_json_schema() if route.body else {}
+        for value in places(schema, schema.get("$defs", {})):
+            body = VALID[route.path] | {key: x for key, x in value.items() if PLACE in json.dumps(x)}
+            yield pytest.param(route.path, body, id=f"{route.path} {json.dumps(value)}")
+
+
+@pytest.mark.parametrize(("path", "body"), list(bodies()))
+def test_a_number_out_of_range_is_refused_at_once(client, path, body):
+    for number in OUTSIDE:
+        began = time.monotonic()
+        reply = client.post(path, json.dumps(body).replace(f'"{PLACE}"', number).encode())
+        assert 400 <= reply.status < 500, (number, reply.body)
+        assert time.monotonic() - began < 2
+    assert client.post(path, json.dumps(body).replace(f'"{PLACE}"', "0").encode()).status in (200, 404, 422)
+
+
+def test_the_fields_are_found():
+    found = {(param.values[0], key) for param in bodies() for key in param.values[1]}
+    assert {("/v1/generate", "beam"), ("/v1/generate", "alignment_heads"), ("/v1/generate", "inputs")} <= found
+    assert {("/translate", "alternatives"), ("/v1/completions", "max_tokens"), ("/v1/completions", "top_p")} <= found
+
+
+@pytest.mark.parametrize("kind", [GenerateBody, TranslateBody, CompletionBody])
+def test_a_zero_is_refused_where_it_has_no_meaning(kind):
+    schema = kind.model_json_schema()["properties"]
+    for name in {"beam", "nbest", "max_length", "temperature", "top_p", "max_tokens", "n"} & schema.keys():
+        least = [each for each in (schema[name], *schema[name].get("anyOf", ())) if "type" in each]
+        allowed = kind is CompletionBody and name == "temperature"  # OpenAI's way to ask for greedy search
+        assert any(x.get("minimum", 0) >= 1 or x.get("exclusiveMinimum") == 0 for x in least) != allowed, name
