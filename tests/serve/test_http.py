@@ -18,6 +18,8 @@ from servekit import Client, serving
 
 import regard
 from modelkit import family, letters
+from regard.decode.options import Options
+from regard.engines.ctranslate2 import CTranslate2Engine
 from toykit import strict_json
 
 KEY, ADMIN = "k" * 20, "a" * 20
@@ -416,6 +418,14 @@ def test_ctranslate2_answers_and_torch_does_what_it_cannot(runs):
             assert all("engine" not in x for x in reply.json["results"])
         other = client.post("/v1/generate", {"inputs": "abc", "forbid": ["d"]}).json["results"][0]
         assert other["engine"] == "torch" and "d" not in other["hypotheses"][0]["text"]
+
+
+@pytest.mark.parametrize("options", [{}, {"beam": 3, "nbest": 2}, {"prefix": "ab", "max_length": 5}], ids=str)
+def test_texts_of_ctranslate2_are_those_of_its_hypotheses(runs, options):
+    pytest.importorskip("ctranslate2")
+    sources = [*WORDS, "", " ", "zz", "ab" * 2000, *WORDS[::-1], "   ", "cab"]  # some of the same length
+    with CTranslate2Engine(regard.load(runs["toy"]), Options(**options)) as engine:
+        assert engine.texts(sources) == [[h.text for h in row] for row in engine(sources)]
 
 
 def test_the_examples_of_the_documentation_work(runs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from regard.decode.preparer import UNBOUNDED, Preparer
 from regard.decode.request import SearchInput
 from regard.errors import UserError
 from regard.run import Run
+from regard.text.codec import Example
 
 SUPPORTED_OPTIONS = {
     "beam", "nbest", "length_penalty", "sample", "temperature", "top_k", "top_p", "seed", "prefix", "min_length",
@@ -73,6 +75,7 @@ class CTranslate2Engine(Engine):
         self._source, self._target = names_of(run)
         self._id = {name: index for index, name in enumerate(self._target)}
         self._blocked = frozenset(self.preparer.blocked)
+        self._by_length: dict[int, SearchInput] = {}
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
         self.translator = translator or _load(run, precision, workers, threads)
@@ -99,12 +102,26 @@ class CTranslate2Engine(Engine):
         flag_segmentation(codec, results)
         return results
 
-    def texts(self, inputs: Sequence[SearchInput]) -> list[list[str]]:
-        """The texts of what `decode` gives, without the time for scores and flags."""
-        searched = {i: item for i, item in enumerate(inputs) if not item.flags}
-        outputs = self._search_all(searched)
-        found = [[output_text(self.run.codec, x, y.ids) for y in outputs.get(i, ())] for i, x in enumerate(inputs)]
+    def texts(self, sources: Sequence[str]) -> list[list[str]]:
+        """The texts that sources without constraints of their own become, without the time for scores and flags."""
+        codec = self.run.codec
+        rows = codec.encode_source([Example(source) for source in sources])
+        inputs = [self._plain_input(source, row) for source, row in zip(sources, rows, strict=True)]
+        outputs = self._search_all({i: item for i, item in enumerate(inputs) if not item.flags})
+        found = [[output_text(codec, x, y.ids) for y in outputs.get(i, ())] for i, x in enumerate(inputs)]
         return [row or [""] for row in found]
+
+    def _plain_input(self, source: str, row: list[int]) -> SearchInput:
+        """What `prepare` makes of a source: beside its ids that depends on how many they are, and is kept for those.
+
+        To prepare one source anew took 0.2 ms of the 4 that a short one takes in all.
+        """
+        if (like := self._by_length.get(len(row))) and source.strip():
+            return replace(like, sources=(row,))
+        (item,) = self.prepare([source])
+        if not item.flags:
+            self._by_length[len(row)] = item
+        return item
 
     def _search_all(self, inputs: Inputs) -> dict[int, list[DecodedIds]]:
         if any(item.phrases is not None for item in inputs.values()):

@@ -63,7 +63,6 @@ class Job:
     retried: set[int] = field(default_factory=set)  # those whose worker ended, to be tried once more, each alone
     pieces: deque[dict[str, Any]] = field(default_factory=deque)  # of a stream, that its client has not got yet
     news: asyncio.Future[None] | None = None  # is set when there are pieces, or all results
-    deadline: asyncio.TimerHandle | None = None
     cancelled: bool = False
     started: bool = False  # a stream of which the client has got something
     remaining: int = 0  # cost of what waits

@@ -18,6 +18,7 @@ from regard.serve.schedule import Batch, Job, Queue
 log = logging.getLogger("regard.serve")
 HANGING = 5.0  # seconds after its deadline until a batch that does not stop costs its worker the life
 SMOOTHING = 0.1  # of the measured speed
+WATCHED = 0.1  # seconds between two looks at the deadlines
 
 
 @dataclass
@@ -36,7 +37,6 @@ class RunningBatch:
 
     batch: Batch
     began: float
-    hanging: asyncio.TimerHandle  # ends a worker that does not stop
 
 
 class Service:
@@ -48,6 +48,7 @@ class Service:
         self.numbers = Numbers()
         self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
         self._pool = self._new_pool()
+        self._jobs: set[Job] = set()  # that somebody waits for
         self._running: dict[WorkerConnection, RunningBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # that start processes, or end those of an older state of the runs
         self._reloading = asyncio.Lock()
@@ -77,6 +78,19 @@ class Service:
     async def start(self) -> None:
         """Load the runs; a UserError says why one cannot be loaded."""
         await self._pool.start()
+        self._begin(self._watch())
+
+    async def _watch(self) -> None:
+        """End jobs whose time is over, and workers that do not stop then; a timer for each would cost more."""
+        while True:
+            await asyncio.sleep(WATCHED)
+            now = time.monotonic()
+            for job in [each for each in self._jobs if now - each.arrived > self.deadline]:
+                self._cancel(job)
+                job.fail(f"not finished within {self.deadline:g} seconds", 504)
+            for worker, running in self._running.items():
+                if now - running.began > self.deadline + HANGING:
+                    worker.kill()
 
     async def close(self) -> None:
         """End all processes; what is still being answered fails."""
@@ -89,19 +103,14 @@ class Service:
     def submit(self, job: Job) -> None:
         """Take on a job, or raise QueueFull; `finish` ends it."""
         self.queue.add(job, time.monotonic())
-        job.deadline = asyncio.get_running_loop().call_later(self.deadline, self._expire, job)
+        self._jobs.add(job)
         self._dispatch()
 
     def finish(self, job: Job) -> None:
-        """Stop the clock of a job, and its work if there is any left: the client has left."""
-        if job.deadline is not None:
-            job.deadline.cancel()
+        """Forget a job that nobody waits for any more, and stop its work if there is any left."""
+        self._jobs.discard(job)
         if not job.done:
             self._cancel(job)
-
-    def _expire(self, job: Job) -> None:
-        self._cancel(job)
-        job.fail(f"not finished within {self.deadline:g} seconds", 504)
 
     def _cancel(self, job: Job) -> None:
         """Drop what waits of a job, and the batches that were wanted for it alone."""
@@ -143,8 +152,7 @@ class Service:
             batch = self.queue.take(now, without, workers)
             if batch is None:
                 return
-            hanging = asyncio.get_running_loop().call_later(self.deadline + HANGING, worker.kill)
-            self._running[worker] = RunningBatch(batch, now, hanging)
+            self._running[worker] = RunningBatch(batch, now)
             group = batch.group
             worker.send({"run": group.run, "kind": group.kind, "options": group.options, "inputs": batch.inputs})
 
@@ -181,7 +189,6 @@ class Service:
     def _take_back(self, worker: WorkerConnection) -> tuple[Batch, float]:
         """The batch of a worker that has finished or ended, and the seconds that it took."""
         running = self._running.pop(worker)
-        running.hanging.cancel()
         return running.batch, time.monotonic() - running.began
 
     def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -137,11 +137,11 @@ class Answerer:
     def translate(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode, and give the texts alone."""
         engine = self._decoder(task)
-        inputs = engine.prepare([Request(**item) for item in task.inputs])
+        sources = [item["source"] for item in task.inputs]
         if isinstance(engine, CTranslate2Engine):
-            return [{"texts": row} for row in engine.texts(inputs)]
+            return [{"texts": row} for row in engine.texts(sources)]
         with self._cancellable(engine, task):
-            return [{"texts": [h.text for h in row]} for row in engine.decode(inputs)]
+            return [{"texts": [h.text for h in row]} for row in engine(sources)]
 
     def stream(self, task: BatchTask, send: Callable[[Message], None]) -> list[Result]:
         """Decode one input, and tell every token at once."""
