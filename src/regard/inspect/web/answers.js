@@ -35,6 +35,7 @@ function statusOf(side) {
 // The output token by token; each leads to the alternatives in its place.
 function writeHypothesis(live, side, { output, choices, nbest }) {
   const chosen = side.hypotheses[side.chosen];
+  output.classList.toggle("spaced", live.engine.spaced);
   if (!chosen) { put(output); put(nbest); return; }
   const tokens = chosen.tokens.map((token, t) => tokenButton(token, chosen.scores[t], t < side.prefix.length, () => openAlternatives(live, side, t, choices, tokens)));
   roving(tokens, {});

@@ -50,6 +50,7 @@ export class Engine {
     block.bytes = ""; // the weights are in memory now
     this.codec = block.text ? new Codec(block.text) : null;
     this.features = this.codec ? this.codec.features : null;
+    this.spaced = Boolean(block.text) && (block.text.target || block.text.source).kind === "space"; // tokens of the output stand apart
     this.labels = block.labels;
     this.image = block.config.patches && { ...block.config.patches, ...block.pixels };
     this.examples = block.examples;
