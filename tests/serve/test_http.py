@@ -137,6 +137,8 @@ def test_openai_clients_are_understood(client, runs):
     chunks = list(api.completions.create(model="lm", prompt="ab", max_tokens=7, temperature=0, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
     assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    with pytest.raises(openai.UnprocessableEntityError, match="stop"):
+        api.completions.create(model="lm", prompt="ab", stop="")
     with pytest.raises(openai.NotFoundError, match="lm"):
         api.completions.create(model="nothing", prompt="ab")
 

@@ -25,6 +25,7 @@ BATCHING = ("window", "batch_tokens", "weights", "precision")  # the server deci
 
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=200)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 
@@ -106,7 +107,7 @@ class CompletionBody(Body):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False

@@ -80,11 +80,7 @@ class Server:
                 raise Refused(403, "an admin key is needed (a line 'admin KEY' in the file of --keys)")
             if route.body is None:
                 return await route.handle(request)
-            data = await self._read(request)
-            try:
-                body = parse_body(route.body, data)
-            except UserError as error:
-                raise Refused(400 if isinstance(error, NotJson) else 422, str(error)) from None
+            body = parse_body(route.body, await self._read(request))
             if (
                 isinstance(body, TranslateBody)
                 and self.keys.any
@@ -146,6 +142,8 @@ class Server:
             if refused.status in (408, 413, 415):  # what the client still sends is not read
                 response.force_close()
             return response
+        except UserError as error:
+            return error_response(Refused(400 if isinstance(error, NotJson) else 422, str(error)))
         except web.HTTPException as error:
             allowed = f" (allowed: {error.headers['Allow']})" if "Allow" in error.headers else ""
             response = error_response(
