@@ -303,7 +303,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_hanging(runs):
         assert {reply.status for reply in replies} <= {200, 503}
         assert all(same(reply.json, expected) for reply in replies if reply.status == 200)
         os.kill(service._pool.workers[0].pid, signal.SIGKILL)  # idle ones too
-        wait_for(lambda: service.numbers.restarts == 2 and service.workers == 2)
+        wait_for(lambda: service.numbers.restarts == 2 and service.workers == 2, seconds=5)
         assert same(client.post("/v1/generate", body).json, expected)
 
 
@@ -315,6 +315,15 @@ def test_a_template_that_died_is_started_again(runs):
         os.kill(service._pool.workers[0].pid, signal.SIGKILL)
         wait_for(lambda: service.numbers.restarts == 1 and service.workers == 1, seconds=30)
         assert client.post("/v1/generate", {"inputs": "abc"}).status == 200
+
+
+def test_processes_end_with_the_server_and_leave_nothing_behind(runs):
+    with serving({"toy": runs["toy"]}, workers=2) as client:
+        pool = client.server.service._pool
+        pids = [pool._template.pid, *(worker.pid for worker in pool.workers)]
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        began = time.monotonic()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - began < 10
 
 
 def test_reload_takes_the_new_weights_and_drops_no_request(runs, tmp_path):

@@ -15,6 +15,8 @@ from typing import Any, cast
 from regard.errors import UserError
 from regard.serve.protocol import Channel, Message, Unpacker, pack
 
+ENDING = 3.0  # seconds that the processes have to end by themselves
+
 
 @dataclass(frozen=True)
 class PoolSettings:
@@ -172,11 +174,18 @@ class Pool:
         return workers
 
     async def _end_template(self) -> None:
+        """Let it end after its workers: it is their parent, and what it leaves behind nobody might clear away."""
+        if self._control is not None:
+            with suppress(OSError):
+                self._control.connection.shutdown(socket.SHUT_RDWR)
         if self._template is not None:
-            with suppress(ProcessLookupError):
+            try:
+                async with asyncio.timeout(ENDING):
+                    await self._template.wait()
+            except TimeoutError:
                 self._template.kill()
-            await self._template.wait()
+                await self._template.wait()
             self._template = None
         if self._control is not None:
-            self._control.connection.close()  # after the process has ended, so that no thread waits for it
+            self._control.connection.close()
             self._control = None

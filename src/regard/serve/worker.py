@@ -330,6 +330,8 @@ def template(control: Channel) -> None:
     while True:
         data, handles, _, _ = socket.recv_fds(control.connection, 1, settings["slots"])
         if not data:
+            with suppress(ChildProcessError):
+                os.wait()  # for all workers, since those that end are ignored
             return
         connections = [socket.socket(fileno=handle) for handle in handles]
         pid = os.fork()
