@@ -15,6 +15,7 @@ from regard.tasks import TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
+Strategy = Literal["ddp", "fsdp"]
 Schedule = Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"]
 FOLDER = Path(__file__).parent / "recipes"
 DEEPEST = 8  # tables inside tables
@@ -98,6 +99,11 @@ class Train(Value):
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
     workers: int = option(0, "Processes; 0: one per core on a CPU, one elsewhere.", ge=0, le=MAX_COUNT)
+    strategy: Strategy = option(
+        "ddp", "How processes share a model: all weights in each (ddp), or a shard in each (fsdp)."
+    )
+    offload: bool = option(False, "fsdp on GPUs: keep shards and moments in the memory of the CPU.")
+    recompute: bool = option(False, "Compute the activations inside layers again in the backward pass: less memory.")
     context: Count | None = option(None, "lm, masked, span: tokens of text in a row of a batch.")
     mask_rate: float = option(0.15, "masked: share of tokens to predict.", gt=0, lt=1)
     span_rate: float = option(0.15, "span: share of tokens that are masked.", gt=0, lt=1)

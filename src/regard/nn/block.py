@@ -124,6 +124,11 @@ class Block(nn.Module):
         assert kv is not None
         return self.output(x_BTD), kv
 
+    def project_source(self, x_BSD: Tensor, pos_BS: Tensor) -> KV:
+        """KV of the encoder output, for cross-attention."""
+        assert self.cross is not None
+        return self.cross.project_kv(x_BSD, pos_BS, NO_POSITION)
+
     def project_memory(self, x_BPD: Tensor, pos_BP: Tensor, position: Position) -> KV:
         """KV of earlier inputs of this layer."""
         residual = self.attention_residual

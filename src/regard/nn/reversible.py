@@ -1,24 +1,27 @@
-"""Reversible layers: the backward pass recomputes their inputs from their outputs, so no activations are stored.
+"""Layers that store no activations, since the backward pass computes them again.
 
-Two streams, concatenated in one vector, alternate: a function of one is added to the other.
+Reversible layers are recomputed from their outputs: two streams, concatenated in one vector, alternate, and a function
+of one is added to the other. Any other layer can be recomputed from its input, which is then all that is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from regard.nn.attention import AttentionMask
 from regard.nn.block import Block
 from regard.nn.cache import KV
 from regard.nn.lsh import LSHAttention, SortOrder
 from regard.nn.position import Position
-from regard.nn.primitives import Dropout
+from regard.nn.primitives import Dropout, MaskPool
 
 
 class ReversibleBlock(Block):
@@ -144,6 +147,32 @@ class _Run(torch.autograd.Function):
         return None, None, torch.cat((grad_a, grad_b), dim=-1), *weight_grads
 
 
+def run_checkpointed(block: Block, *inputs: Any) -> tuple[Tensor, KV]:
+    """A layer of which only the inputs are stored for the backward pass, with the same dropout in both passes."""
+    pool = pool_of(block)
+    if pool is None:
+        out: tuple[Tensor, KV] = checkpoint(block, *inputs, use_reentrant=False)
+        return out
+    offsets, at_forward = pool.offsets, pool.offsets.getstate()
+
+    @contextmanager
+    def replay() -> Iterator[None]:
+        now = offsets.getstate()
+        offsets.setstate(at_forward)
+        try:
+            yield
+        finally:
+            offsets.setstate(now)
+
+    out = checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), replay()))
+    return out
+
+
+def pool_of(module: nn.Module) -> MaskPool | None:
+    """The pool that dropout inside a module takes its masks from, if it does."""
+    return next((part.pool for part in module.modules() if isinstance(part, Dropout) and part.pool is not None), None)
+
+
 class RandomState(NamedTuple):
     """How to save and restore the random number generator that dropout uses."""
 
@@ -155,7 +184,7 @@ class RandomState(NamedTuple):
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index]
             return cls(generator.get_state, generator.set_state)
-        for part in module.modules():
-            if isinstance(part, Dropout) and part.pool is not None:
-                return cls(part.pool.offsets.getstate, part.pool.offsets.setstate)
+        pool = pool_of(module)
+        if pool is not None:
+            return cls(pool.offsets.getstate, pool.offsets.setstate)
         return cls(torch.get_rng_state, torch.set_rng_state)

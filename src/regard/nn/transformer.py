@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,9 @@ from regard.config import Stack
 from regard.nn.attention import AttentionMask, source_mask
 from regard.nn.block import Block, make_norm
 from regard.nn.cache import KV, CrossCache, EncoderOutput, PrefixTree, State
-from regard.nn.position import NO_POSITION, make_position
+from regard.nn.position import make_position
 from regard.nn.primitives import Dropout
-from regard.nn.reversible import ReversibleBlock, run_reversible
+from regard.nn.reversible import ReversibleBlock, run_checkpointed, run_reversible
 
 SegmentMemory = tuple[Tensor, ...]  # the inputs of each layer for the last tokens of earlier segments
 
@@ -31,6 +32,7 @@ class Transformer(nn.Module):
         self.embed_norm = make_norm(stack) if stack.embed_norm else nn.Identity()
         self.dropout = Dropout(stack.dropout)
         self.reversible = stack.residual == "reversible"
+        self.recompute = False  # in the backward pass, instead of storing the activations inside layers
         block = ReversibleBlock if self.reversible else Block
         self.blocks = nn.ModuleList(block(stack, source_width, index) for index in range(stack.layers))
         self.norm = make_norm(stack, stack.out_width) if stack.norm_at == "pre" else nn.Identity()
@@ -42,8 +44,8 @@ class Transformer(nn.Module):
 
     def start(self, encoded: EncoderOutput) -> State:
         """The state before the first token; the keys of the source are computed here, once."""
-        crosses = [block.cross for block in self.blocks if isinstance(block, Block) and block.cross is not None]
-        layers = tuple(cross.project_kv(encoded.states_BSD, encoded.pos_BS, NO_POSITION) for cross in crosses)
+        blocks = [block for block in self.blocks if isinstance(block, Block) and block.cross is not None]
+        layers = tuple(block.project_source(encoded.states_BSD, encoded.pos_BS) for block in blocks)
         return State((), source=CrossCache(layers, encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
@@ -90,11 +92,12 @@ class Transformer(nn.Module):
         """Run all layers -> their output, and the KV of each one."""
         cross_mask = state.source and source_mask(state.source, pos_BT, len(x_BTD), self.step_window)
         position = self.position.at(pos_BT)
+        run = run_checkpointed if self.recompute and self.training and torch.is_grad_enabled() else _run_block
         layers: list[KV] = []
         for i, block in enumerate(self.blocks):
             past = state.layers[i] if state.layers else None
             source = (state.source.layers[i], cross_mask) if state.source and cross_mask else None
-            x_BTD, kv = block(x_BTD, pos_BT, mask, position, past, source)
+            x_BTD, kv = run(block, x_BTD, pos_BT, mask, position, past, source)
             layers.append(kv)
         return self.norm(x_BTD), layers
 
@@ -123,3 +126,8 @@ class Transformer(nn.Module):
         x_BTD = x_BTD if embedded is None else x_BTD + embedded.to(x_BTD.dtype)
         out: Tensor = self.dropout(self.embed_norm(x_BTD))
         return out
+
+
+def _run_block(block: nn.Module, *inputs: Any) -> tuple[Tensor, KV]:
+    out: tuple[Tensor, KV] = block(*inputs)
+    return out

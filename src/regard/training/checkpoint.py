@@ -1,6 +1,7 @@
 """Checkpoints: what resuming needs, one directory per saved step, complete or absent, and no pickle anywhere.
 
-The order of writing makes a kill at any moment harmless. A checkpoint names the best step so far; it is written first,
+With train.strategy=fsdp a checkpoint has a file per process instead of one per group of tensors; any other number of
+processes can read them. The order of writing makes a kill at any moment harmless. A checkpoint names the best step so far; it is written first,
 then model.safetensors, then older checkpoints are removed. So either the best weights are in model.safetensors, or the
 checkpoint itself is the best and its weights are published when the run goes on.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -23,7 +26,8 @@ from regard.manifest import require_unchanged, rewriting, update_manifest
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors
-from regard.training.step import Stepper, optimizer_tensors, restore_optimizer
+from regard.training.distributed import whole_weights
+from regard.training.step import Stepper, optimizer_tensors, prepare_moments, restore_optimizer
 
 TRAINING = "training"
 ADAPTERS = "adapters.safetensors"
@@ -33,6 +37,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp(\.old)?|\.tmp\w{6}")  # of our
 _PREPARING = ("data.tmp", "data.tmp.old")  # what `prepare` writes to before it renames
 DAMAGED = "restore it from a copy, or begin a new run with the best weights of this one: --from RUN --out OTHER"
 Tensors = dict[str, Tensor]
+Parts = dict[str, Tensors]
 Scores = dict[str, float]
 
 
@@ -137,21 +142,28 @@ class Checkpoints:
         data = read_json(path)
         return parse(Progress, data if isinstance(data, dict) else {}, str(path))
 
-    def save(self, progress: Progress, parts: dict[str, Tensors]) -> None:
-        """Save a step: `parts` are named groups of tensors. If it was saved before, only the numbers can differ."""
+    def save(self, progress: Progress, parts: Parts, write: Callable[[Parts, Path], object] | None = None) -> None:
+        """Save a step: `parts` are named groups of tensors, each of which becomes a file unless `write` does otherwise.
+
+        If it was saved before, only the numbers can differ.
+        """
         path = self._directory(progress.step)
         if path.is_dir():
             with rewriting(path, PROGRESS):
                 write_json(path / PROGRESS, progress.model_dump())
             return
 
-        def write(temporary: Path) -> None:
-            for name, tensors in parts.items():
-                write_tensors(tensors, temporary / f"{name}.safetensors")
+        def write_all(temporary: Path) -> None:
+            (write or write_parts)(parts, temporary)
             write_json(temporary / PROGRESS, progress.model_dump())
-            update_manifest(temporary, [PROGRESS, *(f"{name}.safetensors" for name in parts)])
+            update_manifest(temporary, sorted(file.name for file in temporary.iterdir()))
 
-        replace_directory(path, write)
+        replace_directory(path, write_all)
+
+    def shards(self, step: int) -> Path | None:
+        """The directory of a saved step, if its tensors are in shards."""
+        path = self._directory(step)
+        return path if any(path.glob("shard-*.safetensors")) else None
 
     def tensors(self, step: int, part: str, optional: bool = False) -> Tensors:
         """One group of tensors of a saved step; an `optional` one may be missing."""
@@ -199,6 +211,12 @@ def _sweep(directory: Path) -> None:
             remove(entry)
 
 
+def write_parts(parts: Parts, directory: Path) -> None:
+    """Write groups of tensors, each as a file."""
+    for name, tensors in parts.items():
+        write_tensors(tensors, directory / f"{name}.safetensors")
+
+
 def read_tensors(path: Path) -> Tensors:
     try:
         tensors: Tensors = load_file(path)
@@ -208,33 +226,82 @@ def read_tensors(path: Path) -> Tensors:
 
 
 class CheckpointManager:
-    """Saves and restores a stepper (weights, optimizer, moving average, segment memory) together with its progress."""
+    """Saves and restores a stepper (weights, optimizer, moving average, segment memory) together with its progress.
+
+    Every process of a group has to call its methods.
+    """
 
     def __init__(self, run: Path, stepper: Stepper) -> None:
         self.files = Checkpoints(run)
         self._stepper = stepper
         self._model = stepper.model
+        self._group = stepper.group
+        self._in_shards = stepper.train.strategy == "fsdp"
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, and the best weights if this step has them."""
+        if self._in_shards:
+            self._save_shards(progress)
+        elif self._group.first:
+            self.files.save(progress, self._parts())
+        self._after_save(progress)
+
+    def _save_shards(self, progress: Progress) -> None:
+        """Write a checkpoint together: the first process makes the directory and renames it when all have written.
+
+        A failure of any process is raised by all.
+        """
+        from regard.training.sharding import save_shards
+
+        parts, group, directory, problem = self._parts(), self._group, None, None
+
+        def write(parts: Parts, temporary: Path) -> None:
+            nonlocal directory
+            directory = group.broadcast(str(temporary))
+            save_shards(joined(parts), temporary)
+
+        if group.first:
+            try:
+                self.files.save(progress, parts, write)
+            except UserError as error:
+                problem = str(error)
+            if directory is None:  # it was saved before, or could not be made
+                group.broadcast(None)
+        elif directory := group.broadcast(None):
+            with suppress(OSError):  # the first process gets the same error, and reports it
+                save_shards(joined(parts), Path(directory))
+        if problem := group.broadcast(problem):
+            raise UserError(problem)
+
+    def _parts(self) -> Parts:
+        """The tensors of a checkpoint, in named groups."""
         stepper = self._stepper
         parts = {"model": weights_of(self._model), "optimizer": optimizer_tensors(stepper.optimizer, self._model)}
         if stepper.ema is not None:
             parts["ema"] = stepper.ema.weights
         if stepper.objective.segment_memory is not None:
             parts["carried"] = {f"{layer:04d}": x for layer, x in enumerate(stepper.objective.segment_memory)}
-        self.files.save(progress, parts)
-        self._after_save(progress)
+        return parts
 
     def _after_save(self, progress: Progress) -> None:
         """Publish the best weights and remove old checkpoints; done twice, it changes nothing."""
         best = progress.best
         if best is not None and best.step == progress.step and not best.averaged:
             self.publish(self._stepper.weights)
-        self.files.remove_old(progress.kept)
+        if self._group.first:
+            self.files.remove_old(progress.kept)
+
+    def keep(self, step: int) -> None:
+        """Keep the weights of this step for averaging."""
+        weights = whole_weights(self._stepper.weights)
+        if self._group.first:
+            self.files.keep(step, weights)
 
     def publish(self, weights: Tensors) -> None:
         """Make weights the run's model, gates and adapters merged into it; adapters are also written beside it."""
+        weights = whole_weights(weights)
+        if not self._group.first:
+            return
         plain, adapters = merge_adapters(self._model, fold_gates(self._model, weights))
         with rewriting(self.files.run, ADAPTERS, WEIGHTS):
             if adapters:
@@ -258,7 +325,14 @@ class CheckpointManager:
         return progress
 
     def _load(self, step: int) -> None:
-        stepper = self._stepper
+        stepper, shards = self._stepper, self.files.shards(step)
+        if shards is not None:
+            from regard.training.sharding import load_shards, saved_names
+
+            names = {name.removeprefix("optimizer/") for name in saved_names(shards)}
+            prepare_moments(stepper.optimizer, self._model, names)
+            load_shards(joined(self._parts()), shards)
+            return
         restore_optimizer(stepper.optimizer, self._model, self.files.tensors(step, "optimizer"))
         _fill(weights_of(self._model), self.files.tensors(step, "model"))
         if stepper.ema is not None:
@@ -266,6 +340,11 @@ class CheckpointManager:
         if carried := self.files.tensors(step, "carried", optional=True):
             device = self._model.device
             stepper.objective.segment_memory = tuple(carried[name].to(device) for name in sorted(carried))
+
+
+def joined(parts: Parts) -> Tensors:
+    """Named groups of tensors as one."""
+    return {f"{part}/{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
 
 
 def _fill(tensors: Tensors, saved: Tensors) -> None:

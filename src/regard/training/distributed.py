@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class ProcessGroup:
 def has_launcher() -> bool:
     """Whether something like torchrun has already started one process per rank."""
     return _number("WORLD_SIZE", 1) > 1
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has started this process in the place of one that failed: then the run goes on."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -305,3 +310,23 @@ def broadcast_weights(parameters: Iterable[nn.Parameter]) -> None:
     dist.broadcast(weights, 0)
     for parameter, weight in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
         parameter.copy_(weight.view_as(parameter))
+
+
+# Sharded tensors are recognised by their methods: importing their class takes as long as a short training.
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: all of it, unless it is sharded."""
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor with the shards of all processes, each of which has to ask for it."""
+    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full
+
+
+def whole_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the shards of all processes, each of which has to call it; gathered on the CPU, one by one."""
+    return {name: whole(x).cpu() if hasattr(x, "full_tensor") else x for name, x in weights.items()}

@@ -36,6 +36,7 @@ from regard.training.distributed import (
     has_launcher,
     join_group,
     process_device,
+    was_restarted,
 )
 from regard.training.loader import DataLoader, make_loader
 from regard.training.model_card import write_model_card
@@ -153,6 +154,7 @@ def _fit_launched(
     recipe: Recipe, path: Path, resume: bool, reporter: Reporter, memory: Mapping[str, InMemory]
 ) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
+    resume = resume or was_restarted()
     device = _device(recipe, path, resume)
     with join_group(device) as group, ExitStack() as stack:
         reporter = reporter if group.first else Reporter()

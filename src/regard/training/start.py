@@ -32,7 +32,8 @@ DATA = "data"  # in the training directory
 UNCUT = "uncut"  # there too: config and weights from before closed heads were cut
 FRESH = "fresh.json"  # in the training directory: names of weights that the base run does not have
 GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
-BUDGET = ("train.minutes", "train.steps", "train.epochs")
+BUDGET = ("minutes", "steps", "epochs")
+CHANGEABLE = ("train.workers", *(f"train.{name}" for name in BUDGET))  # when a run is resumed
 # What a run is made of. `training` is not among them: prepared data alone is no run.
 FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, MANIFEST, *TOKENIZERS)
 LOCK = "lock"  # in the training directory
@@ -115,14 +116,16 @@ def resume_run(requested: Recipe, path: Path, device: torch.device, reporter: Re
             f"train it further with --from {path} --out NEW"
         )
     saved = saved_recipe(path)
-    if launched > 1 and launched != (count := saved.train.workers):
-        how = f"start {count}" if count > 1 else "start it without a launcher"
-        raise UserError(
-            f"{path}: {launched} processes were started, but the run began with {plural(count, 'process')}; "
-            f"another number would change its result: {how}, or begin a new run with another --out"
-        )
     require_saved(path, (CONFIG, RECIPE, *TOKENIZERS))
     recipe = resumed_recipe(requested, saved, path)
+    before, now = saved.train.workers, launched if launched > 1 else recipe.train.workers
+    if now != before:
+        if now > 1 and read_config(path).model.has_memory:
+            raise UserError("train.workers: a model with segment memory is trained by one process")
+        reporter.say(
+            f"processes: {now}, {before} before; the examples of a step stay the same, random numbers (dropout) do not"
+        )
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"workers": now})})
     if finished_progress(recipe, path) is None:
         restore_unpruned(path, path / TRAINING / UNCUT)
         if requested.train.precision != recipe.train.precision == "fp32":
@@ -202,7 +205,7 @@ def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
     open_choices = [("train.workers", 0), ("train.precision", "bf16")]
     changed = []
     for key, value in now.items():
-        left_open = value in ("auto", None) or (key, value) in open_choices or key in BUDGET
+        left_open = value in ("auto", None) or (key, value) in open_choices or key in CHANGEABLE
         if value != then.get(key) and not left_open:
             preset_value = key.startswith("model.") and key not in then
             changed.append(
@@ -210,14 +213,16 @@ def resumed_recipe(requested: Recipe, saved: Recipe, run: Path) -> Recipe:
             )
     if changed:
         raise UserError(
-            f"{run}: cannot resume with a changed recipe (only minutes, steps and epochs may change)\n  "
+            f"{run}: cannot resume with a changed recipe (only minutes, steps, epochs and workers may change)\n  "
             + "\n  ".join(changed)
             + "\n  leave these out, or start a new run with another --out"
         )
-    budget = requested.train.model_dump(include={"minutes", "steps", "epochs"})
-    if any(value is not None for value in budget.values()):
-        return saved.model_copy(update={"train": saved.train.model_copy(update=budget)})
-    return saved
+    changes = requested.train.model_dump(include=set(BUDGET))
+    if all(value is None for value in changes.values()):
+        changes = {}
+    if requested.train.workers:
+        changes["workers"] = requested.train.workers
+    return saved.model_copy(update={"train": saved.train.model_copy(update=changes)}) if changes else saved
 
 
 def _flat(tables: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -7,11 +7,11 @@ own gradient, so each can split on its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,19 @@ from regard.nn.adapters import LR_FACTOR, head_gates
 from regard.nn.primitives import MaskPool, bf16_matmuls, use_matmuls, use_pool
 from regard.recipe import Train
 from regard.run import weights_of
-from regard.training.distributed import GradientAllReduce, ProcessGroup, broadcast_weights
+from regard.nn.transformer import Transformer
+from regard.training.distributed import GradientAllReduce, ProcessGroup, broadcast_weights, local, whole
+
+if TYPE_CHECKING:
+    from regard.training.sharding import Blueprint
 
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+TOO_LARGE = (
+    "not enough memory for a batch; with train.strategy=fsdp it cannot be split on the way\n"
+    "  take smaller batches (train.batch_tokens, and train.accumulate to make up for it), let layers be computed again "
+    "(train.recompute=true), or use more processes"
+)
 
 
 class BatchPart(NamedTuple):
@@ -68,28 +77,52 @@ class Stepper:
         self.model = model
         self.train = train
         self.group = group
-        self.optimizer = make_optimizer(model, train)
         self.objective = objective or Objective(model, train.label_smoothing, train.scheduled_sampling, train.l0)
         self.memory_failures = MemoryFailures()  # of the last step
         self._too_large = math.inf  # the size of a batch for which memory ran out; those are split beforehand
-        self._parameters = list(model.parameters())
         on_cpu = group.device.type == "cpu"
+        for module in model.modules():
+            if isinstance(module, Transformer):
+                module.recompute = train.recompute
         # On a CPU bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
         self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_cpu else {}
         self._all_reduce: GradientAllReduce | None = None
+        self._blueprint: Blueprint | None = None  # of a model that is sharded
         if group.size > 1:
+            broadcast_weights(model.parameters())
+        if group.size > 1 and train.strategy == "fsdp":
+            from regard.training.sharding import Blueprint, shard  # which takes a second, and few need it
+
+            self._blueprint = Blueprint(model)
+            shard(self.objective, group, bf16=train.precision == "bf16" and not on_cpu, offload=train.offload)
+        elif group.size > 1:
             # Not DistributedDataParallel: it sends gradients while they are computed, so a process whose memory runs
             # out could not begin again.
-            broadcast_weights(self._parameters)
-            self._all_reduce = GradientAllReduce(self._parameters, bf16=bool(self._matmuls))
+            self._all_reduce = GradientAllReduce(model.parameters(), bf16=bool(self._matmuls))
+        self._parameters = list(model.parameters())
+        self.optimizer = make_optimizer(model, train)
         self._pool = MaskPool(train.seed * _RANKS + group.rank) if on_cpu else None
         use_pool(model, self._pool)
         self.ema = Ema(model, train.ema) if train.ema else None
 
     @property
+    def sharded(self) -> bool:
+        """Whether every process holds only a part of the weights."""
+        return self._blueprint is not None
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """The weights that are validated and kept: the moving average if there is one."""
         return weights_of(self.model) if self.ema is None else self.ema.weights
+
+    @contextmanager
+    def evaluated(self, weights: dict[str, Tensor] | None = None) -> Iterator[Model]:
+        """Inside, the model with these weights, or its own, in eval mode; if it is sharded, a whole copy of it."""
+        if self._blueprint is not None:
+            yield self._blueprint.build(weights or weights_of(self.model)).eval()
+            return
+        with swapped_weights(self.model.eval(), weights):
+            yield self.model
 
     def rate(self, step: int, done: float) -> float:
         """The learning rate of a step, with `done` of the budget (0 to 1) used up before it."""
@@ -118,7 +151,7 @@ class Stepper:
         if self._all_reduce is not None:
             self._all_reduce()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.group.device)
+        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True)).to(self.group.device)
         numbers: list[float] = torch.stack((*sums, norm)).double().tolist()  # the one host sync per step
         return numbers
 
@@ -138,6 +171,8 @@ class Stepper:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
+                    if self.sharded:  # the others wait for this process in the middle of a layer
+                        raise UserError(TOO_LARGE) from None
                     return piece
                 after.append(self.objective.segment_memory)
                 nll += piece.weight * loss.nll
@@ -186,7 +221,8 @@ class Stepper:
             return False
         excess = max(1.0, norm / self.train.clip) if self.train.clip else 1.0
         # Fused optimizers divide the gradients by this while they read them, which saves a pass over all of them.
-        self.optimizer.grad_scale = torch.tensor(excess, device=self.group.device)  # type: ignore[attr-defined]
+        device = local(self._parameters[0]).device  # not that of the group if weights are offloaded
+        self.optimizer.grad_scale = torch.tensor(excess, device=device)  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
         try:
@@ -266,6 +302,15 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
         }
 
 
+def prepare_moments(optimizer: torch.optim.Optimizer, model: nn.Module, names: Collection[str]) -> None:
+    """Make the state of an optimizer that has taken no step, for the tensors of `optimizer_tensors` with these names."""
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        if f"{name}:step" in names:
+            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS if moment != "step"}
+            optimizer.state[parameter] = {**moments, "step": torch.zeros((), device=local(parameter).device)}
+
+
 class Ema:
     """An exponential moving average of a model's weights. Early on it decays faster, or the start would stay in it.
 
@@ -280,7 +325,8 @@ class Ema:
         decay = min(self.decay, (1 + step) / (10 + step))
         every = max(1, round(0.03 / (1 - decay)))
         if step % every == 0:
-            torch._foreach_lerp_(list(self.weights.values()), list(weights_of(model).values()), 1 - decay**every)
+            mine = [local(x) for x in self.weights.values()]
+            torch._foreach_lerp_(mine, [local(x) for x in weights_of(model).values()], 1 - decay**every)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from regard.training.distributed import ProcessGroup
 from regard.training.loader import DataLoader
 from regard.training.plan import Budget, validation_due
 from regard.training.report import LOG, Event, Log, Reporter
-from regard.training.step import Stepper, swapped_weights
+from regard.training.step import Stepper
 
 CHECKPOINT_SECONDS = 120.0
 MOST_SKIPS = 3  # in a row
@@ -287,8 +287,7 @@ class Trainer:
         self._event("valid", step=progress.step, epoch=epochs, **scores, best=improved, seconds=seconds)
         if self.train.average:
             progress.kept = [*progress.kept, progress.step][-self.train.average :]
-            if self.group.first:
-                self.checkpoints.files.keep(progress.step, self.stepper.weights)
+            self.checkpoints.keep(progress.step)
         self._save()
 
     def _scores(self, weights: Tensors | None) -> Scores:
@@ -296,11 +295,11 @@ class Trainer:
 
         A signal that arrives meanwhile stops the run as it was before; the resumed run validates again.
         """
-        self.model.eval()
-        at_once = self.signals.at_once() if self.group.first else nullcontext()
+        alone = self.group.first and not self.stepper.sharded  # a sharded run is saved by all processes together
+        at_once = self.signals.at_once() if alone else nullcontext()
         try:
-            with swapped_weights(self.model, weights), at_once:
-                scores = self.validate(self.model)
+            with self.stepper.evaluated(weights) as model, at_once:
+                scores = self.validate(model)
         except Stopped as stopped:
             self._stop(stopped.number)
         first: tuple[Scores, float] = self.group.broadcast((scores, self._clock()))
@@ -313,7 +312,7 @@ class Trainer:
         if self._log is not None:
             self._log.sync()
             self.progress.log_bytes = self._log.position
-            self.checkpoints.save(self.progress)
+        self.checkpoints.save(self.progress)
 
     def _stop(self, number: int) -> NoReturn:
         """Save, and end as a signal asks."""
@@ -326,8 +325,7 @@ class Trainer:
     def _restore(self) -> None:
         self.progress = self.checkpoints.restore()
         self.progress.finished = None
-        if self.group.first:
-            self.checkpoints.recover(self.progress)
+        self.checkpoints.recover(self.progress)
         self._saved_at = self._logged_at = self.progress.seconds
         steps = [int(row[0]) for row in self.group.gather([float(self.progress.step)])]
         if len(set(steps)) > 1:
@@ -358,8 +356,7 @@ class Trainer:
         same = progress.best is not None and scores == progress.best.scores
         used = same or better(self.train.metric, scores, progress.best)
         if used:
-            if self.group.first:
-                self.checkpoints.publish(weights)
+            self.checkpoints.publish(weights)
             value = scores[self.train.metric]
             progress.best = Best(step=progress.step, value=value, scores=scores, averaged=count)
         self._event("average", checkpoints=count, **scores, best=used, seconds=self._rounded())

@@ -1,0 +1,143 @@
+"""Any number of processes takes the steps of one: the same weights, the same examples, whatever the strategy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backwards import TINY, MakeRecipe
+from safetensors.torch import load_file
+from torch import Tensor
+
+from regard.batch import Batch, collate
+from regard.config import Config
+from regard.model import Model
+from regard.presets import preset
+from regard.recipe import Train
+from regard.run import WEIGHTS, weights_of
+from regard.training.distributed import ProcessGroup, form_group, whole_weights
+from regard.training.fit import fit
+from regard.training.report import LOG, Reporter, read_log
+from regard.training.step import Stepper
+from regard.training.trainer import Stopped
+
+STACK = {"layers": 2, "width": 16, "heads": 2, "ff": 32, "dropout": 0.0, "kv_heads": "none"}
+FAMILIES = {
+    "pairs": ("transformer-tiny", {}),
+    "tied": ("transformer-tiny", {"share_embeddings": True, "tie_output": True}),
+    "lm": ("gpt-tiny", {}),
+    "rnn": ("rnn-luong", {}),
+}
+ROWS = [([5, 6, 3], [7, 3]), ([4, 3], [4, 5, 6, 3]), ([9, 9, 9, 3], [3]), ([8, 3], [10, 3]), ([7, 7, 3], [5, 4, 3])]
+STEPS = 3
+
+
+def config(family: str) -> Config:
+    name, changes = FAMILIES[family]
+    return preset(name, 12, changes={"encoder": STACK, "decoder": STACK, **changes})
+
+
+def share(rows: list[Any], config: Config, rank: int, size: int) -> list[tuple[Batch, float]]:
+    """The rows of a rank, as the data loader deals them out; the last rank of three gets none of the second batch."""
+    shares = []
+    for batch in (rows[:3], rows[3:]):
+        mine = batch[rank::size]
+        total = sum(len(target) for _, target in rows)
+        shares.append((collate(*zip(*(mine or batch[:1]), strict=True), config, total), float(bool(mine))))
+    return shares
+
+
+def train(rank: int, size: int, family: str, settings: dict[str, Any], group: ProcessGroup) -> dict[str, Tensor]:
+    """The change of the weights by some steps, and of their moving average, and the sums of the last step."""
+    torch.manual_seed(1 + rank)  # those of the first count
+    # With a large eps, what should be 0 is not blown up to a step of full length by Adam.
+    stepper = Stepper(Model(config(family)), Train(lr=1e-2, ema=0.5, eps=1e-3, **settings), group)
+    start = {name: x.clone() for name, x in whole_weights(weights_of(stepper.model)).items()}
+    for step in range(1, STEPS + 1):
+        nll, smoothed, norm = stepper.backward(step, share(ROWS, config(family), rank, size))
+        assert stepper.update(step, 1e-2, norm)
+    sums = [sum(values) for values in zip(*group.gather([nll, smoothed]), strict=True)]
+    with stepper.evaluated(stepper.weights) as model:
+        moved = torch.cat([(x - start[name]).flatten() for name, x in weights_of(model).items()])
+    end = whole_weights(weights_of(stepper.model))
+    change = torch.cat([(x - start[name]).flatten() for name, x in end.items()])
+    return {"weights": change, "average": moved, "sums": torch.tensor([*sums, norm])}
+
+
+def take_part(rank: int, size: int, cases: list[tuple[str, dict[str, Any]]], directory: str) -> None:
+    torch.set_num_threads(1)
+    with form_group(rank, size, torch.device("cpu"), f"{directory}/store") as group:
+        for number, (family, settings) in enumerate(cases):
+            try:
+                weights = train(rank, size, family, settings, group)
+            except Exception:
+                weights = {"error": torch.tensor(list(traceback.format_exc().encode()), dtype=torch.uint8)}
+            torch.save(weights, f"{directory}/{number}.{rank}")
+
+
+CASES = [
+    (family, {"strategy": strategy, "precision": precision})
+    for family, strategy, precision in product(FAMILIES, ("ddp", "fsdp"), ("fp32", "bf16"))
+]
+CASES += [(family, {"strategy": "fsdp", "recompute": True}) for family in ("pairs", "lm")]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_take_the_steps_of_one_process(tmp_path: Path, size: int) -> None:
+    """Within the rounding of sums in another order; all ranks agree to the bit."""
+    context = get_context("spawn")
+    processes = [context.Process(target=take_part, args=(rank, size, CASES, str(tmp_path))) for rank in range(size)]
+    for process in processes:
+        process.start()
+    expected = [train(0, 1, family, {**settings, "recompute": False}, ProcessGroup()) for family, settings in CASES]
+    for process in processes:
+        process.join()
+    for number, (case, alone) in enumerate(zip(CASES, expected, strict=True)):
+        ranks = [torch.load(tmp_path / f"{number}.{rank}", weights_only=True) for rank in range(size)]
+        for rank in ranks:
+            assert "error" not in rank, bytes(rank["error"].tolist()).decode()
+        tolerance = 3e-2 if case[1].get("precision") == "bf16" else 2e-5
+        for name, x in alone.items():
+            assert all(torch.equal(ranks[0][name], rank[name]) for rank in ranks), (case, name)
+            assert (ranks[0][name] - x).norm() / x.norm() < tolerance, (case, name)
+
+
+class Examples(Reporter):
+    """Stops after a step."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def tick(self, step: int, done: float, seconds: float) -> None:
+        if step == self._last:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_another_number_of_processes_goes_on_at_the_same_example(
+    recipe: MakeRecipe, tmp_path: Path, strategy: str
+) -> None:
+    """Three processes, then two, one, and two again end where one process alone does, without dropout."""
+    still = {"encoder": TINY | {"dropout": 0.0}, "decoder": TINY | {"dropout": 0.0}}
+    settings = {"steps": 20, "ema": 0.5, "average": 2, "strategy": strategy, "eps": 1e-3}
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    fit(recipe(still, workers=1, **settings), alone, reporter=Reporter())
+    for workers, last in ((3, 5), (2, 9), (1, 13)):
+        with pytest.raises(Stopped):
+            fit(recipe(still, workers=workers, **settings), run, resume=True, reporter=Examples(last))
+    report = fit(recipe(still, workers=2, **settings), run, resume=True, reporter=Reporter())
+    assert report.progress.step == 20
+    logs = [[event for event in read_log(path / LOG) if event["event"] == "train"] for path in (alone, run)]
+    for one, other in zip(*logs, strict=True):
+        for key in ("step", "epoch", "examples", "tokens"):
+            assert one[key] == other[key]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    for name, x in load_file(alone / WEIGHTS).items():
+        torch.testing.assert_close(load_file(run / WEIGHTS)[name], x, rtol=1e-3, atol=1e-4)
