@@ -14,7 +14,7 @@ import pytest
 from backwards import MakeRecipe
 from test_resume import result
 
-from regard.recipe import Recipe
+from regard.recipe import Recipe, load_recipe
 from regard.training.fit import fit
 from regard.training.report import Reporter
 
@@ -77,4 +77,5 @@ def test_a_signal_to_the_launcher_saves_once(recipe: MakeRecipe, tmp_path: Path,
     _, messages = process.communicate(timeout=60)
     assert messages.count("SIGTERM: saved at step") == 1, messages
     (saved,) = (tmp_path / "run/training").glob("step-*")
-    assert fit(recipe(steps=int(saved.name[5:]) + 5), tmp_path / "run", resume=True, reporter=Reporter())
+    more = load_recipe({"train": {"steps": int(saved.name[5:]) + 5}})
+    assert fit(more, tmp_path / "run", resume=True, reporter=Reporter()).progress.finished == "steps"
