@@ -130,12 +130,11 @@ def _train_and_be_killed(order: Any, run: Path, draw: random.Random) -> None:
         nonlocal number
         number -= 1
         last = number == 0
-        if last:
-            if os.fork() == 0:  # a process, not a thread: nothing delays it
-                os.closerange(3, 1024)  # the lock of the run among them
-                time.sleep(delay)
-                os.kill(os.getppid(), signal.SIGKILL)
-                os._exit(0)
+        if last and os.fork() == 0:  # a process, not a thread: nothing delays it
+            os.closerange(3, 1024)  # the lock of the run among them
+            time.sleep(delay)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
         save(self, progress)
         if last:  # it was quicker than the kill
             time.sleep(1)

@@ -268,7 +268,9 @@ def test_what_is_not_given_or_left_to_choose_is_as_it_was() -> None:
     assert resumed(SAVED) == load_recipe(SAVED)
 
 
-@pytest.mark.parametrize(("began", "asked", "launched", "now"), [(2, 0, 3, 3), (1, 0, 2, 2), (3, 2, 1, 2), (2, 0, 1, 2)])
+@pytest.mark.parametrize(
+    ("began", "asked", "launched", "now"), [(2, 0, 3, 3), (1, 0, 2, 2), (3, 2, 1, 2), (2, 0, 1, 2)]
+)
 def test_another_number_of_processes_may_go_on(
     began: int, asked: int, launched: int, now: int, bases: Path, tmp_path: Path
 ) -> None:

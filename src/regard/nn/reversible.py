@@ -147,7 +147,7 @@ class _Run(torch.autograd.Function):
         return None, None, torch.cat((grad_a, grad_b), dim=-1), *weight_grads
 
 
-def run_checkpointed(block: Block, *inputs: Any) -> tuple[Tensor, KV]:
+def run_checkpointed(block: nn.Module, *inputs: Any) -> tuple[Tensor, KV]:
     """A layer of which only the inputs are stored for the backward pass, with the same dropout in both passes."""
     pool = pool_of(block)
     if pool is None:

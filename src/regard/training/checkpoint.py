@@ -1,9 +1,9 @@
 """Checkpoints: what resuming needs, one directory per saved step, complete or absent, and no pickle anywhere.
 
-With train.strategy=fsdp a checkpoint has a file per process instead of one per group of tensors; any other number of
-processes can read them. The order of writing makes a kill at any moment harmless. A checkpoint names the best step so far; it is written first,
+The order of writing makes a kill at any moment harmless. A checkpoint names the best step so far; it is written first,
 then model.safetensors, then older checkpoints are removed. So either the best weights are in model.safetensors, or the
-checkpoint itself is the best and its weights are published when the run goes on.
+checkpoint itself is the best and its weights are published when the run goes on. With train.strategy=fsdp a checkpoint
+has a file per process instead of one per group of tensors; any other number of processes can read them.
 """
 
 from __future__ import annotations

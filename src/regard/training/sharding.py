@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -95,7 +96,7 @@ def save_shards(tensors: Tensors, path: Path) -> None:
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     try:
         with _alone_without_warning():
-            dcp.save(dict(tensors), storage_writer=writer)
+            save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         raise OSError(_cause(error)) from None
 
@@ -104,7 +105,7 @@ def load_shards(tensors: Tensors, path: Path) -> None:
     """Fill tensors, sharded or not, from what any number of processes has saved; all have to call it."""
     try:
         with _alone_without_warning():
-            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
     except CheckpointException as error:
         raise RuntimeError(_cause(error)) from None
 

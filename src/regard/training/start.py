@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from regard.config import Config
 from regard.data.prepare import Prepared, is_prepared
 from regard.device import usable_precision
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, closest
 from regard.files import hold_lock, read_json, remove, replace_file, to_toml, write_json
 from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.manifest import MANIFEST, rewriting, update_manifest

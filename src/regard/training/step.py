@@ -22,9 +22,9 @@ from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.model import Model
 from regard.nn.adapters import LR_FACTOR, head_gates
 from regard.nn.primitives import MaskPool, bf16_matmuls, use_matmuls, use_pool
+from regard.nn.transformer import Transformer
 from regard.recipe import Train
 from regard.run import weights_of
-from regard.nn.transformer import Transformer
 from regard.training.distributed import GradientAllReduce, ProcessGroup, broadcast_weights, local, whole
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer, model: nn.Module, names: Collection[str]) -> None:
-    """Make the state of an optimizer that has taken no step, for the tensors of `optimizer_tensors` with these names."""
+    """Give the optimizer zero moments for those parameters of which `optimizer_tensors` has these names."""
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         if f"{name}:step" in names:
