@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from regard.run import weights_of
 from regard.training.distributed import ProcessGroup, whole
 
 Tensors = dict[str, Tensor]
+NO_POLICY = MixedPrecisionPolicy()
 
 
 def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: bool) -> None:
@@ -48,20 +50,19 @@ def shard(objective: Objective, group: ProcessGroup, *, bf16: bool, offload: boo
     """
     # What a layer returns is never changed in place, which is what the warning is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    mesh = init_device_mesh(group.device.type, (group.size,))
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else NO_POLICY
     settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": mixed if bf16 else MixedPrecisionPolicy(),
+        "mesh": init_device_mesh(group.device.type, (group.size,)),
         "offload_policy": CPUOffloadPolicy() if offload and group.device.type != "cpu" else OffloadPolicy(),
     }
     for block in objective.modules():
         # The backward pass of reversible layers takes them apart, so these are gathered with the rest.
         if isinstance(block, Block) and not isinstance(block, ReversibleBlock):
-            fully_shard(block, **settings)
+            # Its inputs come from embeddings and layers in bfloat16; masks and positions are to stay as they are.
+            fully_shard(block, **settings, mp_policy=replace(policy, cast_forward_inputs=False))
             register_fsdp_forward_method(block, "project_source")
             register_fsdp_forward_method(block, "project_memory")
-    fully_shard(objective, **settings)
+    fully_shard(objective, **settings, mp_policy=policy)
     for module in objective.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes already
