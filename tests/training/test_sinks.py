@@ -38,19 +38,21 @@ class Display(Reporter):
 
 
 def logged(run: Path) -> Numbers:
-    """All numbers in the log, as (name, step, value)."""
-    events = [event for event in read_log(run / LOG) if event["event"] != "start"]
-    return {
-        (f"{event['event']}/{key}", event.get("step", 0), value)
-        for event in events
-        for key, value in event.items()
-        if type(value) in (int, float) and key != "step"
-    }
+    """All numbers in the log, as (name, step, value); an event without a step comes at that of the one before."""
+    numbers, step = set(), 0
+    for event in read_log(run / LOG)[1:]:
+        step = event.get("step", step)
+        numbers |= {
+            (f"{event['event']}/{key}", step, value)
+            for key, value in event.items()
+            if type(value) in (int, float) and key != "step"
+        }
+    return numbers
 
 
 def train(recipe: MakeRecipe, run: Path, name: str, last: int | None = None) -> None:
     """Train with a sink; with `last`, stopped after that step and resumed."""
-    order = recipe(steps=8, log_every=2)
+    order = recipe(steps=8, log_every=2, average=2)
     if last is not None:
         with pytest.raises(Stopped):
             fit(order, run, reporter=Reporters(Display(last), [SINKS[name](run)]))
@@ -76,7 +78,7 @@ def test_tensorboard_has_every_number_of_the_log(recipe: MakeRecipe, tmp_path: P
         return float(struct.unpack("f", struct.pack("f", value))[0])
 
     assert written == {(name, step, rounded(value)) for name, step, value in logged(run)}
-    assert {"train/loss", "valid/loss", "end/seconds"} <= {name for name, _, _ in written}
+    assert {"train/loss", "valid/loss", "average/loss", "end/seconds"} <= {name for name, _, _ in written}
 
 
 class Fake(ModuleType):

@@ -41,7 +41,7 @@ class Sink(Reporter):
             self._write(event)
             return
         self.start(importlib.import_module(self.module))
-        self._open = True
+        self._open, self._step = True, 0
         for each in read_log(self.run / LOG):  # this event is in it
             self._write(each)
 
@@ -53,8 +53,10 @@ class Sink(Reporter):
     def _write(self, event: Event) -> None:
         if event["event"] == "start":
             self.facts({key: value for key, value in event.items() if key != "event"})
-        elif numbers := numbers_of(event):
-            self.numbers(numbers, int(event.get("step", 0)))
+            return
+        self._step = event.get("step", self._step)  # the mean of checkpoints belongs to no step: to the last one
+        if numbers := numbers_of(event):
+            self.numbers(numbers, self._step)
 
     def start(self, library: Any) -> None:
         """Begin, with the imported library."""
