@@ -10,11 +10,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+from regard.activations import MemoryTracker, count_activations
 from regard.config import Config
 from regard.cost import (
-    MemoryTracker,
     cache_bytes,
-    count_activations,
     count_flops,
     count_parameters,
     describe,

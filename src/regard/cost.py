@@ -1,35 +1,20 @@
-"""What a model costs, counted without building it: parameters by part, FLOPs, memory and time.
-
-The memory of a training step is found by running it on the meta device. Nothing is computed there, but every tensor has
-its size, and is freed when nothing refers to it any more.
-"""
+"""What a model costs, counted without building it: parameters by part, FLOPs, memory and time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from regard.activations import BYTES, count_activations, prediction_size
 from regard.config import Config
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.tasks import infer_task
 
-BYTES = 4  # of a number in fp32
 ADAM_BYTES = 16  # a weight, its gradient and two moments
-
-Storages = set[StorageWeakRef]
 
 
 @dataclass(frozen=True)
@@ -215,11 +200,6 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
     return int(flops_of["encoder"]), int(flops_of["decoder"])
 
 
-def prediction_size(model: Model) -> int:
-    """Weights of the LM head or classifier, tied or not."""
-    return 0 if model.output is None else model.output.weight.numel()
-
-
 def _source_share(config: Config, name: str) -> float:
     """How much of a matrix is used per source token: all of the encoder, and the decoder's keys and values."""
     if "decoder" not in config.stacks:
@@ -229,7 +209,7 @@ def _source_share(config: Config, name: str) -> float:
     return 0.5 if config.top.score == "concat" and name.endswith(".cross.score.weight") else 0.0
 
 
-# Memory: of decoding, and of a training step beside weights and optimizer
+# Memory of decoding
 
 
 def cache_bytes(model: Model) -> tuple[int, int]:
@@ -245,106 +225,6 @@ def cache_bytes(model: Model) -> tuple[int, int]:
         elif name.startswith("decoder"):
             per_target += size
     return per_source, per_target
-
-
-def count_activations(config: Config, length: int, batch_tokens: int) -> int:
-    """Bytes of the activations of a training batch whose rows have `length` tokens."""
-    model = on_meta(config).train()
-    rows = max(1, batch_tokens // length)
-    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
-    if infer_task(config) == "image":
-        patches = config.image_patches
-        ids = torch.zeros(rows, patches.channels, patches.height, patches.width, device="meta")
-    for module in model.modules():
-        if isinstance(module, Attention):  # one by one: a backward pass that runs a layer again is outside all modes
-            module.forward = partial(_run_fused, module.forward)  # type: ignore[method-assign]
-    reversible = any(stack.residual == "reversible" for stack in config.stacks.values())
-    held, states = (_peak if reversible else _saved_for_backward)(model, ids)
-    return held + BYTES * (states + prediction_size(model))  # the last are the gradients that the loss makes
-
-
-def _saved_for_backward(model: Model, ids: Tensor) -> tuple[int, int]:
-    """Bytes that a forward pass keeps for the backward pass, and how many numbers come out."""
-    parameters = _storages(model.parameters())
-    saved: dict[StorageWeakRef, Tensor] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage not in parameters:
-            saved.setdefault(storage, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        x_BTD = model.hidden(ids, None, ids)
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), x_BTD.numel()
-
-
-def _peak(model: Model, ids: Tensor) -> tuple[int, int]:
-    """The most bytes held at once in a forward and a backward pass; no output is left to be counted."""
-    with MemoryTracker() as tracker:
-        x_BTD = model.hidden(ids, None, ids)
-        x_BTD.backward(torch.empty_like(x_BTD))
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return tracker.peak(without=_storages(model.parameters()) | _storages(gradients)), 0
-
-
-def _storages(tensors: Any) -> Storages:
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
-
-
-class MemoryTracker(TorchDispatchMode):
-    """Follows the memory of all new tensors, from the operation that makes one to the first after it was freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0  # operations so far
-        self._held: dict[StorageWeakRef, tuple[int, int]] = {}  # since when, and how many bytes
-        self._freed: list[tuple[StorageWeakRef, int, int, int]] = []  # from when, until when, and how many bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        self._now += 1
-        for storage in [storage for storage in self._held if storage.expired()]:
-            start, size = self._held.pop(storage)
-            self._freed.append((storage, start, self._now, size))
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                memory = tensor.untyped_storage()
-                self._held.setdefault(StorageWeakRef(memory), (self._now, memory.nbytes()))
-        return results
-
-    def peak(self, without: Storages) -> int:
-        """The most bytes held at any time, some tensors left out."""
-        still = [(storage, start, self._now + 1, size) for storage, (start, size) in self._held.items()]
-        changes = [0] * (self._now + 2)
-        for storage, start, end, size in self._freed + still:
-            if storage not in without:
-                changes[start] += size
-                changes[end] -= size
-        return max(accumulate(changes))
-
-
-def _run_fused(forward: Callable[..., Tensor], *args: Any) -> Tensor:
-    with _FusedAttention():
-        return forward(*args)
-
-
-class _FusedAttention(TorchFunctionMode):
-    """The fused attention of a CPU: by itself, the meta device stores the attention weights."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        mask = options.get("attn_mask")
-        if func is not F.scaled_dot_product_attention or (mask is not None and mask.requires_grad):
-            return func(*args, **options)
-        q_BHTE, k_BGSE, v_BGSE = args
-        groups = q_BHTE.shape[1] // k_BGSE.shape[1]
-        k_BHSE, v_BHSE = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGSE, v_BGSE))
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        rest = {name: options.get(name) for name in ("attn_mask", "scale")}
-        return fused(q_BHTE, k_BHSE, v_BHSE, 0.0, options.get("is_causal", False), **rest)[0]
 
 
 # Time, and numbers a person can read

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from regard.cli.input import Json, Set
+from regard.cli.input import Json, Set, field_options, option_name, with_options
 from regard.cli.tables import at_terminal, message, out_json, print_table
-from regard.config import Config
+from regard.config import Config, parse
 from regard.cost import Info, Workload, count_parameters, describe, duration, measure_rate, si
 from regard.errors import UserError, closest
 from regard.model import on_meta
 from regard.presets import ABOUT, PRESETS, changed_recipe, model_without_data, preset
 from regard.recipe import Train, load_recipe, recipe_names, recipe_summary
 from regard.run import accept_run, read_config, verify_run
+from regard.scaling import Hardware, Scaling, plan_scaling
 from regard.tasks import infer_task
 
 EXAMPLE = "regard info transformer-base --vocab 37000"
+RANKS = "Training in several processes"
 
 
+@with_options("options", *field_options(Train, "strategy", "precision", "recompute", table="train", panel=RANKS))
 def command(
+    options: dict[str, Any],
     what: Annotated[
         str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Left out: list presets and recipes.")
     ] = None,
@@ -33,6 +38,20 @@ def command(
     ] = None,
     beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
     sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Show memory and communication of each of so many processes.", rich_help_panel=RANKS),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(min=1e-6, metavar="TFLOP/s", help="Of a process, for the time of a step.", rich_help_panel=RANKS),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, metavar="GB/s", help="Of a process, through the slowest link to another.", rich_help_panel=RANKS
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every file of the run with its manifest, large ones too.")
     ] = False,
@@ -53,18 +72,28 @@ def command(
             raise UserError(f"{option} belongs to a run directory, which {what} is not")
         if wanted:
             message(check(Path(what)))
-    config, train = find_config(what, vocab, settings or [])
+    config, train = find_config(what, vocab, settings or [], options)
+    given = {**options, "flops": flops, "bandwidth": bandwidth}
+    if ranks is None and (name := next((name for name, value in given.items() if value is not None), None)):
+        raise UserError(f"{option_name(name.removeprefix('train.'))}: belongs to --ranks N, the number of processes")
+    if (flops is None) != (bandwidth is None):
+        raise UserError("--flops and --bandwidth belong together: both are needed for the time of a step")
     info = describe(config, Workload(length, batch_tokens or train.batch_tokens, sentences, beam))
     rate = measure_rate(config.top.width)
+    scaling = None
+    if ranks is not None:
+        hardware = Hardware(1e12 * flops, 1e9 * bandwidth) if flops and bandwidth else None
+        scaling = plan_scaling(config, info, train, ranks, hardware, on_cpu=train.device == "cpu")
     tokens = train.steps * train.accumulate * info.workload.batch_tokens if train.steps else None
     if json:
         time = {"flops_per_second": rate, "training_per_million_tokens": info.training_seconds(1e6, rate)}
         if tokens:
             time["recipe"] = info.training_seconds(tokens, rate)
-        out_json({**info.to_json(), "time": time})
+        out_json({**info.to_json(), "time": time, **({} if scaling is None else {"scaling": scaling.to_json()})})
     else:
         _print_parts(what, info)
-        print_table(_costs(config, info, rate, tokens), left=(0, 2), bold=(1,))
+        rows = _costs(config, info, rate, tokens) + ([] if scaling is None else _scaling_costs(scaling, info))
+        print_table(rows, left=(0, 2), bold=(1,))
 
 
 def _list_all(json: bool) -> None:
@@ -85,16 +114,19 @@ def _size(name: str) -> int:
     return sum(count_parameters(on_meta(preset(name))).values())
 
 
-def find_config(what: str, vocab: int | None, settings: list[str]) -> tuple[Config, Train]:
+def find_config(
+    what: str, vocab: int | None, settings: list[str], options: Mapping[str, Any] = {}
+) -> tuple[Config, Train]:
     """The model that a run directory, a preset or a recipe means, with changed settings, and how it is trained."""
     if Path(what).is_dir():
         if settings or vocab:
             raise UserError("--set and --vocab change presets and recipes; a run is what it is")
-        return read_config(Path(what)).model, Train()
+        train = {key.removeprefix("train."): value for key, value in options.items()}
+        return read_config(Path(what)).model, parse(Train, train, "command line")
     if what in PRESETS:
-        tables = changed_recipe(None, {"preset": what}, settings)
+        tables = changed_recipe(None, {"preset": what, **options}, settings)
     elif what in recipe_names() or Path(what).suffix == ".toml":
-        tables = changed_recipe(what, {}, settings)
+        tables = changed_recipe(what, options, settings)
     else:
         names = [*PRESETS, *recipe_names()]
         raise UserError(
@@ -160,3 +192,36 @@ def _costs(config: Config, info: Info, rate: float, tokens: int | None) -> list[
     if tokens:
         costs.append(("", duration(info.training_seconds(tokens, rate)), f"for the recipe's {si(tokens)} {unit}"))
     return costs
+
+
+def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
+    """(name, amount, remark) of memory, communication and time of each process."""
+    train, memory, sizes = scaling.train, scaling.memory, scaling.communication
+    names = {
+        "weights": "weights", "gradients": "gradients", "moments": "Adam", "average": "moving average",
+        "all_reduce": "all-reduce", "gathered": "gathered weights", "unreduced": "their gradients",
+        "activations": f"activations of {info.workload.batch_tokens // scaling.ranks:,} tokens",
+    }  # fmt: skip
+    parts = [f"{name} {si(size, 'B')}" for key, name in names.items() if (size := getattr(memory, key))]
+    how = ", ".join((train.strategy, train.precision, *(["recompute"] if train.recompute else [])))
+    collectives = {
+        name: size for name in ("all_reduce", "all_gather", "reduce_scatter") if (size := getattr(sizes, name))
+    }
+    sent = ", ".join(f"{name.replace('_', '-')} of {si(size, 'B')}" for name, size in collectives.items())
+    rows = [
+        (f"memory of each of {scaling.ranks}", si(memory.step, "B"), f"{how}: {', '.join(parts)}"),
+        *([("", si(memory.host, "B"), "of them in the memory of the CPU")] if memory.host else []),
+        ("", si(scaling.start, "B"), "when it starts"),
+        ("", si(scaling.validation, "B"), "when it validates, and what decoding takes"),
+        ("sent per step", si(scaling.sent, "B"), f"by each, in a ring{': ' * bool(sent)}{sent}"),
+    ]
+    if (hardware := scaling.hardware) is None:
+        return rows
+    speed = f"{si(hardware.flops)}FLOP/s and {si(hardware.bandwidth, 'B')}/s"
+    alone = f"{scaling.compute_seconds:.3g} s computing"
+    apart = f"without overlap {scaling.seconds(overlap=False):.3g} s"
+    return [
+        *rows,
+        ("time per step", f"{scaling.seconds():.3g} s", f"{alone}; {apart}; at {speed}"),
+        ("efficiency", f"{scaling.efficiency():.1%}", f"without overlap {scaling.efficiency(overlap=False):.1%}"),
+    ]

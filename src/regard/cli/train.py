@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from regard.cli.input import Set, field_options, with_options
+from regard.cli.tables import message, print_table
 from regard.errors import UserError
 from regard.presets import changed_recipe
 from regard.recipe import Data, Recipe, Text, Train, load_recipe
 from regard.training.fit import fit
+from regard.training.report import format_duration, format_score
+from regard.training.sinks import reporter_with_sinks
+from regard.training.sweep import SWEEP, Sweep, describe_sweep, make_points, run_sweep
 
 EXAMPLE = "regard train --data pairs.tsv --out runs/first --minutes 5"
-DATA, MODEL, TRAINING = "Data", "Model and text", "Training"
+DATA, MODEL, TRAINING, EXPERIMENTS = "Data", "Model and text", "Training", "Experiments"
 FILES = ("train", "source", "target", "valid", "valid_source", "valid_target", "columns", "strict")
 
 
@@ -36,6 +42,24 @@ def command(
         bool, typer.Option("--resume", help="Continue the run in --out where it stopped.", rich_help_panel=TRAINING)
     ] = False,
     settings: Set = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,VALUE",
+            help="Train one run per value, below --out; with several of them, one per combination. Repeatable.",
+            rich_help_panel=EXPERIMENTS,
+        ),
+    ] = None,
+    sweep_random: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Only N random combinations of --sweep.", rich_help_panel=EXPERIMENTS),
+    ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Log to tensorboard, mlflow or wandb too. Repeatable.", rich_help_panel=EXPERIMENTS
+        ),
+    ] = None,
 ) -> None:
     """Train a model and write a run directory.
 
@@ -44,6 +68,37 @@ def command(
     """
     if out is None:
         raise UserError("--out RUN is missing: the directory that the run is written to")
-    tables = changed_recipe(recipe, options, settings or [])
-    changed = f"{recipe} and the command line" if options or settings else recipe
-    fit(load_recipe(tables, "command line" if recipe is None else str(changed)), out, resume=resume)
+
+    def make_recipe(more: Sequence[str] = ()) -> Recipe:
+        tables = changed_recipe(recipe, options, [*(settings or []), *more])
+        changed = f"{recipe} and the command line" if options or settings or more else recipe
+        return load_recipe(tables, "command line" if recipe is None else str(changed))
+
+    reporter = reporter_with_sinks(log or [], Path(out))
+    if sweep:
+        points = make_points(sweep, make_recipe, sweep_random)
+        result = run_sweep(points, out, resume, lambda run: reporter_with_sinks(log or [], run))
+        _print_sweep(result)
+        if all(row.state == "failed" for row in result.rows):
+            raise UserError(f"{out}: every run of the sweep failed")
+        return
+    if sweep_random is not None:
+        raise UserError("--sweep-random: belongs to --sweep KEY=VALUE,VALUE")
+    if (Path(out) / SWEEP).exists():
+        raise UserError(f"{out}: holds a sweep; repeat its --sweep options, or name one of its runs with --out")
+    fit(make_recipe(), out, resume=resume, reporter=reporter)
+
+
+def _print_sweep(sweep: Sweep) -> None:
+    """One row per run, the swept settings first."""
+    keys = list(sweep.rows[0].settings)
+    rows = []
+    for row in sweep.rows:
+        score = (row.error or row.state).splitlines()[0]
+        if row.metric is not None and row.value is not None:
+            score = format_score(row.metric, row.value)
+        steps = "" if row.steps is None else f"{row.steps:,}"
+        seconds = "" if row.seconds is None else format_duration(row.seconds)
+        rows.append([*row.settings.values(), score, steps, seconds, row.run])
+    print_table(rows, [*keys, "result", "steps", "time", "run"], left=(*range(len(keys) + 1), len(keys) + 3))
+    message(describe_sweep(sweep))

@@ -1,0 +1,186 @@
+"""The memory of a training step beside weights and optimizer, found by running it on the meta device.
+
+Nothing is computed there, but every tensor has its size, and is freed when nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from regard.config import Config
+from regard.model import Model, on_meta
+from regard.nn.attention import Attention
+from regard.nn.transformer import Transformer
+from regard.tasks import infer_task
+
+BYTES = 4  # of a number in fp32
+
+Storages = set[StorageWeakRef]
+
+
+def prediction_size(model: Model) -> int:
+    """Weights of the LM head or classifier, tied or not."""
+    return 0 if model.output is None else model.output.weight.numel()
+
+
+def count_activations(
+    config: Config, length: int, batch_tokens: int, *, recompute: bool = False, bf16: bool = False
+) -> int:
+    """Bytes of the activations of a training batch whose rows have `length` tokens.
+
+    With `recompute`, layers keep their inputs alone; to these come the keys and values of all layers in the forward
+    pass, or what is inside of one layer in the backward pass, whichever is more. With `bf16`, it is what
+    autocast on a GPU keeps: bfloat16, but for the inputs of norms, and the log-probabilities of all labels.
+    """
+    model = on_meta(config).train()
+    rows = max(1, batch_tokens // length)
+    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+    if infer_task(config) == "image":
+        patches = config.image_patches
+        ids = torch.zeros(rows, patches.channels, patches.height, patches.width, device="meta")
+        ids = ids.bfloat16() if bf16 else ids
+    if bf16:
+        _round_to_bf16(model)
+    for module in model.modules():
+        if isinstance(module, Attention):  # one by one: a backward pass that runs a layer again is outside all modes
+            module.forward = partial(_run_fused, module.forward)  # type: ignore[method-assign]
+    reversible = any(stack.residual == "reversible" for stack in config.stacks.values())
+    held, x_BTD = _peak(model, ids) if reversible else _saved_for_backward(model, ids, recompute)
+    if bf16:
+        states = 0 if model.output is None else BYTES * x_BTD.shape[:-1].numel() * len(model.output.weight)
+        return held + states
+    # The loss makes its gradients in the forward pass; of the peak, the output is a part already.
+    return held + BYTES * ((0 if reversible else x_BTD.numel()) + prediction_size(model))
+
+
+def _round_to_bf16(model: Model) -> None:
+    """Let a model compute in bfloat16, but for its norms, as autocast does on a GPU."""
+    model.bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.float()
+            module.forward = partial(_run_in_fp32, module.forward)  # type: ignore[method-assign]
+
+
+def _run_in_fp32(forward: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
+    return forward(x_D.float()).bfloat16()
+
+
+def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int, Tensor]:
+    """Bytes that a forward pass keeps for the backward pass, and what comes out."""
+    parameters = _storages(model.parameters())
+    saved: dict[StorageWeakRef, tuple[Tensor, nn.Module | None]] = {}  # with the layer that has saved it
+    keys: dict[nn.Module, dict[StorageWeakRef, Tensor]] = {}  # that the layers of a stack return beside their output
+    layer: nn.Module | None = None
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in parameters:
+            saved.setdefault(storage, (tensor, layer))
+        return tensor
+
+    def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal layer
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, Tensor):
+                save(tensor)
+        layer = block
+
+    def leave(stack: nn.Module, block: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+        nonlocal layer
+        layer = None
+        kept = keys.setdefault(stack, {})
+        kept |= {StorageWeakRef(x.untyped_storage()): x for x in tree_leaves(output[1]) if isinstance(x, Tensor)}
+
+    for stack in model.modules():
+        if recompute and isinstance(stack, Transformer):
+            for block in stack.blocks:
+                block.register_forward_pre_hook(enter)
+                block.register_forward_hook(partial(leave, stack))
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        x_BTD = model.hidden(ids, None, ids)
+    held: dict[nn.Module | None, int] = {None: 0}
+    for tensor, owner in saved.values():
+        held[owner] = held.get(owner, 0) + tensor.untyped_storage().nbytes()
+    # Forward, the keys and values of a stack are there until its last layer; backward, the inside of one layer.
+    forward = [sum(x.untyped_storage().nbytes() for x in kept.values()) for kept in keys.values()]
+    return held.pop(None) + max([*held.values(), *forward], default=0), x_BTD
+
+
+def _peak(model: Model, ids: Tensor) -> tuple[int, Tensor]:
+    """The most bytes held at once in a forward and a backward pass, and what comes out."""
+    with MemoryTracker() as tracker:
+        x_BTD = model.hidden(ids, None, ids)
+        x_BTD.backward(torch.empty_like(x_BTD))
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return tracker.peak(without=_storages(model.parameters()) | _storages(gradients)), x_BTD
+
+
+def _storages(tensors: Any) -> Storages:
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows the memory of all new tensors, from the operation that makes one to the first after it was freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0  # operations so far
+        self._held: dict[StorageWeakRef, tuple[int, int]] = {}  # since when, and how many bytes
+        self._freed: list[tuple[StorageWeakRef, int, int, int]] = []  # from when, until when, and how many bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._now += 1
+        for storage in [storage for storage in self._held if storage.expired()]:
+            start, size = self._held.pop(storage)
+            self._freed.append((storage, start, self._now, size))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                memory = tensor.untyped_storage()
+                self._held.setdefault(StorageWeakRef(memory), (self._now, memory.nbytes()))
+        return results
+
+    def peak(self, without: Storages) -> int:
+        """The most bytes held at any time, some tensors left out."""
+        still = [(storage, start, self._now + 1, size) for storage, (start, size) in self._held.items()]
+        changes = [0] * (self._now + 2)
+        for storage, start, end, size in self._freed + still:
+            if storage not in without:
+                changes[start] += size
+                changes[end] -= size
+        return max(accumulate(changes))
+
+
+def _run_fused(forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    with _FusedAttention():
+        return forward(*args)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """The fused attention of a CPU: by itself, the meta device stores the attention weights."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        mask = options.get("attn_mask")
+        if func is not F.scaled_dot_product_attention or (mask is not None and mask.requires_grad):
+            return func(*args, **options)
+        q_BHTE, k_BGSE, v_BGSE = args
+        groups = q_BHTE.shape[1] // k_BGSE.shape[1]
+        k_BHSE, v_BHSE = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGSE, v_BGSE))
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        rest = {name: options.get(name) for name in ("attn_mask", "scale")}
+        return fused(q_BHTE, k_BHSE, v_BHSE, 0.0, options.get("is_causal", False), **rest)[0]

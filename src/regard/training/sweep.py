@@ -1,0 +1,270 @@
+"""A sweep: one run for each combination of some settings, one after the other, and a table of what came out.
+
+Every run is a directory of its own below that of the sweep and can be resumed, evaluated and continued like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from regard.data.prepare import is_prepared
+from regard.data.reader import STDIN
+from regard.errors import UserError, is_out_of_memory, plural
+from regard.files import replace_directory, write_json
+from regard.metrics import LOWER_IS_BETTER
+from regard.recipe import Recipe, split_setting
+from regard.training.checkpoint import TRAINING
+from regard.training.configure import check_model
+from regard.training.distributed import has_launcher
+from regard.training.fit import TrainingReport, fit
+from regard.training.report import Reporter, format_score
+from regard.training.start import DATA, open_base
+
+SWEEP = "sweep.json"
+LONGEST_NAME = 120  # bytes of a directory's name
+MOST_RUNS = 10_000
+_OPENING, _CLOSING = "[{(", "]})"
+
+State = Literal["waiting", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the settings of a sweep."""
+
+    settings: tuple[str, ...]  # as for --set
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """The name of its directory: the settings, or as much of them as a file system takes, and a hash."""
+        name = ",".join(f"{key}={value}" for key, value in self.values().items())
+        safe = re.sub(r"[^A-Za-z0-9._=,+-]", "_", name)
+        if safe == name and len(name) <= LONGEST_NAME:
+            return name
+        return f"{safe[:LONGEST_NAME]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+    def values(self) -> dict[str, str]:
+        """The value of every swept key, as it is shown."""
+        return {key: _shown(raw) for key, raw in map(split_setting, self.settings)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What has become of a point."""
+
+    run: str  # its directory, below that of the sweep
+    settings: dict[str, str]
+    state: State = "waiting"
+    metric: str | None = None
+    value: float | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    parameters: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class Sweep:
+    """The table of a sweep, written to its directory whenever it changes."""
+
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def best(self) -> Row | None:
+        """The run with the best metric; None if there is none, or if not all were judged by the same."""
+        judged = [row for row in self.rows if row.value is not None and row.value == row.value]
+        if len({row.metric for row in judged}) != 1:
+            return None
+        sign = 1 if judged[0].metric in LOWER_IS_BETTER else -1
+        return min(judged, key=lambda row: sign * (row.value or 0.0))
+
+    def update(self, index: int, **changes: Any) -> None:
+        self.rows[index] = replace(self.rows[index], **changes)
+        self.save()
+
+    def save(self) -> None:
+        best = self.best
+        write_json(self.path / SWEEP, {"best": best and best.run, "runs": [asdict(row) for row in self.rows]})
+
+
+def make_points(
+    sweeps: Sequence[str], make_recipe: Callable[[Sequence[str]], Recipe], sample: int | None = None
+) -> list[Point]:
+    """All combinations of `key=value,value` settings, or a random `sample` of them, the same for the same seed.
+
+    `make_recipe` makes the recipe of some settings. A mistake in any of them is an error.
+    """
+    grid: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        if "=" not in sweep or not sweep.partition("=")[0].strip():
+            raise UserError(f"--sweep {sweep}: write it as key=value,value, for example --sweep lr=1e-3,5e-4")
+        key, raw = split_setting(sweep)
+        values = list({_shown(value): value for value in split_values(raw)}.values())
+        if key in grid:
+            raise UserError(f"--sweep {key}: is given twice; write all of its values after one --sweep")
+        if not all(values):
+            raise UserError(f"--sweep {sweep}: a value is missing; write them as {key}=value,value")
+        grid[key] = values
+    total = 1
+    for values in grid.values():
+        total *= len(values)
+    if total > MOST_RUNS:
+        raise UserError(f"--sweep: {total:,} combinations are too many (at most {MOST_RUNS:,}); leave out some values")
+    combinations = [
+        tuple(f"{key}={value}" for key, value in zip(grid, values, strict=True)) for values in product(*grid.values())
+    ]
+    if sample is not None and sample < len(combinations):
+        seed = make_recipe(combinations[0]).train.seed
+        chosen = sorted(random.Random(seed).sample(range(len(combinations)), sample))
+        combinations = [combinations[index] for index in chosen]
+    points = [Point(settings, make_recipe(settings)) for settings in combinations]
+    for point in points:
+        _check(point)
+    return points
+
+
+def split_values(text: str) -> list[str]:
+    """The values of a list with commas; those inside of brackets or quotes separate nothing."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in _OPENING + _CLOSING:
+            depth += 1 if character in _OPENING else -1
+        if character == "," and not quote and depth <= 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
+
+
+def _shown(raw: str) -> str:
+    """A value in one form: 1e-3 and 0.001 are the same."""
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
+        return raw
+    return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else raw.strip("\"'")
+
+
+def _check(point: Point) -> None:
+    """Refuse what no run could begin with, before the first one does."""
+    data = point.recipe.data
+    if STDIN in (data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target):
+        raise UserError(
+            f"--sweep: every run reads the data, which stdin ({STDIN}) gives once; write it to a file first"
+        )
+    try:
+        check_model(point.recipe, open_base(point.recipe)[0])
+    except UserError as error:
+        raise UserError(f"{', '.join(point.settings)}: {error}") from None
+
+
+def run_sweep(points: Sequence[Point], out: str | Path, resume: bool, reporter: Callable[[Path], Reporter]) -> Sweep:
+    """Train every point, one after the other; one that fails is noted in the table, and the next begins.
+
+    With `resume`, finished runs are left as they are, and one that was interrupted goes on. `reporter` makes that of a
+    run. A signal stops the run as `fit` does, and the sweep.
+    """
+    if has_launcher():
+        raise UserError("--sweep: starts its runs itself; under torchrun start one run at a time")
+    path = Path(out)
+    if not str(out):
+        raise UserError("--out: is empty; name the directory that the sweep is written to")
+    if not resume and (path / SWEEP).exists():
+        raise UserError(f"{path}: there is a sweep already; continue it with --resume, or choose another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
+    sweep = Sweep(path, [Row(point.name, point.values()) for point in points])
+    sweep.save()
+    prepared: dict[str, Path] = {}  # data by what it is made from
+    for index, point in enumerate(points):
+        run = path / point.name
+        report = reporter(run)
+        report.say(f"run {index + 1} of {len(points)}: {point.name}")
+        source = _data_key(point.recipe)
+        try:
+            if source in prepared:
+                _share(prepared[source], run / TRAINING / DATA)
+            result = fit(point.recipe, run, resume, report)
+            sweep.update(index, **_result(result))
+        except UserError as error:
+            report.say(f"failed: {error}")
+            sweep.update(index, state="failed", error=str(error))
+        except (SystemExit, KeyboardInterrupt):  # a signal
+            sweep.update(index, state="stopped")
+            report.say(f"the sweep stopped at run {index + 1} of {len(points)}; the same command with --resume goes on")
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            report.say(f"failed: not enough memory: {error}")
+            sweep.update(index, state="failed", error=f"not enough memory: {error}")
+        if source not in prepared and is_prepared(run / TRAINING / DATA):
+            prepared[source] = run / TRAINING / DATA
+    return sweep
+
+
+def _result(report: TrainingReport) -> Mapping[str, Any]:
+    progress = report.progress
+    return {
+        "state": "finished",
+        "metric": report.metric,
+        "value": report.value,
+        "steps": progress.step,
+        "seconds": progress.seconds,
+        "parameters": report.parameters,
+    }
+
+
+def _data_key(recipe: Recipe) -> str:
+    """What the prepared data of a recipe is made from."""
+    return repr((recipe.task, recipe.text, recipe.data, recipe.train.start_from))
+
+
+def _share(data: Path, to: Path) -> None:
+    """Give a run the prepared data of another, as hard links where that is possible; no file of it is ever changed.
+
+    Training looks whether the files that it was made from are still the same, and prepares it anew if not.
+    """
+    if to.exists():
+        return
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+
+    def write(temporary: Path) -> None:
+        shutil.copytree(data, temporary, copy_function=link, dirs_exist_ok=True)
+
+    replace_directory(to, write, to.with_name(to.name + ".tmp"))
+
+
+def describe_sweep(sweep: Sweep) -> str:
+    """Which run is best, and how many failed."""
+    failed = sum(row.state == "failed" for row in sweep.rows)
+    failures = f"; {plural(failed, 'run')} failed" if failed else ""
+    best = sweep.best
+    if best is not None and best.metric is not None:
+        return f"best: {sweep.path / best.run} ({format_score(best.metric, best.value)}){failures}"
+    metrics = sorted({row.metric for row in sweep.rows if row.metric is not None})
+    why = f"runs were judged by different metrics ({', '.join(metrics)})" if len(metrics) > 1 else "none has a metric"
+    return f"no best run: {why}{failures}"

@@ -1,0 +1,187 @@
+"""What is counted for several processes against what they hold and send in a real step."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_ranks import FAMILIES, ROWS, config, share
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from regard.activations import MemoryTracker, count_activations
+from regard.cost import Workload, describe
+from regard.model import Model
+from regard.nn.transformer import Transformer
+from regard.presets import PRESETS, preset
+from regard.recipe import Train
+from regard.scaling import Hardware, Scaling, plan_scaling
+from regard.training.distributed import ProcessGroup, form_group, local
+from regard.training.step import Stepper
+from toykit import call
+
+COLLECTIVES = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (family, {"strategy": strategy, "precision": precision, "ema": 0.9})
+    for family, strategy, precision in product(FAMILIES, ("ddp", "fsdp"), ("fp32", "bf16"))
+]
+CASES += [(family, {"strategy": "fsdp", "recompute": True}) for family in ("pairs", "lm")]
+
+
+class CountCollectives(TorchDispatchMode):
+    """Adds up the bytes of the largest tensor of every collective: the whole, where others are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = dict.fromkeys(COLLECTIVES.values(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.bytes[COLLECTIVES[func.overloadpacket.__name__]] += max(x.numel() * x.element_size() for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def measure(rank: int, size: int, family: str, settings: dict[str, Any], group: ProcessGroup) -> dict[str, int]:
+    """Bytes that one step passes to collectives, and that a process holds after it."""
+    stepper = Stepper(Model(config(family)), Train(**settings), group)
+    shares = share(ROWS, config(family), rank, size)
+    with CountCollectives() as counted:
+        *_, norm = stepper.backward(1, shares)
+        assert stepper.update(1, 1e-3, norm)
+    weights = list(stepper.model.parameters())
+    moments = [stepper.optimizer.state[p][name] for p in weights for name in ("exp_avg", "exp_avg_sq")]
+    average = [] if stepper.ema is None else list(stepper.ema.weights.values())
+    gradients = [p.grad for p in weights if p.grad is not None]
+    held = {"weights": weights, "gradients": gradients, "moments": moments, "average": average}
+    # tied weights are in a state dict, and so in the average, under one name
+    return counted.bytes | {name: sum(4 * local(x).numel() for x in tensors) for name, tensors in held.items()}
+
+
+def take_part(rank: int, size: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    with form_group(rank, size, torch.device("cpu"), f"{directory}/store") as group:
+        for number, (family, settings) in enumerate(CASES):
+            try:
+                numbers: Any = measure(rank, size, family, settings, group)
+            except Exception:
+                numbers = traceback.format_exc()
+            Path(directory, f"{number}.{rank}").write_text(json.dumps(numbers))
+
+
+def planned(family: str, ranks: int, **settings: Any) -> Scaling:
+    info = describe(config(family), Workload(length=4, batch_tokens=16))
+    return plan_scaling(config(family), info, Train(accumulate=2, **settings), ranks, on_cpu=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_hold_and_send_what_is_counted(tmp_path: Path, size: int) -> None:
+    """Every collective to the byte; memory exactly for the first process, which no other exceeds."""
+    context = get_context("spawn")
+    processes = [context.Process(target=take_part, args=(rank, size, str(tmp_path))) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    for number, (family, settings) in enumerate(CASES):
+        first, *others = (json.loads((tmp_path / f"{number}.{rank}").read_text()) for rank in range(size))
+        for measured in (first, *others):
+            assert isinstance(measured, dict), measured
+        scaling = planned(family, size, **settings)
+        for name in COLLECTIVES.values():
+            expected = getattr(scaling.communication, name)
+            assert [expected] * size == [each[name] for each in (first, *others)], (family, settings, name)
+        for name in ("weights", "gradients", "moments", "average"):
+            expected = getattr(scaling.memory, name)
+            assert first[name] == expected, (family, settings, name)
+            assert all(other[name] <= expected for other in others), (family, settings, name)
+
+
+def test_one_process_is_as_it_is_counted_without_others() -> None:
+    group, settings = ProcessGroup(), {"strategy": "fsdp", "ema": 0.9}
+    measured, scaling = measure(0, 1, "pairs", settings, group), planned("pairs", 1, **settings)
+    assert scaling.sent == 0
+    assert all(
+        measured[name] == getattr(scaling.memory, name) for name in ("weights", "gradients", "moments", "average")
+    )
+    info = describe(config("pairs"), Workload(length=4, batch_tokens=16))
+    assert planned("pairs", 1).memory.step == info.training
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "transformer-tiny"])
+def test_layers_computed_again_save_as_much_as_is_counted(name: str) -> None:
+    """Per layer, in a real forward and backward pass of enough layers that they outweigh the inside of one."""
+    ids, counts, peaks = torch.zeros(8, 32, dtype=torch.int64), [], []
+    for layers in (12, 24):
+        stack = {"layers": layers, "width": 32, "heads": 2, "ff": 64, "dropout": 0.1}
+        changed = preset(name, 20, changes={"encoder": {**stack, "layers": 2}, "decoder": stack})
+        model = Model(changed).train()
+        for module in model.modules():
+            if isinstance(module, Transformer):
+                module.recompute = True
+        with MemoryTracker() as tracker:
+            model.hidden(ids, None, ids).sum().backward()
+        own = {StorageWeakRef(t.untyped_storage()) for p in model.parameters() for t in (p, p.grad) if t is not None}
+        peaks.append(tracker.peak(without=own))
+        counts.append(count_activations(changed, 32, 256, recompute=True))
+        assert counts[-1] < count_activations(changed, 32, 256) / 2
+    assert counts[1] - counts[0] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_planned(name: str) -> None:
+    model, train = preset(name), Train(strategy="fsdp", precision="bf16", recompute=True)
+    info = describe(model)
+    few, many = (plan_scaling(model, info, train, ranks) for ranks in (2, 8))
+    assert many.memory.weights < few.memory.weights < info.weights
+    assert few.memory.step < info.training or info.total < 10e6
+    # the ring sends nearly all of it, however many take part, but for padding
+    assert few.sent < many.sent < 2 * few.sent * 1.1
+
+
+def test_time_is_that_of_computing_and_sending() -> None:
+    model, hardware = preset("llama-2-7b"), Hardware(flops=4e14, bandwidth=5e10)
+    info = describe(model, Workload(length=4096, batch_tokens=1 << 20))
+    alone = plan_scaling(model, info, Train(), 1, hardware)
+    assert alone.efficiency() == 1 and alone.seconds() == info.training_seconds(1 << 20, 4e14)
+    ddp, fsdp = (plan_scaling(model, info, Train(strategy=name), 64, hardware) for name in ("ddp", "fsdp"))
+    assert ddp.seconds() == ddp.compute_seconds + ddp.sent / 5e10 == ddp.seconds(overlap=False)
+    assert fsdp.compute_seconds < fsdp.seconds() < fsdp.seconds(overlap=False)
+    again = plan_scaling(model, info, Train(strategy="fsdp", recompute=True), 64, hardware)
+    assert again.compute_seconds == pytest.approx(fsdp.compute_seconds * 4 / 3)
+    offloaded = plan_scaling(model, info, Train(strategy="fsdp", offload=True), 64, hardware).memory
+    assert offloaded.step + offloaded.host == fsdp.memory.step
+
+
+def test_the_command_line_shows_each_process() -> None:
+    order = ("info", "transformer-tiny", "--ranks", 4, "--strategy", "fsdp", "--flops", 1, "--bandwidth", 2)
+    scaling = json.loads(call(*order, "--json").out)["scaling"]
+    assert scaling["ranks"] == 4 and scaling["strategy"] == "fsdp"
+    assert scaling["communication"]["sent"] == pytest.approx(
+        0.75 * (scaling["communication"]["all_gather"] + scaling["communication"]["reduce_scatter"])
+    )
+    assert scaling["time"]["step"] > scaling["time"]["compute"] > 0
+    shown = call(*order).out
+    assert all(words in shown for words in ("memory of each of 4", "gathered weights", "sent per step", "efficiency"))
+    assert "efficiency" not in call(*order[:4]).out
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (("--strategy", "fsdp"), "--strategy: belongs to --ranks"),
+        (("--flops", 1, "--bandwidth", 1), "--flops: belongs to --ranks"),
+        (("--ranks", 2, "--flops", 1), "belong together"),
+        (("--ranks", 2, "--strategy", "fdsp"), "did you mean 'fsdp'?"),
+    ],
+)
+def test_mistakes_are_named(order: tuple[object, ...], message: str) -> None:
+    result = call("info", "transformer-tiny", *order)
+    assert result.code == 2 and message in result.err
