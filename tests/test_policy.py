@@ -236,8 +236,9 @@ def test_every_option_is_documented_and_no_other(verb):
 def test_generate_offers_everything_the_search_can_do():
     offered = {option.removeprefix("--").replace("-", "_") for option in options_of("generate")}
     assert set(Options.model_fields) - offered == set()
-    others = "prefix_column ensemble engine json jsonl out ray stream workers threads device".split()
-    assert offered - set(Options.model_fields) == set(others)
+    decoding = {"prefix_column", "ensemble", "engine", "workers", "threads", "device", "ray"}
+    others = {*decoding, "json", "jsonl", "stream", "out"}
+    assert offered - set(Options.model_fields) == others
 
 
 def test_defaults_in_the_help_are_the_defaults():

@@ -175,6 +175,16 @@ def test_the_state_of_another_command_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_command_that_did_nothing_is_no_obstacle(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    with ShardDirectory.begin(tmp_path / "out", str(file), 3, {"beam": 5}):
+        pass
+    with ShardDirectory.begin(tmp_path / "out", str(file), 2, {"beam": 1}) as directory:
+        directory.work(upper)
+        directory.join()
+    assert (tmp_path / "out").read_bytes() == expected(file)
+
+
 def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     file, mine = file_of(tmp_path, 8), tmp_path / "out.shards"
     mine.mkdir()

@@ -73,10 +73,22 @@ def test_killed_it_goes_on_with_and_without_ray(toy: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_an_error_of_an_actor_is_that_of_the_command(toy: Path, tmp_path: Path) -> None:
+def test_an_address_without_a_cluster_is_named(toy: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     words = tmp_path / "words"
     words.write_text("abc\n")
     process = start(tmp_path, "generate", toy / "run", words, "--out", tmp_path / "out", "--ray", "127.0.0.1:1")
     _, messages = process.communicate(timeout=300)
     assert process.returncode == 2 and "--ray 127.0.0.1:1: no cluster there" in messages.decode()
+
+
+@pytest.mark.slow
+def test_an_error_of_an_actor_is_that_of_the_command(toy: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    words = tmp_path / "words"
+    words.write_text("abc\n")
+    command = ["generate", toy / "run", words, "--out", tmp_path / "out", "--ray", "local"]
+    for device, message in (("mps", "error: device: mps was asked for"), ("cuda", "error: --ray: the cluster has no")):
+        process = start(tmp_path, *command, "--device", device)
+        _, messages = process.communicate(timeout=300)
+        assert process.returncode == 2 and message in messages.decode(), messages.decode()

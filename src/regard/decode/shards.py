@@ -105,8 +105,7 @@ class ShardDirectory:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
         with _locked(path):
             _require_same(path, wanted)
-            if not (path / COMMAND).exists():
-                write_json(path / COMMAND, wanted)
+            write_json(path / COMMAND, wanted)
             with cls(out) as directory:
                 directory._scanned = scanned
                 yield directory
@@ -252,6 +251,8 @@ def _require_same(path: Path, wanted: dict[str, Any]) -> None:
     if not (path / COMMAND).exists():
         if others := sorted(x.name for x in path.iterdir() if x.name != LOCK and not x.name.endswith(".tmp")):
             raise UserError(f"{path}: is needed for the state of this command, but has other files ({others[0]})")
+        return
+    if next(path.glob("*.shard"), None) is None:  # it ended before anything was done: nothing can be lost
         return
     saved = read_json(path / COMMAND)
     there, here = _flat(saved), _flat(wanted)

@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,32 @@ from regard.decode.shards import POLL, Answer, ShardDirectory
 from regard.errors import UserError, missing_extra
 
 CONNECT = 10.0  # seconds to reach a cluster
-Numbers = dict[str, Any]  # a batch of Ray Data: the column `number`, an array
+Rows = dict[str, Any]  # a batch of Ray Data: its columns
 
 
 class ShardActor:
     """An actor that answers the shards whose numbers it gets."""
 
     def __init__(self, out: str, make: Callable[[], Answer]) -> None:
-        self.directory = ShardDirectory(Path(out))
-        self.answer = make()
+        self.out, self.make = Path(out), make
 
-    def __call__(self, numbers: Numbers) -> Numbers:
-        for number in numbers["number"]:
-            while not self.directory.answer(self.directory.shards[int(number)], self.answer):
+    @cached_property
+    def opened(self) -> tuple[ShardDirectory, Answer]:
+        """Opened by the first shard, so that an error can be told as one of a shard."""
+        return ShardDirectory(self.out), self.make()
+
+    def __call__(self, numbers: Rows) -> Rows:
+        """Answer shards -> for each an empty text, or what is wrong: Ray hands on the tracebacks of errors alone."""
+        return {"error": [self._error(int(number)) for number in numbers["number"]]}
+
+    def _error(self, number: int) -> str:
+        try:
+            directory, answer = self.opened
+            while not directory.answer(directory.shards[number], answer):
                 time.sleep(POLL)  # an actor of a driver that was killed has it, and ends soon
-        return numbers
+        except UserError as error:
+            return str(error)
+        return ""
 
 
 def answer_shards(
@@ -71,10 +83,9 @@ def answer_shards(
             num_cpus=cpus,
             num_gpus=gpus,
         )
-        for _ in rows.iter_rows():
-            pass
-    except Exception as error:
-        raise _reason(error) from error
+        for row in rows.iter_rows():
+            if row["error"]:
+                raise UserError(row["error"])
     finally:
         ray.shutdown()
 
@@ -93,13 +104,3 @@ def _room(resources: dict[str, float], cpus: int, gpus: int) -> int:
         what = "GPU" if gpus else f"{cpus} processors on it"
         raise UserError(f"--ray: the cluster has no machine with a {what}; its resources are {resources}")
     return room
-
-
-def _reason(error: BaseException) -> BaseException:
-    """The UserError that an actor met, if there is one in the chain of Ray's errors, or the error itself."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, UserError):
-            return seen
-        seen = getattr(seen, "cause", None) or seen.__cause__
-    return error
