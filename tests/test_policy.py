@@ -236,7 +236,8 @@ def test_every_option_is_documented_and_no_other(verb):
 def test_generate_offers_everything_the_search_can_do():
     offered = {option.removeprefix("--").replace("-", "_") for option in options_of("generate")}
     assert set(Options.model_fields) - offered == set()
-    others = {"prefix_column", "ensemble", "engine", "json", "jsonl", "stream", "workers", "threads", "device"}
+    decoding = {"prefix_column", "ensemble", "engine", "workers", "threads", "device", "ray"}
+    others = {*decoding, "json", "jsonl", "stream", "out"}
     assert offered - set(Options.model_fields) == others
 
 

@@ -84,9 +84,13 @@ def _writing(path: Path, temporary: Path) -> Iterator[None]:
         raise UserError(message) from error
 
 
+class LockHeld(UserError):
+    """Another process has the lock."""
+
+
 @contextmanager
 def hold_lock(path: Path, name: str) -> Iterator[bool]:
-    """Hold the lock on `path` -> whether the file system has locks; if another process has it, a UserError names that.
+    """Hold the lock on `path` -> whether the file system has locks; if another process has it, LockHeld names that.
 
     The kernel keeps the lock, so it ends with its process however that ends, and a file left behind is no obstacle.
     """
@@ -112,7 +116,7 @@ def _lock(path: Path, name: str) -> tuple[int, bool]:
         try:
             held = _try_lock(handle)
             if held is None:
-                raise UserError(f"{name}: {_holder(handle)} is writing here; wait until it ends, or stop it")
+                raise LockHeld(f"{name}: {_holder(handle)} is writing here; wait until it ends, or stop it")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), os.fstat(handle)):
                     os.ftruncate(handle, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -237,7 +237,11 @@ class InputLines:
             message(f"reading standard input: {what} per line; Ctrl-D ends it (or name a file after the run)")
         lines = read_lines(self.path)
         for batch in windows(lines, most) if self.is_file else _available(lines, most):
-            yield [self._read(line) for line in batch]
+            yield self.parse(batch)
+
+    def parse(self, lines: Iterable[Line]) -> list[InputLine]:
+        """Lines as requests, counted."""
+        return [self._read(line) for line in lines]
 
     def note_flags(self, line: InputLine, flags: dict[str, str]) -> None:
         """Count a line whose output is empty for the reason that these flags give, or degenerates."""

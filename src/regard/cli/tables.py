@@ -28,11 +28,16 @@ def out(line: str, end: str = "\n") -> None:
 
 
 def out_json(value: dict[str, Any]) -> None:
-    """Write a line of JSON; numbers that JSON does not know become null."""
+    """Write a line of JSON."""
+    out(json_line(value))
+
+
+def json_line(value: dict[str, Any]) -> str:
+    """A value as JSON; numbers that JSON does not know become null."""
     try:
-        out(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        out(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -112,25 +112,31 @@ def open_raw(path: str) -> Iterator[BinaryIO]:
 def read_lines(path: str) -> Iterator[Line]:
     """Yield every line of a file, good or bad."""
     with open_bytes(path) as stream:
-        for number, raw in enumerate(_split(stream), start=1):
-            if raw.endswith(b"\r"):
-                raw = raw[:-1]
-            if number == 1 and raw.startswith(BOM):
-                raw = raw[len(BOM) :]
-            if len(raw) > LONGEST:
-                yield Line(number, raw[:80].decode("utf-8", "replace"), LONG)
-                continue
-            try:
-                yield Line(number, raw.decode("utf-8"))
-            except UnicodeDecodeError:
-                yield Line(number, raw.decode("utf-8", "replace"), ENCODING)
+        yield from lines_of(stream)
 
 
-def _split(stream: BinaryIO) -> Iterator[bytes]:
+def lines_of(stream: BinaryIO, first: int = 1, size: int | None = None) -> Iterator[Line]:
+    """Yield the lines of a stream from where it is, numbered from `first`; of `size` bytes, or to its end."""
+    for number, raw in enumerate(_split(stream, size), start=first):
+        if raw.endswith(b"\r"):
+            raw = raw[:-1]
+        if number == 1 and raw.startswith(BOM):
+            raw = raw[len(BOM) :]
+        if len(raw) > LONGEST:
+            yield Line(number, raw[:80].decode("utf-8", "replace"), LONG)
+            continue
+        try:
+            yield Line(number, raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            yield Line(number, raw.decode("utf-8", "replace"), ENCODING)
+
+
+def _split(stream: BinaryIO, size: int | None) -> Iterator[bytes]:
     """Split on newlines; of a line that is too long only a little more than LONGEST is kept."""
-    rest = b""
+    rest, left = b"", sys.maxsize if size is None else size
     # read1 gives what a pipe has by now; read would wait for a full chunk while someone waits for an answer
-    while chunk := stream.read1(CHUNK):  # type: ignore[attr-defined]
+    while chunk := stream.read1(min(CHUNK, left)):  # type: ignore[attr-defined]
+        left -= len(chunk)
         *lines, rest = (rest + chunk).split(b"\n")
         yield from lines
         if len(rest) > LONGEST + 4:  # a BOM and a \r may go

@@ -1,0 +1,143 @@
+"""Output to a file, in shards: by the processes of this machine, by the ranks of torchrun, or by the actors of Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from regard import __version__
+from regard.cli.answers import GenerateJob, LineAnswerer, add_counts
+from regard.cli.decoding import ENGINES
+from regard.cli.input import InputLines
+from regard.cli.tables import message
+from regard.decode.shards import Answer, ShardDirectory
+from regard.errors import UserError, plural
+from regard.manifest import read_manifest
+from regard.run import READ
+
+Begin = Callable[[], AbstractContextManager[ShardDirectory]]
+
+
+def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: bool) -> GenerateJob:
+    """Refuse options that do not go together -> the job as this process does it."""
+    if out is None:
+        if ray is not None:
+            raise UserError("--ray: goes with --out FILE, into which the machines write")
+        if _has_launcher():
+            raise UserError("--out: is required with several processes (WORLD_SIZE): each would print all outputs")
+        return job
+    if stream:
+        raise UserError("--stream: prints tokens as they come; with --out leave it out")
+    if job.engine == "ctranslate2" and job.options.get("sample"):
+        raise UserError("--sample: the engine ctranslate2 draws by all lines before; with --out use the engine torch")
+    if ray is not None:
+        if _has_launcher():
+            raise UserError("--ray: Ray starts processes itself; leave out torchrun (WORLD_SIZE)")
+        return replace(job, device="cpu", workers=1)  # what is wrong is found here, before actors are started
+    if _has_launcher():
+        from regard.training.distributed import process_device
+
+        return replace(job, device=str(process_device(job.device)), workers=job.workers or 1)
+    return job
+
+
+def _has_launcher() -> bool:
+    if "WORLD_SIZE" not in os.environ:
+        return False
+    from regard.training.distributed import has_launcher  # few commands run under torchrun
+
+    return has_launcher()
+
+
+def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
+    """Write the output of a job, or what is missing of it; `lines` gets the counts of all lines."""
+    path = Path(out).resolve()
+    begin = partial(ShardDirectory.begin, path, asked.file, answerer.options.window, _identity(asked, answerer))
+    with ExitStack() as stack:
+        if _has_launcher():
+            directory, rank, ranks = _begin_together(stack, begin, path)
+        else:
+            directory, rank, ranks = stack.enter_context(begin()), 0, 1
+        missing, count = directory.missing(), len(directory.shards)
+        if rank == 0 and len(missing) < count:
+            message(f"{out}: {count - len(missing):,} of {plural(count, 'shard')} are done; going on with the others")
+        if ray is not None:
+            _over_ray(asked, directory, ray)
+        else:
+            directory.work(answerer.shard, rank, ranks)
+        if rank == 0:
+            for counts in directory.join():
+                add_counts(lines, counts)
+
+
+def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
+    """Let the first rank begin, and the others open what it has made; an error is told once."""
+    from regard.training.distributed import join_group
+
+    directory, error = None, None
+    with join_group(torch.device("cpu")) as group:  # shards are files: nothing else goes over the network
+        if group.first:
+            try:
+                directory = stack.enter_context(begin())
+            except UserError as caught:
+                error = caught
+        failed = group.broadcast(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise typer.Exit(2)
+    return directory or stack.enter_context(ShardDirectory(path)), group.rank, group.size
+
+
+def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> None:
+    """Let actors answer the shards; each machine has the run and the files at the same paths."""
+    from regard.engines.ray_data import answer_shards  # an optional dependency
+
+    runs = tuple(str(Path(run).resolve()) for run in asked.runs)
+    job = replace(asked, runs=runs, path=str(Path(asked.file).resolve()), workers=1)
+    gpus = int(asked.device.startswith("cuda"))
+    answer_shards(directory, partial(_open_answer, job), address, asked.workers, asked.threads or 1, gpus)
+
+
+def _open_answer(job: GenerateJob) -> Answer:
+    return job.open().shard
+
+
+def _identity(asked: GenerateJob, answerer: LineAnswerer) -> dict[str, Any]:
+    """All that the output depends on, beside the input."""
+    return {
+        "regard": __version__,
+        "runs": [_digest(Path(run)) for run in asked.runs],
+        "options": asked.decoding().options.model_dump(mode="json"),
+        "engine": asked.engine or ENGINES[0],
+        "precision": asked.options.get("precision", "fp32"),
+        "device": asked.device.partition(":")[0],
+        "file": asked.file,
+        "jsonl": asked.jsonl,
+        "json": asked.json,
+        "prefix_column": asked.prefix_column,
+    }
+
+
+def _digest(run: Path) -> str:
+    """A hash of the files that are read from a run, by its manifest where that has them."""
+    entries, digest = read_manifest(run).files, hashlib.sha256()
+    for name in sorted(READ):
+        if (run / name).is_file():
+            digest.update(f"{name} {entries[name].sha256 if name in entries else _sha256(run / name)}\n".encode())
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    """The SHA-256 of a file that no manifest names."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

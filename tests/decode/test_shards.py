@@ -1,0 +1,252 @@
+"""Shards are the lines of the file, whoever answers them, and each is done once."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.data.reader import Line, read_lines
+from regard.decode.shards import Input, ShardDirectory, state_of
+from regard.errors import UserError
+from regard.files import hold_lock
+
+
+def text_of(draw: random.Random, lines: int) -> bytes:
+    """Lines of any length, with other line ends and bytes that are no text among them."""
+    pieces = [b"", b"a", b"\r", "é\u2028ß".encode(), b"\xff", b"\x00", b"word " * 40, b"x" * 3000]
+    end = draw.choice([b"", b"\n"])
+    return draw.choice([b"", b"\xef\xbb\xbf"]) + b"\n".join(draw.choice(pieces) for _ in range(lines)) + end
+
+
+def upper(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
+    rows = list(lines)
+    return {"read": len(rows)}, "".join(f"{line.number} {line.text.upper()} {line.problem}\n" for line in rows)
+
+
+def expected(file: Path) -> bytes:
+    return upper(read_lines(str(file)))[1].encode()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shards_are_the_lines_of_the_file(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr("regard.decode.shards.CHUNK", draw.choice([1, 7, 1 << 20]))
+    file, data = tmp_path / "in.txt", text_of(draw, draw.randint(0, 60))
+    file.write_bytes(gzip.compress(data) if seed % 2 else data)
+    with ShardDirectory.begin(tmp_path / "out", str(file), draw.randint(1, 9), {}) as directory:
+        directory.work(upper)
+        counts = directory.join()
+    assert (tmp_path / "out").read_bytes() == expected(file)
+    assert sum(each["read"] for each in counts) == len(list(read_lines(str(file))))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+
+
+def test_an_empty_file_has_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"")
+    assert Input.scan(str(tmp_path / "in"), 5).shards == []
+
+
+def file_of(path: Path, lines: int) -> Path:
+    (path / "in.txt").write_text("".join(f"line {i}\n" for i in range(lines)))
+    return path / "in.txt"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_answer_each_shard_once(tmp_path: Path, ranks: int) -> None:
+    file, seen = file_of(tmp_path, 50), []
+
+    def answer(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
+        rows = list(lines)
+        seen.append(rows[0].number)
+        return upper(rows)
+
+    with ShardDirectory.begin(tmp_path / "out", str(file), 4, {}) as directory:
+        for rank in reversed(range(ranks)):
+            with ShardDirectory(tmp_path / "out") as theirs:
+                theirs.work(answer, rank, ranks)
+        assert sorted(seen) == list(range(1, 50, 4))
+        first = (ranks - 1) * 4 + 1
+        assert seen[0] == first
+        directory.join()
+    assert (tmp_path / "out").read_bytes() == expected(file)
+
+
+def test_a_claimed_shard_is_left_to_others_but_for_the_first_rank(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    with ShardDirectory.begin(tmp_path / "out", str(file), 4, {}) as directory:
+        with hold_lock(state_of(tmp_path / "out") / "000000.lock", "shard"), ShardDirectory(tmp_path / "out") as theirs:
+            theirs.work(upper, 1, 2)
+            assert [shard.number for shard in directory.missing()] == [0]
+        directory.work(upper, 0, 2)
+        directory.join()
+    assert (tmp_path / "out").read_bytes() == expected(file)
+
+
+def test_a_late_rank_finds_all_done(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    begin = ShardDirectory.begin(tmp_path / "out", str(file), 4, {})
+    with begin as directory, ShardDirectory(tmp_path / "out") as late:
+        directory.work(upper)
+        directory.join()
+        late.work(upper, 1, 2)
+    assert (tmp_path / "out").read_bytes() == expected(file)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_shards import upper
+from regard.decode.shards import ShardDirectory
+
+def slow(lines):
+    rows = list(lines)
+    time.sleep(0.01)
+    return upper(rows)
+
+with ShardDirectory.begin(Path(sys.argv[3]), sys.argv[2], 3, {"beam": 1}) as directory:
+    directory.work(slow)
+    directory.join()
+"""
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_output(tmp_path: Path) -> None:
+    file, out, draw = file_of(tmp_path, 200), tmp_path / "out", random.Random(os.getpid())
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(file), str(out)]
+    state, kills, deadline = state_of(out), 0, time.monotonic() + 120
+    while time.monotonic() < deadline:
+        process = subprocess.Popen(command)
+        before = len(list(state.glob("*.shard")))
+        while process.poll() is None and len(list(state.glob("*.shard"))) <= before and kills < 4:
+            time.sleep(0.005)
+        if kills < 4:
+            time.sleep(draw.random() * 0.15)
+            process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            break
+        kills += 1
+        assert not out.exists() or out.read_bytes() == expected(file)
+    assert kills and out.read_bytes() == expected(file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+
+
+def begun(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -> None:
+    """Begin, and stop after the first shard."""
+
+    def stop(lines: Iterable[Line]) -> tuple[dict[str, Any], str]:
+        raise UserError("stopped")
+
+    with (
+        pytest.raises(UserError, match="stopped"),
+        ShardDirectory.begin(tmp_path / "out", str(file), lines, command) as directory,
+    ):
+        directory.answer(directory.shards[0], upper)
+        directory.work(stop)
+
+
+def test_the_state_of_another_command_is_refused(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    begun(tmp_path, file, {"options": {"beam": 5}})
+    with (
+        pytest.raises(UserError, match=r"out\.shards: belongs to another.*\n  command\.options\.beam: 5 there, 1 now"),
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {"options": {"beam": 1}}),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match=r"input\.lines: 3 there, 4 now"),
+        ShardDirectory.begin(tmp_path / "out", str(file), 4, {"options": {"beam": 5}}),
+    ):
+        pass
+    file.write_text("something else\n")
+    with (
+        pytest.raises(UserError, match=r"input\.sha256: "),
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {"options": {"beam": 5}}),
+    ):
+        pass
+
+
+def test_a_command_that_did_nothing_is_no_obstacle(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    with ShardDirectory.begin(tmp_path / "out", str(file), 3, {"beam": 5}):
+        pass
+    with ShardDirectory.begin(tmp_path / "out", str(file), 2, {"beam": 1}) as directory:
+        directory.work(upper)
+        directory.join()
+    assert (tmp_path / "out").read_bytes() == expected(file)
+
+
+def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    file, mine = file_of(tmp_path, 8), tmp_path / "out.shards"
+    mine.mkdir()
+    (mine / "letter.txt").write_text("keep")
+    with (
+        pytest.raises(UserError, match=r"has other files \(letter.txt\)"),
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {}),
+    ):
+        pass
+    assert [path.name for path in mine.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"not json\nabc\n", b'{"bytes": 4, "counts": {}}\nabc'])
+def test_a_broken_shard_is_named(tmp_path: Path, damage: bytes) -> None:
+    file = file_of(tmp_path, 8)
+    begun(tmp_path, file, {})
+    (state_of(tmp_path / "out") / "000000.shard").write_bytes(damage)
+    with (
+        pytest.raises(UserError, match=r"000000\.shard: is broken; remove it"),
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {}) as directory,
+    ):
+        directory.work(upper)
+        directory.join()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    with (
+        pytest.raises(UserError, match="has changed while it was read"),
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {}) as directory,
+    ):
+        directory.work(upper)
+        file.write_text("other\n")
+        directory.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_two_of_the_same_command_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.decode.shards.ENDING", 0.3)
+    file = file_of(tmp_path, 8)
+    with (
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {}),
+        pytest.raises(UserError, match=f"process {os.getpid()} on .* is writing here"),
+        ShardDirectory.begin(tmp_path / "out", str(file), 3, {}),
+    ):
+        pass
+
+
+def test_paths_that_cannot_work(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 8)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out, source, wrong in (
+        (tmp_path / "out", str(pipe), "is not a plain file, and cannot be read again"),
+        (tmp_path / "out", "-", "standard input cannot be read again"),
+        (tmp_path / "no/out", str(file), "there is no directory"),
+        (file, str(file), "is the input too"),
+        (tmp_path, str(file), "is not a plain file"),
+        (pipe, str(file), "is not a plain file"),
+        (tmp_path / "out", str(tmp_path / "missing"), "no such file"),
+    ):
+        with pytest.raises(UserError, match=wrong), ShardDirectory.begin(out, source, 3, {}):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "pipe"]

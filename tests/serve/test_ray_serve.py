@@ -1,0 +1,175 @@
+"""Replicas of Ray Serve answer as the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servekit import serving
+
+import regard
+from regard.errors import UserError
+from regard.serve.ray_serve import Replica, Reply, app
+from toykit import toy_words
+
+JSON = {"content-type": "application/json"}
+KEY = "0123456789abcdef"
+BODIES: list[tuple[str, Any]] = [
+    ("/v1/generate", {"inputs": toy_words(6, 3), "beam": 3, "nbest": 2}),
+    ("/v1/generate", {"inputs": [{"source": "abc", "prefix": "K"}, "zzz", ""], "run": "toy"}),
+    ("/v1/generate", {"inputs": "abc", "sample": True, "seed": 7}),
+    ("/translate", {"q": ["abc", "fed"], "alternatives": 1}),
+    ("/v1/score", {"pairs": [{"source": "abc", "target": "AH B K"}]}),
+    # refused
+    ("/v1/generate", {"inputs": "abc", "bean": 3}),
+    ("/v1/generate", {"inputs": "abc", "run": "toys"}),
+    ("/v1/generate", {"inputs": ["abc"] * 11}),
+    ("/v1/classify", {"inputs": ["abc"]}),
+    ("/v1/completions", {"prompt": "abc"}),
+    ("/v1/generate", b"{"),
+]
+
+
+class Asking:
+    """A replica in this process, without Ray."""
+
+    def __init__(self, replica: Replica, runner: asyncio.Runner) -> None:
+        self.replica, self.runner = replica, runner
+
+    def __call__(self, method: str, path: str, body: Any = b"", headers: dict[str, str] = JSON) -> Reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.runner.run(self.replica.reply(method, path, headers, data))
+
+
+@contextmanager
+def replica_of(run: Path, **arguments: Any) -> Iterator[Asking]:
+    with asyncio.Runner() as runner:
+        replica = Replica({"toy": str(run)}, {"runs": [str(run)], **arguments})
+        try:
+            runner.run(replica.check_health())
+            yield Asking(replica, runner)
+        finally:
+            runner.run(replica.service.close())
+
+
+def test_a_replica_answers_as_the_server_does(toy: Path) -> None:
+    with serving({"toy": toy / "run"}, max_inputs=10) as server, replica_of(toy / "run", max_inputs=10) as ask:
+        for path, body in BODIES:
+            expected, reply = server.post(path, body), ask("POST", path, body)
+            assert (reply.status, json.loads(reply.body)) == (expected.status, expected.json), (path, body)
+            assert reply.headers["Content-Type"] == expected.headers["Content-Type"]
+        assert ask("GET", "/v1/models").body == server.get("/v1/models").body
+        assert ask("GET", "/health/ready").status == 200
+
+
+def test_what_a_replica_refuses(toy: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    body = {"inputs": "abc"}
+    with replica_of(toy / "run", keys=str(tmp_path / "keys"), max_body=200) as ask:
+        known = {**JSON, "authorization": f"Bearer {KEY}"}
+        assert ask("POST", "/v1/generate", body, known).status == 200
+        assert ask("POST", "/v1/generate", body).status == 401
+        assert ask("POST", "/v1/generate", body, {**JSON, "authorization": f"Bearer {KEY}x"}).status == 401
+        assert ask("GET", "/v1/models").status == 401 and ask("GET", "/health/live").status == 200
+        assert ask("POST", "/translate", {"q": "abc"}).status == 401
+        assert ask("POST", "/translate", {"q": "abc", "api_key": KEY}).status == 200
+        for path, given, headers, status, message in (
+            ("/v1/generate", {**body, "stream": True}, known, 422, "stream: replicas of Ray Serve give whole answers"),
+            ("/v1/generate", {"inputs": "a" * 300}, known, 413, "the body has more than 200 bytes"),
+            ("/v1/generate", body, {**known, "content-type": "text/plain"}, 415, "the body is JSON"),
+            ("/v1/runs/reload", {}, known, 404, "POST /v1/runs/reload: Not Found"),
+            ("/v1/models", {}, known, 405, "(allowed: GET)"),
+        ):
+            reply = ask("POST", path, given, headers)
+            assert reply.status == status and message in json.loads(reply.body)["error"]["message"], reply
+
+
+def test_arguments_are_checked_before_anything_starts(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    run = str(toy / "run")
+    for arguments, message in (
+        ({}, "runs: is required"),
+        ({"runs": run, "max_replica": 3}, "did you mean 'max_replicas'"),
+        ({"runs": run, "min_replicas": 3, "max_replicas": "2"}, "3 are more than max_replicas, 2"),
+        ({"runs": run, "port": 80}, "port: is set where Ray Serve is configured"),
+        ({"runs": str(tmp_path)}, "not a run directory"),
+        ({"runs": run, "precision": "int8"}, "int8: goes with"),
+        ({"runs": run, "keys": str(tmp_path / "none")}, "cannot be read"),
+        ({"runs": run, "max_replicas": "3", "cpus": "0.5"}, "needs ray, which is not installed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            app(arguments)
+
+
+SCRIPT = """
+import json, sys, urllib.error, urllib.request
+from concurrent.futures import ThreadPoolExecutor
+import ray
+from ray import serve
+from regard.serve.ray_serve import NAME, app
+
+run, port, bodies = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+ray.init(address="local", num_cpus=4, include_dashboard=False)
+serve.start(http_options={"host": "127.0.0.1", "port": port})
+serve.run(app({"runs": f"toy={run}", "min_replicas": 2, "max_replicas": "2", "cpus": 0.5, "max_inputs": 10}))
+replicas = serve.status().applications["default"].deployments[NAME].replica_states
+
+def ask(item):
+    data = json.dumps(item[1]).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{item[0]}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+with ThreadPoolExecutor(8) as threads:
+    answers = list(threads.map(ask, bodies))
+with open(sys.argv[4], "w") as file:
+    json.dump({"replicas": {str(getattr(k, "value", k)): v for k, v in replicas.items()}, "answers": answers}, file)
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Whether two answers are equal, numbers but for the last digits, which depend on what shares a batch."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(close(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(close, ours, theirs))
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-4, abs_tol=1e-5)
+    return bool(ours == theirs)
+
+
+@pytest.mark.slow
+def test_two_replicas_answer_as_the_server_and_the_library_do(toy: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    bodies = [item for item in BODIES if not isinstance(item[1], bytes)]
+    bodies += [("/v1/generate", {"inputs": [word], "beam": 2}) for word in toy_words(30, 4)]
+    with serving({"toy": toy / "run"}, max_inputs=10) as server:
+        expected = [[reply.status, reply.json] for reply in (server.post(*item) for item in bodies)]
+        port = str(server.server.port)
+    arguments = [str(toy / "run"), port, json.dumps(bodies), str(tmp_path / "found")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True,
+        env={**os.environ, "HOME": str(tmp_path)}, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["replicas"] == {"RUNNING": 2}
+    assert close(found["answers"], expected)
+    texts = [row[0].text for row in regard.load(toy / "run").generate(toy_words(30, 4), beam=2)]
+    assert [answer["results"][0]["hypotheses"][0]["text"] for _, answer in found["answers"][-30:]] == texts
