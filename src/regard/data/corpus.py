@@ -138,7 +138,9 @@ class CorpusWriter:
         """Tokenise and write examples; those that do not fit are counted, by their location."""
         for chunk in _chunks(examples):
             with threads():
-                rows, kept = self._encoder.encode(chunk, counter, location)
+                rows, kept = self._encoder.encode(
+                    chunk, lambda position, reason, detail: counter.skip(reason, location(position), detail)
+                )
             self.write(rows)
             self.examples.extend(chunk[index].example for index in kept)
 

@@ -128,10 +128,11 @@ class ExampleEncoder:
         self._own = type(codec.source) is Tokenizer  # of a foreign one, an empty text may have tokens
         self._features: dict[str, bytes] = {}  # what is before the text, by the column of features
 
-    def encode(
-        self, waiting: Sequence[Located], counter: LineCounter, location: Callable[[int], str]
-    ) -> tuple[Rows, Sequence[int]]:
-        """The rows of the examples that are kept, and their indices; the others are counted."""
+    def encode(self, waiting: Sequence[Located], skip: Callable[[int, str, str], None]) -> tuple[Rows, Sequence[int]]:
+        """The rows of the examples that are kept, and their indices; the others are given to `skip`.
+
+        It gets the position, the reason and a detail.
+        """
         examples = [located.example for located in waiting]
         sources = self._sources(examples)
         texts = [example.target or "" for example in examples]
@@ -142,7 +143,7 @@ class ExampleEncoder:
         )
         source_lengths, target_lengths = self._lengths("source", sources), self._lengths("target", targets)
         positions = np.fromiter((located.number for located in waiting), np.int64, len(waiting))
-        kept = self._filter(source_lengths, target_lengths, counter, lambda index: location(waiting[index].number))
+        kept = self._filter(source_lengths, target_lengths, positions, skip)
         if len(kept) < len(waiting):
             sources, targets = [sources[index] for index in kept], [targets[index] for index in kept]
             source_lengths, target_lengths = source_lengths[kept], target_lengths[kept]
@@ -172,9 +173,9 @@ class ExampleEncoder:
         return row
 
     def _filter(
-        self, sources: Numbers, targets: Numbers, counter: LineCounter, location: Callable[[int], str]
+        self, sources: Numbers, targets: Numbers, positions: Numbers, skip: Callable[[int, str, str], None]
     ) -> Sequence[int]:
-        """The indices of those that are within the limits; the others are counted."""
+        """The indices of those that are within the limits."""
         most, least, ratio = self.limits
         longest = np.maximum(sources, targets) - 1  # the end token is not the user's
         bad = longest > most
@@ -188,13 +189,13 @@ class ExampleEncoder:
         if not bad.any():
             return range(len(sources))
         for index in np.flatnonzero(bad).tolist():
+            position = int(positions[index])
             if longest[index] > most:
-                counter.skip(LONG, location(index), f"{longest[index]:,} tokens; data.max_length is {most:,}")
+                skip(position, LONG, f"{longest[index]:,} tokens; data.max_length is {most:,}")
             elif shorter[index] < least:
-                counter.skip(SHORT, location(index), f"{shorter[index]:,} tokens; data.min_length is {least:,}")
+                skip(position, SHORT, f"{shorter[index]:,} tokens; data.min_length is {least:,}")
             else:
-                detail = f"{longer[index]:,} and {shorter[index]:,} tokens; data.max_ratio is {ratio}"
-                counter.skip(RATIO, location(index), detail)
+                skip(position, RATIO, f"{longer[index]:,} and {shorter[index]:,} tokens; data.max_ratio is {ratio}")
         return np.flatnonzero(~bad).tolist()
 
 
@@ -220,7 +221,9 @@ class BlockEncoder:
         held_out = self.splitter.held_out if self.splitter else lambda source: False
         for located in self.corpora.read_block(block, counter):
             (valid if held_out(located.example.source) else train).append(located)
-        location = self.corpora.location
-        train_rows, _ = self.encoder.encode(train, counter, location)
-        valid_rows, kept = self.encoder.encode(valid, counter, location)
+        skipped: list[tuple[int, str, str]] = []
+        train_rows, _ = self.encoder.encode(train, lambda *skip: skipped.append(skip))
+        valid_rows, kept = self.encoder.encode(valid, lambda *skip: skipped.append(skip))
+        for position, reason, detail in sorted(skipped):
+            counter.skip(reason, self.corpora.location(position), detail)
         return Shard(train_rows, valid_rows, [valid[index].example for index in kept], counter.counts())

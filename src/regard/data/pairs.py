@@ -79,7 +79,7 @@ def make_pairs(
                 valid_counter.skip(NO_LABEL, valid.location(located.number), repr(located.example.target))
         valid_rows = [located for located in valid_rows if located.example.target in known]
 
-    counter = LineCounter(strict)
+    counter = LineCounter(strict, scan.counter.skipped)
     unsplit = splitter is not None and not scan.held_out  # all have one source: validate on training examples
     held_counter = valid_counter if valid else LineCounter() if unsplit else counter
     limits = Limits.of(recipe.data)

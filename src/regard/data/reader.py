@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -116,11 +116,12 @@ def _split(stream: BinaryIO, size: int = 0) -> Iterator[bytes]:
 class LineCounter:
     """How many lines were read, kept and skipped, and where. `read == kept + sum(skipped.values())`, always."""
 
-    def __init__(self, strict: bool = False) -> None:
+    def __init__(self, strict: bool = False, reasons: Iterable[str] = ()) -> None:
+        """`reasons` that are known to come, in the order in which they are named."""
         self.strict = strict
         self.read = 0
-        self.skipped: Counter[str] = Counter()
-        self.locations: dict[str, list[str]] = {}  # reason -> the first few file:line
+        self.skipped: Counter[str] = Counter(dict.fromkeys(reasons, 0))
+        self.locations: dict[str, list[str]] = {reason: [] for reason in self.skipped}  # the first few file:line
         self.wrong_columns: Counter[int] = Counter()  # how many lines have so many columns
 
     @property
