@@ -17,7 +17,9 @@ from regard.data.encoding import RATIO, SHORT
 from regard.data.prepare import Prepared, changed_files, prepare
 from regard.data.reader import LineCounter, Located
 from regard.errors import UserError
+from regard.presets import preset
 from regard.recipe import load_recipe
+from regard.training.loader import make_loader
 
 WORDS = ["".join(letters) for letters in product("abcdef", repeat=4)][::3]
 PAIRS = [(word, " ".join(word.upper())) for word in WORDS]
@@ -257,3 +259,24 @@ def test_positions_of_one_file_are_its_lines(tmp_path: Path) -> None:
     corpora = Corpora.of_tables([write(tmp_path / "a.tsv", PAIRS)], ("source", "target"), None)
     assert list(corpora.read(LineCounter())) == list(corpora.parts[0].read(LineCounter()))
     assert next(iter(corpora.read(LineCounter()))) == Located(1, (*PAIRS[0], None))
+
+
+# Training
+
+
+@pytest.mark.parametrize("setting", [{"weights": [1, 3]}, {"temperature": 4}, {}])
+def test_training_draws_from_each_corpus_in_its_proportion(setting: dict, tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.tsv", PAIRS[:300]), write(tmp_path / "b.tsv", PAIRS[300:])]
+    valid = write(tmp_path / "v.tsv", PAIRS[:9])
+    recipe = load_recipe({"data": {"train": paths, "valid": valid, **setting}, "text": CHAR})
+    prepared = prepare(recipe, tmp_path / "data")
+    config = preset("transformer-tiny", 50)
+    loader = make_loader(recipe, prepared, config)
+    sizes = np.array([300, len(PAIRS) - 300])
+    powers = {"weights": np.array([1, 3]), "temperature": sizes ** (1 / 4)}.get("".join(setting), sizes)
+    for epoch in range(3):
+        rows = np.concatenate(loader.batches(epoch))
+        found = np.bincount((rows >= 300).astype(int), minlength=2)
+        assert np.allclose(found, len(PAIRS) * powers / powers.sum(), atol=1)
+    number, batch = next((number, batch) for number, batch in enumerate(loader.batches(0)) if 300 in batch)
+    assert loader.step(0, number).locate(0, batch.tolist().index(300)).startswith(f"{paths[1]}:1 (")

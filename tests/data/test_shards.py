@@ -43,11 +43,10 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
-def in_blocks(monkeypatch, processes: int, size: int = 5000) -> None:
+def in_blocks(monkeypatch, size: int = 5000) -> None:
     monkeypatch.setattr(reader, "CHUNK", 1000)
     monkeypatch.setattr(shards, "BLOCK", size)
     monkeypatch.setattr(shards, "PAYS", 0)
-    monkeypatch.setattr(pairs, "cores", lambda: processes)
 
 
 def keep_shards(monkeypatch) -> None:
@@ -60,11 +59,11 @@ def keep_shards(monkeypatch) -> None:
 def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_path: Path, monkeypatch) -> None:
     recipe = load_recipe({**order, "data": {**order["data"], "deduplicate": deduplicate}})
     prepare(recipe, tmp_path / "whole")
-    in_blocks(monkeypatch, processes)
+    in_blocks(monkeypatch)
     started: list[Any] = []
     start = shards._Pool._start
     monkeypatch.setattr(shards._Pool, "_start", lambda pool: (process := start(pool), started.append(process))[0])
-    prepare(recipe, tmp_path / "blocks")
+    prepare(recipe, tmp_path / "blocks", processes=processes)
     assert contents(tmp_path / "blocks") == contents(tmp_path / "whole")
     assert (len(started) > 1) == (processes > 1)
     assert all(process.returncode is not None for process in started)
@@ -72,12 +71,11 @@ def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_
 
 
 def test_little_text_starts_no_process(order, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(pairs, "cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    prepare(load_recipe(order), tmp_path / "one")
+    prepare(load_recipe(order), tmp_path / "one", processes=8)
     monkeypatch.setattr(reader, "CHUNK", 1000)
     monkeypatch.setattr(shards, "BLOCK", 5000)
-    prepare(load_recipe(order), tmp_path / "blocks")
+    prepare(load_recipe(order), tmp_path / "blocks", processes=8)
     assert contents(tmp_path / "one") == contents(tmp_path / "blocks")
 
 
@@ -90,8 +88,8 @@ def test_other_formats_and_tasks_in_processes(task: str, tmp_path: Path, monkeyp
     data = {"train": str(tmp_path / "a.parquet"), "column_names": ["x", "y"]}
     recipe = load_recipe({"task": task, "data": data, "text": {"source_tokens": "bpe:300"}})
     prepare(recipe, tmp_path / "whole")
-    in_blocks(monkeypatch, 2, size=1)
-    prepare(recipe, tmp_path / "blocks")
+    in_blocks(monkeypatch, 1)
+    prepare(recipe, tmp_path / "blocks", processes=2)
     assert contents(tmp_path / "blocks") == contents(tmp_path / "whole")
 
 
@@ -99,7 +97,7 @@ def test_other_formats_and_tasks_in_processes(task: str, tmp_path: Path, monkeyp
 def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, monkeypatch) -> None:
     recipe = load_recipe(order)
     prepare(recipe, tmp_path / "expected")
-    in_blocks(monkeypatch, processes)
+    in_blocks(monkeypatch)
     write = pairs.CorpusWriter.write
 
     class Killed(BaseException):
@@ -112,7 +110,7 @@ def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, m
 
     monkeypatch.setattr(pairs.CorpusWriter, "write", killed)
     with pytest.raises(Killed):
-        prepare(recipe, tmp_path / "data")
+        prepare(recipe, tmp_path / "data", processes=processes)
     monkeypatch.setattr(pairs.CorpusWriter, "write", write)
     left = sorted((tmp_path / "data.shards").glob("*.shard"))
     assert len(left) >= 3 and not (tmp_path / "data").exists()
@@ -122,7 +120,7 @@ def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, m
     save = shards._save
     monkeypatch.setattr(shards, "_save", lambda shard, path: (saved.append(path), save(shard, path))[1])
     keep_shards(monkeypatch)
-    prepare(recipe, tmp_path / "data")
+    prepare(recipe, tmp_path / "data", processes=processes)
     assert contents(tmp_path / "data") == contents(tmp_path / "expected")
     assert {path: path.stat().st_mtime_ns for path in left[1:]} == before
     if processes == 1:
@@ -130,7 +128,7 @@ def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, m
 
 
 def test_other_settings_use_no_old_shards(order, tmp_path: Path, monkeypatch) -> None:
-    in_blocks(monkeypatch, 1)
+    in_blocks(monkeypatch)
     keep_shards(monkeypatch)
     prepare(load_recipe(order), tmp_path / "data")
     first = set((tmp_path / "data.shards").iterdir())
@@ -146,10 +144,10 @@ def test_other_settings_use_no_old_shards(order, tmp_path: Path, monkeypatch) ->
 
 def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.tsv").write_text("".join(f"{text()}\t{text()}\n" for _ in range(300)) + "long " * 99 + "\tx\n")
-    in_blocks(monkeypatch, 2)
+    in_blocks(monkeypatch)
     recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 60, "strict": True}})
     with pytest.raises(UserError, match=r"a\.tsv:301: too long: "):
-        prepare(recipe, tmp_path / "data")
+        prepare(recipe, tmp_path / "data", processes=2)
 
     def dies(self: Any) -> Any:
         process = start(self)
@@ -160,4 +158,4 @@ def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> N
     monkeypatch.setattr(shards._Pool, "_start", dies)
     recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 600}})
     with pytest.raises(UserError, match="a process that turns text into tokens has ended"):
-        prepare(recipe, tmp_path / "data")
+        prepare(recipe, tmp_path / "data", processes=2)

@@ -110,9 +110,9 @@ class Images:
 
 
 def make_images(
-    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None
+    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write images into `path`; return the record of it. A base run changes nothing."""
+    """Write images into `path`; return the record of it. Neither a base run nor processes change it."""
     training = read_images(train.paths[0], name=train.name)
     labels = label_names(training.labels)
     if len(labels) < 2:

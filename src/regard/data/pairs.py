@@ -17,7 +17,6 @@ from regard.data.formats import named_columns
 from regard.data.holdout import MAX_VALID, Splitter
 from regard.data.reader import LineCounter, read_lines
 from regard.data.shards import encode_blocks
-from regard.device import cores
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -53,9 +52,9 @@ def find_features(recipe: Recipe) -> tuple[str, ...] | None:
 
 
 def make_pairs(
-    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None
+    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write tokenizers and corpora into `path`; return the record of it."""
+    """Write tokenizers and corpora into `path`, with up to so many processes; return the record of it."""
     strict, labelled = recipe.data.strict, TASKS[recipe.task].labels
     if recipe.data.deduplicate:
         train = train.without_duplicates()
@@ -88,7 +87,7 @@ def make_pairs(
     # Validation data of the user's own is not filtered; but what is too long for training is so for validation.
     valid_encoder = ExampleEncoder(codec, Limits(limits.max_length), labels) if valid else encoder
     valid_writer = CorpusWriter(path / "valid", valid_encoder)
-    for shard in encode_blocks(BlockEncoder(train, encoder, splitter, strict), path, shards_of(path), cores()):
+    for shard in encode_blocks(BlockEncoder(train, encoder, splitter, strict), path, shards_of(path), processes):
         counter.add(shard.counts)
         train_writer.write(shard.train)
         valid_writer.write(shard.valid)

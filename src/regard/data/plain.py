@@ -30,9 +30,9 @@ MAX_VALID = 1_000_000  # characters
 
 
 def make_text(
-    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None
+    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write a tokenizer and two streams into `path`; return the record of it."""
+    """Write a tokenizer and two streams into `path`; return the record of it. The tokenizer has threads of its own."""
     strict = recipe.data.strict
     counter, valid_counter = LineCounter(strict), LineCounter(strict)
     sample, characters = scan_text(train, counter)

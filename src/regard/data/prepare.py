@@ -71,7 +71,7 @@ class DataFile(NamedTuple):
 class _Kind(NamedTuple):
     """How one kind of data is written, with its record as the result, and opened; and how to ask for its files."""
 
-    write: Callable[[Recipe, Corpora, Corpora | None, Path, BaseText | None], dict[str, Any]]
+    write: Callable[[Recipe, Corpora, Corpora | None, Path, BaseText | None, int], dict[str, Any]]
     open: Callable[[Path], Corpus | Stream | Images]
     files: str
 
@@ -90,11 +90,13 @@ def prepare(
     directory: str | Path,
     base: BaseText | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
+    processes: int = 1,
 ) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
     What is there is used if it was made from the same text with the same settings. With a `base`, text becomes ids as
-    it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`.
+    it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`. Up to so many `processes`
+    tokenise, if they pay; they change nothing else.
     """
     path = Path(directory)
     train, valid = sources(recipe)
@@ -107,7 +109,7 @@ def prepare(
             return open_prepared(path)
     # With a fixed name, what a killed process has left is removed by the next one; it may be large.
     temporary = path.with_name(path.name + ".tmp")
-    replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory), temporary)
+    replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
     shutil.rmtree(shards_of(path), ignore_errors=True)
     return open_prepared(path)
 
@@ -119,11 +121,12 @@ def _write(
     path: Path,
     base: BaseText | None,
     memory: Mapping[str, InMemory],
+    processes: int,
 ) -> None:
     train, valid = _spool(train, path, memory.get("train")), valid and _spool(valid, path, memory.get("valid"))
     before = _stamps(train, valid)
     record: dict[str, Any] = {"format": FORMAT, "task": recipe.task}
-    record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base)
+    record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base, processes)
     if _stamps(train, valid) != before:
         raise UserError(f"{train.name}: changed while it was read; start again when it is complete")
     record["made_from"] = made_from = fingerprint(recipe, train, valid)

@@ -38,8 +38,8 @@ PACKED = 3  # bytes of text in a byte of a compressed file, or so
 FORMAT = 1
 
 
-def encode_blocks(encoder: BlockEncoder, codec_at: Path, shards: Path, cores: int) -> Iterator[Shard]:
-    """The shards of all blocks, in order; with up to `cores` processes.
+def encode_blocks(encoder: BlockEncoder, codec_at: Path, shards: Path, processes: int) -> Iterator[Shard]:
+    """The shards of all blocks, in order; by up to `processes` processes, if they pay.
 
     The codec was saved in `codec_at`. Shards are kept in the directory `shards`; of a single block there is none.
     """
@@ -52,7 +52,7 @@ def encode_blocks(encoder: BlockEncoder, codec_at: Path, shards: Path, cores: in
     shards.mkdir(parents=True, exist_ok=True)
     settings = _settings(encoder)
     pays = text_size(encoder.corpora) >= PAYS
-    pool = _Pool({**settings, "codec_at": str(codec_at)}, cores) if pays and cores > 1 else None
+    pool = _Pool({**settings, "codec_at": str(codec_at)}, processes) if pays and processes > 1 else None
     try:
         yield from _in_order(encoder, chain(few, blocks), shards, settings, pool)
     finally:

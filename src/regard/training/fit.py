@@ -219,7 +219,7 @@ def _set_up(
         raise UserError(f"train.workers: {workers} asked for, but {launched} processes were started")
     base, base_text = open_base(recipe)
     check_model(recipe, base)
-    prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory)
+    prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory, processes=cores())
     for note in prepared.notes:
         reporter.say(note)
     plan = plan_run(recipe, base, prepared, device, launched, reporter)
