@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from regard.config import MAX_COUNT, Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest
@@ -17,6 +17,8 @@ Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
 Strategy = Literal["ddp", "fsdp"]
 Schedule = Literal["noam", "inverse_sqrt", "cosine", "linear", "constant"]
+Weight = Annotated[float, Field(gt=0)]
+FILES = ("train", "source", "target", "valid", "valid_source", "valid_target")  # of the data
 FOLDER = Path(__file__).parent / "recipes"
 DEEPEST = 8  # tables inside tables
 
@@ -38,19 +40,52 @@ class Text(Value):
 
 
 class Data(Value):
-    """Where examples come from. Either `train` or `source` and `target` (parallel files); `.gz` of either."""
+    """Where examples come from. Either `train` or `source` and `target` (parallel files), each one file or several.
 
-    train: str | None = option(None, "A TSV of pairs, plain text, or an .npz of images, as the task has it.")
-    source: str | None = option(None, "Sources, one per line; goes with --target.")
-    target: str | None = option(None, "Targets, one per line.")
-    valid: str | None = option(None, "Validation data of the same kind; without it some is set apart.")
-    valid_source: str | None = option(None, "Validation sources.")
-    valid_target: str | None = option(None, "Validation targets.")
+    A file may be a pattern (`corpus/*.tsv`); every entry of a list, with all files that it matches, is a corpus.
+    """
+
+    train: tuple[str, ...] | None = option(
+        None, "Tables of pairs, plain text, or an .npz of images, as the task has it. Repeatable.", metavar="FILE"
+    )
+    source: tuple[str, ...] | None = option(None, "Sources, one per line; goes with --target.", metavar="FILE")
+    target: tuple[str, ...] | None = option(None, "Targets, one per line.", metavar="FILE")
+    valid: tuple[str, ...] | None = option(
+        None, "Validation data of the same kind; without it some is set apart.", metavar="FILE"
+    )
+    valid_source: tuple[str, ...] | None = option(None, "Validation sources.", metavar="FILE")
+    valid_target: tuple[str, ...] | None = option(None, "Validation targets.", metavar="FILE")
     columns: tuple[Column, ...] = option(
-        ("source", "target"), "What the TSV's columns are: source, features, target.", metavar="NAMES"
+        ("source", "target"), "What the columns of a table are: source, features, target.", metavar="NAMES"
+    )
+    column_names: tuple[str, ...] | None = option(None, "What JSONL and Parquet files call these columns.")
+    weights: tuple[Weight, ...] | None = option(None, "Of the corpora: how often each is drawn from.")
+    temperature: Annotated[float, Field(gt=0)] | None = option(
+        None, "Draw from each corpus in proportion to its size to the power of 1/temperature."
     )
     max_length: Count = option(512, "Tokens on either side; a longer example is skipped and counted.")
+    min_length: Count = option(1, "Tokens on either side; a shorter example is skipped and counted.")
+    max_ratio: Annotated[float, Field(ge=1)] | None = option(
+        None, "Tokens of the longer side per token of the shorter; an example beyond is skipped and counted."
+    )
+    deduplicate: bool = option(False, "Skip and count pairs that came before.")
     strict: bool = option(False, "Stop at the first bad line instead of skipping it.")
+
+    @field_validator(*FILES, mode="before")
+    @classmethod
+    def _files(cls, files: Any) -> Any:
+        return (files,) if isinstance(files, str) else files
+
+    @field_serializer(*FILES, when_used="unless-none")
+    def _one_or_more(self, files: tuple[str, ...]) -> str | list[str]:
+        return files[0] if len(files) == 1 else list(files)
+
+    @field_validator(*FILES)
+    @classmethod
+    def _named(cls, files: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if files is not None and not all(files):
+            raise ValueError("a list of files cannot hold an empty name")
+        return files or None
 
     @field_validator("columns")
     @classmethod
@@ -58,6 +93,21 @@ class Data(Value):
         if len(set(columns)) != len(columns) or not {"source", "target"} <= set(columns):
             raise ValueError(f"columns must name source and target once each, not {','.join(columns)}")
         return columns
+
+    @model_validator(mode="after")
+    def _fits(self) -> Data:
+        names, corpora = self.column_names, len(self.train or self.source or ())
+        if names is not None and (len(names) != len(self.columns) or len(set(names)) != len(names)):
+            raise ValueError(f"column_names must name a column for each of {', '.join(self.columns)}")
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length ({self.min_length}) is more than max_length ({self.max_length})")
+        if self.weights is not None and self.temperature is not None:
+            raise ValueError("give either weights or temperature, not both")
+        if self.weights is not None and corpora and len(self.weights) != corpora:
+            raise ValueError(f"weights has {len(self.weights)} numbers for {corpora} corpora (entries of the list)")
+        if self.temperature is not None and corpora == 1:
+            raise ValueError("temperature is between corpora, and there is one; list several")
+        return self
 
 
 class Train(Value):

@@ -12,6 +12,7 @@ import torch
 from regard.config import Config, Stack
 from regard.data import corpus as module
 from regard.data.corpus import Corpus, CorpusWriter
+from regard.data.encoding import ExampleEncoder, Limits
 from regard.data.reader import LineCounter, Located, Source
 from regard.errors import UserError
 from regard.text.codec import Codec, Example
@@ -25,10 +26,10 @@ CODEC = Codec(
 
 def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCounter | None = None) -> CorpusWriter:
     counter = counter or LineCounter()
-    writer = CorpusWriter(path, codec, Source(("pairs.tsv",)), counter, limit, keep=True)
-    for number, example in enumerate(EXAMPLES, 1):
-        counter.read += 1
-        writer.add(Located(number, example))
+    writer = CorpusWriter(path, ExampleEncoder(codec, Limits(limit)))
+    counter.read += len(EXAMPLES)
+    located = (Located(number, example) for number, example in enumerate(EXAMPLES, 1))
+    writer.add(located, counter, Source(("pairs.tsv",)).location)
     writer.finish()
     return writer
 

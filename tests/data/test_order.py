@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.data import order as module
-from regard.data.order import batches
+from regard.data.order import batches, draw, proportions
+from regard.errors import UserError
 
 
 def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -72,3 +73,49 @@ def test_what_fits_in_one_batch_is_one_batch() -> None:
     source, target = lengths(30)
     assert len(batches(source, target, 1, 0, 10**6)) == 1
     assert batches(source[:0], target[:0], 1, 0, 10) == []
+
+
+# Several corpora
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.lists(st.floats(0.01, 10), min_size=4, max_size=4),
+    st.integers(0, 5),
+)
+@settings(deadline=None)
+def test_a_draw_keeps_the_proportions(sizes: list[int], weights: list[float], seed: int) -> None:
+    shares = proportions(sizes, weights[: len(sizes)], None)
+    assert shares is not None
+    ends = np.cumsum(sizes)
+    corpus_of = np.repeat(np.arange(len(sizes)), sizes)
+    seen = np.zeros(sum(sizes), int)
+    for epoch in range(4):
+        drawn = draw(sizes, shares, seed, epoch)
+        assert (draw(sizes, shares, seed, epoch) == drawn).all()
+        assert len(drawn) == ends[-1]
+        counts = np.bincount(corpus_of[drawn], minlength=len(sizes))
+        assert np.allclose(counts, np.array(shares) * ends[-1], atol=1)
+        seen += np.bincount(drawn, minlength=len(seen))
+        for end, size in zip(ends, sizes, strict=True):  # no example comes twice more than another of its corpus
+            assert np.ptp(seen[end - size : end]) <= 1
+
+
+def test_temperature_is_a_power_of_the_size() -> None:
+    sizes = [1000, 10, 100]
+    assert proportions(sizes, None, None) is None
+    assert np.allclose(proportions(sizes, None, 1.0) or 0, np.array(sizes) / sum(sizes))
+    assert np.allclose(proportions(sizes, None, 2.0) or 0, np.sqrt(sizes) / np.sqrt(sizes).sum())
+    assert np.allclose(proportions(sizes, None, 1e9) or 0, 1 / 3)
+    with pytest.raises(UserError, match=r"data\.weights: corpus 2 has no training example"):
+        proportions([3, 0], [1, 1], None)
+    assert proportions([3, 0], None, 5.0) == [1, 0]
+    assert sorted(draw([3, 0], [1, 0], 1, 0)) == [0, 1, 2]
+
+
+def test_batches_of_a_draw_hold_what_was_drawn() -> None:
+    sizes, lengths = [30, 300], np.arange(330) % 17 + 1
+    drawn = draw(sizes, [0.5, 0.5], 1, 0)
+    cut = batches(lengths, lengths, 1, 0, 100, None, drawn)
+    assert sorted(np.concatenate(cut)) == sorted(drawn)
+    assert all(len(rows) * lengths[rows].max() <= 100 for rows in cut)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.data import pairs
-from regard.data.pairs import Splitter, find_features, valid_count
+from regard.data import holdout
+from regard.data.holdout import Splitter, valid_count
+from regard.data.pairs import find_features
 from regard.recipe import Data, Recipe
 
 
@@ -47,7 +48,7 @@ def test_sources_stay_together_and_something_is_left(sources: list[str], chance:
 
 
 def test_the_order_does_not_decide_among_more_than_the_candidates(monkeypatch) -> None:
-    monkeypatch.setattr(pairs, "CANDIDATES", 8)
+    monkeypatch.setattr(holdout, "CANDIDATES", 8)
     # sources of many examples each, so that a rare one far behind would fill what is left of the wanted number
     sources = [f"word {index}" for index in range(100) for _ in range(1 + index % 23)]
     assert len({frozenset(split(Random(seed).sample(sources, len(sources)))[1]) for seed in range(20)}) == 1

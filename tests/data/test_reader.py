@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.data import reader as module
-from regard.data.reader import LineCounter, Located, Source, open_bytes, read_lines
+from regard.data import streams
+from regard.data.reader import LineCounter, Located, Source, read_lines
+from regard.data.streams import open_bytes
 from regard.errors import UserError
 from regard.text.codec import Example
 
@@ -30,7 +32,7 @@ pieces = st.lists(
 
 
 def magic(data: bytes) -> bool:
-    return data.startswith((b"\x1f\x8b", *module._OTHER_FORMATS))
+    return data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", *streams._OTHER_FORMATS))
 
 
 @given(pieces, st.booleans(), st.integers(1, 40))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from regard.batch import Batch, collate
 from regard.config import Config
-from regard.data.reader import LONG, LineCounter, Located, Source
+from regard.data.corpora import PART
+from regard.data.encoding import ExampleEncoder, Rows
+from regard.data.reader import LineCounter, Located
 from regard.errors import UserError
-from regard.text.codec import Codec, Example
+from regard.text.codec import Example
 from regard.text.scheme import threads
 
 FORMAT = 1
@@ -49,6 +51,7 @@ class Corpus:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
         self.source, self.target = source.row, target.row  # the ids of an example, by its number
         self.source_lengths, self.target_lengths = source.lengths, target.lengths
+        self.corpora = tuple(meta.get("corpora", (len(self),)))  # how many examples of each, in their order
         self.size = len(self)  # reported as the amount of data
         self._lines = path / LINES
 
@@ -93,11 +96,6 @@ class Flat:
         return np.frombuffer(os.pread(self._file, (span.stop - span.start) * width, span.start * width), self._dtype)
 
 
-def dtype_for(vocab: int) -> str:
-    """The smallest type that holds the ids of a vocabulary."""
-    return "uint16" if vocab <= 1 << 16 else "uint32"
-
-
 def append(path: Path, values: NDArray[Any]) -> None:
     """Write numbers to the end of a file."""
     with path.open("ab") as file:
@@ -119,77 +117,67 @@ class _Side:
 
 
 class CorpusWriter:
-    """Tokenise examples and write them as a corpus, chunk by chunk; after `finish` it is complete.
+    """Writes examples as a corpus, chunk by chunk; after `finish` it is complete."""
 
-    With `labels`, the target of an example is one of them, and its row their number.
-    """
-
-    def __init__(
-        self,
-        directory: str | Path,
-        codec: Codec,
-        source: Source,
-        counter: LineCounter,
-        max_length: int,
-        labels: Sequence[str] = (),
-        keep: bool = False,
-    ) -> None:
+    def __init__(self, directory: str | Path, encoder: ExampleEncoder) -> None:
         self.path = Path(directory)
         self.path.mkdir(parents=True)
-        self.examples: list[Example] | None = [] if keep else None  # those written, if wanted
-        self.count = 0
+        self.examples: list[Example] = []  # those that `add` wrote
+        self.parts: Counter[int] = Counter()  # how many came from each file
         self.unknown = dict.fromkeys(SIDES, 0)
         self.tokens = dict.fromkeys(SIDES, 0)
-        self._codec, self._source, self._counter, self._max_length = codec, source, counter, max_length
-        self._label_ids = {label: number for number, label in enumerate(labels)}
-        self._dtype = {"source": dtype_for(codec.source_vocab), "target": dtype_for(len(labels) or codec.target_vocab)}
+        self._encoder = encoder
         for side in SIDES:
             np.zeros(1, np.int64).tofile(self.path / f"{side}.offsets")
-        self._waiting: list[Located] = []
-        self._text = 0  # characters waiting
 
-    def add(self, located: Located) -> None:
-        self._waiting.append(located)
-        self._text += len(located.example.source) + len(located.example.target or "")
-        if len(self._waiting) >= CHUNK or self._text >= CHUNK_TEXT:
-            self._flush()
+    @property
+    def count(self) -> int:
+        return self.parts.total()
 
-    def _flush(self) -> None:
-        waiting, self._waiting, self._text = self._waiting, [], 0
-        examples = [located.example for located in waiting]
-        texts = [example.target or "" for example in examples]
-        with threads():
-            sources = self._codec.encode_source(examples)
-            targets = (
-                [[self._label_ids[text]] for text in texts] if self._label_ids else self._codec.encode_target(texts)
-            )
-        kept = []
-        for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-            longest = max(len(source), len(target)) - 1  # the end token is not the user's
-            if longest > self._max_length:
-                location = self._source.location(waiting[index].number)
-                self._counter.skip(LONG, location, f"{longest:,} tokens; data.max_length is {self._max_length:,}")
-            else:
-                kept.append(index)
-        self._write("source", [sources[index] for index in kept])
-        self._write("target", [targets[index] for index in kept])
-        append(self.path / LINES, np.array([waiting[index].number for index in kept], np.int64))
-        self.count += len(kept)
-        if self.examples is not None:
-            self.examples.extend(examples[index] for index in kept)
+    def add(self, examples: Iterable[Located], counter: LineCounter, location: Callable[[int], str]) -> None:
+        """Tokenise and write examples; those that do not fit are counted, by their location."""
+        for chunk in _chunks(examples):
+            with threads():
+                rows, kept = self._encoder.encode(
+                    chunk, lambda position, reason, detail: counter.skip(reason, location(position), detail)
+                )
+            self.write(rows)
+            self.examples.extend(chunk[index].example for index in kept)
 
-    def _write(self, side: str, rows: Sequence[Sequence[int]]) -> None:
-        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-        total = int(ends[-1]) if len(rows) else 0
-        flat = np.fromiter(chain.from_iterable(rows), dtype=self._dtype[side], count=total)
-        append(self.path / f"{side}.bin", flat)
-        append(self.path / f"{side}.offsets", ends + self.tokens[side])
-        self.tokens[side] += total
-        if side == "source" or not self._label_ids:
-            self.unknown[side] += int(np.count_nonzero(flat == self._codec.ids.unk))
+    def write(self, rows: Rows) -> None:
+        """Write examples that are tokenised."""
+        self._write("source", rows.source, rows.source_lengths)
+        self._write("target", rows.target, rows.target_lengths)
+        append(self.path / LINES, rows.positions)
+        parts, counts = np.unique(rows.positions // PART, return_counts=True)
+        self.parts.update(dict(zip(parts.tolist(), counts.tolist(), strict=True)))
 
-    def finish(self) -> None:
-        self._flush()
+    def _write(self, side: str, flat: bytes, lengths: NDArray[np.int64]) -> None:
+        ids = np.frombuffer(flat, self._encoder.dtype[side])
+        append(self.path / f"{side}.bin", ids)
+        append(self.path / f"{side}.offsets", np.cumsum(lengths) + self.tokens[side])
+        self.tokens[side] += len(ids)
+        if side == "source" or not self._encoder.labels:
+            self.unknown[side] += int(np.count_nonzero(ids == self._encoder.codec.ids.unk))
+
+    def finish(self, corpora: Sequence[int] = ()) -> None:
+        """Complete the corpus; `corpora` are the numbers of examples of each, where there are several."""
         counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
-        meta = {"format": FORMAT, **counts, "dtype": self._dtype}
+        meta = {"format": FORMAT, **counts, "dtype": self._encoder.dtype}
+        if len(corpora) > 1:
+            meta["corpora"] = list(corpora)
         (self.path / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def _chunks(examples: Iterable[Located]) -> Iterator[list[Located]]:
+    """As many examples as are tokenised at a time."""
+    waiting: list[Located] = []
+    text = 0  # characters
+    for located in examples:
+        waiting.append(located)
+        text += len(located.example.source) + len(located.example.target or "")
+        if len(waiting) >= CHUNK or text >= CHUNK_TEXT:
+            yield waiting
+            waiting, text = [], 0
+    if waiting:
+        yield waiting

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.batch import Pixels
-from regard.data.pairs import Splitter, few
-from regard.data.reader import Source, open_raw
+from regard.data.corpora import Corpora
+from regard.data.holdout import Splitter
+from regard.data.pairs import few
+from regard.data.streams import open_raw
 from regard.errors import UserError, closest, plural
 from regard.recipe import Recipe
 from regard.text.learn import BaseText
@@ -108,9 +110,9 @@ class Images:
 
 
 def make_images(
-    recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None
+    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write images into `path`; return the record of it. A base run changes nothing."""
+    """Write images into `path`; return the record of it. Neither a base run nor processes change it."""
     training = read_images(train.paths[0], name=train.name)
     labels = label_names(training.labels)
     if len(labels) < 2:

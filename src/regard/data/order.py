@@ -6,13 +6,17 @@ Nothing is remembered between epochs: batch k of epoch e is the same whoever ask
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.errors import UserError
+
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.integer[Any]]
+PASS = 1  # ends the key of the order of a pass over a corpus, unlike that of an epoch
 WINDOW = 1 << 20  # examples sorted together; bounds the memory of sorting
 
 
@@ -28,14 +32,15 @@ def batches(
     epoch: int,
     batch_tokens: int,
     batch_examples: int | None = None,
+    drawn: Indices | None = None,
 ) -> list[Indices]:
-    """Cut an epoch into batches: arrays of example numbers, each number exactly once.
+    """Cut an epoch into batches: arrays of example numbers, each number exactly once, or those `drawn`.
 
     A batch holds at most `batch_examples` rows, and rows times the longest side at most `batch_tokens`; an example
     longer than that is a batch of its own. Lengths count the end token.
     """
     random = generator(seed, epoch)
-    shuffled = random.permutation(len(source_lengths))
+    shuffled: Indices = random.permutation(len(source_lengths) if drawn is None else drawn)
     cut: list[Indices] = []
     for start in range(0, len(shuffled), WINDOW):
         window = shuffled[start : start + WINDOW]
@@ -48,6 +53,41 @@ def batches(
         order = np.argsort((longer << 32) + np.where(up, source - target, target - source), kind="stable")
         cut.extend(_cut(window[order], longer[order], batch_tokens, batch_examples, random.uniform(0.5, 1.0)))
     return [cut[index] for index in random.permutation(len(cut))]
+
+
+def proportions(sizes: Sequence[int], weights: Sequence[float] | None, temperature: float | None) -> list[float] | None:
+    """The share of each corpus in an epoch; None where every example comes once."""
+    if weights is None and temperature is None:
+        return None
+    if weights is not None and (empty := [index for index, size in enumerate(sizes, 1) if not size]):
+        raise UserError(f"data.weights: corpus {empty[0]} has no training example that could be drawn")
+    if temperature is not None:
+        largest = max(sizes)
+        weights = [(size / largest) ** (1 / temperature) for size in sizes]
+    assert weights is not None
+    if len(weights) != len(sizes):
+        raise UserError(f"data.weights: {len(weights)} numbers for {len(sizes)} corpora")
+    return [weight / sum(weights) for weight in weights]
+
+
+def draw(sizes: Sequence[int], shares: Sequence[float], seed: int, epoch: int) -> Indices:
+    """The examples of an epoch in which each corpus has its share, as many as there are in all.
+
+    The examples of a corpus follow each other in passes, each in an order of its own; an epoch takes up where the one
+    before ended. So an example comes again only when all others of its corpus have come.
+    """
+    total = sum(sizes)
+    ends = [round(end * total) for end in np.cumsum(shares)]
+    drawn = []
+    for corpus, (size, begin, end) in enumerate(zip(sizes, [0, *ends], ends, strict=False)):
+        count, first = end - begin, sum(sizes[:corpus])
+        at, stop = epoch * count, (epoch + 1) * count
+        while at < stop:
+            number, skip = divmod(at, size)
+            order = generator(seed, corpus, number, PASS).permutation(size)[skip : skip + stop - at]
+            drawn.append(first + order)
+            at += len(order)
+    return np.concatenate(drawn)
 
 
 def _cut(indices: Indices, cost: Indices, batch_tokens: int, batch_examples: int | None, first: float) -> list[Indices]:

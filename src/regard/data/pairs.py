@@ -6,13 +6,17 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from regard.data.corpora import Corpora, expand
 from regard.data.corpus import SIDES, CorpusWriter
-from regard.data.reader import LineCounter, Source, read_lines
+from regard.data.encoding import RATIO, SHORT, BlockEncoder, ExampleEncoder, Limits
+from regard.data.formats import named_columns
+from regard.data.holdout import MAX_VALID, Splitter
+from regard.data.reader import LineCounter, read_lines
+from regard.data.shards import encode_blocks
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -25,19 +29,14 @@ VALID_EXAMPLES = "valid.jsonl"
 LABELS = 10_000  # distinct ones; more are no labels
 FEATURES = 50_000  # likewise
 
-VALID_SHARE = 0.05  # of the examples are held out for validation
-MIN_VALID, MAX_VALID = 50, 2_000
-CANDIDATES = 2 * MAX_VALID  # sources with the smallest hashes, from which those to hold out are chosen
-KEY = b"1"  # of the hash; with it, the split is the one of earlier versions and their default seed
 LOOKED_AT = 1_000  # lines, to find a column of features
-LARGEST_SHARE = 0.2  # of a small file no larger part is taken, even if that makes fewer than MIN_VALID
 
 
 def find_features(recipe: Recipe) -> tuple[str, ...] | None:
     """The columns of a table of three where the recipe does not name them and one column looks like features."""
-    path = recipe.data.train
+    path = expand(recipe.data.train[0])[0] if recipe.data.train else None
     named = "columns" in recipe.data.model_fields_set or TASKS[recipe.task].reads != "pairs"
-    if named or path is None or not os.path.isfile(path):
+    if named or path is None or not os.path.isfile(path) or named_columns(path):
         return None
     rows = [line.text.split("\t") for line in islice(read_lines(path), LOOKED_AT) if line.text.strip()]
     if not rows or any(len(row) != 3 for row in rows):
@@ -53,10 +52,12 @@ def find_features(recipe: Recipe) -> tuple[str, ...] | None:
 
 
 def make_pairs(
-    recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None
+    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write tokenizers and corpora into `path`; return the record of it."""
+    """Write tokenizers and corpora into `path`, with up to so many processes; return the record of it."""
     strict, labelled = recipe.data.strict, TASKS[recipe.task].labels
+    if recipe.data.deduplicate:
+        train = train.without_duplicates()
     valid_counter = LineCounter(strict)
     valid_rows = list(valid.read(valid_counter)) if valid else []
     if valid:
@@ -77,27 +78,29 @@ def make_pairs(
                 valid_counter.skip(NO_LABEL, valid.location(located.number), repr(located.example.target))
         valid_rows = [located for located in valid_rows if located.example.target in known]
 
-    counter = LineCounter(strict)
+    counter = LineCounter(strict, scan.counter.skipped)
     unsplit = splitter is not None and not scan.held_out  # all have one source: validate on training examples
     held_counter = valid_counter if valid else LineCounter() if unsplit else counter
-    limit = recipe.data.max_length
-    train_writer = CorpusWriter(path / "train", codec, train, counter, limit, labels)
-    valid_writer = CorpusWriter(path / "valid", codec, valid or train, held_counter, limit, labels, keep=True)
-    for located in valid_rows:
-        valid_writer.add(located)
-    for index, located in enumerate(train.read(counter)):
-        if splitter is not None and splitter.held_out(located.example.source):
-            valid_writer.add(located)
-        else:
-            train_writer.add(located)
-            if unsplit and index < MAX_VALID:
-                valid_writer.add(located)
-    train_writer.finish()
+    limits = Limits.of(recipe.data)
+    encoder = ExampleEncoder(codec, limits, labels)
+    train_writer = CorpusWriter(path / "train", encoder)
+    # Validation data of the user's own is not filtered; but what is too long for training is so for validation.
+    valid_encoder = ExampleEncoder(codec, Limits(limits.max_length), labels) if valid else encoder
+    valid_writer = CorpusWriter(path / "valid", valid_encoder)
+    for shard in encode_blocks(BlockEncoder(train, encoder, splitter, strict), path, shards_of(path), processes):
+        counter.add(shard.counts)
+        train_writer.write(shard.train)
+        valid_writer.write(shard.valid)
+        valid_writer.examples.extend(shard.examples)
+    if unsplit:
+        valid_rows = list(islice(train.read(LineCounter()), MAX_VALID))
+    valid_writer.add(valid_rows, held_counter, (valid or train).location)
+    train_writer.finish([sum(train_writer.parts[part] for part in corpus) for corpus in train.corpora()])
     valid_writer.finish()
-    _require_examples("training", train_writer, train, counter, limit)
-    _require_examples("validation", valid_writer, valid or train, held_counter, limit)
+    _require_examples("training", train_writer, train, counter, limits)
+    _require_examples("validation", valid_writer, valid or train, held_counter, limits)
 
-    examples = valid_writer.examples or []
+    examples = valid_writer.examples
     (path / VALID_EXAMPLES).write_bytes("".join(json.dumps(example) + "\n" for example in examples).encode())
     notes.append(f"training: {plural(train_writer.count, 'example')} from {train.name}, {counter.summary()}")
     notes.extend(filter(None, [train.hint(counter)]))
@@ -114,6 +117,11 @@ def make_pairs(
     return {"text": codec.config.model_dump(), "labels": labels, "notes": notes, "accounts": counts}
 
 
+def shards_of(path: Path) -> Path:
+    """Where the shards are kept while data is prepared in `path`, so that the next one finds them if it is killed."""
+    return path.with_name(path.name.removesuffix(".tmp") + ".shards")
+
+
 def read_examples(path: Path) -> list[Example]:
     """The validation examples that `make_pairs` wrote into `path`."""
     return [Example(*json.loads(row)) for row in (path / VALID_EXAMPLES).read_bytes().split(b"\n")[:-1]]
@@ -125,7 +133,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
 
 
 def _make_codec(
-    recipe: Recipe, train: Source, scan: Scan, splitter: Splitter | None, base: BaseText | None
+    recipe: Recipe, train: Corpora, scan: Scan, splitter: Splitter | None, base: BaseText | None
 ) -> tuple[Codec, list[str]]:
     """Learn the vocabularies from what is not held out, or take those of the run to start from."""
     if base is not None:
@@ -158,14 +166,14 @@ def _make_codec(
     return Codec(source, target, scan.features, train.columns, text.feature_separator, task.frame), notes
 
 
-def _require_examples(what: str, writer: CorpusWriter, source: Source, counter: LineCounter, limit: int) -> None:
+def _require_examples(what: str, writer: CorpusWriter, source: Corpora, counter: LineCounter, limits: Limits) -> None:
     if writer.count:
         return
-    if counter.skipped[NO_LABEL]:
+    if counter.skipped[NO_LABEL] or counter.skipped.keys() & {SHORT, RATIO}:
         raise UserError(f"{source.name}: no {what} example is left: {counter.summary()}")
     raise UserError(
         f"{source.name}: no {what} example is left, all are too long: {counter.summary()}\n"
-        f"  raise data.max_length (now {limit})"
+        f"  raise data.max_length (now {limits.max_length})"
     )
 
 
@@ -190,7 +198,7 @@ class Scan:
     """What one pass over the training data tells."""
 
     def __init__(
-        self, source: Source, separator: str, strict: bool, splitter: Splitter | None, labelled: bool = False
+        self, source: Corpora, separator: str, strict: bool, splitter: Splitter | None, labelled: bool = False
     ) -> None:
         self.counter = LineCounter(strict)
         self.sample = Sample()  # of sources and targets
@@ -216,66 +224,9 @@ class Scan:
             self.held_out = splitter.choose()
 
 
-def _require_few(names: set[str], most: int, what: str, source: Source, number: int) -> None:
+def _require_few(names: set[str], most: int, what: str, source: Corpora, number: int) -> None:
     if len(names) > most:
         raise UserError(
             f"{source.location(number)}: more than {most:,} different {what} so far; are the columns in this order: "
             f"{','.join(source.columns)}?"
         )
-
-
-def valid_count(examples: int) -> int:
-    """How many of `examples` to hold out."""
-    return max(1, round(min(max(VALID_SHARE * examples, min(MIN_VALID, LARGEST_SHARE * examples)), MAX_VALID)))
-
-
-class Splitter:
-    """Finds the sources to hold out while they stream by; memory holds only the candidates.
-
-    The smallest hashes are held out: the choice follows from the contents alone, not from their order or a seed.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[bytes, int] = {}  # hash of a source -> its examples
-        self._bound = b"\xff" * 8  # hashes above are no candidates
-        self._examples = 0
-        self._chosen: frozenset[bytes] = frozenset()
-
-    def _hash(self, source: str | bytes) -> bytes:
-        content = source.encode("utf-8", "surrogatepass") if isinstance(source, str) else source
-        return blake2b(content, digest_size=8, key=KEY).digest()
-
-    def see(self, source: str | bytes) -> None:
-        """Count an example's source, a text or the bytes of an image."""
-        self._examples += 1
-        digest = self._hash(source)
-        if digest > self._bound:
-            return
-        self._counts[digest] = self._counts.get(digest, 0) + 1
-        if len(self._counts) >= 2 * CANDIDATES:  # keep the smallest; what goes now could not come back
-            smallest = sorted(self._counts)[:CANDIDATES]
-            self._bound = smallest[-1]
-            self._counts = {digest: self._counts[digest] for digest in smallest}
-
-    def choose(self) -> int:
-        """Decide, after the last example; return how many are held out (0: all have one source, nothing to split)."""
-        if len(self._counts) < 2:
-            return 0
-        want = valid_count(self._examples)
-        chosen: list[bytes] = []
-        total = 0
-        candidates = sorted(self._counts)[:CANDIDATES]  # which others are still there depends on the order
-        for digest in candidates:
-            count = self._counts[digest]
-            if total + count <= want:
-                chosen.append(digest)
-                total += count
-        if not chosen:  # every source has more examples than wanted: take the rarest
-            chosen = [min(candidates, key=lambda digest: (self._counts[digest], digest))]
-            total = self._counts[chosen[0]]
-        self._chosen = frozenset(chosen)
-        return total
-
-    def held_out(self, source: str | bytes) -> bool:
-        """Whether examples with this source belong to validation."""
-        return self._hash(source) in self._chosen

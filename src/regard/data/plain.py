@@ -11,8 +11,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.data.corpus import CHUNK_TEXT, Flat, Row, append, dtype_for
-from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_bytes
+from regard.data.corpora import Corpora
+from regard.data.corpus import CHUNK_TEXT, Flat, Row, append
+from regard.data.encoding import dtype_for
+from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source
+from regard.data.streams import open_bytes
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -26,8 +29,10 @@ VALID_SHARE = 0.1  # of the characters
 MAX_VALID = 1_000_000  # characters
 
 
-def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, base: BaseText | None) -> dict[str, Any]:
-    """Write a tokenizer and two streams into `path`; return the record of it."""
+def make_text(
+    recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
+) -> dict[str, Any]:
+    """Write a tokenizer and two streams into `path`; return the record of it. The tokenizer has threads of its own."""
     strict = recipe.data.strict
     counter, valid_counter = LineCounter(strict), LineCounter(strict)
     sample, characters = scan_text(train, counter)
@@ -61,7 +66,7 @@ def make_text(recipe: Recipe, train: Source, valid: Source | None, path: Path, b
 
 
 def _make_codec(
-    recipe: Recipe, train: Source, sample: Sample, split: int, base: BaseText | None
+    recipe: Recipe, train: Corpora, sample: Sample, split: int, base: BaseText | None
 ) -> tuple[Codec, list[str]]:
     """Learn a vocabulary from the text before `split`, or take that of the run to start from."""
     task, start_from = TASKS[recipe.task], recipe.train.start_from
@@ -89,7 +94,7 @@ def _make_codec(
     return Codec(tokenizer, frame=task.frame), [note]
 
 
-def scan_text(source: Source, counter: LineCounter) -> tuple[Sample, int]:
+def scan_text(source: Source | Corpora, counter: LineCounter) -> tuple[Sample, int]:
     """Read a text once -> a sample of its pieces, and how many characters it has."""
     sample, characters = Sample(), 0
     for piece in read_pieces(source, counter):
@@ -102,23 +107,24 @@ def scan_text(source: Source, counter: LineCounter) -> tuple[Sample, int]:
     return sample, characters
 
 
-def read_pieces(source: Source, counter: LineCounter) -> Iterator[str]:
+def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]:
     """Yield a text line by line, line ends included. Memory is bounded: a very long line comes in several pieces.
 
     Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line ends like the others.
     """
-    with open_bytes(source.paths[0]) as stream:
-        for raw, number, begins, ends in _split(stream):
-            counter.read += begins
-            if number == 1 and begins:
-                raw = raw.removeprefix(BOM)
-            if ends:
-                raw = raw.removesuffix(b"\r")
-            try:
-                yield raw.decode("utf-8") + "\n" * ends
-            except UnicodeDecodeError:
-                counter.read += not begins  # a part of a line counts like one, or more would be skipped than read
-                counter.skip(ENCODING, source.location(number))
+    for part in source.parts:
+        with open_bytes(part.paths[0]) as stream:
+            for raw, number, begins, ends in _split(stream):
+                counter.read += begins
+                if number == 1 and begins:
+                    raw = raw.removeprefix(BOM)
+                if ends:
+                    raw = raw.removesuffix(b"\r")
+                try:
+                    yield raw.decode("utf-8") + "\n" * ends
+                except UnicodeDecodeError:
+                    counter.read += not begins  # a part of a line counts like one, or more would be skipped than read
+                    counter.skip(ENCODING, part.location(number))
 
 
 def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:

@@ -12,7 +12,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -22,15 +22,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from regard.batch import Pixels
 from regard.config import parse
+from regard.data.corpora import Corpora
 from regard.data.corpus import Corpus
+from regard.data.formats import named_columns
 from regard.data.images import Images, make_images
 from regard.data.memory import InMemory
-from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples
+from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples, shards_of
 from regard.data.plain import Stream, make_text
-from regard.data.reader import MEMORY, STDIN, Source, open_raw
-from regard.errors import UserError
+from regard.data.reader import MEMORY, Source
+from regard.data.streams import STDIN, open_raw
+from regard.errors import UserError, plural
 from regard.files import replace_directory
-from regard.recipe import Recipe
+from regard.recipe import Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.learn import BaseText, requests
@@ -40,16 +43,16 @@ FORMAT = 1
 NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
 ROLES = ("training", "validation")
-Data = TypeVar("Data", bound=Corpus | Stream | Images)
+Kind = TypeVar("Kind", bound=Corpus | Stream | Images)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared(Generic[Data]):
+class Prepared(Generic[Kind]):
     """What training starts from; what `train` and `valid` are follows from the files that the task reads."""
 
     codec: Codec  # for images one without text tokens
-    train: Data
-    valid: Data
+    train: Kind
+    valid: Kind
     notes: list[str]  # the choices made, for people
     files: dict[str, DataFile] = field(default_factory=dict)  # by their role; versions before 0.7 did not record them
     labels: tuple[str, ...] = ()
@@ -68,7 +71,7 @@ class DataFile(NamedTuple):
 class _Kind(NamedTuple):
     """How one kind of data is written, with its record as the result, and opened; and how to ask for its files."""
 
-    write: Callable[[Recipe, Source, Source | None, Path, BaseText | None], dict[str, Any]]
+    write: Callable[[Recipe, Corpora, Corpora | None, Path, BaseText | None, int], dict[str, Any]]
     open: Callable[[Path], Corpus | Stream | Images]
     files: str
 
@@ -87,11 +90,13 @@ def prepare(
     directory: str | Path,
     base: BaseText | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
+    processes: int = 1,
 ) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
     What is there is used if it was made from the same text with the same settings. With a `base`, text becomes ids as
-    it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`.
+    it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`. Up to so many `processes`
+    tokenise, if they pay; they change nothing else.
     """
     path = Path(directory)
     train, valid = sources(recipe)
@@ -104,22 +109,24 @@ def prepare(
             return open_prepared(path)
     # With a fixed name, what a killed process has left is removed by the next one; it may be large.
     temporary = path.with_name(path.name + ".tmp")
-    replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory), temporary)
+    replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
+    shutil.rmtree(shards_of(path), ignore_errors=True)
     return open_prepared(path)
 
 
 def _write(
     recipe: Recipe,
-    train: Source,
-    valid: Source | None,
+    train: Corpora,
+    valid: Corpora | None,
     path: Path,
     base: BaseText | None,
     memory: Mapping[str, InMemory],
+    processes: int,
 ) -> None:
     train, valid = _spool(train, path, memory.get("train")), valid and _spool(valid, path, memory.get("valid"))
     before = _stamps(train, valid)
     record: dict[str, Any] = {"format": FORMAT, "task": recipe.task}
-    record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base)
+    record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base, processes)
     if _stamps(train, valid) != before:
         raise UserError(f"{train.name}: changed while it was read; start again when it is complete")
     record["made_from"] = made_from = fingerprint(recipe, train, valid)
@@ -170,25 +177,48 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record if record.get("format") == FORMAT else None
 
 
-def sources(recipe: Recipe) -> tuple[Source, Source | None]:
+def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
     """The training files of a recipe, and the validation files if it names any."""
     data = recipe.data
     if "features" in data.columns and (data.source or data.valid_source):
         raise UserError("data.columns: features are a column of a table (--data FILE.tsv); parallel files have none")
     if data.train is not None:
-        train = Source((data.train,), data.columns, packed=data.train == MEMORY)
+        train = Corpora.of_tables(data.train, data.columns, data.column_names)
     elif data.source is not None and data.target is not None:
-        train = Source((data.source, data.target))
+        train = Corpora.of_parallel(data.source, data.target, ("data.source", "data.target"))
     else:
         raise UserError(f"no training data: give {KINDS[TASKS[recipe.task].reads].files}")
+    valid = None
     if data.valid is not None:
-        return train, Source((data.valid,), data.columns)
-    if data.valid_source is not None and data.valid_target is not None:
-        return train, Source((data.valid_source, data.valid_target))
-    return train, None
+        valid = Corpora.of_tables(data.valid, data.columns, data.column_names)
+    elif data.valid_source is not None and data.valid_target is not None:
+        names = ("data.valid_source", "data.valid_target")
+        valid = Corpora.of_parallel(data.valid_source, data.valid_target, names)
+    _require_task(recipe, [train, *filter(None, [valid])])
+    return train, valid
 
 
-def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str, str | None]:
+def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
+    """Refuse settings and files that the data of a task cannot have."""
+    data, reads = recipe.data, TASKS[recipe.task].reads
+    refused = {
+        "weights": data.weights is not None and reads in ("text", "images"),
+        "temperature": data.temperature is not None and reads in ("text", "images"),
+        "min_length": data.min_length > 1 and reads in ("text", "images"),
+        "max_ratio": data.max_ratio is not None and reads != "pairs",
+        "deduplicate": data.deduplicate and reads in ("text", "images"),
+    }
+    for name, wrong in refused.items():
+        if wrong:
+            raise UserError(f"data.{name}: not for task {recipe.task}, whose data are not pairs")
+    for corpora in files:
+        if reads == "images" and len(corpora.paths) > 1:
+            raise UserError(f"task {recipe.task} takes one file of images, not {len(corpora.paths)}")
+        if reads == "text" and (table := next((path for path in corpora.paths if named_columns(path)), None)):
+            raise UserError(f"{table}: task {recipe.task} reads plain text, not JSONL or Parquet")
+
+
+def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[str, str | None]:
     """What prepared data depends on, by name; None for a file that is gone or can be read only once."""
     values: dict[str, str | None] = {f"text.{key}": str(value) for key, value in recipe.text.model_dump().items()}
     if recipe.task != "pairs":
@@ -197,10 +227,15 @@ def fingerprint(recipe: Recipe, train: Source, valid: Source | None) -> dict[str
         values["train.start_from"] = recipe.train.start_from
     values["data.columns"] = ",".join(train.columns)
     values["data.max_length"] = str(recipe.data.max_length)
+    if len(train.sizes) > 1:
+        values["data.corpora"] = ",".join(map(str, train.sizes))
+    for name in ("column_names", "min_length", "max_ratio", "deduplicate"):
+        if (value := getattr(recipe.data, name)) != Data.model_fields[name].default:
+            values[f"data.{name}"] = str(value)
     return values | {role: _digest(path) for role, _, path in _files(train, valid)}
 
 
-def _files(train: Source, valid: Source | None) -> Iterator[tuple[str, str, str]]:
+def _files(train: Corpora, valid: Corpora | None) -> Iterator[tuple[str, str, str]]:
     """The role, the name and the path of every file."""
     for kind, source in zip(ROLES, (train, valid), strict=True):
         for index, path in enumerate(source.paths if source else (), start=1):
@@ -234,7 +269,13 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
 def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
     """What has become of files since data was prepared from them; those that cannot be read now are left out."""
     record = _read_record(Path(directory)) or {}
-    for role, name, path in _files(*sources(recipe)):
+    train, valid = sources(recipe)
+    for kind, corpora in zip(ROLES, (train, valid), strict=True):
+        count = sum(role.startswith(f"{kind} file ") for role in record.get("made_from", {}))
+        if corpora and count and len(corpora.paths) != count:  # a pattern that matches others now
+            yield f"{corpora.name}: has {plural(len(corpora.paths), 'file')} now, and had {count:,} when the run began"
+            return
+    for role, name, path in _files(train, valid):
         then, now = record.get("made_from", {}).get(role), None
         with suppress(UserError):
             now = _digest(path, then)
@@ -248,15 +289,19 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _spool(source: Source, directory: Path, memory: InMemory | None = None) -> Source:
+def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) -> Corpora:
     """Copy what can be read only once (stdin, a pipe, memory) into `directory`, so that it can be read again."""
-    if source.paths == (MEMORY,):
+    if corpora.paths == (MEMORY,):
         if memory is None:
             raise UserError(
                 "the data of this recipe was in memory when it was trained; give it again: --data FILE, or data= of "
                 "regard.train"
             )
-        return memory.write(directory / f"spool-{len(list(directory.iterdir()))}")
+        return replace(corpora, parts=(memory.write(directory / f"spool-{len(list(directory.iterdir()))}"),))
+    return replace(corpora, parts=tuple(_spool_part(part, directory) for part in corpora.parts))
+
+
+def _spool_part(source: Source, directory: Path) -> Source:
     paths = list(source.paths)
     for index, path in enumerate(source.paths):
         if path == STDIN or (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):
@@ -266,7 +311,7 @@ def _spool(source: Source, directory: Path, memory: InMemory | None = None) -> S
     return source._replace(paths=tuple(paths), names=source.file_names)
 
 
-def _stamps(*sources: Source | None) -> list[tuple[int, int]]:
+def _stamps(*files: Corpora | None) -> list[tuple[int, int]]:
     """Sizes and times of the files, by which a change is noticed."""
-    states = [os.stat(path) for source in sources if source for path in source.paths if _regular(path)]
+    states = [os.stat(path) for corpora in files if corpora for path in corpora.paths if _regular(path)]
     return [(state.st_size, state.st_mtime_ns) for state in states]

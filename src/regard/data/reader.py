@@ -1,22 +1,21 @@
 """Reading files without surprises: lines, a count of what was skipped and where, and the examples of tables.
 
-Lines are split on `\n` alone, in bounded memory, gzip or not. One trailing `\r` is dropped, and a byte order mark at
-the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.
+Lines are split on `\n` alone, in bounded memory, compressed or not. One trailing `\r` is dropped, and a byte order mark
+at the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import sys
-import zlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import zip_longest
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple
 
+from regard.data.streams import STDIN as STDIN
+from regard.data.streams import open_bytes
+from regard.data.streams import shown as shown
 from regard.errors import UserError, plural
 from regard.recipe import Column
 from regard.text.codec import Example
@@ -24,7 +23,6 @@ from regard.text.codec import Example
 LONGEST = 1_000_000  # bytes of a line
 CHUNK = 1 << 18
 BOM = b"\xef\xbb\xbf"
-STDIN = "-"
 MEMORY = "<memory>"  # instead of a path: data that a program held in memory
 MANY = 10  # columns; more are counted together
 
@@ -37,22 +35,9 @@ LONG = "too long"
 NO_MEMORY = "too large for the memory"
 UNMET = "with a constraint that cannot be met"
 BAD_REQUEST = "not a valid request"
+NOT_JSON = "not a JSON object"
+NOT_TEXT = "not text"
 NAMED = 5  # lines that are named per reason
-
-_OTHER_FORMATS = {
-    b"\xff\xfe": "UTF-16 text; convert it to UTF-8 first",
-    b"\xfe\xff": "UTF-16 text; convert it to UTF-8 first",
-    b"PK\x03\x04": "a zip archive; unpack it first",
-    b"BZh": "bzip2 data; only .gz is read directly",
-    b"\xfd7zXZ": "xz data; only .gz is read directly",
-    b"\x28\xb5\x2f\xfd": "zstandard data; only .gz is read directly",
-    b"PAR1": "a Parquet file; write it as tab-separated text first",
-}
-_REASONS: dict[type[Exception], str] = {
-    FileNotFoundError: "no such file",
-    IsADirectoryError: "is a directory, not a file",
-    PermissionError: "not readable: permission denied",
-}
 
 
 class Line(NamedTuple):
@@ -63,50 +48,9 @@ class Line(NamedTuple):
     problem: str | None = None
 
 
-def shown(path: str) -> str:
-    """The name of a file in messages."""
-    return "stdin" if path == STDIN else path
-
-
 def is_jsonl(path: str) -> bool:
     """Whether the lines of a file are JSON objects, by its name."""
-    return path.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-
-
-@contextmanager
-def open_bytes(path: str) -> Iterator[BinaryIO]:
-    """Open a file, gzip or not (by its first bytes), or `-` for stdin; every failure is a UserError."""
-    with open_raw(path) as raw:
-        try:
-            head = raw.peek(8)[:8]  # type: ignore[attr-defined]
-            for magic, what in _OTHER_FORMATS.items():
-                if head.startswith(magic):
-                    raise UserError(f"{shown(path)}: this is {what}")
-            if head.startswith(b"\x1f\x8b"):
-                with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
-                    yield cast(BinaryIO, unpacked)
-            elif path.endswith(".gz"):
-                raise UserError(f"{path}: not a gzip file, although its name says so")
-            else:
-                yield raw
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{shown(path)}: broken gzip data, perhaps cut short: {error}") from None
-
-
-@contextmanager
-def open_raw(path: str) -> Iterator[BinaryIO]:
-    """Open a file as it is, or `-` for stdin."""
-    try:
-        if path == STDIN:
-            if sys.stdin is None:
-                raise UserError("stdin: is closed; name a file to read")
-            stdin = sys.stdin.buffer
-            yield stdin if hasattr(stdin, "peek") else cast(BinaryIO, io.BufferedReader(stdin))
-        else:
-            with open(path, "rb") as file:
-                yield file
-    except (OSError, ValueError) as error:
-        raise UserError(f"{shown(path)}: {_REASONS.get(type(error), f'not readable: {error}')}") from None
+    return path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson"))
 
 
 def read_lines(path: str) -> Iterator[Line]:
@@ -115,44 +59,81 @@ def read_lines(path: str) -> Iterator[Line]:
         yield from lines_of(stream)
 
 
-def lines_of(stream: BinaryIO, first: int = 1, size: int | None = None) -> Iterator[Line]:
-    """Yield the lines of a stream from where it is, numbered from `first`; of `size` bytes, or to its end."""
-    for number, raw in enumerate(_split(stream, size), start=first):
-        if raw.endswith(b"\r"):
-            raw = raw[:-1]
-        if number == 1 and raw.startswith(BOM):
-            raw = raw[len(BOM) :]
-        if len(raw) > LONGEST:
-            yield Line(number, raw[:80].decode("utf-8", "replace"), LONG)
-            continue
-        try:
-            yield Line(number, raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            yield Line(number, raw.decode("utf-8", "replace"), ENCODING)
+def lines_of(stream: BinaryIO, first: int = 1, length: int | None = None) -> Iterator[Line]:
+    """Yield the lines of a stream from where it is, numbered from `first`; of `length` bytes, or to its end."""
+    for block in _split(stream, length=length):
+        for number, line in enumerate(decode_lines(block, first), first):
+            yield line if isinstance(line, Line) else Line(number, line)
+        first += block.count(b"\n") + 1
 
 
-def _split(stream: BinaryIO, size: int | None) -> Iterator[bytes]:
-    """Split on newlines; of a line that is too long only a little more than LONGEST is kept."""
-    rest, left = b"", sys.maxsize if size is None else size
+def read_chunks(path: str, size: int = 0) -> Iterator[Chunk]:
+    """Yield a file in chunks of at least `size` bytes, whole lines each, or as soon as there is a line."""
+    first = 1
+    with open_bytes(path) as stream:
+        for block in _split(stream, size):
+            yield first, (block,)
+            first += block.count(b"\n") + 1
+
+
+def _count_lines(chunks: Iterator[Chunk]) -> int:
+    return sum(block.count(b"\n") + 1 for _, (block,) in chunks)
+
+
+def decode_lines(block: bytes, first: int) -> Sequence[str | Line]:
+    """The lines of a block, of which the first has this number: text, or a Line if it is bad."""
+    if first > 1 and b"\r" not in block and len(block) <= LONGEST:
+        with suppress(UnicodeDecodeError):
+            return block.decode("utf-8").split("\n")
+    return [_decode_line(raw, number) for number, raw in enumerate(block.split(b"\n"), first)]
+
+
+def _decode_line(raw: bytes, number: int) -> str | Line:
+    raw = raw.removesuffix(b"\r")
+    if number == 1:
+        raw = raw.removeprefix(BOM)
+    if len(raw) > LONGEST:
+        return Line(number, raw[:80].decode("utf-8", "replace"), LONG)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return Line(number, raw.decode("utf-8", "replace"), ENCODING)
+
+
+def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterator[bytes]:
+    """Split before newlines, into blocks of at least `size` bytes; of `length` bytes, or all that there are.
+
+    Of a line that is too long only a little more than LONGEST is kept.
+    """
+    ready: list[bytes] = []
+    rest, waiting, left = b"", 0, sys.maxsize if length is None else length
     # read1 gives what a pipe has by now; read would wait for a full chunk while someone waits for an answer
     while chunk := stream.read1(min(CHUNK, left)):  # type: ignore[attr-defined]
         left -= len(chunk)
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
+        lines, newline, rest = (rest + chunk).rpartition(b"\n")
+        if newline:
+            ready.append(lines)
+            waiting += len(lines)
+            if waiting >= size:
+                yield b"\n".join(ready)
+                ready, waiting = [], 0
         if len(rest) > LONGEST + 4:  # a BOM and a \r may go
             rest = rest[: LONGEST + 5]
     if rest:
-        yield rest
+        ready.append(rest)
+    if ready:
+        yield b"\n".join(ready)
 
 
 class LineCounter:
     """How many lines were read, kept and skipped, and where. `read == kept + sum(skipped.values())`, always."""
 
-    def __init__(self, strict: bool = False) -> None:
+    def __init__(self, strict: bool = False, reasons: Iterable[str] = ()) -> None:
+        """`reasons` that are known to come, in the order in which they are named."""
         self.strict = strict
         self.read = 0
-        self.skipped: Counter[str] = Counter()
-        self.locations: dict[str, list[str]] = {}  # reason -> the first few file:line
+        self.skipped: Counter[str] = Counter(dict.fromkeys(reasons, 0))
+        self.locations: dict[str, list[str]] = {reason: [] for reason in self.skipped}  # the first few file:line
         self.wrong_columns: Counter[int] = Counter()  # how many lines have so many columns
 
     @property
@@ -173,6 +154,16 @@ class LineCounter:
         if len(locations) < NAMED:
             locations.append(f"{location}: {detail}" if tell else location)
 
+    def add(self, counts: dict[str, Any]) -> None:
+        """Add the `counts` of further lines."""
+        self.read += counts["read"]
+        for reason, count in counts["skipped"].items():
+            self.skipped[reason] += count
+            locations = self.locations.setdefault(reason, [])
+            locations.extend(counts["places"][reason][: NAMED - len(locations)])
+        for columns, count in counts["wrong_columns"].items():
+            self.wrong_columns[int(columns)] += count
+
     def summary(self) -> str:
         """How many lines were kept and skipped, in one sentence."""
         reasons = []
@@ -181,6 +172,10 @@ class LineCounter:
             reasons.append(f"{count:,} {reason} ({', '.join(named)}{', ...' * (count > len(named))})")
         lines = f"{self.kept:,} of {plural(self.read, 'line')}"
         return lines + (f"; skipped {', '.join(reasons)}" if reasons else "")
+
+    def counts(self) -> dict[str, Any]:
+        """All that `add` takes."""
+        return {**self.to_json(), "wrong_columns": dict(self.wrong_columns)}
 
     def to_json(self) -> dict[str, Any]:
         """The counter as plain values."""
@@ -194,6 +189,10 @@ class Located(NamedTuple):
     example: Example
 
 
+Cells = tuple[int, list[str], str, str]  # number and cells of a row; the problem, and a detail of it, if it has one
+Chunk = tuple[int, tuple[bytes, ...]]  # the number of the first line, and the lines in each file
+
+
 class Source(NamedTuple):
     """Where examples come from: one TSV and its columns, or a file of sources and a file of targets."""
 
@@ -202,6 +201,7 @@ class Source(NamedTuple):
     names: tuple[str, ...] = ()  # what to call the files, where not by their paths
     packed: bool = False  # rows that were in memory: the line of each is a JSON list of its cells
     prefix_column: bool = False  # one more column, the last: how an output is to start
+    keys: tuple[str, ...] = ()  # what the columns are called in a file that names them
 
     def location(self, number: int, file: int = 0) -> str:
         """Name a line, or a row of what was in memory."""
@@ -215,14 +215,36 @@ class Source(NamedTuple):
     def file_names(self) -> tuple[str, ...]:
         return self.names or tuple(map(shown, self.paths))
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a chunk is its text; else it says where that is."""
+        return True
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        return (self,)
+
     def read(self, counter: LineCounter) -> Iterator[Located]:
         """Yield the good examples in order; every line is counted."""
-        return self._table(counter) if len(self.paths) == 1 else self._parallel(counter)
+        for chunk in self.chunks():
+            yield from self.read_chunk(chunk, counter)
 
-    def _table(self, counter: LineCounter) -> Iterator[Located]:
+    def chunks(self, size: int = 0) -> Iterator[Chunk]:
+        """Yield the lines in chunks that can be read one by one, each of about `size` bytes."""
+        return read_chunks(self.paths[0], size) if len(self.paths) == 1 else self._parallel_chunks(size)
+
+    def chunk_lines(self, chunk: Chunk) -> int:
+        """How many lines a chunk has."""
+        return chunk[1][0].count(b"\n") + 1
+
+    def read_chunk(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
+        """Yield the good examples of a chunk."""
+        return self._table(chunk, counter) if len(self.paths) == 1 else self._parallel(chunk, counter)
+
+    def _table(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
         at = {name: self.columns.index(name) for name in self.columns}
         source_at, target_at, features_at = at["source"], at.get("target"), at.get("features")
-        for number, cells in self.cells(counter):
+        for number, cells in self._good_cells(chunk, counter):
             target = cells[target_at] if target_at is not None else None
             features = cells[features_at] if features_at is not None else None
             yield Located(number, Example(cells[source_at], target, features))
@@ -232,22 +254,24 @@ class Source(NamedTuple):
 
         A column of targets may be there several times; a line needs one of them.
         """
+        for chunk in self.chunks():
+            yield from self._good_cells(chunk, counter)
+
+    def _good_cells(self, chunk: Chunk, counter: LineCounter) -> Iterator[tuple[int, list[str]]]:
         names = [*self.columns, *["prefix"] * self.prefix_column]
         source_at, targets_at = names.index("source"), [i for i, name in enumerate(names) if name == "target"]
-        for number, text, problem in read_lines(self.paths[0]):
+        target_at, width = targets_at[0] if targets_at else source_at, len(names)
+        for number, cells, problem, detail in self.rows(chunk):
             counter.read += 1
-            if problem:
-                counter.skip(problem, self.location(number))
-                continue
-            # where there is one column alone, a tab is text
-            cells: list[str] = json.loads(text) if self.packed else text.split("\t") if len(names) > 1 else [text]
-            if not any(map(str.strip, cells)):
+            if len(cells) == width and cells[target_at].strip() and cells[source_at].strip():  # nearly every line
+                yield number, cells
+            elif problem:
+                counter.skip(problem, self.location(number), detail)
+            elif not any(map(str.strip, cells)):
                 counter.skip(BLANK, self.location(number))
-            elif len(cells) != len(names):
+            elif len(cells) != width:
                 counter.wrong_columns[min(len(cells), MANY)] += 1
-                counter.skip(
-                    COLUMNS, self.location(number), f"{len(cells)} instead of {len(names)} ({','.join(names)})"
-                )
+                counter.skip(COLUMNS, self.location(number), f"{len(cells)} instead of {width} ({','.join(names)})")
             elif not cells[source_at].strip():
                 counter.skip(EMPTY, self.location(number), "source")
             elif targets_at and not any(cells[i].strip() for i in targets_at):
@@ -255,25 +279,53 @@ class Source(NamedTuple):
             else:
                 yield number, cells
 
-    def _parallel(self, counter: LineCounter) -> Iterator[Located]:
-        left, right = (read_lines(path) for path in self.paths)
-        for source, target in zip_longest(left, right):
-            if source is None or target is None:
-                longer = counter.read + 1 + sum(1 for _ in (right if source is None else left))
-                counts = (counter.read, longer) if source is None else (longer, counter.read)
-                first, second = self.file_names
-                raise UserError(
-                    f"{first} has {counts[0]:,} lines but {second} has {counts[1]:,}; "
-                    "parallel files need one line for one line"
-                )
-            counter.read += 1
-            blank = [not line.text.strip() for line in (source, target)]
-            if problem := source.problem or target.problem:
-                counter.skip(problem, self.location(source.number, int(not source.problem)))
-            elif any(blank):
-                counter.skip(BLANK if all(blank) else EMPTY, self.location(source.number, int(not blank[0])))
+    def rows(self, chunk: Chunk) -> Iterator[Cells]:
+        """Yield every row of a table; one that has a problem has no cells."""
+        first, (block,) = chunk
+        alone = len(self.columns) + self.prefix_column == 1  # where there is one column alone, a tab is text
+        for number, line in enumerate(decode_lines(block, first), first):
+            if isinstance(line, Line):
+                yield number, [], line.problem or "", ""
             else:
-                yield Located(source.number, Example(source.text, target.text))
+                yield number, json.loads(line) if self.packed else [line] if alone else line.split("\t"), "", ""
+
+    def _parallel_chunks(self, size: int) -> Iterator[Chunk]:
+        """Chunks with as many lines of each file."""
+        left, right = (read_chunks(path, size) for path in self.paths)
+        waiting: list[bytes] = []
+        end = 0  # lines so far
+        for first, (block,) in left:
+            lines = block.count(b"\n") + 1
+            while len(waiting) < lines and (more := next(right, None)):
+                waiting.extend(more[1][0].split(b"\n"))
+            if len(waiting) < lines:
+                self._refuse(end + lines + _count_lines(left), end + len(waiting))
+            yield first, (block, b"\n".join(waiting[:lines]))
+            del waiting[:lines]
+            end += lines
+        if more_targets := len(waiting) + _count_lines(right):
+            self._refuse(end, end + more_targets)
+
+    def _refuse(self, sources: int, targets: int) -> None:
+        first, second = self.file_names
+        raise UserError(
+            f"{first} has {sources:,} lines but {second} has {targets:,}; parallel files need one line for one line"
+        )
+
+    def _parallel(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
+        first, blocks = chunk
+        sources, targets = (decode_lines(block, first) for block in blocks)
+        for number, (source, target) in enumerate(zip(sources, targets, strict=True), first):
+            counter.read += 1
+            texts = [line.text if isinstance(line, Line) else line for line in (source, target)]
+            problems = [line.problem if isinstance(line, Line) else None for line in (source, target)]
+            blank = [not text.strip() for text in texts]
+            if problem := problems[0] or problems[1]:
+                counter.skip(problem, self.location(number, int(not problems[0])))
+            elif any(blank):
+                counter.skip(BLANK if all(blank) else EMPTY, self.location(number, int(not blank[0])))
+            else:
+                yield Located(number, Example(texts[0], texts[1]))
 
     def require(self, counter: LineCounter) -> None:
         """Raise if not a single example came out of the file, with the likely cause."""

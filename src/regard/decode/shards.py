@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from regard.data.reader import STDIN, Line, lines_of, open_bytes
+from regard.data.reader import Line, lines_of
+from regard.data.streams import STDIN, open_bytes
 from regard.errors import UserError, plural
 from regard.files import LockHeld, hold_lock, read_json, replace_file, sync, write_json
 
@@ -83,6 +84,7 @@ class ShardDirectory:
         self.shards = Input(**saved["input"]).shards
         self._stack = ExitStack()
         self._stream: BinaryIO | None = None
+        self._at = 0  # bytes of it that were read, or are about to be
         self._scanned: tuple[int, int] | None = None  # the state of the input, if this process has scanned it
 
     @classmethod
@@ -157,9 +159,15 @@ class ShardDirectory:
 
     def _lines(self, shard: Shard) -> Iterator[Line]:
         """The lines of a shard; the input stays open, for in packed data the way back to a place is long."""
-        if self._stream is None:
-            self._stream = self._stack.enter_context(open_bytes(self.file))
-        self._stream.seek(shard.offset)
+        if self._stream is None or (self._at > shard.offset and not self._stream.seekable()):
+            self._stack.close()
+            self._stream, self._at = self._stack.enter_context(open_bytes(self.file)), 0
+        if self._stream.seekable():
+            self._stream.seek(shard.offset)
+        else:
+            while self._at < shard.offset and (skipped := self._stream.read(min(CHUNK, shard.offset - self._at))):
+                self._at += len(skipped)
+        self._at = shard.offset + shard.size
         return lines_of(self._stream, shard.first, shard.size)
 
     def join(self) -> list[Counts]:

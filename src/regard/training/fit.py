@@ -212,14 +212,14 @@ def _set_up(
         require_new(path)
     remove_remains(path)
     if columns := find_features(recipe):
-        reporter.say(f"columns: {', '.join(columns)}, as the lines of {recipe.data.train} look")
+        reporter.say(f"columns: {', '.join(columns)}, as the lines of {(recipe.data.train or '')[0]} look")
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     # Mistakes in the settings are found before the data is read.
     if launched > 1 and (workers := recipe.train.workers) not in (0, launched):
         raise UserError(f"train.workers: {workers} asked for, but {launched} processes were started")
     base, base_text = open_base(recipe)
     check_model(recipe, base)
-    prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory)
+    prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory, processes=cores())
     for note in prepared.notes:
         reporter.say(note)
     plan = plan_run(recipe, base, prepared, device, launched, reporter)

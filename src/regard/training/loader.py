@@ -14,7 +14,7 @@ from regard.config import Config
 from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
-from regard.data.order import Indices, batches, generator
+from regard.data.order import Indices, batches, draw, generator, proportions
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared, sources
 from regard.errors import plural
@@ -91,6 +91,7 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
     """Pairs, or texts with labels, in batches of similar length."""
     train, corpus, source = recipe.train, prepared.train, sources(recipe)[0]
     lengths = corpus.source_lengths, corpus.target_lengths
+    shares = proportions(corpus.corpora, recipe.data.weights, recipe.data.temperature)
 
     def make(epoch: int, batch: int, rows: Indices) -> GlobalBatch:
         tokens = int(corpus.target_lengths[rows].sum())
@@ -98,7 +99,8 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
         return GlobalBatch(len(rows), tokens, all_tokens, lambda part, total: corpus.batch(rows[part], config, total))
 
     def cut(epoch: int) -> list[Indices]:
-        return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples)
+        drawn = draw(corpus.corpora, shares, train.seed, epoch) if shares else None
+        return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples, drawn)
 
     def locate(row: int) -> str:
         line, tokens = corpus.line(row), " and ".join(f"{int(each[row]):,}" for each in lengths)

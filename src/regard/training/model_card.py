@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from regard.data.corpora import expand
 from regard.data.prepare import DataFile
 from regard.errors import plural
 from regard.files import replace_file
@@ -62,7 +63,9 @@ def write_model_card(
     `examples` are the numbers for training and validation, `notes` the choices made.
     """
     data, train, task = recipe.data, recipe.train, TASKS[recipe.task]
-    paths = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target, train.start_from]
+    lists = [data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target]
+    entries = [entry for files in lists for entry in files or ()]
+    paths = [*(path for entry in entries for path in {entry: None, **dict.fromkeys(expand(entry))}), train.start_from]
     names = {path: Path(path).name for path in paths if path}
     name = run.resolve().name
     described = [

@@ -1,0 +1,282 @@
+"""Several files as one sequence of examples: formats, patterns, filters, and messages that name the right file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regard.data.corpora import DUPLICATE, Corpora
+from regard.data.encoding import RATIO, SHORT
+from regard.data.prepare import Prepared, changed_files, prepare
+from regard.data.reader import LineCounter, Located
+from regard.errors import UserError
+from regard.presets import preset
+from regard.recipe import load_recipe
+from regard.training.loader import make_loader
+
+WORDS = ["".join(letters) for letters in product("abcdef", repeat=4)][::3]
+PAIRS = [(word, " ".join(word.upper())) for word in WORDS]
+CHAR = {"source_tokens": "char", "target_tokens": "char"}
+
+
+def write(path: Path, pairs: list[tuple[str, str]], names: tuple[str, str] = ("source", "target")) -> str:
+    """Write pairs in the format that the name of the file says."""
+    kind = path.name.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[1]
+    if kind == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = arrow.table({name: [pair[side] for pair in pairs] for side, name in enumerate(names)})
+        parquet.write_table(table, path, row_group_size=50)
+        return str(path)
+    rows = [json.dumps(dict(zip(names, pair, strict=True))) if kind == "jsonl" else "\t".join(pair) for pair in pairs]
+    data = "".join(f"{row}\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    if path.suffix == ".zst":
+        data = pytest.importorskip("zstandard").compress(data)
+    path.write_bytes(data)
+    return str(path)
+
+
+def made(out: Path, data: dict[str, Any], **tables: Any) -> Prepared:
+    return prepare(load_recipe({"data": data, "text": CHAR, **tables}), out)
+
+
+def rows(prepared: Prepared) -> list[tuple[str, str]]:
+    codec, train = prepared.codec, prepared.train
+    return [(codec.source.decode(train.source(i)), codec.decode_target(train.target(i))) for i in range(len(train))]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != "prepared.json"]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+KINDS = ["a.tsv", "a.tsv.gz", "a.tsv.zst", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_format_does_not_matter(name: str, tmp_path: Path) -> None:
+    made(tmp_path / "expected", {"train": write(tmp_path / "plain.tsv", PAIRS)})
+    made(tmp_path / "found", {"train": write(tmp_path / name, PAIRS)})
+    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_columns_are_found_by_their_names(name: str, tmp_path: Path) -> None:
+    expected = made(tmp_path / "expected", {"train": write(tmp_path / "plain.tsv", PAIRS)})
+    path = write(tmp_path / name, PAIRS, ("de", "en"))
+    assert rows(made(tmp_path / "found", {"train": path, "column_names": ["de", "en"]})) == rows(expected)
+    with pytest.raises(UserError, match="column_names") as caught:
+        made(tmp_path / "wrong", {"train": path})
+    assert str(path) in str(caught.value)
+
+
+def test_bad_rows_are_named(tmp_path: Path) -> None:
+    bad = ["{", "[1]", '{"source": 1, "target": "b"}', '{"other": "x"}', '{"source": "", "target": "b"}', "", "5"]
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(f"{line}\n" for line in [*bad, *(json.dumps({"source": a, "target": b}) for a, b in PAIRS)])
+    )
+    corpora, counter = Corpora.of_tables([str(path)], ("source", "target"), None), LineCounter()
+    assert [located.number for located in corpora.read(counter)] == list(range(8, 8 + len(PAIRS)))
+    assert counter.locations == {
+        "not a JSON object": [f"{path}:1", f"{path}:2", f"{path}:7"],
+        "not text": [f"{path}:3"],
+        "wrong column count": [f"{path}:4"],
+        "empty side": [f"{path}:5"],
+        "blank line": [f"{path}:6"],
+    }
+    with pytest.raises(UserError, match=r"a\.jsonl:1: not a JSON object: "):
+        list(corpora.read(LineCounter(strict=True)))
+
+
+def test_rows_of_parquet_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [*PAIRS[:70], ("", "x"), *PAIRS[70:]])
+    corpora, counter = Corpora.of_tables([path], ("source", "target"), None), LineCounter()
+    assert [example for _, example in corpora.read(counter)] == [(*pair, None) for pair in PAIRS]
+    assert counter.locations == {"empty side": [f"{path}[70]"]}
+    (tmp_path / "broken.parquet").write_bytes(Path(path).read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"broken\.parquet: not a readable Parquet file"):
+        list(Corpora.of_tables([str(tmp_path / "broken.parquet")], ("source", "target"), None).read(LineCounter()))
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.tsv.zst", "zstandard")])
+def test_a_missing_package_is_named_with_its_extra(name: str, package: str, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\x28\xb5\x2f\xfd" + b"x" * 99)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"{name}: .* needs {package}, which is not installed") as caught:
+        made(tmp_path / "data", {"train": str(path)})
+    assert "pip install -c constraints.txt -e '.[corpora]'" in str(caught.value)
+
+
+def test_zstandard_that_is_cut_short_is_noticed(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.tsv.zst", PAIRS))
+    data = path.read_bytes()
+    path.write_bytes(data + data)  # two frames are two files, one after the other
+    assert len(list(Corpora.of_tables([str(path)], ("source", "target"), None).read(LineCounter()))) == 2 * len(PAIRS)
+    for broken in (data[:-5], data[:40], data + data[:30], data[:30] + b"\0\0\0" + data[33:]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"a\.tsv\.zst: broken zstandard data"):
+            list(Corpora.of_tables([str(path)], ("source", "target"), None).read(LineCounter()))
+
+
+def test_several_files_are_one(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for number, name in enumerate(["a.tsv", "b.jsonl", "c.tsv.gz"]):
+        write(tmp_path / "c" / name, PAIRS[100 * number : 100 * (number + 1) if number < 2 else None])
+    expected = made(tmp_path / "expected", {"train": write(tmp_path / "all.tsv", PAIRS)})
+    listed = [str(tmp_path / "c" / name) for name in ("a.tsv", "b.jsonl", "c.tsv.gz")]
+    for number, train in enumerate(([str(tmp_path / "c" / "*")], listed)):
+        found = made(tmp_path / str(number), {"train": train})
+        assert rows(found) == rows(expected) and found.valid_examples == expected.valid_examples
+        assert len(found.files) == 3
+    assert sum(found.train.corpora) == len(found.train) and len(found.train.corpora) == 3
+    lines = [line for _, line in sorted((index, found.train.line(index)) for index in range(len(found.train)))]
+    corpora = Corpora.of_tables(listed, ("source", "target"), None)
+    texts = {
+        Path(path).name: pairs for path, pairs in zip(listed, (PAIRS[:100], PAIRS[100:200], PAIRS[200:]), strict=True)
+    }
+    for position, row in zip(lines, rows(found), strict=True):
+        path, number = corpora.location(position).rsplit(":", 1)
+        assert texts[Path(path).name][int(number) - 1] == row
+
+
+def test_parallel_files_in_lists(tmp_path: Path) -> None:
+    expected = made(tmp_path / "expected", {"train": write(tmp_path / "all.tsv", PAIRS)})
+    for number in range(2):
+        for side, name in enumerate(("src", "tgt")):
+            part = PAIRS[:99] if not number else PAIRS[99:]
+            (tmp_path / f"{number}.{name}").write_text("".join(f"{pair[side]}\n" for pair in part))
+    patterns = {"source": str(tmp_path / "?.src"), "target": str(tmp_path / "?.tgt")}
+    lists = {"source": [str(tmp_path / "0.src"), str(tmp_path / "1.src")]}
+    lists["target"] = [path.replace(".src", ".tgt") for path in lists["source"]]
+    for number, data in enumerate((patterns, lists)):
+        assert rows(made(tmp_path / f"found{number}", data)) == rows(expected)
+    (tmp_path / "2.src").write_text("x\n")
+    with pytest.raises(UserError, match=r"matches 3 files but .* matches 2"):
+        made(tmp_path / "wrong", patterns)
+    with pytest.raises(UserError, match=r"data\.source has 2 entries but data\.target has 1"):
+        made(tmp_path / "wrong", {**lists, "target": lists["target"][:1]})
+    (tmp_path / "1.tgt").write_text("x\n")
+    with pytest.raises(UserError, match=r"1\.src has .* lines but .*1\.tgt has 1"):
+        made(tmp_path / "wrong", lists)
+
+
+def test_plain_text_of_several_files(tmp_path: Path) -> None:
+    texts = ["one line\nand two\n" * 40, "three\n" * 50]
+    (tmp_path / "all.txt").write_text("".join(texts))
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.part").write_text(text)
+    (tmp_path / "2.part").write_bytes(b"\xff\n")
+    made(tmp_path / "expected", {"train": str(tmp_path / "all.txt")}, task="lm")
+    found = made(tmp_path / "found", {"train": str(tmp_path / "*.part")}, task="lm")
+    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
+    assert "2.part:1" in "\n".join(found.notes)
+
+
+def test_files_that_a_pattern_matches_later_are_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "a.tsv", PAIRS)
+    order = load_recipe({"data": {"train": str(tmp_path / "*.tsv")}, "text": CHAR})
+    prepare(order, tmp_path / "data")
+    assert list(changed_files(tmp_path / "data", order)) == []
+    write(tmp_path / "b.tsv", PAIRS[:9])
+    (changed,) = changed_files(tmp_path / "data", order)
+    assert "has 2 files now, and had 1 when the run began" in changed
+    with pytest.raises(UserError, match=r"\*\.csv: no file matches this pattern"):
+        made(tmp_path / "none", {"train": str(tmp_path / "*.csv")})
+
+
+# Filters
+
+
+def test_duplicates_are_skipped_wherever_they_are(tmp_path: Path) -> None:
+    first, second = [*PAIRS, *PAIRS[:20], ("bad", "")], [*PAIRS[50:60], ("new", "n e w"), ("new", "n e w")]
+    paths = [write(tmp_path / "a.tsv", first), write(tmp_path / "b.jsonl", second)]
+    expected = made(tmp_path / "expected", {"train": write(tmp_path / "all.tsv", [*PAIRS, ("new", "n e w")])})
+    found = made(tmp_path / "found", {"train": paths, "deduplicate": True})
+    assert rows(found) == rows(expected) and found.valid_examples == expected.valid_examples
+    note = next(note for note in found.notes if note.startswith("training"))
+    assert f"31 {DUPLICATE} ({paths[0]}:{len(PAIRS) + 1}, " in note and f"1 empty side ({paths[0]}:" in note
+
+
+def test_duplicates_equal_those_of_a_set(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    pairs = [PAIRS[index] for index in random.integers(0, 300, 2000)]
+    corpora = Corpora.of_tables([write(tmp_path / "a.tsv", pairs)], ("source", "target"), None).without_duplicates()
+    assert [(e.source, e.target) for _, e in corpora.read(LineCounter())] == list(dict.fromkeys(pairs))
+
+
+def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
+    odd = [("a", "bbbb"), ("abc", "x" * 13), ("abcdef", "x"), ("abcd", "x" * 12), ("y" * 30, "y" * 30)]
+    path = write(tmp_path / "a.tsv", [*odd, *PAIRS])
+    valid = write(tmp_path / "v.tsv", odd)
+    limits = {"min_length": 2, "max_ratio": 3, "max_length": 29}
+    found = made(tmp_path / "found", {"train": path, "valid": valid, **limits})
+    assert rows(found) == [odd[3], *PAIRS]
+    note = next(note for note in found.notes if note.startswith("training"))
+    for reason, line in ((SHORT, 1), (RATIO, 2), (SHORT, 3), ("too long", 5)):
+        assert f"{reason} (" in note and f"{path}:{line}" in note
+    assert len(found.valid) == 4  # the user's own, of which only the longest is too long
+    with pytest.raises(UserError, match=r"a\.tsv:1: too short: 1 tokens; data\.min_length is 2"):
+        made(tmp_path / "strict", {"train": path, **limits, "strict": True})
+    with pytest.raises(UserError, match=r"no training example is left: .*too short"):
+        made(tmp_path / "none", {"train": path, "min_length": 100})
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "message"),
+    [
+        ({"train": "a.tsv", "max_ratio": 2}, "classify", r"data\.max_ratio: not for task classify"),
+        ({"train": "a.tsv", "deduplicate": True}, "lm", r"data\.deduplicate: not for task lm"),
+        ({"train": ["a.tsv", "a.tsv"], "weights": [1, 2]}, "lm", r"data\.weights: not for task lm"),
+        ({"train": "a.jsonl"}, "lm", r"a\.jsonl: task lm reads plain text"),
+        ({"train": ["a.npz", "b.npz"]}, "image", "takes one file of images, not 2"),
+        ({"train": ["a", "b"], "weights": [1]}, "pairs", "weights has 1 numbers for 2 corpora"),
+        ({"train": ["a", "b"], "weights": [1, 0]}, "pairs", r"data\.weights"),
+        ({"train": ["a", "b"], "weights": [1, 2], "temperature": 2}, "pairs", "either weights or temperature"),
+        ({"train": "a", "temperature": 2}, "pairs", "temperature is between corpora"),
+        ({"train": "a", "column_names": ["x"]}, "pairs", "column_names must name a column for each"),
+        ({"train": "a", "min_length": 9, "max_length": 8}, "pairs", "min_length .* is more than max_length"),
+        ({"train": ["a", ""]}, "pairs", "empty name"),
+    ],
+)
+def test_mistakes_are_explained(data: dict, task: str, message: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.tsv", PAIRS)
+    with pytest.raises(UserError, match=message):
+        made(tmp_path / "data", data, task=task)
+
+
+def test_positions_of_one_file_are_its_lines(tmp_path: Path) -> None:
+    corpora = Corpora.of_tables([write(tmp_path / "a.tsv", PAIRS)], ("source", "target"), None)
+    assert list(corpora.read(LineCounter())) == list(corpora.parts[0].read(LineCounter()))
+    assert next(iter(corpora.read(LineCounter()))) == Located(1, (*PAIRS[0], None))
+
+
+# Training
+
+
+@pytest.mark.parametrize("setting", [{"weights": [1, 3]}, {"temperature": 4}, {}])
+def test_training_draws_from_each_corpus_in_its_proportion(setting: dict, tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.tsv", PAIRS[:300]), write(tmp_path / "b.tsv", PAIRS[300:])]
+    valid = write(tmp_path / "v.tsv", PAIRS[:9])
+    recipe = load_recipe({"data": {"train": paths, "valid": valid, **setting}, "text": CHAR})
+    prepared = prepare(recipe, tmp_path / "data")
+    config = preset("transformer-tiny", 50)
+    loader = make_loader(recipe, prepared, config)
+    sizes = np.array([300, len(PAIRS) - 300])
+    powers = {"weights": np.array([1, 3]), "temperature": sizes ** (1 / 4)}.get("".join(setting), sizes)
+    for epoch in range(3):
+        rows = np.concatenate(loader.batches(epoch))
+        found = np.bincount((rows >= 300).astype(int), minlength=2)
+        assert np.allclose(found, len(PAIRS) * powers / powers.sum(), atol=1)
+    number, batch = next((number, batch) for number, batch in enumerate(loader.batches(0)) if 300 in batch)
+    assert loader.step(0, number).locate(0, batch.tolist().index(300)).startswith(f"{paths[1]}:1 (")

@@ -1,0 +1,161 @@
+"""Shards: the same result with any number of processes and blocks, and after being killed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.data import pairs, reader, shards
+from regard.data import prepare as prepared
+from regard.data.prepare import prepare
+from regard.errors import UserError
+from regard.recipe import load_recipe
+
+CHANCE = random.Random(7)
+WORDS = ["".join(CHANCE.choices("abcdefgh'é9", k=CHANCE.randint(1, 8))) for _ in range(400)]
+
+
+def text() -> str:
+    return CHANCE.choice([" ", "  "] + [" "] * 9).join(CHANCE.choices(WORDS, k=CHANCE.randint(1, 12)))
+
+
+def line() -> bytes:
+    pair = f"{text()}\t{text()}".encode()
+    return CHANCE.choice([b"", b"one", b"\xff\tx", b"x\t", b"long " * 99 + b"\tx", *[pair] * 60])
+
+
+LINES = [line() for _ in range(1500)]
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "a.tsv").write_bytes(b"\n".join(LINES[:1000]))
+    (tmp_path / "b.tsv").write_bytes(b"\n".join(LINES[1000:] + LINES[:50]) + b"\n")
+    data = {"train": [str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], "max_length": 60}
+    return {"data": data, "text": {"source_tokens": "bpe:400", "target_tokens": "word"}}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def in_blocks(monkeypatch, size: int = 5000) -> None:
+    monkeypatch.setattr(reader, "CHUNK", 1000)
+    monkeypatch.setattr(shards, "BLOCK", size)
+    monkeypatch.setattr(shards, "PAYS", 0)
+
+
+def keep_shards(monkeypatch) -> None:
+    """Do not remove the shards in the end."""
+    monkeypatch.setattr(prepared, "shards_of", lambda path: path / "nothing")
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_path: Path, monkeypatch) -> None:
+    recipe = load_recipe({**order, "data": {**order["data"], "deduplicate": deduplicate}})
+    prepare(recipe, tmp_path / "whole")
+    in_blocks(monkeypatch)
+    started: list[Any] = []
+    start = shards._Pool._start
+    monkeypatch.setattr(shards._Pool, "_start", lambda pool: (process := start(pool), started.append(process))[0])
+    prepare(recipe, tmp_path / "blocks", processes=processes)
+    assert contents(tmp_path / "blocks") == contents(tmp_path / "whole")
+    assert (len(started) > 1) == (processes > 1)
+    assert all(process.returncode is not None for process in started)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "b.tsv", "blocks", "whole"]
+
+
+def test_little_text_starts_no_process(order, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    prepare(load_recipe(order), tmp_path / "one", processes=8)
+    monkeypatch.setattr(reader, "CHUNK", 1000)
+    monkeypatch.setattr(shards, "BLOCK", 5000)
+    prepare(load_recipe(order), tmp_path / "blocks", processes=8)
+    assert contents(tmp_path / "one") == contents(tmp_path / "blocks")
+
+
+@pytest.mark.parametrize("task", ["pairs", "classify"])
+def test_other_formats_and_tasks_in_processes(task: str, tmp_path: Path, monkeypatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table
+    sides = {"x": [text() for _ in range(900)], "y": [CHANCE.choice("ABC") for _ in range(900)]}
+    parquet.write_table(table(sides), tmp_path / "a.parquet", row_group_size=100)
+    data = {"train": str(tmp_path / "a.parquet"), "column_names": ["x", "y"]}
+    recipe = load_recipe({"task": task, "data": data, "text": {"source_tokens": "bpe:300"}})
+    prepare(recipe, tmp_path / "whole")
+    in_blocks(monkeypatch, 1)
+    prepare(recipe, tmp_path / "blocks", processes=2)
+    assert contents(tmp_path / "blocks") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, monkeypatch) -> None:
+    recipe = load_recipe(order)
+    prepare(recipe, tmp_path / "expected")
+    in_blocks(monkeypatch)
+    write = pairs.CorpusWriter.write
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self: Any, rows: Any) -> None:
+        write(self, rows)
+        if self.count > 300:
+            raise Killed
+
+    monkeypatch.setattr(pairs.CorpusWriter, "write", killed)
+    with pytest.raises(Killed):
+        prepare(recipe, tmp_path / "data", processes=processes)
+    monkeypatch.setattr(pairs.CorpusWriter, "write", write)
+    left = sorted((tmp_path / "data.shards").glob("*.shard"))
+    assert len(left) >= 3 and not (tmp_path / "data").exists()
+    left[0].write_bytes(left[0].read_bytes()[:-1])  # not all of it was on disk when the machine stopped
+    before = {path: path.stat().st_mtime_ns for path in left[1:]}
+    saved: list[Path] = []
+    save = shards._save
+    monkeypatch.setattr(shards, "_save", lambda shard, path: (saved.append(path), save(shard, path))[1])
+    keep_shards(monkeypatch)
+    prepare(recipe, tmp_path / "data", processes=processes)
+    assert contents(tmp_path / "data") == contents(tmp_path / "expected")
+    assert {path: path.stat().st_mtime_ns for path in left[1:]} == before
+    if processes == 1:
+        assert left[0] in saved and not set(left[1:]) & set(saved)
+
+
+def test_other_settings_use_no_old_shards(order, tmp_path: Path, monkeypatch) -> None:
+    in_blocks(monkeypatch)
+    keep_shards(monkeypatch)
+    prepare(load_recipe(order), tmp_path / "data")
+    first = set((tmp_path / "data.shards").iterdir())
+    for text_settings, data in (
+        ({"source_tokens": "char"}, {}),
+        ({}, {"max_length": 9}),
+        ({}, {"strict": False, "min_length": 2}),
+    ):
+        changed = {"text": {**order["text"], **text_settings}, "data": {**order["data"], **data}}
+        prepare(load_recipe(changed), tmp_path / "other")
+        assert not first & set((tmp_path / "other.shards").iterdir())
+
+
+def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.tsv").write_text("".join(f"{text()}\t{text()}\n" for _ in range(300)) + "long " * 99 + "\tx\n")
+    in_blocks(monkeypatch)
+    recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 60, "strict": True}})
+    with pytest.raises(UserError, match=r"a\.tsv:301: too long: "):
+        prepare(recipe, tmp_path / "data", processes=2)
+
+    def dies(self: Any) -> Any:
+        process = start(self)
+        process.kill()
+        return process
+
+    start = shards._Pool._start
+    monkeypatch.setattr(shards._Pool, "_start", dies)
+    recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 600}})
+    with pytest.raises(UserError, match="a process that turns text into tokens has ended"):
+        prepare(recipe, tmp_path / "data", processes=2)
