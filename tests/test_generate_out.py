@@ -98,7 +98,7 @@ def test_the_state_of_other_options_and_of_another_run_is_refused(
 ) -> None:
     command = ["generate", runs["pairs"], runs["files"] / "words", "--out", tmp_path / "out", "--window", 30]
     with monkeypatch.context() as context:
-        context.setattr("regard.decode.shards.sync", _fail)
+        context.setattr("regard.decode.sharded_output.sync", _fail)
         assert "No space left on device; the shards are kept" in call(*command).err
     result = call(*command, "--beam", 2)
     assert result.code == 2 and "command.options.beam: 1 there, 2 now" in result.err

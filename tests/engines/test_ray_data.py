@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.decode.shards import ShardDirectory
+from regard.decode.sharded_output import ShardDirectory
 from regard.engines.ray_data import answer_shards
 from regard.errors import UserError
 from toykit import call, toy_words

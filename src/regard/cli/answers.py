@@ -15,7 +15,7 @@ from regard.data.reader import NAMED, Line
 from regard.decode.generate import Engine
 from regard.decode.hypothesis import Hypothesis, empty_hypothesis
 from regard.decode.options import Options
-from regard.decode.shards import Counts
+from regard.decode.sharded_output import Counts
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import DISTINCT, Example

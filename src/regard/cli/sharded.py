@@ -19,7 +19,7 @@ from regard.cli.answers import GenerateJob, LineAnswerer, add_counts
 from regard.cli.decoding import ENGINES
 from regard.cli.input import InputLines
 from regard.cli.tables import message
-from regard.decode.shards import Answer, ShardDirectory
+from regard.decode.sharded_output import Answer, ShardDirectory
 from regard.errors import UserError, plural
 from regard.manifest import read_manifest
 from regard.run import READ

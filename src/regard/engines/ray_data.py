@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from regard.decode.shards import POLL, Answer, ShardDirectory
+from regard.decode.sharded_output import POLL, Answer, ShardDirectory
 from regard.errors import UserError, missing_extra
 
 CONNECT = 10.0  # seconds to reach a cluster

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from regard.data.reader import Line, read_lines
-from regard.decode.shards import Input, ShardDirectory, state_of
+from regard.decode.sharded_output import Input, ShardDirectory, state_of
 from regard.errors import UserError
 from regard.files import hold_lock
 
@@ -40,7 +40,7 @@ def expected(file: Path) -> bytes:
 @pytest.mark.parametrize("seed", range(12))
 def test_shards_are_the_lines_of_the_file(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr("regard.decode.shards.CHUNK", draw.choice([1, 7, 1 << 20]))
+    monkeypatch.setattr("regard.decode.sharded_output.CHUNK", draw.choice([1, 7, 1 << 20]))
     file, data = tmp_path / "in.txt", text_of(draw, draw.randint(0, 60))
     file.write_bytes(gzip.compress(data) if seed % 2 else data)
     with ShardDirectory.begin(tmp_path / "out", str(file), draw.randint(1, 9), {}) as directory:
@@ -106,8 +106,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_shards import upper
-from regard.decode.shards import ShardDirectory
+from test_sharded_output import upper
+from regard.decode.sharded_output import ShardDirectory
 
 def slow(lines):
     rows = list(lines)
@@ -224,7 +224,7 @@ def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path: Path) -> None
 
 
 def test_two_of_the_same_command_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.shards.ENDING", 0.3)
+    monkeypatch.setattr("regard.decode.sharded_output.ENDING", 0.3)
     file = file_of(tmp_path, 8)
     with (
         ShardDirectory.begin(tmp_path / "out", str(file), 3, {}),
