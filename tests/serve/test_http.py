@@ -20,6 +20,7 @@ import regard
 from modelkit import family, letters
 from regard.decode.options import Options
 from regard.engines.ctranslate2 import CTranslate2Engine
+from regard.serve.bodies import SMALL, GenerateBody
 from toykit import strict_json
 
 KEY, ADMIN = "k" * 20, "a" * 20
@@ -221,6 +222,46 @@ def test_a_large_body_is_refused_without_being_read(runs):
     with serving({"toy": runs["toy"]}, max_body=1000) as client:
         reply = client.post("/v1/generate", {"inputs": "a" * 2000})
         assert reply.status == 413 and reply.json["error"]["code"] == "too_large"
+
+
+TOO_MANY = [
+    {"run": "toy", "inputs": [0] * 501},
+    {"run": "toy", "inputs": ["a"] * 501},
+    {"run": "toy", "inputs": "a", "forbid": [0] * 60_000},
+    {"run": "toy", "inputs": [{"source": "a", "require": ["a"] * 60_000}]},
+    {"run": "toy", "inputs": [[0]] * 400 + [[[0] * 300] * 200]},
+    {f"key{i}": 0 for i in range(1000)},
+]
+
+
+@pytest.mark.parametrize("body", TOO_MANY, ids=lambda x: str(x)[:40])
+def test_a_body_of_too_many_values_is_refused_before_each_is_looked_at(client, body, monkeypatch):
+    monkeypatch.setattr(GenerateBody, "model_validate_json", None)
+    reply = client.post("/v1/generate", {"padding": "a" * SMALL} | body)
+    assert reply.status == 413 and "at most" in reply.json["error"]["message"].replace("more than", "at most")
+
+
+def test_of_many_wrong_inputs_the_first_is_named(client):
+    error = client.post("/v1/generate", {"run": "toy", "inputs": ["a", 1, 2, 3]}).json["error"]
+    assert "1" in error["message"] and len(error["message"]) < 1000
+
+
+def test_a_full_queue_refuses_before_the_body_has_come(runs):
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    with serving({"toy": runs["toy"]}, queue=1000) as client:
+        queue = client.server.service.queue
+        for cost, full in ((900, False), (999, True)):
+            queue.cost += cost
+            assert queue.full == full
+            with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
+                connection.sendall(head)
+                connection.settimeout(5 if full else 0.5)
+                try:
+                    answer = connection.recv(4096)
+                except TimeoutError:
+                    answer = b""
+            queue.cost -= cost
+            assert (b" 429 " in answer and b"Retry-After: " in answer) == full, answer
 
 
 def test_metrics_hold_no_text(client):
@@ -437,6 +478,15 @@ def test_texts_of_ctranslate2_are_those_of_its_hypotheses(runs, options):
     sources = [*WORDS, "", " ", "zz", "ab" * 2000, *WORDS[::-1], "   ", "cab"]  # some of the same length
     with CTranslate2Engine(regard.load(runs["toy"]), Options(**options)) as engine:
         assert engine.texts(sources) == [[h.text for h in row] for row in engine(sources)]
+
+
+def test_an_output_that_reaches_the_limit_of_its_own_search_is_not_searched_for_again(runs):
+    pytest.importorskip("ctranslate2")
+    with CTranslate2Engine(regard.load(runs["toy"]), Options(max_length=2)) as engine:
+        searches = []
+        engine._translate = lambda *args: searches.append(args) or CTranslate2Engine._translate(engine, *args)
+        (hypothesis,) = engine(["abc"])[0]
+        assert "max_length" in hypothesis.flags and len(searches) == 1
 
 
 def test_the_examples_of_the_documentation_work(runs):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -26,7 +27,7 @@ from regard.serve.bodies import (
     ScoreBody,
     TranslateBody,
 )
-from regard.serve.refusals import Refused, error_json, json_response
+from regard.serve.responses import Refused, error_json, json_response
 from regard.serve.schedule import Group, Job, QueueFull
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
@@ -71,32 +72,30 @@ class Handlers:
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
-        expected = [max(self._longest(item, options, n)) for item, n in zip(items, lengths, strict=True)]
-        if (work := rows * sum(expected)) > self.settings.max_work:
+        if (work := rows * sum(map(partial(_longest, options), items, lengths))) > self.settings.max_work:
             raise Refused(
                 413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {self.settings.max_work}"
             )
         group = Group(run, kind, to_json(options).decode(), alone=kind == "stream")
         return Job(group, items, [rows * n for n in lengths])
 
-    @staticmethod
-    def _longest(item: Answer, options: dict[str, Any], length: int) -> Iterator[float]:
-        """Bounds of the output tokens of a source of so many characters, of which the greatest is taken."""
-        yield item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA
-        yield max(item.get("min_length", 0), options.get("min_length", 0))
-        yield length * max(options.get("max_ratio") or 0, options.get("min_ratio", 0))
+    def check_room(self) -> None:
+        """Refuse a request of which nothing is known yet, if no worker is ready or the queue is full."""
+        if not self.service.ready:
+            raise Refused(503, "no worker is ready", retry_after=2)
+        if self.service.queue.full:
+            raise self._busy()
 
     def submit(self, job: Job) -> None:
         """Take on a job, or refuse it."""
-        if not self.service.ready:
-            raise Refused(503, "no worker is ready", retry_after=2)
         try:
             self.service.submit(job)
         except QueueFull:
-            seconds = self.service.wait_seconds()
-            raise Refused(
-                429, "more work waits than the server takes on; try again later", retry_after=seconds
-            ) from None
+            raise self._busy() from None
+
+    def _busy(self) -> Refused:
+        seconds = self.service.wait_seconds()
+        return Refused(429, "more work waits than the server takes on; try again later", retry_after=seconds)
 
     async def results(self, job: Job) -> list[Answer]:
         """The results of a job, in order; an error of the only input is that of the request."""
@@ -320,6 +319,17 @@ class Handlers:
 
     def _events(self, request: web.Request) -> AbstractAsyncContextManager[EventSourceResponse]:
         return sse_response(request, sep="\n", send_timeout=self.settings.send, allow_all_methods=True)
+
+
+def _longest(options: Answer, item: Answer, length: int) -> float:
+    """The most output tokens that a source of so many characters is expected to have."""
+    return max(
+        item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA,
+        item.get("min_length", 0),
+        options.get("min_length", 0),
+        length * (options.get("max_ratio") or 0),
+        length * options.get("min_ratio", 0),
+    )
 
 
 def _raise(result: Answer) -> None:
