@@ -323,13 +323,14 @@ class Handlers:
 
 def _longest(options: Answer, item: Answer, length: int) -> float:
     """The most output tokens that a source of so many characters is expected to have."""
-    return max(
+    longest: float = max(
         item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA,
         item.get("min_length", 0),
         options.get("min_length", 0),
         length * (options.get("max_ratio") or 0),
         length * options.get("min_ratio", 0),
     )
+    return longest
 
 
 def _raise(result: Answer) -> None:

@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from aiohttp import web
@@ -34,17 +35,11 @@ from regard.serve.responses import ASSETS, Refused, asset_response, error_respon
 from regard.serve.service import Service
 from regard.serve.settings import Keys, ServeSettings, is_address
 
-try:
-    from uvloop import new_event_loop  # takes a third less time for a request
-except ModuleNotFoundError:  # there is none for Windows
-    from asyncio import new_event_loop
-
 log = logging.getLogger("regard.serve")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
-SEND_BUFFER = 64 << 10  # bytes of each connection
 LARGEST_BATCH = 16_384  # tokens times hypotheses
-UNSENT = 65_536  # bytes of answers that the kernel takes for a client that does not read; else it would take megabytes
+UNSENT = 65_536  # bytes of answers that the kernel takes beyond what it has sent
 
 
 class Server:
@@ -236,10 +231,10 @@ class Server:
             )
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # What a client may ask for without reading any of it; the system would allow some megabytes.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections whose client takes nothing any more end by themselves
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * settings.send))
+            # A client that asks and does not read made the kernel hold 4.1 MB, with this 0.09. A small SO_SNDBUF does
+            # nearly the same (0.14), but would also bound how fast a distant client that reads can be sent to.
             if hasattr(socket, "TCP_NOTSENT_LOWAT"):
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
             listener.bind(address)
@@ -265,6 +260,15 @@ class Server:
         if self._watching is not None:
             self._watching.cancel()
         await self.service.close()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop of uvloop, which takes less time for a request; there is none for Windows."""
+    if find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def _cores() -> int:
