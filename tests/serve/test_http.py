@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from servekit import Client, serving
 
 import regard
@@ -268,6 +269,10 @@ def test_metrics_hold_no_text(client):
     client.post("/v1/generate", {"run": "toy", "inputs": "cabba"})
     text = client.get("/metrics").body.decode()
     assert 'regard_requests_total{path="/v1/generate",status="200"}' in text and "cabba" not in text
+    samples = {x.name: x for family in text_string_to_metric_families(text) for x in family.samples if x.labels}
+    assert samples["regard_request_seconds_count"].value >= 1 and samples["regard_batch_inputs_count"].value >= 1
+    assert samples["regard_request_seconds_bucket"].labels["le"] == "+Inf"  # the last one, of all values
+    assert {name for x in samples.values() for name in x.labels} == {"path", "status", "run", "kind", "le"}
     client.get("/secret-path")
     assert "secret" not in client.get("/metrics").body.decode()
 

@@ -71,7 +71,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remaining = sum(self.costs)
-        self.waiting = sorted(range(len(self.inputs)), key=lambda i: -self.costs[i])  # equal lengths side by side
+        self.waiting = sorted(range(len(self.inputs)), key=self.costs.__getitem__, reverse=True)  # equal ones together
 
     @property
     def large(self) -> bool:
