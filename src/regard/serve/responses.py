@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -55,6 +56,20 @@ def error_response(refused: Refused) -> web.Response:
     return json_response({"error": error}, refused.status, headers)
 
 
+def common_headers(request: web.BaseRequest, origins: Collection[str], closing: bool) -> dict[str, str]:
+    """The headers that every answer has; pages of `origins` may read it."""
+    headers = {"X-Content-Type-Options": "nosniff"}
+    origin = request.headers.get("Origin", "")
+    if origin in origins:
+        headers["Access-Control-Allow-Origin"] = origin
+        headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
+        headers["Access-Control-Allow-Methods"] = "GET, POST"
+        headers["Vary"] = "Origin"
+    if closing:
+        headers["Connection"] = "close"  # else the client would send its next request into a closed one
+    return headers
+
+
 @cache
 def policy() -> str:
     """The content security policy: files of this server alone.
@@ -68,11 +83,9 @@ def policy() -> str:
     )
 
 
-async def asset_response(request: web.Request) -> web.Response:
+async def asset_response(request: web.BaseRequest) -> web.Response:
     """A file of the package."""
-    resource = request.match_info.route.resource
-    assert resource is not None
-    name = ASSETS[resource.canonical]
+    name = ASSETS[request.path]
     headers = {"Content-Security-Policy": policy(), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return web.Response(body=_read(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8", headers=headers)
 
