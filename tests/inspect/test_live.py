@@ -93,7 +93,7 @@ def opened(run: Run, found: Trace, precision: Precision = "fp32", simd: bool = T
 def same_trace(page: PageEngine, found: Trace, given: dict[str, Any], ids: list[int]) -> None:
     theirs = page.ask("trace", given, ids)
     ours = found.page_data(Plain())
-    ours["attribution"] = None
+    ours["attribution"], ours["importance"] = None, {}  # computed when they are looked at, and compared apart
     ours["image"] = theirs["image"] = None  # drawn from other numbers: compared by what was computed from them
     wrong = list(differences(ours, theirs))
     assert not wrong, wrong[:8]
@@ -233,12 +233,42 @@ def test_silenced_heads_are_ablated() -> None:
             ours = trace(run, Example("abcab"), ids).steps
         theirs = page.ask("trace", {"source": "abcab"}, ids)["steps"]
         assert np.allclose([s.probability for s in ours], [s["probability"] for s in theirs], atol=1e-5)
-        page.ask("silence", [])
-        importance = page.ask("importance", {"source": "abcab"}, ids)
-    maps = [m for m in run.model.attentions()]
-    assert {x["map"] for x in importance} == set(maps) and len(importance) == sum(
-        attention.heads for attention in run.model.attentions().values()
-    )
+
+
+def given(run: Run, kind: str) -> tuple[Trace, dict[str, Any], list[int]]:
+    """An example of a task: its trace, and what the page is asked."""
+    if kind == "image":
+        return trace_image(run, picture()), {"pixels": picture().astype(float).ravel().tolist(), "name": "image"}, []
+    if kind in FAMILIES:
+        ids = run.codec.target.encode(["bca"])[0] if kind.startswith("lm") else []
+        return trace(run, Example("dab ba"), ids), {"source": "dab ba"}, ids
+    ids = run.codec.encode_target(["bcd"])[0]
+    return trace(run, Example("abcab"), ids), {"source": "abcab"}, ids
+
+
+@pytest.mark.parametrize(
+    "kind", ["rotary", "pruned", "bahdanau additive", "lm", "lm-grouped", "classes", "masked", "image"]
+)
+def test_importance_of_heads_is_that_of_the_trace(kind: str) -> None:
+    run = sharpened(family(kind)) if kind in FAMILIES else pair_run(kind)
+    found, asked, ids = given(run, kind)
+    with opened(run, found) as page:
+        measured = page.ask("importance", asked, ids)
+        assert page.ask("trace", asked, ids)["steps"][0]["probability"] == pytest.approx(
+            found.steps[0].probability, abs=1e-4
+        )
+    theirs = {(each["map"], each["index"]): each["change"] for each in measured}
+    ours = {(name, index): change for name, lost in found.importance.items() for index, change in enumerate(lost)}
+    assert theirs.keys() == ours.keys() and len(measured) == len(ours) > 0
+    assert all(theirs[head] == pytest.approx(change, abs=1e-3) for head, change in ours.items())
+    assert max(map(abs, ours.values())) > 0.01
+
+
+def test_a_model_that_predicts_nothing_has_nothing_to_explain() -> None:
+    run = family("vectors")
+    with opened(run, trace_text(run, "abc")) as page:
+        assert page.ask("importance", {"source": "abc"}, []) == []
+        assert page.ask("attribution", {"source": "abc"}, []) is None
 
 
 @pytest.mark.parametrize("kind", ["alibi", "bahdanau additive"])  # smooth: a step may pass the corner of a relu
@@ -256,16 +286,17 @@ def test_attribution_is_gradient_times_input(kind: str) -> None:
     assert abs(ours).max() > 0.1
 
 
-def test_attribution_of_language_models_and_classes() -> None:
-    for kind in ("lm", "classes"):
-        run = sharpened(family(kind))
-        found = trace_text(run, "dab ba")
-        assert found.attribution is not None
-        with opened(run, found) as page:
-            theirs = page.ask("attribution", {"source": "dab ba"}, [])
-        shape = theirs["values"]["shape"]
-        assert found.attribution.columns == theirs["columns"] and list(found.attribution.values_TS.shape) == shape
-        assert np.allclose(theirs["values"]["values"], found.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
+@pytest.mark.parametrize("kind", ["lm", "classes", "masked", "image"])
+def test_attribution_of_other_tasks(kind: str) -> None:
+    run = sharpened(family(kind))
+    found, asked, ids = given(run, kind)
+    assert found.attribution is not None
+    with opened(run, found) as page:
+        theirs = page.ask("attribution", asked, ids)
+    shape = theirs["values"]["shape"]
+    assert (found.attribution.rows, found.attribution.columns) == (theirs["rows"], theirs["columns"])
+    assert list(found.attribution.values_TS.shape) == shape
+    assert np.allclose(theirs["values"]["values"], found.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
 
 
 def test_prefix_forbidden_and_next_tokens() -> None:

@@ -521,7 +521,7 @@ def test_the_overview_leads_everywhere(browser: chromium.Chromium, pairs: Run, t
     assert browser.run("document.querySelectorAll('.spot .gauge').length") == heads
     wide = "Array.from(document.querySelectorAll('.gauge i')).filter(n => parseFloat(n.style.width) > 0).length"
     browser.until(f"{wide} > {heads // 4}")  # importance, while nothing else happens
-    browser.until("Array.from(document.querySelectorAll('.spot .gauge')).every(n => /loses/.test(n.parentNode.title))")
+    browser.until("Array.from(document.querySelectorAll('.spot .gauge')).every(n => /loses|gains/.test(n.parentNode.title))")
     for label, view in (
         ("Prediction", "output"), ("Layer 1 of the encoder", "walk"), ("Self-attention of layer 2", "heads"),
         ("Logit lens", "lens"), ("Cross layer 1 head 3", "heads"),

@@ -91,8 +91,8 @@ export class Kernel {
     const from = this.scratch(rows * stride + padded(rows * outs)), to = from + rows * stride, f = this.floats;
     for (let r = 0; r < rows; r++) {
       const start = from + r * stride;
-      for (let i = 0; i < width; i++) f[start + i] = x[r * width + i];
-      for (let i = width; i < stride; i++) f[start + i] = 0;
+      f.set(x.subarray(r * width, (r + 1) * width), start);
+      if (width < stride) f.fill(0, start + width, start + stride);
     }
     if (this.multiply) this.multiply(4 * from, rows, 4 * at, 4 * to, 4 * stride, outs);
     else plainMultiply(f, from, rows, at, to, stride, outs);

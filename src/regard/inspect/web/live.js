@@ -5,7 +5,7 @@ import { barOf } from "./bar.js";
 import { data, h, setData, storedData } from "./core.js";
 import { makeEngine } from "./engine.js";
 import { buildPage, tooOld, writeTexts } from "./page.js";
-import { alternatives, answer, attributionCost, attributionOf, BOUNDS, firstWishes, force, importanceOf, look, newSide, searches, silenceKey, STRATEGIES } from "./session.js";
+import { alternatives, answer, attributionCost, attributionOf, BOUNDS, firstWishes, force, importanceOf, look, newSide, searches, silenceKey, storedImportance, STRATEGIES } from "./session.js";
 import { refresh, shell, state, tellChanged } from "./tabs.js";
 
 const QUICK = 50, DRAFTED = 150; // milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
@@ -25,7 +25,7 @@ class Live {
     this.stored = stored;
     this.wishes = firstWishes(engine);
     this.sides = [newSide(firstInput(engine, stored))];
-    this.explains = ["pairs", "span", "lm", "classify"].includes(engine.task); // has one output whose log-probability can be explained
+    this.explains = engine.model.output !== null; // it predicts something, whose log-probability can be explained
     this.cost = { draft: 0, whole: 0 };
     this.bar = barOf(this);
   }
@@ -110,7 +110,7 @@ class Live {
   sideOf(trace) { return this.sides.find((side) => side.trace === trace) || null; }
   attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(side) : 0; }
   attribution(trace) { const side = this.sideOf(trace); return side ? attributionOf(this.engine, side) : trace.attribution; }
-  importance(trace) { const side = this.sideOf(trace); return side && this.explains ? importanceOf(this.engine, side) : null; }
+  importance(trace) { const side = this.sideOf(trace); return side ? (this.explains ? importanceOf(this.engine, side) : null) : storedImportance(trace); }
 
   compare(input) {
     this.sides.length = 1;

@@ -37,7 +37,7 @@ export class Model {
   }
 
   // Patches of an image (channels, height, width), row by row, after the class token.
-  embedImage(pixels) {
+  embedImage(pixels, factors = null) {
     const { channels, height, width, size } = this.config.patches, across = width / size, count = across * (height / size);
     const patches = new Float32Array(count * channels * size * size);
     for (let s = 0, at = 0; s < count; s++) for (let c = 0; c < channels; c++) for (let y = 0; y < size; y++) for (let x = 0; x < size; x++) {
@@ -46,12 +46,12 @@ export class Model {
     const rows = this.kernel.linear(patches, count, this.weights.linear("image.project")), first = this.weights.vector("image.first"), out = new Float32Array(first.length + rows.length);
     out.set(first);
     out.set(rows, first.length);
-    return out;
+    return factors ? out.map((v, i) => v * factors[Math.floor(i / first.length)]) : out;
   }
 
   // Encode a source, ids or pixels -> {states, rows}
   encode(source, { record = null, factors = null } = {}) {
-    const image = this.config.patches !== null, x = image ? this.embedImage(source) : this.embed("source", source, factors);
+    const image = this.config.patches !== null, x = image ? this.embedImage(source, factors) : this.embed("source", source, factors);
     const rows = image ? x.length / this.config.encoder.width : source.length, types = this.weights.has("token_type_embedding.weight") ? this.weights.row("token_type_embedding.weight", 0) : null;
     if (record) record.keepAll("source", { embedding: x, segment: types });
     const typed = types ? x.map((v, i) => v + types[i % types.length]) : x;

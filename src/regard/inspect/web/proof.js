@@ -14,5 +14,5 @@ globalThis.askModel = (method, args) => {
   if (method === "silence") { asked.silenced.clear(); given[0].forEach((key) => asked.silenced.add(key)); return "null"; }
   if (given[0] && Array.isArray(given[0].pixels)) given[0].pixels = Float32Array.from(given[0].pixels);
   const answer = asked[method](...given);
-  return JSON.stringify(method === "importance" ? [...answer] : answer, plain);
+  return JSON.stringify(method === "importance" ? [...answer].filter(Boolean) : answer, plain);
 };

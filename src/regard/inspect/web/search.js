@@ -37,7 +37,7 @@ export function randomNumbers(seed) {
 
 // The values to choose by at step t: the prefix is forced, forbidden tokens are out, and at the limit only the end is left.
 function steer(logp, t, { eos, limit, openEnd, prefix, forbid }) {
-  const values = Float64Array.from(logp);
+  const values = logp.slice();
   for (const id of forbid) values[id] = -Infinity;
   if (t >= limit) { const end = openEnd ? 0 : values[eos]; values.fill(-Infinity); values[eos] = end; }
   if (t < prefix.length) { values.fill(-Infinity); values[prefix[t]] = logp[prefix[t]]; }

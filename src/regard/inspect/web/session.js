@@ -102,9 +102,15 @@ export function importanceOf(engine, side) {
       step() {
         const { value, done } = steps.next();
         if (done) this.done = true;
-        else changes.set(`${value.map}/${value.index}`, value.change);
+        else if (value) changes.set(`${value.map}/${value.index}`, value.change); // null: a part of one
       },
     };
   }
   return side.importance;
+}
+
+// What a stored trace has of it.
+export function storedImportance(trace) {
+  const measured = Object.entries(trace.importance).flatMap(([map, lost]) => lost.map((change, index) => [`${map}/${index}`, change]));
+  return measured.length ? { changes: new Map(measured.filter(([, change]) => change !== null)), done: true } : null;
 }

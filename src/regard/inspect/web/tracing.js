@@ -7,7 +7,25 @@ const STEP_CANDIDATES = 8, LENS_CANDIDATES = 5, SHOWN_NUMBERS = 8, MIN_POSITIONS
 
 export const entryOf = (values, ...shape) => ({ shape, type: "f4", scale: 1, values });
 
+// Properties that are computed when they are first read: a view reads a small part of a trace.
+function withLazy(made, parts) {
+  for (const [name, compute] of Object.entries(parts)) {
+    const read = once(compute);
+    Object.defineProperty(made, name, { enumerable: true, configurable: true, get: read });
+  }
+  return made;
+}
+
+function once(compute) {
+  let value = null, known = false;
+  return () => {
+    if (!known) { value = compute(); known = true; }
+    return value;
+  };
+}
+
 function concatenated(parts) {
+  if (parts.length === 1) return parts[0];
   const out = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
   parts.reduce((at, part) => { out.set(part, at); return at + part.length; }, 0);
   return out;
@@ -18,6 +36,16 @@ export class Recorder {
   constructor() {
     this.parts = new Map();
     this.calls = new Map(); // of each attention
+    this.rows = {}; // of each stack
+    this.joined = new Map();
+  }
+
+  // What was recorded so far, to go on from.
+  fork() {
+    const other = new Recorder();
+    for (const name of ["parts", "calls"]) other[name] = new Map(this[name]);
+    Object.assign(other.rows, this.rows);
+    return other;
   }
 
   keep(key, x) { if (x) this.parts.set(key, [...(this.parts.get(key) || []), x]); }
@@ -43,25 +71,32 @@ export class Recorder {
 
   // All calls of an attention as one: arrays (H, T, S), and vectors by row.
   attention(attention) {
+    if (!this.joined.has(attention)) this.joined.set(attention, this.joinCalls(attention));
+    return this.joined.get(attention);
+  }
+
+  joinCalls(attention) {
     const calls = this.calls.get(attention), { heads } = attention, { keys } = calls[0], rows = calls.reduce((sum, call) => sum + call.rows, 0);
     const join = (name) => {
       if (!calls[0][name]) return null;
+      if (calls.length === 1) return entryOf(calls[0][name], heads, rows, keys);
       const out = new Float32Array(heads * rows * keys);
       for (let h = 0; h < heads; h++) calls.reduce((at, call) => { out.set(call[name].subarray(h * call.rows * keys, (h + 1) * call.rows * keys), (h * rows + at) * keys); return at + call.rows; }, 0);
       return entryOf(out, heads, rows, keys);
     };
-    const mask = concatenated(calls.map((call) => call.mask)), list = calls[calls.length - 1].lists[0];
+    const list = calls[calls.length - 1].lists[0];
+    const maskOf = () => { const mask = concatenated(calls.map((call) => call.mask)); return mask.every(Boolean) ? null : entryOf(mask, rows, keys); };
     const vectors = (name) => concatenated(calls.map((call) => call[name]));
     const perKey = (rowsOf, width) => { // (H, S, width), as the heads see them
       const out = new Float32Array(heads * keys * width);
       for (let h = 0; h < heads; h++) for (let s = 0; s < keys; s++) out.set(rowsOf[s].subarray(attention.kvOf[h] * width, (attention.kvOf[h] + 1) * width), (h * keys + s) * width);
       return { values: out, rows: keys, heads };
     };
-    return {
-      rows, keys, weights: join("weights"), raw: join("raw"), bias: join("bias"), mask: mask.every(Boolean) ? null : entryOf(mask, rows, keys),
-      x: vectors("x"), q: byHead(vectors("q"), rows, heads), mixed: byHead(vectors("mixed"), rows, heads), out: vectors("out"),
-      k: perKey(list.k, list.k[0].length / attention.kvHeads), v: perKey(list.v, attention.valueWidth),
-    };
+    return withLazy({ rows, keys, weights: join("weights") }, {
+      raw: () => join("raw"), bias: () => join("bias"), mask: maskOf, x: () => vectors("x"), out: () => vectors("out"),
+      q: () => byHead(vectors("q"), rows, heads), mixed: () => byHead(vectors("mixed"), rows, heads),
+      k: () => perKey(list.k, list.k[0].length / attention.kvHeads), v: () => perKey(list.v, attention.valueWidth),
+    });
   }
 }
 
@@ -125,23 +160,23 @@ function recurrentNumbers(model, record) {
   return [{ vectors: [get(":embedding")] }, ...order, { vectors: [get(":context"), get(":state"), get(":attentional")] }, { vectors: [flat(record.get("output:x"))] }];
 }
 
-function fillCard(card, numbers) {
-  const scores = card.scores && { ...card.scores, ...numbers.scores };
-  const vectors = card.vectors.map((vector, i) => vectorOf(vector.label, numbers.vectors[i]));
-  return { ...card, vectors, scores, ...("active" in numbers ? { active: numbers.active } : {}) };
-}
+// A card whose numbers, given by a function, are computed when it is looked at.
+const fillCard = (card, numbers) => withLazy({ ...card }, {
+  vectors: () => card.vectors.map((vector, i) => vectorOf(vector.label, numbers().vectors[i])),
+  scores: () => card.scores && { ...card.scores, ...numbers().scores },
+  active: () => numbers().active ?? card.active,
+});
 
 function fillWalks(template, model, record) {
   return template.walks.map((walk) => {
     const stack = model[walk.name];
-    const numbers = walk.layers.map((_, i) => (stack.cells ? recurrentNumbers(model, record) : cardNumbers(model, stack, i, record, walk.name === "encoder")));
-    return { ...walk, layers: walk.layers.map((cards, i) => cards.map((card, k) => fillCard(card, numbers[i][k]))) };
+    const numbers = walk.layers.map((_, i) => once(() => (stack.cells ? recurrentNumbers(model, record) : cardNumbers(model, stack, i, record, walk.name === "encoder"))));
+    return { ...walk, layers: walk.layers.map((cards, i) => cards.map((card, k) => fillCard(card, () => numbers[i]()[k]))) };
   });
 }
 
 // The most probable tokens of one row of logits: [token, probability, logit].
-function topPredictions(logits, from, vocab, count, nameOf) {
-  const logp = logSoftmax(logits, from, vocab, []);
+function topPredictions(logits, from, vocab, count, nameOf, logp = logSoftmax(logits, from, vocab, [])) {
   return best(logp, Math.min(count, vocab)).map((id) => [nameOf(id), Math.exp(logp[id]), logits[from + id]]);
 }
 
@@ -151,7 +186,7 @@ export function outputSteps(logits, labels, nameOf) {
     const logp = logSoftmax(logits, t * vocab, vocab, []);
     let entropy = 0;
     for (const x of logp) { const p = Math.exp(x); entropy -= p * Math.log2(Math.max(p, 1e-12)); }
-    return { token: nameOf(label), probability: Math.exp(logp[label]), entropy, normaliser: logits[t * vocab] - logp[0], candidates: topPredictions(logits, t * vocab, vocab, STEP_CANDIDATES, nameOf) };
+    return { token: nameOf(label), probability: Math.exp(logp[label]), entropy, normaliser: logits[t * vocab] - logp[0], candidates: topPredictions(logits, t * vocab, vocab, STEP_CANDIDATES, nameOf, logp) };
   });
 }
 
@@ -246,18 +281,18 @@ export function makeTrace(template, model, found) {
   const maps = template.maps.map((map) => ({ ...map, weights: record.attention(byName.get(map.name)).weights }));
   const length = Math.max(MIN_POSITIONS, ...Object.values(tokens).map((row) => row.length)), steps = labels.length ? outputSteps(logits, labels, nameOf) : [];
   const lensVectors = found.lensVectors || ((i) => record.get(lensHook(model, i)));
-  return {
+  const made = {
     ...template,
-    texts: found.texts, tokens, directions: found.directions, maps,
-    alignment: tokens.source && model.decoder ? alignments(maps, found.heads) : [],
-    steps,
-    lens: model.output ? logitLens(template, model, lensVectors, nameOf) : [],
-    positions: template.positions.map((each) => positionHeatmap(model, each, length)),
+    texts: found.texts, tokens, directions: found.directions, maps, steps, notes: found.notes,
     walks: fillWalks(template, model, record),
-    notes: found.notes,
     score: steps.reduce((sum, step) => sum + Math.log(step.probability), 0),
     image: found.image || null,
-    distances: found.image ? Object.fromEntries(maps.map((map) => [map.name, attentionDistances(map, model.config.patches)])) : {},
-    numbers: "", attribution: null, // computed when it is looked at
+    numbers: "", attribution: null, importance: {}, // by the engine, when they are looked at
   };
+  return withLazy(made, {
+    alignment: () => (tokens.source && model.decoder ? alignments(maps, found.heads) : []),
+    lens: () => (model.output ? logitLens(template, model, lensVectors, nameOf) : []),
+    positions: () => template.positions.map((each) => positionHeatmap(model, each, length)),
+    distances: () => (found.image ? Object.fromEntries(maps.map((map) => [map.name, attentionDistances(map, model.config.patches)])) : {}),
+  });
 }

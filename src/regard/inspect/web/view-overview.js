@@ -5,6 +5,7 @@ import { spatial } from "./controls.js";
 import { clickChoice, headButton, isSilenced } from "./headbuttons.js";
 import { overviewLayout } from "./overview.js";
 import { saveButtons } from "./save.js";
+import { storedImportance } from "./session.js";
 import { canvasSurface } from "./surface.js";
 import { go, shell, state } from "./tabs.js";
 import { show } from "./text.js";
@@ -42,10 +43,11 @@ function fillOverview(panel, room) {
   for (const mark of layout.marks) mark(surface);
   const shown = layout.spots.filter((spot) => !spot.view || shell.shown.some((v) => v.name === spot.view)), buttons = shown.map((spot) => spotButton(spot, maps));
   spatial(buttons.map(({ node }) => node), shown.map(({ x, y, w, h: high }) => [x + w / 2, y + high / 2]));
-  const importance = shell.live ? shell.live.importance(trace) : null;
+  const importance = shell.live ? shell.live.importance(trace) : storedImportance(trace);
   const figure = { width: layout.width, height: layout.height, paint: (on) => paintAll(on, layout, importance) };
   put(panel,
-    h("p", { class: "dim" }, "The whole model with this input flowing through it. Under each head: what it mostly attends to here", importance ? ", and by a bar how much log-probability the output loses without it" : "", ". Every part leads to its view."),
+    h("p", { class: "dim" }, "The whole model with this input flowing through it. Under each head: what it mostly attends to here", importance ? ", and by a bar how much log-probability the output loses without it" : "", ". Every part leads to its view.",
+      trace.steps.length ? "" : " This model predicts nothing, so there is nothing that its heads could be important for."),
     clickChoice() ? h("div", { class: "controls" }, clickChoice()) : null,
     h("div", { class: "with-save" }, h("div", { class: "figure overview", role: "group", "aria-label": "The model" }, surface.node, buttons.map(({ node }) => node)), saveButtons(figure, "model")));
   if (importance) measureWhenIdle(importance, shown, buttons);
@@ -66,7 +68,8 @@ function measureWhenIdle(importance, spots, buttons) {
     const found = spot.gauge && gaugeShare(importance.changes, spot);
     if (!found) return;
     buttons[i].fill.style.width = `${100 * found.share}%`;
-    buttons[i].node.title = `${spot.label}; without it the output loses ${show(found.change)} of log-probability`;
+    const told = `without it the output ${found.change < 0 ? "gains" : "loses"} ${show(Math.abs(found.change))} of log-probability`;
+    buttons[i].node.title = `${spot.label}; ${told}`;
   });
   tell();
   const idle = window.requestIdleCallback ? (next) => window.requestIdleCallback(next, { timeout: 500 }) : (next) => setTimeout(next, 40);
