@@ -68,17 +68,23 @@ export function readAddress(hash) {
   return true;
 }
 
+const TYPING = 200; // milliseconds without a key after which the address follows what was typed
+
 // Keep the address up to date, and follow one that is changed by hand or by a link.
 export function followAddress() {
-  let last = null;
-  const keep = () => {
+  let last = null, waiting = 0;
+  const write = () => {
     if (parent !== window) window.name = state.view; // a frame that is given another page opens it at the same view
     const now = "#" + writeAddress();
     if (now === last) return;
     last = now;
     try { history.replaceState(null, "", now); } catch (error) { /* a frame without an address */ }
   };
-  shell.changed.push(keep);
-  keep();
+  shell.changed.push(() => { // at every key it would be slow, and a browser refuses it after a while
+    clearTimeout(waiting);
+    if (shell.still) waiting = setTimeout(write, TYPING);
+    else write();
+  });
+  write();
   window.addEventListener("hashchange", () => { if (location.hash !== last && readAddress(location.hash)) refresh(); });
 }

@@ -85,6 +85,7 @@ export class Attention {
     const q = this.project ? this.kernel.linear(x, rows, this.queryLayer) : x.slice();
     const mixed = new Float32Array(rows * heads * valueWidth), scores = new Float32Array(most);
     const seenBy = record && record.begin(this, rows, most);
+    const muted = silenced && silenced.size ? this.headNumbers.map((_, h) => silenced.has(`${this.name}/${h}`)) : [];
     for (let r = 0; r < rows; r++) {
       const own = q.subarray(r * heads * width, (r + 1) * heads * width), { k, v } = lists[r], [first, end] = seen(r, k.length);
       if (position) position.rotate(own, heads, positions[r]);
@@ -105,12 +106,12 @@ export class Attention {
         }
         let sum = 0;
         for (let s = first; s < end; s++) { scores[s] = top === -Infinity ? 0 : Math.exp(scores[s] - top); sum += scores[s]; }
-        const out = (r * heads + h) * valueWidth, from = group * valueWidth, quiet = silenced && silenced.has(`${this.name}/${h}`);
+        const out = (r * heads + h) * valueWidth, from = group * valueWidth;
         for (let s = first; s < end; s++) {
           let weight = sum ? scores[s] / sum : 0;
           if (near) weight *= near.weight(s);
           if (seenBy) seenBy.weight(h, r, s, weight);
-          if (quiet || weight === 0) continue;
+          if (muted[h] || weight === 0) continue;
           const row = v[s];
           for (let i = 0; i < valueWidth; i++) mixed[out + i] += weight * row[from + i];
         }

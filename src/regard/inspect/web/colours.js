@@ -5,18 +5,24 @@ const RAMPS = {
   light: { up: [[255, 255, 255], [214, 228, 241], [128, 178, 216], [44, 112, 176], [8, 45, 99]], over: [[164, 84, 8], [222, 168, 104], [252, 250, 247], [138, 178, 214], [22, 84, 152]] },
   dark: { up: [[26, 29, 34], [28, 55, 86], [38, 98, 150], [98, 168, 226], [226, 242, 255]], over: [[240, 170, 92], [138, 88, 36], [30, 33, 39], [42, 90, 138], [136, 194, 248]] },
 };
-export const theme = () => (document.documentElement.dataset.theme === "dark" ? "dark" : "light");
-const ramps = {};
-function ramp(kind) {
-  const key = theme() + kind;
-  if (!ramps[key]) {
-    const stops = RAMPS[theme()][kind];
-    ramps[key] = Array.from({ length: 256 }, (_, i) => {
+let themeName = "light"; // kept here: asking the document for every point of a picture is slow
+export const theme = () => themeName;
+export function setTheme(name) {
+  themeName = name;
+  document.documentElement.dataset.theme = name;
+}
+const ramps = { light: {}, dark: {} };
+// The 256 colours of a scale.
+export function ramp(kind = "up") {
+  const made = ramps[themeName];
+  if (!made[kind]) {
+    const stops = RAMPS[themeName][kind];
+    made[kind] = Array.from({ length: 256 }, (_, i) => {
       const x = (i / 255) * (stops.length - 1), k = Math.min(stops.length - 2, Math.floor(x));
       return stops[k].map((c, j) => Math.round(c + (x - k) * (stops[k + 1][j] - c)));
     });
   }
-  return ramps[key];
+  return made[kind];
 }
 export const colour = (share, kind = "up") => ramp(kind)[Math.max(0, Math.min(255, Math.round(255 * share)))];
 export const css = (rgb) => `rgb(${rgb[0]},${rgb[1]},${rgb[2]})`;

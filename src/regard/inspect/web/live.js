@@ -35,15 +35,15 @@ class Live {
     return found.length ? found : [this.stored];
   }
 
-  // Something was asked: compute in the next frame; if that takes long, only a draft of it, and the whole when nothing more is
+  // Something was asked: compute before the next frame; if that takes long, only a draft of it, and the whole when nothing more is
   // asked for a moment after the draft was painted.
   ask() {
-    cancelAnimationFrame(this.frame);
     clearTimeout(this.timer);
     this.bar.node.setAttribute("aria-busy", "true");
+    const soon = (work) => { this.timer = setTimeout(work, 0); }; // after all keys that wait, and in time for the next frame
     const later = () => { this.timer = setTimeout(() => this.compute(false), PAUSE); };
-    if (this.cost.whole <= QUICK) this.frame = requestAnimationFrame(() => this.compute(false));
-    else if (this.wishes.strategy === "beam" && this.cost.draft <= DRAFTED) this.frame = requestAnimationFrame(() => { this.compute(true); this.frame = requestAnimationFrame(later); });
+    if (this.cost.whole <= QUICK) soon(() => this.compute(false));
+    else if (this.wishes.strategy === "beam" && this.cost.draft <= DRAFTED) soon(() => { this.compute(true); later(); });
     else { this.cost.draft *= FORGET; later(); }
   }
 
@@ -79,10 +79,11 @@ class Live {
     this.bar.write();
     shell.panel.classList.toggle("stale", this.sides.some((side) => side.problem));
     const traces = this.traces(), same = this.drawn && traces.length === this.drawn.length && traces.every((trace, i) => trace === this.drawn[i]);
-    if (same) { tellChanged(); return; } // a search that found what its draft had found
     shell.still = true;
-    refresh();
+    if (same) tellChanged(); // a search that found what its draft had found
+    else refresh();
     shell.still = false;
+    if (same) return;
     this.drawn = shell.draft && state.view === "attribution" ? null : traces; // which draws no drafts
   }
 

@@ -1,7 +1,7 @@
 // The page around the views: title, texts, facts, tabs, theme.
 
 import { followAddress, readAddress } from "./address.js";
-import { theme } from "./colours.js";
+import { setTheme, theme } from "./colours.js";
 import { data, h, put } from "./core.js";
 import { draw, go, refresh, shell, state } from "./tabs.js";
 import { show } from "./text.js";
@@ -22,25 +22,25 @@ function tabOf(v) {
 }
 
 function themeButton() {
-  const button = h("button", { class: "quiet", type: "button", click: () => { setTheme(theme() === "dark" ? "light" : "dark"); refresh(); } });
-  const setTheme = (name) => { document.documentElement.dataset.theme = name; button.textContent = name === "dark" ? "Light" : "Dark"; button.setAttribute("aria-label", `Change to ${name === "dark" ? "light" : "dark"} colours`); };
+  const button = h("button", { class: "quiet", type: "button", click: () => { take(theme() === "dark" ? "light" : "dark"); refresh(); } });
+  const take = (name) => { setTheme(name); button.textContent = name === "dark" ? "Light" : "Dark"; button.setAttribute("aria-label", `Change to ${name === "dark" ? "light" : "dark"} colours`); };
   const wish = window.matchMedia("(prefers-color-scheme: dark)");
-  setTheme(wish.matches ? "dark" : "light");
-  wish.addEventListener("change", () => { setTheme(wish.matches ? "dark" : "light"); refresh(); });
+  take(wish.matches ? "dark" : "light");
+  wish.addEventListener("change", () => { take(wish.matches ? "dark" : "light"); refresh(); });
   return button;
 }
 
-const facts = () => [
-  ...Object.entries(data.facts).map(([name, fact]) => [h("dt", {}, name), h("dd", {}, fact)]),
-  h("dt", {}, "log-probability"), h("dd", {}, data.score === null ? "−∞" : show(data.score)),
-];
+const facts = () => [...Object.entries(data.facts), ["log-probability", data.score === null ? "−∞" : show(data.score)]];
 
 // What is above the views, written again when the trace is another.
 export function writeTexts() {
   put(shell.pair, Object.keys(data.texts).flatMap((name) => [h("dt", {}, name), sentence(name)]));
   put(shell.notes, data.notes.map((note) => h("p", { class: "note", role: "note" }, note)));
-  put(shell.facts, facts().flat());
+  const told = facts(), key = JSON.stringify(told);
+  if (key !== factsWritten) put(shell.facts, told.flatMap(([name, fact]) => [h("dt", {}, name), h("dd", {}, fact)]));
+  factsWritten = key;
 }
+let factsWritten = "";
 
 // The map that is most worth seeing: the last cross-attention, the last layer of an image's encoder, else the first.
 function chooseFirst() {
@@ -49,14 +49,16 @@ function chooseFirst() {
   state.walk = Math.max(0, speaking());
 }
 
+// Draw again when the room for the views is another. It is known from here: asking for it while drawing would lay the page out
+// once more.
 function followWidth() {
-  let width = window.innerWidth, waiting = 0;
-  window.addEventListener("resize", () => {
-    if (window.innerWidth === width) return;
-    width = window.innerWidth;
+  let waiting = 0;
+  new ResizeObserver(() => {
+    if (shell.panel.clientWidth === shell.room) return;
+    shell.room = shell.panel.clientWidth;
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(refresh);
-  });
+  }).observe(shell.panel);
 }
 
 // What the address asks for; in a frame, which may have none, the view of the page that was there before.
@@ -85,6 +87,7 @@ export function buildPage(above = null) {
   writeTexts();
   chooseFirst();
   openWanted();
+  shell.room = shell.panel.clientWidth;
   refresh();
   followAddress();
   followWidth();
@@ -104,17 +107,17 @@ let finishPrinting = null; // what makes the page as it was
 function startPrinting() {
   if (finishPrinting) return;
   const root = document.documentElement, details = document.querySelector("main > details"), sheets = h("div", { class: "sheets" });
-  const before = { theme: root.dataset.theme, open: details.open, top: window.scrollY };
+  const before = { theme: theme(), open: details.open, top: window.scrollY };
   finishPrinting = () => {
     sheets.remove();
-    root.dataset.theme = before.theme;
+    setTheme(before.theme);
     root.classList.remove("printing");
     details.open = before.open;
     refresh();
     window.scrollTo(0, before.top);
     finishPrinting = null;
   };
-  root.dataset.theme = "light";
+  setTheme("light");
   root.classList.add("printing");
   details.open = true;
   shell.panel.after(sheets);

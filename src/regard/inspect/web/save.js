@@ -1,7 +1,7 @@
 // "Save this figure": as SVG, with text as text, and as PNG. Always in light colours, as on paper.
 
 import { data, h } from "./core.js";
-import { ink } from "./colours.js";
+import { ink, setTheme, theme } from "./colours.js";
 import { roving } from "./controls.js";
 import { canvasSurface, svgSurface } from "./surface.js";
 import { state } from "./tabs.js";
@@ -17,9 +17,9 @@ export function drawnOn(surface, figure) {
 }
 
 function inLight(draw) {
-  const root = document.documentElement, before = root.dataset.theme;
-  root.dataset.theme = "light";
-  try { return draw(); } finally { root.dataset.theme = before; }
+  const before = theme();
+  setTheme("light");
+  try { return draw(); } finally { setTheme(before); }
 }
 
 export const figureSvg = (figure) => inLight(() => drawnOn(svgSurface(figure.width + 2 * MARGIN, figure.height + 2 * MARGIN, MARGIN), figure).markup());

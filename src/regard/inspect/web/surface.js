@@ -5,34 +5,78 @@
 // path(d, {stroke, line, opacity, fill})
 // pixels(image, x, y, w, h, smooth)     image: ImageData
 
-import { colour, fontFamily } from "./colours.js";
+import { fontFamily, ramp } from "./colours.js";
 import { h, SVG } from "./core.js";
 
 const TEXT = { size: 13, align: "left", fill: "#000", direction: "ltr", angle: 0, most: null, weight: 400 };
 
+const MOST_MEASURED = 4000;
+const measured = new Map(); // widths of texts: most tokens are measured again at every key
 let ruler = null;
 // The width of a text in pixels.
 export function textWidth(string, size = 13, weight = 400) {
   ruler = ruler || document.createElement("canvas").getContext("2d");
-  ruler.font = fontOf(size, weight);
-  return ruler.measureText(string).width;
+  const key = `${size} ${weight} ${string}`;
+  if (!measured.has(key)) {
+    if (measured.size > MOST_MEASURED) measured.clear();
+    ruler.font = fontOf(size, weight);
+    measured.set(key, ruler.measureText(string).width);
+  }
+  return measured.get(key);
 }
 const fontOf = (size, weight) => `${weight} ${size}px ${fontFamily()}`;
 
-export function sheetOf(image) {
+function sheetOf(image) {
   const sheet = document.createElement("canvas");
   sheet.width = image.width; sheet.height = image.height;
   sheet.getContext("2d").putImageData(image, 0, 0);
   return sheet;
 }
 
+// One sheet for all pictures that are drawn on a canvas, as large as the largest: a new canvas for each is slow.
+let shared = null;
+function sharedSheet(image) {
+  if (!shared || shared.node.width < image.width || shared.node.height < image.height) {
+    const node = document.createElement("canvas");
+    node.width = Math.max(image.width, shared ? shared.node.width : 0);
+    node.height = Math.max(image.height, shared ? shared.node.height : 0);
+    shared = { node, pen: node.getContext("2d", { willReadFrequently: true }) };
+  }
+  shared.pen.putImageData(image, 0, 0);
+  return shared.node;
+}
+
+// Canvases of what was drawn before, to be drawn on again by what takes its place.
+let spare = new Map();
+const sizeKey = (width, height) => `${width} ${height}`;
+export function reuseCanvases(nodes, draw) {
+  for (const node of nodes) {
+    const key = sizeKey(node.width, node.height);
+    if (!spare.has(key)) spare.set(key, []);
+    spare.get(key).push(node);
+  }
+  try { return draw(); } finally { spare = new Map(); }
+}
+
+function canvasOf(width, height) {
+  const again = (spare.get(sizeKey(width, height)) || []).shift();
+  if (again) {
+    const pen = again.getContext("2d");
+    pen.setTransform(1, 0, 0, 1, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    return again;
+  }
+  const node = h("canvas", { "aria-hidden": "true" });
+  node.width = width;
+  node.height = height;
+  return node;
+}
+
 const screenRatio = () => Math.min(2, window.devicePixelRatio || 1);
 
 // margin: the origin is so far from the upper left corner
 export function canvasSurface(width, height, ratio = screenRatio(), margin = 0) {
-  const node = h("canvas", { "aria-hidden": "true" });
-  node.width = Math.max(1, Math.round(width * ratio));
-  node.height = Math.max(1, Math.round(height * ratio));
+  const node = canvasOf(Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio)));
   node.style.width = width + "px";
   node.style.height = height + "px";
   const pen = node.getContext("2d");
@@ -60,7 +104,10 @@ export function canvasSurface(width, height, ratio = screenRatio(), margin = 0) 
       pen.save(); pen.translate(x, y); pen.rotate(angle); write(0, 0); pen.restore();
     },
     path(d, style) { const line = new Path2D(d); paint(style, () => pen.fill(line), () => pen.stroke(line)); },
-    pixels(image, x, y, w, high, smooth = false) { pen.imageSmoothingEnabled = smooth; pen.drawImage(sheetOf(image), x, y, w, high); },
+    pixels(image, x, y, w, high, smooth = false) {
+      pen.imageSmoothingEnabled = smooth;
+      pen.drawImage(sharedSheet(image), 0, 0, image.width, image.height, x, y, w, high);
+    },
   };
 }
 
@@ -113,8 +160,9 @@ export function thumbnailImage(m, mirrored, pixels = MOST) {
       if (v > largest[i]) largest[i] = v;
     }
   }
+  const scale = ramp(), times = 255 / (m.max || 1);
   for (let i = 0; i < largest.length; i++) {
-    const rgb = colour(largest[i] / (m.max || 1));
+    const rgb = scale[Math.round(Math.min(255, largest[i] * times))];
     image.data[4 * i] = rgb[0]; image.data[4 * i + 1] = rgb[1]; image.data[4 * i + 2] = rgb[2]; image.data[4 * i + 3] = 255;
   }
   return image;

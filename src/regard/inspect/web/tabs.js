@@ -1,6 +1,7 @@
 // Views and their tabs: which there are, which is shown, and drawing it again.
 
 import { data, h, put, withData } from "./core.js";
+import { reuseCanvases } from "./surface.js";
 
 // What is chosen, shared by all views. head: an index among those of the map; walkHead, heads: numbers of heads, which outlive pruning.
 // many: several heads at once; words: tokens grouped to words; numbers: how much of vectors; silencing: what a click on a head does.
@@ -9,8 +10,8 @@ export const state = { view: "", map: 0, head: -1, step: 0, alignment: 0, pictur
 // A view is {name, title, when, fill}: `when` there is something to show, `fill` draws it into a panel of so many pixels, and may
 // return what to do once the panel is laid out. It reads `data` as it draws, and never after.
 // The parts of the document that views are drawn into, what is drawn there, and who wants to know that something else was chosen.
-// live: what a page with a model can do. still: the page must not scroll, since someone types above the views. draft: more will follow.
-export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [], live: null, still: false, draft: false };
+// room: pixels for the views. live: what a page with a model can do. still: the page must not scroll, since someone types above the views. draft: more will follow.
+export const shell = { panel: null, tabs: [], shown: [], traces: () => [data], changed: [], room: 0, live: null, still: false, draft: false };
 
 export function go(name) {
   state.view = name;
@@ -30,7 +31,7 @@ export function refresh() {
     tab.setAttribute("tabindex", on ? "0" : "-1");
   }
   shell.panel.setAttribute("aria-labelledby", "tab-" + found.name);
-  draw(found, shell.panel, shell.panel.clientWidth);
+  reuseCanvases(shell.panel.querySelectorAll("canvas"), () => draw(found, shell.panel, shell.room));
   const again = holder && restore(holder);
   if (again) again.focus({ preventScroll: true });
   tellChanged();

@@ -138,10 +138,10 @@ export function walkCard(c, t, head, { room, tokens, pictures }) {
   const all = weights.map((_, s) => s).filter((s) => weights[s] > 0.0004).sort((a, b) => weights[b] - weights[a]);
   const at = { t, k, map, weights, all, keys: map ? tokensOf(map.columns) : [] };
   const active = typeof c.active === "number" ? ` ${Math.round(100 * c.active)}% of all neurons are not zero here.` : "";
-  return h("li", {}, h("h2", {}, c.title), formula(c.formula), h("p", {}, c.text, active),
+  return h("li", {}, h("h2", {}, c.title), h("div", { class: "when-seen" }, formula(c.formula), h("p", {}, c.text, active),
     map && map.heads.indexOf(head) < 0 ? h("p", { class: "note" }, `This attention has no head ${head + 1}, it was pruned; head ${map.heads[0] + 1} is shown.`) : null,
     (NUMBERS[c.show] || NUMBERS.vectors)(c, at), pictures ? vectorPictures(c, at, { room, tokens, whole: pictures > 1 }) : null,
-    shapeOf(c, map) ? h("div", { class: "shape", style: { marginTop: "8px" } }, shapeOf(c, map)) : null);
+    shapeOf(c, map) ? h("div", { class: "shape", style: { marginTop: "8px" } }, shapeOf(c, map)) : null));
 }
 
 function shapeOf(c, map) {
