@@ -1,10 +1,10 @@
-"""The page in a real browser, with real clicks. Skipped where there is none."""
+"""The page with stored numbers in a real browser, with real clicks. Skipped where there is none."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,7 @@ from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
 from regard.text.codec import Example
 
-PROGRAM = chromium.find()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
-
 VIEWS = ["overview", "alignment", "heads", "model", "output", "lens", "attribution", "position", "walk"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[chromium.Chromium]:
-    assert PROGRAM is not None
-    found = chromium.Chromium(PROGRAM)
-    yield found
-    found.close()
 
 
 def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -> Trace:
