@@ -1,45 +1,17 @@
-// The engine of a live page: text in; hypotheses, traces, attributions out. No document, so that it also runs elsewhere.
+// The engine of a live page: text in; hypotheses, traces, attributions out. No document, so that it also runs
+// elsewhere.
 
 import { Model } from "./model.js";
 import { beamSearch, best, greedySearch, logSoftmax, sampleSearch } from "./search.js";
-import { makeTokenizer } from "./tokenizer.js";
-import { Recorder, entryOf, makeTrace } from "./tracing.js";
+import { Codec } from "./tokenizer.js";
+import { entryOf, makeTrace, Recorder } from "./tracing.js";
 import { encodeBytes } from "./weights.js";
 
 const MAX_SHOWN = 300; // tokens per side in a trace
 const STEP = 0.002; // of the difference quotient of attributions, relative to the embedding
-const RIGHT_TO_LEFT = /^\P{L}*[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}\p{Script=Samaritan}\p{Script=Mandaic}]/u;
+const LEFTWARDS = ["Hebrew", "Arabic", "Syriac", "Thaana", "Nko", "Samaritan", "Mandaic"];
+const RIGHT_TO_LEFT = new RegExp(`^\\P{L}*[${LEFTWARDS.map((script) => `\\p{Script=${script}}`).join("")}]`, "u");
 const directionOfText = (text) => (RIGHT_TO_LEFT.test(text) ? "rtl" : "ltr");
-
-// The text side: examples to ids, ids to text and to shown tokens.
-class Codec {
-  constructor({ source, target, features, columns, separator, frame, ids }) {
-    this.ids = ids;
-    this.source = makeTokenizer(source.state, source.kind, ids);
-    this.target = target ? makeTokenizer(target.state, target.kind, ids) : this.source;
-    this.features = columns.includes("features") ? { names: features, separator } : null;
-    this.featureIds = new Map(features.map((name, i) => [name, this.source.size + i]));
-    this.names = features;
-    this.before = frame === "both" || frame === "start" ? [ids.sos] : [];
-    this.after = frame === "both" || frame === "end" ? [ids.eos] : [];
-  }
-
-  split(features) { return (features || "").split(this.features ? this.features.separator : ";").map((name) => name.trim()).filter(Boolean); }
-
-  encodeSource({ source, features }) {
-    const names = this.features ? this.split(features) : [];
-    return [...this.before, ...names.map((name) => this.featureIds.get(name) ?? this.ids.unk), ...this.source.encode(source), ...this.after];
-  }
-
-  unknown({ source, features }) {
-    const names = this.features ? this.split(features) : [];
-    return [...this.source.unknownTokens(source), ...names.filter((name) => !this.featureIds.has(name))];
-  }
-
-  decodeTarget(ids) { return this.target.decode(ids.filter((id) => id < this.target.size)); }
-
-  piece(tokenizer, id) { return id < tokenizer.size ? tokenizer.piece(id) : this.names[id - tokenizer.size] ?? `<${id}>`; }
-}
 
 export class Engine {
   constructor(block, template, simd = true) {
@@ -50,7 +22,8 @@ export class Engine {
     block.bytes = ""; // the weights are in memory now
     this.codec = block.text ? new Codec(block.text) : null;
     this.features = this.codec ? this.codec.features : null;
-    this.spaced = Boolean(block.text) && (block.text.target || block.text.source).kind === "space"; // tokens of the output stand apart
+    // tokens of the output stand apart
+    this.spaced = Boolean(block.text) && (block.text.target || block.text.source).kind === "space";
     this.labels = block.labels;
     this.image = block.config.patches && { ...block.config.patches, ...block.pixels };
     this.examples = block.examples;
@@ -59,8 +32,8 @@ export class Engine {
     this.read = { key: null, record: null, state: null }; // the source that was read last
   }
 
-  // The state before the first output token, and what was recorded of the encoder. The search and the trace of its output
-  // read the same source, so that it is encoded once for both.
+  // The state before the first output token, and what was recorded of the encoder. The search and the trace of its
+  // output read the same source, so that it is encoded once for both.
   startOf(source) {
     const key = `${source.join()} ${[...this.silenced].sort().join()}`;
     if (this.read.key !== key) {
@@ -82,7 +55,8 @@ export class Engine {
     if (!this.codec) return null;
     if (!input.source.trim() && !this.continues) return "Type something.";
     if (this.features && !(input.features || "").trim()) return "This model needs features, too.";
-    const { max_source: most } = this.block.limits, length = this.ids(input).length - (this.continues ? 0 : this.codec.after.length + this.codec.before.length);
+    const { max_source: most } = this.block.limits,
+      length = this.ids(input).length - (this.continues ? 0 : this.codec.after.length + this.codec.before.length);
     return length > most ? `The text has ${length} tokens, more than the ${most} that this model can read.` : null;
   }
 
@@ -96,74 +70,175 @@ export class Engine {
   // What the search needs of an input.
   job(input, { prefix = [], forbid = [], maxLength = null } = {}) {
     const { limits, never } = this.block, ids = this.ids(input), { eos } = this.codec.ids;
-    const usual = this.continues ? limits.usual ?? limits.continuation : Math.min(limits.usual ?? Infinity, limits.ratio * (ids.length - 1) + limits.extra);
+    const usual = this.continues
+      ? (limits.usual ?? limits.continuation)
+      : Math.min(limits.usual ?? Infinity, limits.ratio * (ids.length - 1) + limits.extra);
     const limit = Math.min(this.continues ? limits.max_target - ids.length : limits.max_target, maxLength ?? usual);
     let state = this.continues ? this.model.start() : this.startOf(ids).state;
     if (this.continues && ids.length > 1) ({ state } = this.model.read(ids.slice(0, -1), state));
-    return { model: this.model, state, first: this.continues ? ids[ids.length - 1] : this.block.start_id, eos, blocked: never, limit: Math.max(limit, prefix.length), openEnd: this.continues, prefix, forbid };
+    return {
+      model: this.model,
+      state,
+      first: this.continues ? ids[ids.length - 1] : this.block.start_id,
+      eos,
+      blocked: never,
+      limit: Math.max(limit, prefix.length),
+      openEnd: this.continues,
+      prefix,
+      forbid,
+    };
   }
 
   generate(input, options = {}) {
     const problem = this.problem(input);
-    if (problem || !this.decodes) return { hypotheses: [], unknown: problem || !this.codec ? [] : this.codec.unknown(input), problem };
-    const job = this.job(input, options), { strategy = "greedy", beam = 5, nbest = strategy === "greedy" ? 1 : beam } = options, penalty = 1;
-    const found = strategy === "beam" ? beamSearch(job, { beam, nbest, penalty }) : strategy === "sample" ? sampleSearch(job, { ...options, nbest: options.nbest || 1 }) : greedySearch(job);
+    if (problem || !this.decodes)
+      return { hypotheses: [], unknown: problem || !this.codec ? [] : this.codec.unknown(input), problem };
+    const job = this.job(input, options),
+      { strategy = "greedy", beam = 5, nbest = strategy === "greedy" ? 1 : beam } = options,
+      penalty = 1;
+    const found =
+      strategy === "beam"
+        ? beamSearch(job, { beam, nbest, penalty })
+        : strategy === "sample"
+          ? sampleSearch(job, { ...options, nbest: options.nbest || 1 })
+          : greedySearch(job);
     const hypotheses = found.map(({ ids, scores, score, limited }) => ({
-      text: this.codec.decodeTarget(ids), score, normalized: score / Math.max(1, ids.length) ** penalty, ids, tokens: ids.map((id) => this.targetToken(id)), scores, limited,
+      text: this.codec.decodeTarget(ids),
+      score,
+      normalized: score / Math.max(1, ids.length) ** penalty,
+      ids,
+      tokens: ids.map((id) => this.targetToken(id)),
+      scores,
+      limited,
     }));
-    return { hypotheses, unknown: this.codec.unknown(input), problem: hypotheses.length ? null : "Nothing fits what was asked for." };
+    return {
+      hypotheses,
+      unknown: this.codec.unknown(input),
+      problem: hypotheses.length ? null : "Nothing fits what was asked for.",
+    };
   }
 
   // The most probable tokens after `ids` of the output.
   next(input, ids, { forbid = [] } = {}, count = 8) {
-    const job = this.job(input), fed = [job.first, ...ids], { x } = this.model.read(fed, job.state), width = x.length / fed.length;
-    const logits = this.model.predict(x.slice((fed.length - 1) * width), 1), logp = logSoftmax(logits, 0, logits.length, [...job.blocked, ...forbid]);
-    return best(logp, Math.min(count, logp.length)).filter((id) => logp[id] > -Infinity).map((id) => ({ id, token: this.targetToken(id), probability: Math.exp(logp[id]) }));
+    const job = this.job(input),
+      fed = [job.first, ...ids],
+      { x } = this.model.read(fed, job.state),
+      width = x.length / fed.length;
+    const logits = this.model.predict(x.slice((fed.length - 1) * width), 1),
+      logp = logSoftmax(logits, 0, logits.length, [...job.blocked, ...forbid]);
+    return best(logp, Math.min(count, logp.length))
+      .filter((id) => logp[id] > -Infinity)
+      .map((id) => ({ id, token: this.targetToken(id), probability: Math.exp(logp[id]) }));
   }
 
   // The log-probability of each of the output's ids, as the search computes it.
   forced(input, ids) {
-    const job = this.job(input), { x } = this.model.read([job.first, ...ids.slice(0, -1)], job.state), logits = this.model.predict(x, ids.length), vocab = logits.length / ids.length;
+    const job = this.job(input),
+      { x } = this.model.read([job.first, ...ids.slice(0, -1)], job.state),
+      logits = this.model.predict(x, ids.length),
+      vocab = logits.length / ids.length;
     return ids.map((id, t) => logSoftmax(logits, t * vocab, vocab, job.blocked)[id]);
   }
 
   // Traces
 
   trace(input, ids = []) {
-    const how = this.task === "image" ? this.traceImage : !this.decodes ? this.traceText : this.continues ? this.traceContinuation : this.tracePair;
-    return makeTrace(this.template, this.model, { heads: this.block.alignment_heads, notes: [], ...how.call(this, input, ids) });
+    const how =
+      this.task === "image"
+        ? this.traceImage
+        : !this.decodes
+          ? this.traceText
+          : this.continues
+            ? this.traceContinuation
+            : this.tracePair;
+    return makeTrace(this.template, this.model, {
+      heads: this.block.alignment_heads,
+      notes: [],
+      ...how.call(this, input, ids),
+    });
   }
 
-  rows(tokens) { return { tokens, directions: (texts) => Object.fromEntries(Object.keys(tokens).map((name) => [name, directionOfText(texts[name === "input" ? "output" : name] || texts.text || "")])) }; }
+  rows(tokens) {
+    return {
+      tokens,
+      directions: (texts) =>
+        Object.fromEntries(
+          Object.keys(tokens).map((name) => [
+            name,
+            directionOfText(texts[name === "input" ? "output" : name] || texts.text || ""),
+          ]),
+        ),
+    };
+  }
 
   tracePair(input, ids) {
     const all = this.codec.encodeSource(input), output = ids.length ? ids : [this.codec.ids.eos];
-    const source = all.slice(0, MAX_SHOWN), labels = output.slice(0, MAX_SHOWN), fed = [this.block.start_id, ...labels.slice(0, -1)];
+    const source = all.slice(0, MAX_SHOWN),
+      labels = output.slice(0, MAX_SHOWN),
+      fed = [this.block.start_id, ...labels.slice(0, -1)];
     const { state, record: before } = this.startOf(source), record = before.fork();
     record.rows.decoder = fed.length;
     const { x } = this.model.read(fed, state, { record }), nameOf = (id) => this.targetToken(id);
     const texts = { ...this.sourceTexts("source", input), output: this.codec.decodeTarget(labels) };
-    const { tokens, directions } = this.rows({ source: source.map((id) => this.codec.piece(this.codec.source, id)), input: fed.map(nameOf), output: labels.map(nameOf) });
-    return { record, logits: this.model.predict(x, fed.length, record), labels, nameOf, texts, tokens, directions: directions(texts), notes: [...shortened("source", all), ...shortened("output", output)] };
+    const { tokens, directions } = this.rows({
+      source: source.map((id) => this.codec.piece(this.codec.source, id)),
+      input: fed.map(nameOf),
+      output: labels.map(nameOf),
+    });
+    return {
+      record,
+      logits: this.model.predict(x, fed.length, record),
+      labels,
+      nameOf,
+      texts,
+      tokens,
+      directions: directions(texts),
+      notes: [...shortened("source", all), ...shortened("output", output)],
+    };
   }
 
   traceContinuation(input, ids) {
-    const all = [...this.codec.target.encode(input.source), ...ids], labels = all.slice(0, MAX_SHOWN), fed = [this.block.start_id, ...labels.slice(0, -1)];
+    const all = [...this.codec.target.encode(input.source), ...ids],
+      labels = all.slice(0, MAX_SHOWN),
+      fed = [this.block.start_id, ...labels.slice(0, -1)];
     const record = new Recorder();
     record.rows.decoder = fed.length;
     const { x } = this.model.read(fed, this.model.start(), { record }), nameOf = (id) => this.targetToken(id);
     const texts = { text: input.source, ...(ids.length ? { continuation: this.codec.decodeTarget(ids) } : {}) };
     const { tokens, directions } = this.rows({ input: fed.map(nameOf), output: labels.map(nameOf) });
-    return { record, logits: this.model.predict(x, fed.length, record), labels, nameOf, texts, tokens, directions: directions(texts), notes: shortened("text", all) };
+    return {
+      record,
+      logits: this.model.predict(x, fed.length, record),
+      labels,
+      nameOf,
+      texts,
+      tokens,
+      directions: directions(texts),
+      notes: shortened("text", all),
+    };
   }
 
   // An encoder alone: a classifier, or a masked language model.
   traceText(input) {
-    const record = new Recorder(), all = this.codec.encodeSource(input), source = all.slice(0, MAX_SHOWN), piece = (id) => this.codec.piece(this.codec.source, id);
+    const record = new Recorder(),
+      all = this.codec.encodeSource(input),
+      source = all.slice(0, MAX_SHOWN),
+      piece = (id) => this.codec.piece(this.codec.source, id);
     record.rows.encoder = source.length;
-    const { states } = this.model.encode(source, { record }), notes = [...shortened("text", all), ...this.template.notes.filter((note) => !/(the first \d+|too large)\.$/.test(note))];
-    const texts = this.sourceTexts("text", input), { tokens, directions } = this.rows({ source: source.map(piece) }), made = { record, texts, tokens, directions: directions(texts), notes };
-    if (this.model.classifies) return { ...made, ...this.classify(states, record), texts: { ...texts, prediction: this.classify(states).prediction } };
+    const { states } = this.model.encode(source, { record }),
+      notes = [
+        ...shortened("text", all),
+        ...this.template.notes.filter((note) => !/(the first \d+|too large)\.$/.test(note)),
+      ];
+    const texts = this.sourceTexts("text", input),
+      { tokens, directions } = this.rows({ source: source.map(piece) }),
+      made = { record, texts, tokens, directions: directions(texts), notes };
+    if (this.model.classifies)
+      return {
+        ...made,
+        ...this.classify(states, record),
+        texts: { ...texts, prediction: this.classify(states).prediction },
+      };
     if (!this.model.output) return { ...made, logits: null, labels: [], nameOf: piece };
     const masked = this.maskEach(source);
     return { ...made, labels: source, nameOf: piece, logits: masked.logits, lensVectors: masked.vectors };
@@ -179,21 +254,38 @@ export class Engine {
     const record = new Recorder(), { height, width, channels, size } = this.image;
     const { states, rows } = this.model.encode(this.scaledPixels(pixels), { record }), across = width / size;
     record.rows.encoder = rows;
-    const names = ["<cls>", ...Array.from({ length: rows - 1 }, (_, i) => `${Math.floor(i / across) + 1}·${(i % across) + 1}`)], found = this.classify(states, record);
-    return { ...found, record, texts: { image: name || "image", prediction: found.prediction }, tokens: { source: names }, directions: { source: "ltr" }, image: shownPixels(pixels, { height, width, channels, size }) };
+    const names = [
+        "<cls>",
+        ...Array.from({ length: rows - 1 }, (_, i) => `${Math.floor(i / across) + 1}·${(i % across) + 1}`),
+      ],
+      found = this.classify(states, record);
+    return {
+      ...found,
+      record,
+      texts: { image: name || "image", prediction: found.prediction },
+      tokens: { source: names },
+      directions: { source: "ltr" },
+      image: shownPixels(pixels, { height, width, channels, size }),
+    };
   }
 
   classify(states, record = null) {
-    const logits = this.model.predict(this.model.pool(states), 1, record), [label] = best(logits, 1), nameOf = (id) => this.labels[id];
+    const logits = this.model.predict(this.model.pool(states), 1, record),
+      [label] = best(logits, 1),
+      nameOf = (id) => this.labels[id];
     return { logits, labels: [label], nameOf, prediction: nameOf(label) };
   }
 
-  sourceTexts(name, { source, features }) { return { [name]: source, ...(this.features && features ? { features } : {}) }; }
+  sourceTexts(name, { source, features }) {
+    return { [name]: source, ...(this.features && features ? { features } : {}) };
+  }
 
   // A text with token t masked, if it can be.
   masking(source, t) {
     const { mask } = this.codec.ids;
-    return mask !== null && !this.codec.source.special.has(source[t]) ? source.map((each, i) => (i === t ? mask : each)) : source;
+    return mask !== null && !this.codec.source.special.has(source[t])
+      ? source.map((each, i) => (i === t ? mask : each))
+      : source;
   }
 
   // Read a text once per token with that token masked -> logits and lens vectors of the masked tokens.
@@ -214,8 +306,9 @@ export class Engine {
 
   // Explanations of the log-probability of what was predicted: output tokens, a class, or every masked token.
 
-  // What is explained: parts that are computed one by one, each a function of factors of the input embeddings that gives the
-  // log-probabilities of some of the predictions; the number of inputs and the names of both token rows. Null: nothing is predicted.
+  // What is explained: parts that are computed one by one, each a function of factors of the input embeddings that
+  // gives the log-probabilities of some of the predictions; the number of inputs and the names of both token rows.
+  // Null: nothing is predicted.
   explained(input, ids) {
     const { model } = this;
     if (!model.output) return null;
@@ -258,7 +351,9 @@ export class Engine {
     const { parts, inputs, rows, columns } = found, lines = [];
     for (const part of parts) {
       const slopes = Array.from({ length: inputs }, (_, s) => {
-        const [up, down] = [1 + STEP, 1 - STEP].map((factor) => part(Array.from({ length: inputs }, (_, i) => (i === s ? factor : 1))));
+        const [up, down] = [1 + STEP, 1 - STEP].map((factor) =>
+          part(Array.from({ length: inputs }, (_, i) => (i === s ? factor : 1))),
+        );
         return up.map((value, t) => (value - down[t]) / (2 * STEP));
       });
       slopes[0].forEach((_, t) => lines.push(slopes.map((slope) => slope[t])));
@@ -298,7 +393,13 @@ export class Engine {
 
 const rowOf = (x, t, rows) => x.slice((t * x.length) / rows, ((t + 1) * x.length) / rows);
 
-const shortened = (side, ids) => (ids.length > MAX_SHOWN ? [`The ${side} has ${ids.length.toLocaleString("en")} tokens; the model was shown, and you see, the first ${MAX_SHOWN}.`] : []);
+const shortened = (side, ids) =>
+  ids.length > MAX_SHOWN
+    ? [
+        `The ${side} has ${ids.length.toLocaleString("en")} tokens; the model was shown, and you see,` +
+          ` the first ${MAX_SHOWN}.`,
+      ]
+    : [];
 
 // Pixels as bytes (H, W, C) in base 64, stretched between the smallest and the largest, as the image view reads them.
 function shownPixels(pixels, { height, width, channels, size }) {
@@ -306,7 +407,9 @@ function shownPixels(pixels, { height, width, channels, size }) {
   let low = Infinity, high = -Infinity;
   for (const v of some) { if (v < low) low = v; if (v > high) high = v; }
   const bytes = new Uint8Array(shown * plane);
-  for (let i = 0; i < plane; i++) for (let c = 0; c < shown; c++) bytes[i * shown + c] = Math.round(((some[c * plane + i] - low) * 255) / (high - low || 1));
+  for (let i = 0; i < plane; i++)
+    for (let c = 0; c < shown; c++)
+      bytes[i * shown + c] = Math.round(((some[c * plane + i] - low) * 255) / (high - low || 1));
   return { height, width, channels: shown, size, pixels: encodeBytes(bytes) };
 }
 
