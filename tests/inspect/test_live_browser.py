@@ -53,6 +53,23 @@ def test_views_follow_every_key(browser: chromium.Chromium, pairs: Run, tmp_path
     assert complaints(browser) == []
 
 
+def test_what_is_drawn_again_is_drawn_on_the_same_canvases(
+    browser: chromium.Chromium, pairs: Run, tmp_path: Path
+) -> None:
+    open_page(browser, pairs, tmp_path, "model")
+    browser.run("document.querySelectorAll('#panel canvas').forEach((node, i) => { node.number = i; })")
+    pictures = "Array.from(document.querySelectorAll('#panel canvas'), node => node.toDataURL()).join()"
+    before = browser.run(pictures)
+    enter(browser, "dabcab")
+    settle(browser)
+    assert browser.run("Array.from(document.querySelectorAll('#panel canvas'), node => node.number)") == list(range(24))
+    after = browser.run(pictures)
+    assert after != before
+    open_page(browser, pairs, tmp_path, "model", source="dabcab")  # drawn anew, it looks the same
+    assert browser.run(pictures) == after
+    assert complaints(browser) == []
+
+
 def test_an_alternative_is_chosen_and_forced(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:
     open_page(browser, pairs, tmp_path)
     best = decoded(pairs, "abcab", beam=5)[0]

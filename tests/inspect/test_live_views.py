@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import chromium
-from modelkit import letters, tiny
+from modelkit import family, letters, tiny
 from pagekit import TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened, shown
 from regard.inspect.trace import trace
 from regard.run import Run
@@ -21,6 +21,35 @@ from regard.text.tokenizer import Tokenizer
 @pytest.fixture(scope="module")
 def pairs() -> Run:
     return sharpened(letters())
+
+
+PANEL = (
+    "[document.getElementById('panel').textContent,"
+    " ...Array.from(document.querySelectorAll('#panel canvas'), node => node.toDataURL())].join('|')"
+)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "rnn-luong", "lm", "classes", "masked"])
+def test_every_view_of_a_typed_text_is_that_of_a_page_opened_with_it(
+    browser: chromium.Chromium, kind: str, tmp_path: Path
+) -> None:
+    run = sharpened(letters() if kind == "pairs" else letters(kind) if kind.startswith("rnn") else family(kind), 2.0)
+    open_page(browser, run, tmp_path, source="dab")
+    names = browser.run(TABS)
+    opened = {}
+    for name in names:
+        browser.click(f"#tab-{name}")
+        opened[name] = browser.run(PANEL)
+    open_page(browser, run, tmp_path, source="abcab")
+    for name in names:
+        enter(browser, "abcab")
+        settle(browser)
+        browser.click(f"#tab-{name}")
+        assert browser.run(PANEL) != opened[name] or name == "position"
+        enter(browser, "dab")
+        settle(browser)
+        assert browser.run(PANEL) == opened[name], name
+    assert len(names) >= 5 and complaints(browser) == []
 
 
 def test_a_link_points_at_a_thing(browser: chromium.Chromium, pairs: Run, tmp_path: Path) -> None:

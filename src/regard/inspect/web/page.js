@@ -288,8 +288,9 @@ function chooseFirst() {
 function followWidth() {
   let waiting = 0;
   new ResizeObserver(() => {
-    if (shell.panel.clientWidth === shell.room) return;
-    shell.room = shell.panel.clientWidth;
+    const room = shell.panel.clientWidth; // none while it is not shown, as on paper
+    if (!room || room === shell.room) return;
+    shell.room = room;
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(refresh);
   }).observe(shell.panel);
