@@ -5,7 +5,7 @@ import { Model } from "./model.js";
 import { beamSearch, best, greedySearch, logSoftmax, sampleSearch } from "./search.js";
 import { Codec } from "./tokenizer.js";
 import { entryOf, makeTrace, Recorder } from "./tracing.js";
-import { encodeBytes } from "./weights.js";
+import { shownPixels } from "./weights.js";
 
 const MAX_SHOWN = 300; // tokens per side in a trace
 const STEP = 0.002; // of the difference quotient of attributions, relative to the embedding
@@ -361,6 +361,15 @@ export class Engine {
     return { values: entryOf(Float32Array.from(lines.flat()), lines.length, inputs), rows, columns };
   }
 
+  // Milliseconds that attribution will take, by one of its many forward passes.
+  attributionTime(input, ids) {
+    const found = this.explained(input, ids);
+    if (!found) return 0;
+    const began = performance.now();
+    found.parts[0](null);
+    return 2 * found.inputs * found.parts.length * (performance.now() - began);
+  }
+
   // For each head: the log-probability of the output that is lost when it is silenced, one head at a time. Yields null
   // after each part of such a measurement that takes several.
   *importance(input, ids) {
@@ -400,17 +409,5 @@ const shortened = (side, ids) =>
           ` the first ${MAX_SHOWN}.`,
       ]
     : [];
-
-// Pixels as bytes (H, W, C) in base 64, stretched between the smallest and the largest, as the image view reads them.
-function shownPixels(pixels, { height, width, channels, size }) {
-  const shown = channels >= 3 ? 3 : 1, plane = height * width, some = pixels.subarray(0, shown * plane);
-  let low = Infinity, high = -Infinity;
-  for (const v of some) { if (v < low) low = v; if (v > high) high = v; }
-  const bytes = new Uint8Array(shown * plane);
-  for (let i = 0; i < plane; i++)
-    for (let c = 0; c < shown; c++)
-      bytes[i * shown + c] = Math.round(((some[c * plane + i] - low) * 255) / (high - low || 1));
-  return { height, width, channels: shown, size, pixels: encodeBytes(bytes) };
-}
 
 export const makeEngine = (block, template, simd = true) => new Engine(block, template, simd);

@@ -129,7 +129,7 @@ class Live {
   restoreHeads() { this.engine.silenced.clear(); this.compute(false); }
 
   sideOf(trace) { return this.sides.find((side) => side.trace === trace) || null; }
-  attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(side) : 0; }
+  attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(this.engine, side) : 0; }
   attribution(trace) {
     const side = this.sideOf(trace);
     return side ? attributionOf(this.engine, side) : trace.attribution;

@@ -71,9 +71,7 @@ export function look(engine, side) {
     [...engine.silenced].sort(),
   ]);
   if (side.key === key) return; // as it was
-  const began = performance.now(),
-    found = guarded(() => ({ trace: engine.trace(side.input, hypothesis ? shownIds(engine, hypothesis) : []) }));
-  side.spent = performance.now() - began;
+  const found = guarded(() => ({ trace: engine.trace(side.input, idsOf(engine, side)) }));
   side.problem = found.problem || null;
   if (side.problem) return;
   side.key = key;
@@ -116,9 +114,12 @@ export function force(side, at, id) {
 
 export const silenceKey = (map, index) => `${map.name}/${index}`;
 
-// Attribution reads the input twice for each of its tokens; so many milliseconds, if it is not there yet.
-export const attributionCost = (side) =>
-  side.attribution === undefined ? 2 * side.spent * (side.trace.tokens.source || side.trace.tokens.input).length : 0;
+// Milliseconds that attribution will take, if it is not there yet.
+export function attributionCost(engine, side) {
+  if (side.attribution !== undefined) return 0;
+  const found = guarded(() => ({ time: engine.attributionTime(side.input, idsOf(engine, side)) }));
+  return found.time || 0;
+}
 
 export function attributionOf(engine, side) {
   if (side.attribution === undefined)

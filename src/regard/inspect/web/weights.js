@@ -164,6 +164,18 @@ export function encodeBytes(bytes) {
   return out;
 }
 
+// Pixels as bytes (H, W, C) in base 64, stretched between the smallest and the largest, as the image view reads them.
+export function shownPixels(pixels, { height, width, channels, size }) {
+  const shown = channels >= 3 ? 3 : 1, plane = height * width, some = pixels.subarray(0, shown * plane);
+  let low = Infinity, high = -Infinity;
+  for (const v of some) { if (v < low) low = v; if (v > high) high = v; }
+  const bytes = new Uint8Array(shown * plane);
+  for (let i = 0; i < plane; i++)
+    for (let c = 0; c < shown; c++)
+      bytes[i * shown + c] = Math.round(((some[c * plane + i] - low) * 255) / (high - low || 1));
+  return { height, width, channels: shown, size, pixels: encodeBytes(bytes) };
+}
+
 // A float of two bytes.
 export function halfToFloat(h) {
   const sign = h & 0x8000 ? -1 : 1, exponent = (h >> 10) & 31, fraction = h & 1023;
