@@ -8,7 +8,8 @@
     python bench/serve.py stalled RUN --lines FILE     500 stalled clients beside others
     python bench/serve.py schema RUN --lines FILE      schemathesis: requests that fit the API's description or do not
 
-Everything runs on loopback. Figures are printed as one JSON object per line.
+Everything runs on loopback. The figures are printed as one JSON object. Latencies are those of the server, until its
+answer is in the client's socket; how long it lies there is `client_delay`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -31,11 +32,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import aiohttp
+from serve_load import Load, counts, quantiles
 
 FOLDER = Path(__file__).parent
 FIGURES = ("per_second", "p50_ms", "p99_ms")
-NOT_LOST = (200, 503, "ClientConnectorError")
+OURS = "regard"
 
 
 @contextmanager
@@ -70,112 +71,71 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds) or [float("nan")]
-    return {
-        "p50_ms": round(1000 * ordered[len(ordered) // 2], 1),
-        "p99_ms": round(1000 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 1),
-    }
-
-
-class Load:
-    """Clients that ask one line after the other."""
-
-    def __init__(self, port: int, lines: list[str], many: list[str] | None = None) -> None:
-        """`many` are asked at once each time, instead of one of the lines."""
-        self.url, self.lines, self.many = f"http://127.0.0.1:{port}/translate", lines, many
-        self.statuses: Counter[object] = Counter()
-        self.seconds: list[float] = []
-        self.refused: list[float] = []
-
-    async def ask(self, session: aiohttp.ClientSession, line: str) -> object:
-        began = time.perf_counter()
-        try:
-            async with session.post(self.url, json={"q": self.many or line}) as answer:
-                await answer.read()
-                status: object = answer.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            status = type(error).__name__
-        (self.seconds if status == 200 else self.refused).append(time.perf_counter() - began)
-        self.statuses[status] += 1
-        return status
-
-    async def run(self, clients: int, seconds: float = 0, requests: int = 0, pause: float = 0.0) -> float:
-        """Ask with so many clients for a time, or for a number of requests -> seconds that it took."""
-        end, left = time.perf_counter() + seconds, iter(range(requests)) if requests else None
-        timeout = aiohttp.ClientTimeout(total=120)
-        connector = aiohttp.TCPConnector(limit=0)
-
-        async def client(session: aiohttp.ClientSession, seed: int) -> None:
-            draw = random.Random(seed)
-            await asyncio.sleep(pause * draw.random() * 2)  # not all at the same moment
-            while next(left, None) is not None if left else time.perf_counter() < end:
-                status = await self.ask(session, draw.choice(self.lines))
-                if status != 200 and pause:
-                    await asyncio.sleep(pause * draw.random() * 2)
-
-        began = time.perf_counter()
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(client(session, i) for i in range(clients)))
-        return time.perf_counter() - began
-
-    def report(self, took: float) -> dict[str, object]:
-        statuses = {str(key): count for key, count in sorted(self.statuses.items(), key=str)}
-        return {"per_second": round(self.statuses[200] / took, 1), **quantiles(self.seconds), "statuses": statuses}
-
-
 def show(name: str, **figures: object) -> None:
     print(json.dumps({"what": name, **figures}), flush=True)
 
 
+def middle(values: list[float]) -> dict[str, float]:
+    """The median and the range of what was measured in several rounds."""
+    named = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return {name: round(value, 3) for name, value in named.items()}
+
+
 def compare(options: argparse.Namespace, lines: list[str]) -> None:
-    """Throughput and latency beside wrappers, interleaved, as ratios."""
-    ports = {name: free_port() for name in ("regard", "wrapper", "libretranslate")}
-    ours = regard(
-        options.runs, ports["regard"], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam
-    )
+    """Throughput and latency beside wrappers, in turn; ratios are those of one round each."""
+    ports = {name: free_port() for name in (OURS, "wrapper", "one at a time")}
+    ours = regard(options.runs, ports[OURS], "--engine", "ctranslate2", "--precision", "int8", "--beam", options.beam)
     wrapper = [sys.executable, str(FOLDER / "serve_wrapper.py"), options.runs[0], str(options.beam)]
+    names, found = list(ports), {}
     with (
-        process(ours, ports["regard"]),
+        process(ours, ports[OURS]),
         process([*wrapper, str(ports["wrapper"]), "plain"], ports["wrapper"], "/openapi.json"),
-        process([*wrapper, str(ports["libretranslate"]), "locked"], ports["libretranslate"], "/openapi.json"),
+        process([*wrapper, str(ports["one at a time"]), "locked"], ports["one at a time"], "/openapi.json"),
     ):
-        for clients in (1, 8, 64):
-            rounds: dict[str, list[dict[str, object]]] = {name: [] for name in ports}
-            for _ in range(options.rounds):
-                for name, port in ports.items():
-                    load = Load(port, lines)
-                    took = asyncio.run(load.run(clients, seconds=options.seconds))
-                    rounds[name].append(load.report(took))
-            middle = {
-                name: {key: statistics.median(float(str(r[key])) for r in rows) for key in FIGURES}
+        for clients in map(int, options.clients_of_compare.split(",")):
+            rounds: dict[str, list[dict[str, object]]] = {name: [] for name in names}
+            for name in names:
+                Load(ports[name], lines).run(clients, seconds=min(2.0, options.seconds))
+            for turn in range(options.rounds):
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    load = Load(ports[name], lines)
+                    rounds[name].append(load.report(load.run(clients, seconds=options.seconds)))
+                print(
+                    clients, turn + 1, {name: rows[-1]["per_second"] for name, rows in rounds.items()}, file=sys.stderr
+                )
+            rates = {name: [float(str(row["per_second"])) for row in rows] for name, rows in rounds.items()}
+            found[clients] = {
+                name: {
+                    **{key: statistics.median(float(str(row[key])) for row in rows) for key in FIGURES},
+                    "client_delay_p99_ms": statistics.median(row["client_delay"]["p99_ms"] for row in rows),  # type: ignore[index]
+                    "statuses": counts(sum((Counter(row["statuses"]) for row in rows), Counter())),  # type: ignore[call-overload]
+                    "ours_over_it": middle([a / b for a, b in zip(rates[OURS], rates[name], strict=True)]),
+                }
                 for name, rows in rounds.items()
             }
-            for name, figures in middle.items():
-                ratio = round(middle["regard"]["per_second"] / figures["per_second"], 2)
-                statuses = sum((Counter(r["statuses"]) for r in rounds[name]), Counter())
-                show("compare", server=name, clients=clients, **figures, statuses=statuses, ours_over_it=ratio)
+    show("compare", rounds=options.rounds, seconds=options.seconds, beam=options.beam, clients=found)
 
 
 def fairness(options: argparse.Namespace, lines: list[str]) -> None:
     """Latency of one line at a time, alone and beside requests of 1,000 lines."""
     port = free_port()
 
-    async def measure(beside: bool) -> list[float]:
-        load, bulk = Load(port, lines), Load(port, lines, lines[:1000])
-        task = asyncio.create_task(bulk.run(1, seconds=options.seconds + 1)) if beside else None
-        await asyncio.sleep(0.5)
-        await load.run(1, seconds=options.seconds)
-        if task:
-            await task
+    def measure(beside: bool) -> list[float]:
+        load, bulk = Load(port, lines), Load(port, lines, (lines * 1000)[:1000])
+        other = bulk.start(1, seconds=options.seconds + 1) if beside else None
+        time.sleep(0.5)
+        load.run(1, seconds=options.seconds)
+        if other is not None:
+            other.result()
         assert set(load.statuses) == {200} and set(bulk.statuses) <= {200}, (load.statuses, bulk.statuses)
         return load.seconds
 
+    rows = []
     with process(regard(options.runs, port, "--beam", options.beam), port):
         for _ in range(options.rounds):
-            alone, beside = asyncio.run(measure(False)), asyncio.run(measure(True))
-            first, second = quantiles(alone), quantiles(beside)
-            show("fairness", alone=first, beside_1000=second, p99_ratio=round(second["p99_ms"] / first["p99_ms"], 2))
+            alone, beside = quantiles(measure(False)), quantiles(measure(True))
+            rows.append({"alone": alone, "beside_1000": beside, "p99_ratio": beside["p99_ms"] / alone["p99_ms"]})
+    show("fairness", p99_ratio=middle([float(row["p99_ratio"]) for row in rows]), rounds=rows)  # type: ignore[arg-type]
 
 
 def memory(pid: int) -> dict[int, int]:
@@ -202,27 +162,23 @@ def growth(before: dict[int, int], after: dict[int, int]) -> dict[str, object]:
 def overload(options: argparse.Namespace, lines: list[str]) -> None:
     """Far more clients than the server can answer: each request is answered once, and memory stays.
 
-    A refused client asks again after a pause, so that all together ask `--times` as often as the server can answer.
+    The clients together ask `--times` as often as the server can answer, whatever becomes of their requests.
     Memory is compared between a quarter of the time, when all buffers and batches have their size, and the end.
     """
     port = free_port()
-
-    async def measure(load: Load, pid: int, pause: float) -> tuple[float, list[dict[int, int]]]:
-        task = asyncio.create_task(load.run(options.clients, seconds=options.seconds, pause=pause))
-        used = []
-        for part in (0.25, 0.74):
-            await asyncio.sleep(part * options.seconds)
-            used.append(memory(pid))
-        return await task, used
-
     with process(regard(options.runs, port, "--beam", options.beam, "--queue", options.queue), port) as server:
         warm = Load(port, lines)
-        capacity = warm.report(asyncio.run(warm.run(64, seconds=min(10, options.seconds))))
+        capacity = warm.report(warm.run(64, seconds=min(10, options.seconds)))
         rate = float(str(capacity["per_second"]))
         load = Load(port, lines)
-        took, (early, late) = asyncio.run(measure(load, server.pid, options.clients / (options.times * rate)))
+        running = load.start(options.clients, seconds=options.seconds, rate=options.times * rate)
+        used = []
+        for part in (0.25, 0.74):
+            time.sleep(part * options.seconds)
+            used.append(memory(server.pid))
+        took = running.result()
         asked = round(sum(load.statuses.values()) / took / rate, 1)
-        figures = {"refused": quantiles(load.refused), **growth(early, late)}
+        figures = {"refused": quantiles(load.refused), **growth(*used)}
         show("overload", capacity=capacity, times_capacity=asked, **load.report(took), **figures)
 
 
@@ -231,11 +187,10 @@ def soak(options: argparse.Namespace, lines: list[str]) -> None:
     port = free_port()
     engine = ["--engine", "ctranslate2", "--precision", "int8"]
     with process(regard(options.runs, port, "--beam", options.beam, *engine), port) as server:
-        warm = Load(port, lines)
-        asyncio.run(warm.run(16, requests=min(2000, options.requests)))
+        Load(port, lines).run(16, requests=min(2000, options.requests))
         before = memory(server.pid)
         load = Load(port, lines)
-        took = asyncio.run(load.run(16, requests=options.requests))
+        took = load.run(16, requests=options.requests)
         figures = growth(before, memory(server.pid))
         show("soak", requests=options.requests, minutes=round(took / 60, 1), **load.report(took), **figures)
 
@@ -247,26 +202,20 @@ def stop(options: argparse.Namespace, lines: list[str]) -> None:
     never accepted.
     """
     statuses, codes = Counter[object](), Counter[int]()
-
-    async def rounds(port: int, server: subprocess.Popen[bytes]) -> Load:
-        load = Load(port, lines)
-        task = asyncio.create_task(load.run(32, seconds=60))
-        await asyncio.sleep(1.0)
-        server.send_signal(signal.SIGTERM)
-        while server.poll() is None:
-            await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return load
-
     for _ in range(options.rounds):
-        port = free_port()
+        port, ended = free_port(), threading.Event()
         with process(regard(options.runs, port, "--beam", options.beam), port) as server:
-            load = asyncio.run(rounds(port, server))
+            load = Load(port, lines)
+            running = load.start(32, seconds=60, ended=ended)
+            time.sleep(1.0)
+            server.send_signal(signal.SIGTERM)
+            server.wait()
+            time.sleep(0.2)  # for clients to see the end of their connections
+            ended.set()
+            running.result()
         statuses += load.statuses
         codes[server.returncode] += 1
-    lost = sum(count for status, count in statuses.items() if status not in NOT_LOST)
-    show("stop", times=options.rounds, statuses=statuses, lost=lost, exit_codes=codes)
+    show("stop", times=options.rounds, statuses=counts(statuses), lost=statuses["lost"], exit_codes=codes)
 
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -327,13 +276,13 @@ def stalled(options: argparse.Namespace, lines: list[str]) -> None:
     patience = ["--receive", options.timeout, "--send", options.timeout] if options.timeout else []
     with process(regard(options.runs, port, "--beam", options.beam, *patience), port), ProcessPoolExecutor(1) as other:
         alone, beside = Load(port, lines), Load(port, lines)
-        asyncio.run(alone.run(2, seconds=options.seconds))
+        alone.run(2, seconds=options.seconds)
         stalls = other.submit(stall, port, options.clients)
         time.sleep(0.5)
-        asyncio.run(beside.run(2, seconds=options.seconds))
+        beside.run(2, seconds=options.seconds)
         figures = {"alone": quantiles(alone.seconds), "beside": quantiles(beside.seconds)}
         ratio = round(figures["beside"]["p99_ms"] / figures["alone"]["p99_ms"], 2)
-        statuses = alone.statuses + beside.statuses
+        statuses = counts(alone.statuses + beside.statuses)
         show(
             "stalled", clients=options.clients, closed_within_s=stalls.result(), **figures, p99_ratio=ratio,
             statuses=statuses,
@@ -353,7 +302,7 @@ def schema(options: argparse.Namespace, lines: list[str]) -> None:
     """
     port = free_port()
     with (
-        process(regard(options.runs, port, "--deadline", 2, "--max-work", 20_000), port),
+        process(regard(options.runs, port, "--deadline", 30, "--max-work", 20_000), port),
         tempfile.TemporaryDirectory() as folder,
     ):
         Path(folder, "schemathesis.toml").write_text(SCHEMA)
@@ -385,6 +334,9 @@ def main() -> None:
     )
     parser.add_argument("--path", action="append", help="of schema: an operation; repeatable; default: all")
     parser.add_argument("--phases", default="coverage,fuzzing", help="of schema")
+    parser.add_argument(
+        "--clients-of-compare", default="1,8,64", metavar="N,N", help="how many clients at once (default: %(default)s)"
+    )
     parser.add_argument("--times", type=float, default=10, help="how far overload goes beyond the capacity")
     options = parser.parse_args()
     options.clients = options.clients or (1000 if options.what == "overload" else 500)

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from regard.convert.to_ctranslate2 import names_of, open_translator, write_model
+from regard.decode.preparer import LENGTH_EXTRA, LENGTH_RATIO
 from regard.engines.ctranslate2 import PATIENCE
 from regard.run import Run
 from regard.text.codec import Example
@@ -45,8 +46,9 @@ class Body(BaseModel):
 def translate(body: Body) -> dict[str, object]:
     texts = [body.q] if isinstance(body.q, str) else body.q
     rows = [[source[i] for i in row] for row in run.codec.encode_source([Example(text) for text in texts])]
+    limit = LENGTH_RATIO * max(map(len, rows)) + LENGTH_EXTRA  # as regard's, where an output does not end by itself
     with lock:
-        answers = translator.translate_batch(rows, beam_size=int(beam), patience=PATIENCE, max_decoding_length=256)
+        answers = translator.translate_batch(rows, beam_size=int(beam), patience=PATIENCE, max_decoding_length=limit)
     out = [run.codec.decode_target([ids[token] for token in answer.hypotheses[0]]) for answer in answers]
     return {"translatedText": out[0] if isinstance(body.q, str) else out}
 

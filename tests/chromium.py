@@ -1,4 +1,7 @@
-"""A headless Chromium, driven through its debugging pipe: real pages, real clicks, no driver to install."""
+"""A headless Chromium, driven through its debugging pipe: real pages, real clicks, no driver to install.
+
+`browser` is a fixture: a conftest.py that imports it, and `running_browser`, offers it to the tests of its directory.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PATIENCE = 120.0  # seconds, on a busy machine
@@ -189,3 +194,22 @@ def _high_pipe() -> tuple[int, int]:
     for end in ends:
         os.close(end)
     return high[0], high[1]
+
+
+@pytest.fixture(scope="session")
+def running_browser() -> Iterator[Chromium]:
+    """One browser for all tests; they are skipped where there is none."""
+    program = find()
+    if program is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    found = Chromium(program)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def browser(running_browser: Chromium) -> Chromium:
+    """The browser, as large as a screen and with nothing emulated."""
+    running_browser.resize(1280)
+    running_browser.call("Emulation.setEmulatedMedia", media="")
+    return running_browser

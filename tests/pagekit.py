@@ -1,10 +1,30 @@
-"""What tests of pages in a browser share: markup that must stay text, and what a page must not do."""
+"""What tests of pages share: runs, opening a live page and asking it, markup that must stay text."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from chromium import Chromium
+from regard.decode.generate import TorchEngine
+from regard.decode.hypothesis import Hypothesis
+from regard.decode.options import Options
+from regard.decode.request import Request
+from regard.inspect.live import PageEngine, Precision, WeightPacker, first_trace, model_block
+from regard.inspect.page import Packer, render_page
+from regard.inspect.trace import Trace
+from regard.run import Run
+from regard.text.codec import Example
+
+OUTPUT = "document.querySelectorAll('.output')[0]"
+TOKENS = f"Array.from({OUTPUT}.querySelectorAll('.token'), n => n.textContent).join('')"
+TABS = "Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))"
 
 SHELLS = ["{}", '"{}', "'>{}", "</script>{}", "--><!-- {}", "<b>{}", "]]>{}", "\u202e{}", "</title>{}", "{}\u2028"]
 CORES = [
@@ -39,3 +59,105 @@ def complaints(browser: Chromium) -> list[str]:
             if not url.endswith("/page.html") and url != "about:blank":
                 out.append(url)
     return out
+
+
+def sharpened(run: Run, factor: float = 3.0, biases: bool = False) -> Run:
+    """The run with larger weights: attention and outputs of random ones are nearly uniform, which hides mistakes.
+
+    With `biases`, those and the weights of norms are random, too; they begin as zeros and ones.
+    """
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, x in run.model.named_parameters():
+            if x.ndim > 1:
+                x.mul_(factor if "embedding" not in name else 1.0)
+            elif biases and "norm" in name:
+                x.add_(0.2 * torch.randn_like(x))
+            elif biases:
+                x.normal_(std=0.3)
+    return run
+
+
+def page_of(run: Run, source: str = "abcab", features: str | None = None) -> str:
+    example = None if run.task.reads == "images" else Example(source, features=features)
+    found = first_trace(run, example)
+    return render_page(found.page_data(), model_block(run, WeightPacker("fp32"), [example] if example else []))
+
+
+def open_page(
+    browser: Chromium, run: Run, folder: Path, view: str | None = None, dark: bool = False, **options: Any
+) -> Path:
+    """Open the live page of a run and wait for its first answer."""
+    path = folder / "page.html"
+    path.write_text(page_of(run, **options), encoding="utf-8")
+    browser.open(path, dark)
+    settle(browser)
+    if view:
+        browser.click(f"#tab-{view}")
+    return path
+
+
+def settle(browser: Chromium) -> None:
+    """Wait until everything that was asked has been computed."""
+    browser.until("document.querySelector('.bar-top').getAttribute('aria-busy') === 'false'")
+
+
+def enter(browser: Chromium, text: str, field: int = 0) -> None:
+    """Replace the text of an input field by typing."""
+    browser.run(f"(() => {{ const f = document.querySelectorAll('.field')[{field}]; f.focus(); f.select(); }})()")
+    browser.write(text)
+
+
+def decoded(run: Run, source: str, features: str | None = None, **options: Any) -> list[Hypothesis]:
+    return TorchEngine(run, Options(**options))([Request(source, features)])[0]
+
+
+def shown(text: str) -> str:
+    """An output as the page writes it token by token."""
+    return text.replace(" ", "␣")
+
+
+class Plain(Packer):
+    """Arrays as lists, nothing rounded."""
+
+    def weights(self, x: np.ndarray) -> dict[str, Any]:
+        return self.signed(x)
+
+    def signed(self, x: np.ndarray) -> dict[str, Any]:
+        values = [float(v) if math.isfinite(v) else None for v in x.astype(np.float64).ravel()]
+        return {"shape": list(x.shape), "values": values}
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
+    """Where two traces differ; the page's may have more keys."""
+    if isinstance(ours, dict):
+        for key, value in ours.items():
+            if key in ("numbers", "at", "type", "scale") and "values" not in (ours.keys() - {"scale"} or ()):
+                continue
+            if key not in theirs:
+                yield f"{where}.{key}: missing"
+            else:
+                yield from differences(value, theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{where}: {len(ours)} against {len(theirs)}"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            yield from differences(a, b, f"{where}[{i}]")
+    elif isinstance(ours, float) and isinstance(theirs, int | float):
+        if not math.isclose(ours, theirs, rel_tol=5e-4, abs_tol=5e-4):
+            yield f"{where}: {ours} against {theirs}"
+    elif ours != theirs:
+        yield f"{where}: {ours!r} against {theirs!r}"
+
+
+def opened(run: Run, found: Trace, precision: Precision = "fp32", simd: bool = True) -> PageEngine:
+    return PageEngine(model_block(run, WeightPacker(precision)), found.page_data(), simd)
+
+
+def same_trace(page: PageEngine, found: Trace, given: dict[str, Any], ids: list[int]) -> None:
+    theirs = page.ask("trace", given, ids)
+    ours = found.page_data(Plain())
+    ours["attribution"], ours["importance"] = None, {}  # computed when they are looked at, and compared apart
+    ours["image"] = theirs["image"] = None  # drawn from other numbers: compared by what was computed from them
+    wrong = list(differences(ours, theirs))
+    assert not wrong, wrong[:8]

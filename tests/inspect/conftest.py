@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from chromium import browser, running_browser
 from modelkit import TINY, letters, tiny
 from regard.model import Model
 from regard.run import Run
+
+__all__ = ["browser", "running_browser"]  # fixtures of the tests here
 
 
 @pytest.fixture(params=list(TINY))

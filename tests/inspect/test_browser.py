@@ -1,35 +1,24 @@
-"""The page in a real browser, with real clicks. Skipped where there is none."""
+"""The page with stored numbers in a real browser, with real clicks. Skipped where there is none."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import chromium
-from modelkit import FAMILIES, family, picture
+from modelkit import FAMILIES, family, letters, picture
 from pagekit import PAYLOADS, complaints
 from regard.inspect.circuits import rollout
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
 from regard.text.codec import Example
 
-PROGRAM = chromium.find()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
-
 VIEWS = ["overview", "alignment", "heads", "model", "output", "lens", "attribution", "position", "walk"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[chromium.Chromium]:
-    assert PROGRAM is not None
-    found = chromium.Chromium(PROGRAM)
-    yield found
-    found.close()
 
 
 def made(run: Run, source: str = "abcab", output: str = "bcd", **options: Any) -> Trace:
@@ -73,8 +62,8 @@ def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: s
     run = family(kind)
     found = trace(run, Example("abcab")) if kind != "image" else trace_image(run, picture())
     missing = {"alignment"} | ({"image"} if kind != "image" else set())
-    missing |= {"lm-hashed": {"walk"}, "lm-distances": {"position"}, "vectors": {"output", "lens"}}.get(kind, set())
-    missing |= {"attribution"} if kind in ("masked", "vectors", "image") else set()
+    nothing = {"output", "lens", "attribution"}
+    missing |= {"lm-hashed": {"walk"}, "lm-distances": {"position"}, "vectors": nothing}.get(kind, set())
     for dark in (False, True):
         show(browser, found, tmp_path, dark, view=None)
         tabs = browser.run("Array.from(document.querySelectorAll('[role=tab]'), t => t.id.slice(4))")
@@ -84,6 +73,45 @@ def test_views_that_make_no_sense_are_absent(browser: chromium.Chromium, kind: s
             assert browser.run("document.getElementById('panel').textContent.trim().length") > 10
             assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
         assert complaints(browser) == []
+
+
+@pytest.mark.parametrize("kind", ["pairs", *FAMILIES])
+def test_the_overview_shows_the_importance_of_heads(browser: chromium.Chromium, kind: str, tmp_path: Path) -> None:
+    run = letters() if kind == "pairs" else family(kind)
+    found = (
+        made(run)
+        if kind == "pairs"
+        else trace_image(run, picture())
+        if kind == "image"
+        else trace(run, Example("abcab"))
+    )
+    show(browser, found, tmp_path, view="overview")
+    bars = "Array.from(document.querySelectorAll('.spot .gauge i'), n => parseFloat(n.style.width) || 0)"
+    lost = [change for m in found.maps for change in found.importance.get(m.name, ())]
+    most = max(lost, default=0.0)
+    shown = browser.run(bars)
+    if kind == "vectors":
+        assert not lost and not any(shown)
+        assert "predicts nothing" in browser.run("document.querySelector('#panel > p').textContent")
+    else:
+        assert shown == pytest.approx([100 * max(0.0, change / most) for change in lost], abs=0.1) and max(shown) > 99
+        titles = browser.run("Array.from(document.querySelectorAll('.spot:has(.gauge)'), n => n.title)")
+        assert all(("gains" in title) == (change < 0) for title, change in zip(titles, lost, strict=True))
+    assert complaints(browser) == []
+
+
+def test_an_image_is_attributed_to_its_patches(browser: chromium.Chromium, tmp_path: Path) -> None:
+    found = trace_image(family("image"), picture())
+    assert found.attribution is not None
+    show(browser, found, tmp_path, view="attribution")
+    browser.run("document.querySelector('.figure').focus()")
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):  # the second row and column of 4 x 4 patches
+        browser.key(key)
+    message = browser.run("document.querySelector('.read').textContent")
+    value = found.attribution.values_TS[0, 1 + 4 + 1]
+    assert message.startswith("patch 2·2") and ("against" in message) == (value < 0)
+    assert float(message.split()[-1].replace("−", "-")) == pytest.approx(value, abs=0.02)
+    assert complaints(browser) == []
 
 
 def test_rollout_is_what_the_library_computes(browser: chromium.Chromium, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 import torch
 
 from modelkit import FAMILIES, LITTLE, WORDS, family, letters, picture
+from pagekit import opened, same_trace, sharpened
 from regard.decode.options import Options
 from regard.errors import UserError
 from regard.inspect.live import (
-    PageEngine,
     Precision,
     WeightPacker,
     first_trace,
@@ -28,7 +27,6 @@ from regard.inspect.live import (
     with_weights,
     write_live_page,
 )
-from regard.inspect.page import Packer
 from regard.inspect.trace import Trace, trace, trace_image, trace_text
 from regard.model import Model
 from regard.presets import preset
@@ -37,66 +35,6 @@ from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
 
 pytest.importorskip("py_mini_racer")
-
-
-class Plain(Packer):
-    """Arrays as lists, nothing rounded."""
-
-    def weights(self, x: np.ndarray) -> dict[str, Any]:
-        return self.signed(x)
-
-    def signed(self, x: np.ndarray) -> dict[str, Any]:
-        values = [float(v) if math.isfinite(v) else None for v in x.astype(np.float64).ravel()]
-        return {"shape": list(x.shape), "values": values}
-
-
-def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
-    """Where two traces differ; the page's may have more keys."""
-    if isinstance(ours, dict):
-        for key, value in ours.items():
-            if key in ("numbers", "at", "type", "scale") and "values" not in (ours.keys() - {"scale"} or ()):
-                continue
-            if key not in theirs:
-                yield f"{where}.{key}: missing"
-            else:
-                yield from differences(value, theirs[key], f"{where}.{key}")
-    elif isinstance(ours, list | tuple):
-        if len(ours) != len(theirs):
-            yield f"{where}: {len(ours)} against {len(theirs)}"
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-            yield from differences(a, b, f"{where}[{i}]")
-    elif isinstance(ours, float) and isinstance(theirs, int | float):
-        if not math.isclose(ours, theirs, rel_tol=5e-4, abs_tol=5e-4):
-            yield f"{where}: {ours} against {theirs}"
-    elif ours != theirs:
-        yield f"{where}: {ours!r} against {theirs!r}"
-
-
-def sharpened(run: Run, factor: float = 2.0) -> Run:
-    """The run with larger weights: attention and outputs of random ones are nearly uniform, which hides mistakes."""
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, x in run.model.named_parameters():
-            if x.ndim > 1:
-                x.mul_(factor if "embedding" not in name else 1.0)
-            elif "norm" in name:
-                x.add_(0.2 * torch.randn_like(x))
-            else:
-                x.normal_(std=0.3)
-    return run
-
-
-def opened(run: Run, found: Trace, precision: Precision = "fp32", simd: bool = True) -> PageEngine:
-    return PageEngine(model_block(run, WeightPacker(precision)), found.page_data(), simd)
-
-
-def same_trace(page: PageEngine, found: Trace, given: dict[str, Any], ids: list[int]) -> None:
-    theirs = page.ask("trace", given, ids)
-    ours = found.page_data(Plain())
-    ours["attribution"] = None
-    ours["image"] = theirs["image"] = None  # drawn from other numbers: compared by what was computed from them
-    wrong = list(differences(ours, theirs))
-    assert not wrong, wrong[:8]
 
 
 STACKS: dict[str, dict[str, Any]] = {
@@ -129,8 +67,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 def pair_run(kind: str) -> Run:
     if kind in RECURRENT:
         name, stack = RECURRENT[kind]
-        return sharpened(letters(name, **stack), 1.5)
-    return sharpened(letters(**STACKS[kind]))
+        return sharpened(letters(name, **stack), 1.5, biases=True)
+    return sharpened(letters(**STACKS[kind]), 2.0, biases=True)
 
 
 @pytest.mark.parametrize("kind", [*STACKS, *RECURRENT])
@@ -165,7 +103,7 @@ def test_language_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "lm-near", ("xl-tiny", {"decoder": LITTLE | {"memory": 3, "reach": 2}}))
     reversible = LITTLE | {"residual": "reversible", "norm_at": "pre", "position": "rotary"}
     monkeypatch.setitem(FAMILIES, "lm-reversible", ("gpt-tiny", {"decoder": reversible, "tie_output": False}))
-    run = sharpened(family(kind))
+    run = sharpened(family(kind), 2.0, biases=True)
     with opened(run, trace_text(run, "abc", more=3)) as page:
         ids = run.codec.target.encode(["bca"])[0]
         same_trace(page, trace(run, Example("ab ba"), ids), {"source": "ab ba"}, ids)
@@ -180,13 +118,13 @@ def test_language_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["masked", "classes", "vectors"])
 def test_encoders(kind: str) -> None:
-    run = sharpened(family(kind))
+    run = sharpened(family(kind), 2.0, biases=True)
     with opened(run, trace_text(run, "abc")) as page:
         same_trace(page, trace_text(run, "dab ba"), {"source": "dab ba"}, [])
 
 
 def test_images() -> None:
-    run = sharpened(family("image"))
+    run = sharpened(family("image"), 2.0, biases=True)
     with opened(run, trace_image(run, picture())) as page:
         image = picture(5)
         given = {"pixels": image.astype(float).ravel().tolist(), "name": "image"}
@@ -217,8 +155,8 @@ def test_weights_are_what_the_page_holds(precision: Precision) -> None:
     assert prove(stored, block, found.page_data(), [Example("abcab")]).difference < 1e-4
     if precision == "int8":
         with pytest.raises(UserError, match="not written: the page would answer"):
-            prove(sharpened(pair_run("sinusoid, post"), 2.0), model_block(run, WeightPacker("fp32")), found.page_data(),
-                  sample_sources(run, 4))  # fmt: skip
+            other = sharpened(pair_run("sinusoid, post"), 2.0)
+            prove(other, model_block(run, WeightPacker("fp32")), found.page_data(), sample_sources(run, 4))
 
 
 def test_silenced_heads_are_ablated() -> None:
@@ -233,12 +171,42 @@ def test_silenced_heads_are_ablated() -> None:
             ours = trace(run, Example("abcab"), ids).steps
         theirs = page.ask("trace", {"source": "abcab"}, ids)["steps"]
         assert np.allclose([s.probability for s in ours], [s["probability"] for s in theirs], atol=1e-5)
-        page.ask("silence", [])
-        importance = page.ask("importance", {"source": "abcab"}, ids)
-    maps = [m for m in run.model.attentions()]
-    assert {x["map"] for x in importance} == set(maps) and len(importance) == sum(
-        attention.heads for attention in run.model.attentions().values()
-    )
+
+
+def given(run: Run, kind: str) -> tuple[Trace, dict[str, Any], list[int]]:
+    """An example of a task: its trace, and what the page is asked."""
+    if kind == "image":
+        return trace_image(run, picture()), {"pixels": picture().astype(float).ravel().tolist(), "name": "image"}, []
+    if kind in FAMILIES:
+        ids = run.codec.target.encode(["bca"])[0] if kind.startswith("lm") else []
+        return trace(run, Example("dab ba"), ids), {"source": "dab ba"}, ids
+    ids = run.codec.encode_target(["bcd"])[0]
+    return trace(run, Example("abcab"), ids), {"source": "abcab"}, ids
+
+
+@pytest.mark.parametrize(
+    "kind", ["rotary", "pruned", "bahdanau additive", "lm", "lm-grouped", "classes", "masked", "image"]
+)
+def test_importance_of_heads_is_that_of_the_trace(kind: str) -> None:
+    run = sharpened(family(kind), 2.0, biases=True) if kind in FAMILIES else pair_run(kind)
+    found, asked, ids = given(run, kind)
+    with opened(run, found) as page:
+        measured = page.ask("importance", asked, ids)
+        assert page.ask("trace", asked, ids)["steps"][0]["probability"] == pytest.approx(
+            found.steps[0].probability, abs=1e-4
+        )
+    theirs = {(each["map"], each["index"]): each["change"] for each in measured}
+    ours = {(name, index): change for name, lost in found.importance.items() for index, change in enumerate(lost)}
+    assert theirs.keys() == ours.keys() and len(measured) == len(ours) > 0
+    assert all(theirs[head] == pytest.approx(change, abs=1e-3) for head, change in ours.items())
+    assert max(map(abs, ours.values())) > 0.01
+
+
+def test_a_model_that_predicts_nothing_has_nothing_to_explain() -> None:
+    run = family("vectors")
+    with opened(run, trace_text(run, "abc")) as page:
+        assert page.ask("importance", {"source": "abc"}, []) == []
+        assert page.ask("attribution", {"source": "abc"}, []) is None
 
 
 @pytest.mark.parametrize("kind", ["alibi", "bahdanau additive"])  # smooth: a step may pass the corner of a relu
@@ -256,16 +224,17 @@ def test_attribution_is_gradient_times_input(kind: str) -> None:
     assert abs(ours).max() > 0.1
 
 
-def test_attribution_of_language_models_and_classes() -> None:
-    for kind in ("lm", "classes"):
-        run = sharpened(family(kind))
-        found = trace_text(run, "dab ba")
-        assert found.attribution is not None
-        with opened(run, found) as page:
-            theirs = page.ask("attribution", {"source": "dab ba"}, [])
-        shape = theirs["values"]["shape"]
-        assert found.attribution.columns == theirs["columns"] and list(found.attribution.values_TS.shape) == shape
-        assert np.allclose(theirs["values"]["values"], found.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
+@pytest.mark.parametrize("kind", ["lm", "classes", "masked", "image"])
+def test_attribution_of_other_tasks(kind: str) -> None:
+    run = sharpened(family(kind), 2.0, biases=True)
+    found, asked, ids = given(run, kind)
+    assert found.attribution is not None
+    with opened(run, found) as page:
+        theirs = page.ask("attribution", asked, ids)
+    shape = theirs["values"]["shape"]
+    assert (found.attribution.rows, found.attribution.columns) == (theirs["rows"], theirs["columns"])
+    assert list(found.attribution.values_TS.shape) == shape
+    assert np.allclose(theirs["values"]["values"], found.attribution.values_TS.ravel(), atol=5e-3, rtol=2e-2)
 
 
 def test_prefix_forbidden_and_next_tokens() -> None:
@@ -284,7 +253,7 @@ def test_prefix_forbidden_and_next_tokens() -> None:
 
 
 def test_sampling_depends_on_the_seed_and_on_probabilities() -> None:
-    run = sharpened(family("lm"), 1.5)
+    run = sharpened(family("lm"), 1.5, biases=True)
     with opened(run, trace_text(run, "abc")) as page:
 
         def draw(seed: int, **options: Any) -> list[list[int]]:
@@ -313,7 +282,7 @@ def with_features() -> Run:
     tiny = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
     config = preset("transformer-tiny", source_vocab=codec.source_vocab, target_vocab=codec.target_vocab,
                     changes={"encoder": tiny, "decoder": tiny})  # fmt: skip
-    return sharpened(Run(config, codec, Model(config).eval(), Path("runs/features")))
+    return sharpened(Run(config, codec, Model(config).eval(), Path("runs/features")), 2.0, biases=True)
 
 
 def test_features_and_two_vocabularies() -> None:

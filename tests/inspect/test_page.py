@@ -234,6 +234,14 @@ def test_every_module_is_part_of_a_page() -> None:
     assert seen == {file.name for file in folder.iterdir() if file.name.endswith(".js")}
 
 
+def test_modules_are_of_a_size_that_one_reads() -> None:
+    for file in files("regard.inspect").joinpath("web").iterdir():
+        if file.name.endswith(".js"):
+            lines = file.read_text("utf-8").split("\n")
+            assert len(lines) <= 420, file.name
+            assert [line for line in lines if len(line) > 120] == [], file.name
+
+
 def test_a_page_that_frames_this_one_knows_its_hashes(found: Trace) -> None:
     text = found.to_html()
     assert all(digest in text for digest in page_hashes().values())

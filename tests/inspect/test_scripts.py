@@ -29,7 +29,7 @@ import { readFileSync } from "node:fs";
 import { inflateSync } from "node:zlib";
 const [folder, file] = process.argv.slice(-2);
 const { attachNumbers } = await import(`${folder}/core.js`);
-const { describeHeads } = await import(`${folder}/headwords.js`);
+const { describeHeads } = await import(`${folder}/words.js`);
 const trace = JSON.parse(readFileSync(file));
 const bytes = inflateSync(Buffer.from(trace.numbers, "base64"));
 attachNumbers(trace, bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length));

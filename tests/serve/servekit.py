@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.serve.server import Server
+from regard.serve.server import Server, new_event_loop
 from regard.serve.settings import ServeSettings
 
 
@@ -64,7 +64,7 @@ class Client:
 @contextmanager
 def serving(runs: dict[str, Path], **settings: Any) -> Iterator[Client]:
     """A running server."""
-    loop = asyncio.new_event_loop()
+    loop = new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     paths = {name: str(path) for name, path in runs.items()}

@@ -33,9 +33,26 @@ def bench(tmp_path_factory):
 
 
 def test_more_than_the_server_can_answer_is_refused_and_nothing_else_happens(bench):
-    found = bench("overload", "--seconds", 4, "--clients", 100, "--times", 3, "--queue", 100, "--beam", 4)
-    assert set(found["statuses"]) == {"200", "429"}, found
+    found = bench("overload", "--seconds", 4, "--clients", 200, "--times", 10, "--queue", 600, "--beam", 4)
+    assert set(found["statuses"]) == {"200", "429"} and found["times_capacity"] > 5, found
     assert found["refused"]["p50_ms"] < 50
+
+
+def test_contenders_take_turns_and_ratios_are_those_of_a_round(bench):
+    for name in ("ctranslate2", "fastapi", "uvicorn"):
+        pytest.importorskip(name)
+    found = bench("compare", "--seconds", 0.5, "--rounds", 2, "--beam", 2, "--clients-of-compare", "1,4")
+    assert set(found["clients"]) == {"1", "4"}
+    for servers in found["clients"].values():
+        assert set(servers) == {"regard", "wrapper", "one at a time"}
+        assert all(set(row["statuses"]) == {"200"} for row in servers.values()), servers
+        assert servers["regard"]["ours_over_it"] == {"median": 1, "least": 1, "most": 1}
+        assert all(x["least"] <= x["median"] <= x["most"] for x in (row["ours_over_it"] for row in servers.values()))
+
+
+def test_one_line_is_answered_beside_a_thousand(bench):
+    found = bench("fairness", "--seconds", 1, "--rounds", 1)
+    assert len(found["rounds"]) == 1 and found["p99_ratio"]["median"] > 0
 
 
 def test_a_soak_has_no_error(bench):

@@ -16,8 +16,8 @@ import chromium
 import regard
 from modelkit import family, tiny
 from regard.run import Run
-from regard.serve.assets import ASSETS, policy
 from regard.serve.bodies import parse_body
+from regard.serve.responses import ASSETS, policy
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import typer
@@ -31,4 +30,4 @@ def command(
     except ModuleNotFoundError as error:
         raise missing_extra("regard serve", error.name or "aiohttp", "serve") from None
     settings = parse(ServeSettings, options, "serve")
-    asyncio.run(serve(named_runs(runs), settings, message))
+    serve(named_runs(runs), settings, message)

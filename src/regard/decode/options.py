@@ -22,7 +22,7 @@ def _not_one_text(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-PhraseList = Annotated[tuple[Phrase, ...], BeforeValidator(_not_one_text)]
+PhraseList = Annotated[tuple[Phrase, ...], Field(fail_fast=True), BeforeValidator(_not_one_text)]
 
 
 class Options(Value):

@@ -75,6 +75,7 @@ class CTranslate2Engine(Engine):
         self._source, self._target = names_of(run)
         self._id = {name: index for index, name in enumerate(self._target)}
         self._blocked = frozenset(self.preparer.blocked)
+        self._search_options = self._make_search_options()
         self._by_length: dict[int, SearchInput] = {}
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
@@ -139,60 +140,81 @@ class CTranslate2Engine(Engine):
 
         Ruling them out changes what CTranslate2 ranks by: it normalises the other probabilities again. And tokens that
         must not follow a prefix can only be ruled out behind the same tokens anywhere. A batch has one limit, but
-        similar limits share it: few outputs reach theirs, and these are searched for again with it (`exact`).
+        similar limits share it: few outputs reach theirs, and where the batch had a higher one these are searched for
+        again with it (`exact`).
         """
-        exact = exact or strict or self.options.sample
+        searches = []
+        for batch in self._batches(inputs, strict, exact or strict or self.options.sample):
+            items = [inputs[i] for i in batch]
+            limit = max(item.limit for item in items)
+            searches.append((batch, limit, self._translate(items, limit, strict)))
+        outputs: dict[int, list[DecodedIds]] = {}
+        late: Inputs = {}
+        for batch, limit, answers in searches:
+            for i, answer in zip(batch, answers, strict=True):
+                item = inputs[i]
+                outputs[i] = self._outputs(item, answer.result(), strict)
+                if item.limit < limit and any(output.limited for output in outputs[i]):
+                    late[i] = item
+        outputs |= self._search(late, strict, exact=True) if late else {}
+        wrong = {i: x for i, x in inputs.items() if not all(self._allowed(x, output) for output in outputs[i])}
+        if strict:  # there was nothing else
+            return outputs | {i: [x for x in outputs[i] if self._allowed(item, x)] for i, item in wrong.items()}
+        return outputs | self._search(wrong, strict=True) if wrong else outputs
+
+    def _batches(self, inputs: Inputs, strict: bool, exact: bool) -> list[list[int]]:
+        """The keys of inputs that are searched together, with similar limits, or the same (`exact`)."""
+        if len(inputs) == 1:
+            return [list(inputs)]
         alike: dict[Any, Inputs] = {}
         for i, item in inputs.items():
             prefix = item.prefix if strict and item.not_after_prefix else ()
             limit = item.limit if exact else item.limit.bit_length()
             alike.setdefault((limit, item.minimum, prefix), {})[i] = item
-        batches = [batch for part in alike.values() for batch in self.preparer.batches(part)]
-        searches = [(batch, self._translate([inputs[i] for i in batch], strict)) for batch in batches]
-        outputs: dict[int, list[DecodedIds]] = {}
-        for batch, answers in searches:
-            for i, answer in zip(batch, answers, strict=True):
-                outputs[i] = self._outputs(inputs[i], answer.result(), strict)
-        if not exact:
-            late = {i: item for i, item in inputs.items() if any(output.limited for output in outputs[i])}
-            outputs |= self._search(late, strict, exact=True) if late else {}
-        wrong = {i for i, item in inputs.items() if not all(self._allowed(item, output) for output in outputs[i])}
-        if strict:  # there was nothing else
-            return outputs | {i: [x for x in outputs[i] if self._allowed(inputs[i], x)] for i in wrong}
-        return outputs | self._search({i: inputs[i] for i in wrong}, strict=True) if wrong else outputs
+        return [batch for part in alike.values() for batch in self.preparer.batches(part)]
 
     def _allowed(self, item: SearchInput, output: DecodedIds) -> bool:
         """Whether an output has no blocked token, and its prefix is not altered by the token after it."""
         return self._blocked.isdisjoint(output.ids) and output.ids[len(item.prefix)] not in item.not_after_prefix
 
-    def _translate(self, inputs: Sequence[SearchInput], strict: bool) -> list[Any]:
-        """Start the search of one batch -> futures of its answers."""
-        options, first = self.options, inputs[0]
-        suppressed = [[index] for index in sorted(self._blocked)]
-        suppressed += [[*first.prefix, index] for index in first.not_after_prefix]
+    def _make_search_options(self) -> dict[str, Any]:
+        """The options that all searches have in common."""
+        options = self.options
         sampling = {
             "sampling_topk": min(options.top_k, self.run.config.target_vocab),
             "sampling_topp": options.top_p,
             "sampling_temperature": options.temperature,
         }
+        return {
+            "asynchronous": True,
+            "beam_size": options.beam,
+            "patience": PATIENCE,
+            "num_hypotheses": options.nbest,
+            "length_penalty": options.length_penalty,
+            "repetition_penalty": options.repetition_penalty,
+            "no_repeat_ngram_size": options.no_repeat_ngram,
+            "max_input_length": 0,
+            "return_end_token": True,
+            "return_scores": self.scores == "totals",
+            **(sampling if options.sample else {}),
+        }
+
+    def _translate(self, inputs: Sequence[SearchInput], limit: int, strict: bool) -> list[Any]:
+        """Start the search of one batch, for outputs of at most `limit` tokens -> futures of its answers."""
+        first = inputs[0]
+        suppressed: list[list[str]] | None = None
+        if strict:
+            sequences = [[index] for index in sorted(self._blocked)]
+            sequences += [[*first.prefix, index] for index in first.not_after_prefix]
+            suppressed = [[self._target[i] for i in sequence] for sequence in sequences]
         prefixes = [[self._target[i] for i in item.prefix] for item in inputs]
         answers: list[Any] = self.translator.translate_batch(
             self._source_names(inputs),
             prefixes if any(prefixes) else None,
-            asynchronous=True,
-            beam_size=options.beam,
-            patience=PATIENCE,
-            num_hypotheses=options.nbest,
-            length_penalty=options.length_penalty,
-            repetition_penalty=options.repetition_penalty,
-            no_repeat_ngram_size=options.no_repeat_ngram,
-            suppress_sequences=[[self._target[i] for i in sequence] for sequence in suppressed] if strict else None,
+            suppress_sequences=suppressed,
             min_decoding_length=first.minimum,
-            max_decoding_length=max(item.limit for item in inputs) + 1,  # the end token counts
-            max_input_length=0,
-            return_end_token=True,
-            return_scores=self.scores == "totals",
-            **(sampling if options.sample else {}),
+            max_decoding_length=limit + 1,  # the end token counts
+            **self._search_options,
         )
         return answers
 
@@ -202,7 +224,7 @@ class CTranslate2Engine(Engine):
         exact = not strict and not item.minimum and not item.prefix and self.scores == "totals"
         exact = exact and all(getattr(options, name) == Options.model_fields[name].default for name in SCORE_CHANGING)
         for rank, tokens in enumerate(answer.hypotheses):
-            ids = tuple(self._id[token] for token in tokens)
+            ids = tuple(map(self._id.__getitem__, tokens))
             ended = ids[-1:] == (eos,)
             total = answer.scores[rank] * len(ids) ** options.length_penalty if exact and ended else math.nan
             ids = ids if ended else (*ids[: item.limit], eos)

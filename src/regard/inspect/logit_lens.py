@@ -1,8 +1,9 @@
-"""What a model predicts at every output step, what each layer would predict (logit lens), and from which inputs."""
+"""What a model predicts at every step, what each layer would predict (logit lens), and by which inputs and heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.model import Model
-from regard.nn.hooks import record
+from regard.nn.hooks import patch, record, without
 from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
 
@@ -19,6 +20,8 @@ OutputNames = Callable[[Sequence[int]], list[str]]  # names of tokens, or of cla
 STEP_CANDIDATES = 8
 LENS_CANDIDATES = 5
 MASKED_COPIES = 32  # copies of a text, each with another token masked, that are read in one batch
+SILENCED_COPIES = 32  # copies of an input, each read with another head silenced, in one batch
+SILENCED_LOGITS = 1 << 24  # of such a batch at most: a large vocabulary gets smaller batches
 
 
 class Prediction(NamedTuple):
@@ -108,17 +111,12 @@ def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tup
 
     Only the positions in `maskable` are masked; at the others the model sees the token that it predicts.
     """
-    mask = model.config.ids.mask
     hooks = list(lens_hooks(model).values())
     logits: list[Tensor] = []
     vectors: dict[str, list[Tensor]] = {hook: [] for hook in hooks}
-    position_S = torch.arange(len(ids_S), device=ids_S.device)
-    maskable_S = torch.zeros_like(ids_S, dtype=torch.bool)
-    maskable_S[list(maskable)] = mask is not None
-    for position_N in position_S.split(MASKED_COPIES):
-        masked_NS = (position_N.unsqueeze(1) == position_S) & maskable_S
+    for masked_NS, position_N in _masked_copies(model, ids_S, maskable):
         with record(model, *hooks) as recorded:
-            x_NSD = model.hidden(ids_S.expand(len(position_N), -1).masked_fill(masked_NS, mask or 0), None)
+            x_NSD = model.hidden(masked_NS, None)
         row_N = torch.arange(len(position_N), device=ids_S.device)
         logits.append(model.predict(x_NSD[row_N, position_N]).float())
         for hook in hooks:
@@ -126,12 +124,47 @@ def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tup
     return torch.cat(logits), {hook: torch.cat(parts) for hook, parts in vectors.items()}
 
 
+def _masked_copies(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of a text with one token of each copy masked (N, S), and the positions of these tokens (N)."""
+    mask = model.config.ids.mask
+    position_S = torch.arange(len(ids_S), device=ids_S.device)
+    maskable_S = torch.zeros_like(ids_S, dtype=torch.bool)
+    maskable_S[list(maskable)] = mask is not None
+    for position_N in position_S.split(MASKED_COPIES):
+        masked_NS = (position_N.unsqueeze(1) == position_S) & maskable_S
+        yield ids_S.expand(len(position_N), -1).masked_fill(masked_NS, mask or 0), position_N
+
+
 def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
     """Gradient x input (T, S): how the log-probability of each label changes as an input embedding grows in length.
 
-    `arguments` are those of the model for a batch of one; the inputs are the first of them, the source or the text.
+    `arguments` are those of the model for a batch of one; the inputs are the first of them: source, text or image.
     """
-    table = model.target_embedding if model.decoder_only else model.source_embedding
+    with _embedded(model) as embedded, torch.enable_grad():
+        logp_TV = model(*arguments)[0].float().log_softmax(-1)
+        wanted = [logp_TV[t, label] for t, label in enumerate(labels)]
+    first_1SD = embedded[0]  # a table that both sides share embeds the source first
+    gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in wanted)
+    return torch.stack([(gradient_1SD * first_1SD.detach())[0].sum(-1) for gradient_1SD in gradients])
+
+
+def masked_attribution(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Tensor:
+    """Gradient x input (S, S) of every token of a text, read with that token masked as by `mask_each_token`."""
+    rows = []
+    for masked_NS, position_N in _masked_copies(model, ids_S, maskable):
+        with _embedded(model) as embedded, torch.enable_grad():
+            logits_NSV = model(masked_NS, None)
+            row_N = torch.arange(len(position_N), device=ids_S.device)
+            logp_N = logits_NSV[row_N, position_N].float().log_softmax(-1)[row_N, ids_S[position_N]]
+            gradient_NSD = torch.autograd.grad(logp_N.sum(), embedded[0])[0]  # copies do not see each other
+        rows.append((gradient_NSD * embedded[0].detach()).sum(-1))
+    return torch.cat(rows)
+
+
+@contextmanager
+def _embedded(model: Model) -> Iterator[list[Tensor]]:
+    """Collects embeddings as they are looked up while the context is open, as leaves that have gradients."""
+    table = model.image or (model.target_embedding if model.decoder_only else model.source_embedding)
     assert table is not None
     embedded: list[Tensor] = []
 
@@ -141,11 +174,50 @@ def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequen
 
     handle = table.register_forward_hook(keep)
     try:
-        with torch.enable_grad():
-            logp_TV = model(*arguments)[0].float().log_softmax(-1)
-            wanted = [logp_TV[t, label] for t, label in enumerate(labels)]
+        yield embedded
     finally:
         handle.remove()
-    first_1SD = embedded[0]  # a table that both sides share embeds the source first
-    gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in wanted)
-    return torch.stack([(gradient_1SD * first_1SD.detach())[0].sum(-1) for gradient_1SD in gradients])
+
+
+@torch.no_grad()
+def head_importance(
+    model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int], score: float
+) -> dict[str, list[float]]:
+    """By attention and head: the log-probability that the labels lose, of `score`, when that head is silenced.
+
+    `arguments` are those of the model for a batch of one. Many heads are silenced at once, each in a copy of the input.
+    """
+    attentions = model.attentions()
+    keys = [(name, head) for name, attention in attentions.items() for head in range(attention.heads)]
+    copies = max(
+        1, min(SILENCED_COPIES, SILENCED_LOGITS // (len(labels) * (model.config.classes or model.config.output_vocab)))
+    )
+    label_T = torch.tensor(labels, device=model.device)
+    out: dict[str, list[float]] = {name: [] for name in attentions}
+    for start in range(0, len(keys), copies):
+        silenced = keys[start : start + copies]
+        gates = {name: torch.ones(len(silenced), a.heads, 1, 1, device=model.device) for name, a in attentions.items()}
+        for row, (name, head) in enumerate(silenced):
+            gates[name][row, head] = 0.0
+        inputs = [x if x is None else x.expand(len(silenced), *x.shape[1:]) for x in arguments]
+        with patch(model, {f"{name}.mixed": gate_NH11.mul for name, gate_NH11 in gates.items()}):
+            logp_NTV = model(*inputs).float().log_softmax(-1)
+        scores_N = logp_NTV[:, range(len(labels)), label_T].sum(-1).tolist()
+        for (name, _), left in zip(silenced, scores_N, strict=True):
+            out[name].append(score - left)
+    return out
+
+
+@torch.no_grad()
+def masked_importance(model: Model, ids_S: Tensor, maskable: Sequence[int], score: float) -> dict[str, list[float]]:
+    """`head_importance` of a text whose tokens are masked in turn."""
+
+    def left(name: str, head: int) -> float:
+        with patch(model, {f"{name}.mixed": without(head)}):
+            logits_SV, _ = mask_each_token(model, ids_S, maskable)
+        return float(logits_SV.log_softmax(-1)[range(len(ids_S)), ids_S].sum())
+
+    return {
+        name: [score - left(name, head) for head in range(attention.heads)]
+        for name, attention in model.attentions().items()
+    }

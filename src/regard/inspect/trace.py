@@ -26,14 +26,17 @@ from regard.inspect.logit_lens import (
     LensLayer,
     OutputStep,
     attribution,
+    head_importance,
     lens_hooks,
     logit_lens,
     mask_each_token,
+    masked_attribution,
+    masked_importance,
     output_steps,
 )
 from regard.inspect.page import Packer, render_frame, render_page
 from regard.inspect.walk import make_walks
-from regard.model import kind_and_layer
+from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
 from regard.nn.hooks import record, record_calls
 from regard.nn.transformer import Transformer
@@ -45,6 +48,7 @@ MAX_TOKENS = 300  # shown per side
 MAX_TEXT = 4000  # characters of a text that the page shows
 MIN_POSITIONS = 32  # of a position heatmap
 MAX_ATTRIBUTED = 64  # output tokens: each needs a backward pass
+MAX_SILENCED = 500_000_000_000  # multiplications, a few seconds: more are not spent on the importance of heads
 TOKEN_ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
 
 
@@ -114,6 +118,7 @@ class Trace:
     image: ImageInput | None = None
     distances: dict[str, np.ndarray] = field(default_factory=dict)  # of an image: pixels per head, by map
     attribution: Attribution | None = None  # of short outputs
+    importance: dict[str, list[float]] = field(default_factory=dict)  # log-probability lost without each head, by map
 
     def __repr__(self) -> str:
         texts = " -> ".join(repr(text if len(text) <= 40 else f"{text[:39]}…") for text in self.texts.values())
@@ -253,16 +258,21 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         with record(model, "*.weights", *hooks) as recorded, record_calls(model) as calls:
             logits_TV = model(*inputs.arguments)[0].float()
         vectors = {hook: recorded[hook][0] for hook in hooks}
+        masked = None
         if run.task.name == "masked" and config.predicts_tokens:
             ids, special = inputs.ids["encoder"], run.codec.source.special
             maskable = [i for i, index in enumerate(ids) if index not in special]
-            logits_TV, vectors = mask_each_token(model, torch.tensor(ids, device=model.device), maskable)
+            masked = torch.tensor(ids, device=model.device), maskable
+            logits_TV, vectors = mask_each_token(model, *masked)
         walks = make_walks(model, calls, inputs.ids)
         lens = logit_lens(model, vectors, inputs.names)
+        best = logits_TV.argmax(-1).tolist()
+        labels = [] if model.output is None else best if inputs.labels is None else inputs.labels
+        score = float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0
+        attributed = _attribution(model, inputs, labels, masked)
+        importance, unmeasured = _importance(model, inputs, labels, score, masked)
     finally:
         model.train(was_training)
-    best = logits_TV.argmax(-1).tolist()
-    labels = [] if model.output is None else best if inputs.labels is None else inputs.labels
     maps = []
     for name, attention in model.attentions().items():
         kind, layer = kind_and_layer(name)
@@ -290,21 +300,44 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         lens=lens,
         positions=tuple(heatmap for heatmap in heatmaps if heatmap is not None),
         walks=walks,
-        notes=tuple(inputs.notes),
-        score=float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0,
+        notes=(*inputs.notes, *unmeasured),
+        score=score,
         unit="class" if model.classifies else "token",
         image=inputs.image,
         distances=distances,
-        attribution=_attribution(run, inputs, labels),
+        attribution=attributed,
+        importance=importance,
     )
 
 
-def _attribution(run: Run, inputs: InspectionInput, labels: Sequence[int]) -> Attribution | None:
-    """What a short output, or a class, is attributed to; a masked token has an input of its own, an image no tokens."""
-    if not 0 < len(labels) <= MAX_ATTRIBUTED or run.task.name == "masked" or run.task.reads == "images":
+MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions that are masked in turn
+
+
+def _attribution(
+    model: Model, inputs: InspectionInput, labels: Sequence[int], masked: MaskedText | None
+) -> Attribution | None:
+    """What a short output, a class, or the masked tokens of a short text are attributed to."""
+    if not 0 < len(labels) <= MAX_ATTRIBUTED:
         return None
-    columns = "input" if run.model.decoder_only else "source"
-    return Attribution(attribution(run.model, inputs.arguments, labels).cpu().numpy(), "output", columns)
+    if masked is not None:
+        return Attribution(masked_attribution(model, *masked).cpu().numpy(), "source", "source")
+    columns = "input" if model.decoder_only else "source"
+    return Attribution(attribution(model, inputs.arguments, labels).cpu().numpy(), "output", columns)
+
+
+def _importance(
+    model: Model, inputs: InspectionInput, labels: Sequence[int], score: float, masked: MaskedText | None
+) -> tuple[dict[str, list[float]], list[str]]:
+    """The log-probability lost without each head, by map; none of a model without output. A note if it takes long."""
+    if not labels:
+        return {}, []
+    tokens = sum(len(row) for name, row in inputs.tokens.items() if name != "output")
+    heads = sum(attention.heads for attention in model.attentions().values())
+    if heads * model.size * tokens * (1 if masked is None else tokens) > MAX_SILENCED:
+        return {}, [f"The importance of the {heads} heads was not measured: this model or this text is too large."]
+    if masked is not None:
+        return masked_importance(model, *masked, score), []
+    return head_importance(model, inputs.arguments, labels, score), []
 
 
 def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from regard.decode.options import Options
 from regard.decode.request import Request
@@ -22,12 +23,14 @@ BOUNDS = {
     "seed": 2**63 - 1,
 }
 BATCHING = ("window", "batch_tokens", "weights", "precision")  # the server decides
-
+# Bodies are checked in the event loop, which nothing should hold up for long: millions of wrong values took seconds.
+SMALL = 4096  # bytes of a body that cannot hold too many values
+MAX_VALUES, MAX_KEYS = 50_000, 100  # of a body, and of each object in it
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=200)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -49,7 +52,9 @@ def _checked_keys(value: Any) -> Any:
 
 
 Constrained = Annotated[Request, BeforeValidator(_checked_keys)]
-Inputs = Text | Constrained | Annotated[list[Text | Constrained], Field(min_length=1, max_length=MAX_INPUTS)]
+Inputs = (
+    Text | Constrained | Annotated[list[Text | Constrained], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+)
 
 
 class GenerateBody(Options):
@@ -62,9 +67,9 @@ class GenerateBody(Options):
 
     @model_validator(mode="after")
     def _bounded(self) -> GenerateBody:
-        for name, most in BOUNDS.items():
-            if (getattr(self, name) or 0) > most:
-                raise ValueError(f"{name}: at most {most}")
+        for name in BOUNDS.keys() & self.model_fields_set:
+            if (getattr(self, name) or 0) > BOUNDS[name]:
+                raise ValueError(f"{name}: at most {BOUNDS[name]}")
         if any(len(item["source"]) > MAX_TEXT for item in self.items()):
             raise ValueError(f"inputs: a source has at most {MAX_TEXT} characters")
         for name in BATCHING:
@@ -150,7 +155,7 @@ class ScoreBody(Body):
     """Pairs to score."""
 
     run: Name | None = None
-    pairs: Annotated[list[Pair], Field(min_length=1, max_length=MAX_INPUTS)]
+    pairs: Annotated[list[Pair], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class LabelInput(Body):
@@ -164,7 +169,7 @@ class ClassifyBody(Body):
     """Texts to classify."""
 
     run: Name | None = None
-    inputs: Annotated[list[Text | LabelInput], Field(min_length=1, max_length=MAX_INPUTS)]
+    inputs: Annotated[list[Text | LabelInput], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class EmbedBody(Body):
@@ -188,19 +193,57 @@ class ReloadBody(Body):
     """Nothing: all runs are loaded anew."""
 
 
-class NotJson(UserError):
+class BadBody(UserError):
+    """A body that is refused, with the status of the answer."""
+
+    status = 422
+
+
+class NotJson(BadBody):
     """A body that is no JSON at all."""
+
+    status = 400
+
+
+class TooLarge(BadBody):
+    """A body with more values than one request may have."""
+
+    status = 413
 
 
 B = TypeVar("B", bound=BaseModel)
 
 
-def parse_body(kind: type[B], data: bytes) -> B:
-    """A checked body; a UserError names every field that is wrong."""
+def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
+    """A checked body; a UserError names the fields that are wrong, of a list the first alone."""
+    if len(data) > SMALL:
+        check_size(data, max_inputs)
     try:
         return kind.model_validate_json(data, strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False)
         if items[0]["type"] == "json_invalid":
             raise NotJson(f"not JSON: {items[0]['msg'].partition(': ')[2]}") from None
-        raise UserError("; ".join(explain(kind, dict(item)) for item in items[:20])) from None
+        raise BadBody("; ".join(explain(kind, dict(item)) for item in items[:20])) from None
+
+
+def check_size(data: bytes, max_inputs: int) -> None:
+    """Refuse a body of too many values before anybody looks at each of them."""
+    try:
+        body = from_json(data)
+    except ValueError:
+        return  # says where it is wrong when it is checked
+    if isinstance(body, dict):
+        for key in ("inputs", "q", "prompt", "pairs"):
+            if isinstance(rows := body.get(key), list) and len(rows) > max_inputs:
+                raise TooLarge(f"{key}: {len(rows)} inputs; at most {max_inputs} in one request")
+    pending: list[Any] = [body] if isinstance(body, dict | list) else []
+    values = 0
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict) and len(each) > MAX_KEYS:
+            raise TooLarge(f"an object has {len(each)} keys; at most {MAX_KEYS}")
+        values += len(each)
+        if values > MAX_VALUES:
+            raise TooLarge(f"the body has more than {MAX_VALUES} values")
+        pending += [x for x in (each.values() if isinstance(each, dict) else each) if isinstance(x, dict | list)]

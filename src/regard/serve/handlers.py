@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp_sse import EventSourceResponse, sse_response
@@ -26,7 +27,7 @@ from regard.serve.bodies import (
     ScoreBody,
     TranslateBody,
 )
-from regard.serve.refusals import Refused, error_json, json_response
+from regard.serve.responses import Refused, common_headers, error_json, json_response
 from regard.serve.schedule import Group, Job, QueueFull
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
@@ -71,32 +72,30 @@ class Handlers:
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
-        expected = [max(self._longest(item, options, n)) for item, n in zip(items, lengths, strict=True)]
-        if (work := rows * sum(expected)) > self.settings.max_work:
+        if (work := rows * sum(map(partial(_longest, options), items, lengths))) > self.settings.max_work:
             raise Refused(
                 413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {self.settings.max_work}"
             )
         group = Group(run, kind, to_json(options).decode(), alone=kind == "stream")
         return Job(group, items, [rows * n for n in lengths])
 
-    @staticmethod
-    def _longest(item: Answer, options: dict[str, Any], length: int) -> Iterator[float]:
-        """Bounds of the output tokens of a source of so many characters, of which the greatest is taken."""
-        yield item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA
-        yield max(item.get("min_length", 0), options.get("min_length", 0))
-        yield length * max(options.get("max_ratio") or 0, options.get("min_ratio", 0))
+    def check_room(self) -> None:
+        """Refuse a request of which nothing is known yet, if no worker is ready or the queue is full."""
+        if not self.service.ready:
+            raise Refused(503, "no worker is ready", retry_after=2)
+        if self.service.queue.full:
+            raise self._busy()
 
     def submit(self, job: Job) -> None:
         """Take on a job, or refuse it."""
-        if not self.service.ready:
-            raise Refused(503, "no worker is ready", retry_after=2)
         try:
             self.service.submit(job)
         except QueueFull:
-            seconds = self.service.wait_seconds()
-            raise Refused(
-                429, "more work waits than the server takes on; try again later", retry_after=seconds
-            ) from None
+            raise self._busy() from None
+
+    def _busy(self) -> Refused:
+        seconds = self.service.wait_seconds()
+        return Refused(429, "more work waits than the server takes on; try again later", retry_after=seconds)
 
     async def results(self, job: Job) -> list[Answer]:
         """The results of a job, in order; an error of the only input is that of the request."""
@@ -127,7 +126,7 @@ class Handlers:
 
     # endpoints
 
-    async def generate(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
+    async def generate(self, request: web.BaseRequest, body: GenerateBody) -> web.StreamResponse:
         """Decode."""
         run = self.find_run(body.run, "generate")
         items, options = body.items(), body.options()
@@ -151,7 +150,7 @@ class Handlers:
             await self._tell(events, job, lambda piece: {"piece": piece}, lambda x: [{"run": run, "result": x}])
         return events
 
-    async def translate(self, request: web.Request, body: TranslateBody) -> web.StreamResponse:
+    async def translate(self, request: web.BaseRequest, body: TranslateBody) -> web.StreamResponse:
         """Translate, in LibreTranslate's form."""
         run = self.find_run(self._run_of_pair(body.source, body.target), "generate")
         texts, n = [body.q] if isinstance(body.q, str) else body.q, body.alternatives + 1
@@ -182,7 +181,7 @@ class Handlers:
             return able[0]
         raise Refused(422, f"source, target: there is no run for {source} to {target} (runs: {', '.join(able)})")
 
-    async def languages(self, request: web.Request) -> web.StreamResponse:
+    async def languages(self, request: web.BaseRequest) -> web.StreamResponse:
         """The language pairs, in LibreTranslate's form."""
         pairs = [
             name.split("-", 1) for name, run in self.service.runs.items() if "generate" in run["kinds"] and "-" in name
@@ -192,7 +191,7 @@ class Handlers:
             [{"code": code, "name": code, "targets": [t for s, t in pairs if s == code]} for code in sources]
         )
 
-    async def completions(self, request: web.Request, body: CompletionBody) -> web.StreamResponse:
+    async def completions(self, request: web.BaseRequest, body: CompletionBody) -> web.StreamResponse:
         """Continue prompts, in OpenAI's form."""
         run = self._language_model(body.model)
         options = body.options()
@@ -249,7 +248,7 @@ class Handlers:
             )
         return name
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
+    async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """The runs, in OpenAI's form; with what each can do."""
         rows = [
             {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
@@ -257,32 +256,32 @@ class Handlers:
         ]
         return json_response({"object": "list", "data": rows})
 
-    async def score(self, request: web.Request, body: ScoreBody) -> web.StreamResponse:
+    async def score(self, request: web.BaseRequest, body: ScoreBody) -> web.StreamResponse:
         """Tell how probable targets are."""
         run = self.find_run(body.run, "score")
         items = [pair.model_dump(exclude_none=True) for pair in body.pairs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
 
-    async def classify(self, request: web.Request, body: ClassifyBody) -> web.StreamResponse:
+    async def classify(self, request: web.BaseRequest, body: ClassifyBody) -> web.StreamResponse:
         """Tell labels of texts."""
         run = self.find_run(body.run, "classify")
         items = [{"source": x} if isinstance(x, str) else x.model_dump(exclude_none=True) for x in body.inputs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
 
-    async def embed(self, request: web.Request, body: EmbedBody) -> web.StreamResponse:
+    async def embed(self, request: web.BaseRequest, body: EmbedBody) -> web.StreamResponse:
         """Give vectors of texts."""
         run = self.find_run(body.run, "embed")
         job = self.make_job(run, "embed", {"normalize": body.normalize}, [{"source": text} for text in body.inputs])
         return json_response({"run": run, "results": await self.results(job)})
 
-    async def inspect(self, request: web.Request, body: InspectBody) -> web.StreamResponse:
+    async def inspect(self, request: web.BaseRequest, body: InspectBody) -> web.StreamResponse:
         """The attention page of one example."""
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
         (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACED))
         return json_response({"run": run, **result})
 
-    async def reload(self, request: web.Request, body: ReloadBody) -> web.StreamResponse:
+    async def reload(self, request: web.BaseRequest, body: ReloadBody) -> web.StreamResponse:
         """Load all runs anew from their directories; no request is dropped."""
         try:
             await self.service.reload()
@@ -290,11 +289,11 @@ class Handlers:
             raise Refused(422, f"the runs could not be loaded, the old ones stay: {error}") from None
         return json_response({"runs": list(self.service.runs)})
 
-    async def live(self, request: web.Request) -> web.StreamResponse:
+    async def live(self, request: web.BaseRequest) -> web.StreamResponse:
         """Whether the process answers."""
         return json_response({"status": "live"})
 
-    async def ready(self, request: web.Request) -> web.StreamResponse:
+    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
         """Whether requests should be sent here."""
         if self.draining or not self.service.ready:
             raise Refused(503, "draining" if self.draining else "no worker is ready", retry_after=2)
@@ -318,8 +317,24 @@ class Handlers:
         except Refused as refused:
             await events.send(json.dumps({"error": error_json(refused.status, refused.message)}))
 
-    def _events(self, request: web.Request) -> AbstractAsyncContextManager[EventSourceResponse]:
-        return sse_response(request, sep="\n", send_timeout=self.settings.send, allow_all_methods=True)
+    def _events(self, request: web.BaseRequest) -> AbstractAsyncContextManager[EventSourceResponse]:
+        headers = common_headers(request, self.settings.cors, self.draining)
+        any_request = cast(web.Request, request)  # it asks for no more than every request has
+        return sse_response(
+            any_request, headers=headers, sep="\n", send_timeout=self.settings.send, allow_all_methods=True
+        )
+
+
+def _longest(options: Answer, item: Answer, length: int) -> float:
+    """The most output tokens that a source of so many characters is expected to have."""
+    longest: float = max(
+        item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA,
+        item.get("min_length", 0),
+        options.get("min_length", 0),
+        length * (options.get("max_ratio") or 0),
+        length * options.get("min_ratio", 0),
+    )
+    return longest
 
 
 def _raise(result: Answer) -> None:

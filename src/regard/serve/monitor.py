@@ -1,56 +1,91 @@
-"""Metrics for Prometheus: counts, times and what waits. Labels name endpoints and statuses, never texts or keys."""
+"""Metrics for Prometheus: counts, times and what waits. Labels name endpoints and statuses, never texts or keys.
+
+Requests are counted in plain numbers, which become metrics when somebody asks for them: to count with the metrics of
+the library took as long as to check a request.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from regard.serve.schedule import Batch
 from regard.serve.service import Service
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+Labels = tuple[str, ...]
+
+
+class Tally:
+    """How many values there were between bounds, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """The number of values up to each bound, as Prometheus wants it."""
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
 
 
 class Monitor:
     """The metrics of one server."""
 
     def __init__(self, service: Service) -> None:
-        self.registry = registry = CollectorRegistry()
-        names = ("path", "status")
-        self._requests = Counter("regard_requests", "Requests answered.", names, registry=registry)
-        self._seconds = Histogram(
-            "regard_request_seconds", "Time to answer.", ("path",), buckets=SECONDS, registry=registry
-        )
-        self._batches = Histogram(
-            "regard_batch_inputs", "Inputs of a batch.", ("run", "kind"), buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            registry=registry,
-        )  # fmt: skip
-        self._work = Counter("regard_worker_seconds", "Time of workers.", ("run", "kind"), registry=registry)
-        for name, text, value in (
-            ("regard_queue_inputs", "Inputs that wait for a worker.", lambda: len(service.queue)),
-            ("regard_queue_tokens", "Tokens times hypotheses that wait.", lambda: service.queue.cost),
-            ("regard_workers", "Workers that can answer.", lambda: service.workers),
-            ("regard_worker_restarts", "Workers that had to be replaced.", lambda: service.numbers.restarts),
-        ):
-            Gauge(name, text, registry=registry).set_function(value)
+        self._service = service
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._seconds: defaultdict[Labels, Tally] = defaultdict(lambda: Tally(SECONDS))
+        self._batches: defaultdict[Labels, Tally] = defaultdict(lambda: Tally(INPUTS))
+        self._work: defaultdict[Labels, float] = defaultdict(float)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         service.on_batch = self._batch
-        self._labelled = cache(_labelled)  # to look labels up takes longer than to count
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request."""
-        self._labelled(self._requests, path, str(status)).inc()
-        self._labelled(self._seconds, path).observe(seconds)
+        self._requests[path, status] += 1
+        self._seconds[path,].add(seconds)
 
     def _batch(self, batch: Batch, seconds: float) -> None:
-        self._labelled(self._batches, batch.group.run, batch.group.kind).observe(len(batch.entries))
-        self._labelled(self._work, batch.group.run, batch.group.kind).inc(seconds)
+        labels = batch.group.run, batch.group.kind
+        self._batches[labels].add(len(batch.entries))
+        self._work[labels] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        requests = CounterMetricFamily("regard_requests", "Requests answered.", labels=("path", "status"))
+        for (path, status), count in self._requests.items():
+            requests.add_metric((path, str(status)), count)
+        work = CounterMetricFamily("regard_worker_seconds", "Time of workers.", labels=("run", "kind"))
+        for labels, seconds in self._work.items():
+            work.add_metric(labels, seconds)
+        yield from (requests, work)
+        for name, text, names, tallies in (
+            ("regard_request_seconds", "Time to answer.", ("path",), self._seconds),
+            ("regard_batch_inputs", "Inputs of a batch.", ("run", "kind"), self._batches),
+        ):
+            family = HistogramMetricFamily(name, text, labels=names)
+            for labels, tally in tallies.items():
+                family.add_metric(labels, tally.buckets(), tally.sum)
+            yield family
+        queue = self._service.queue
+        yield GaugeMetricFamily("regard_queue_inputs", "Inputs that wait for a worker.", len(queue))
+        yield GaugeMetricFamily("regard_queue_tokens", "Tokens times hypotheses that wait.", queue.cost)
+        yield GaugeMetricFamily("regard_workers", "Workers that can answer.", self._service.workers)
+        restarts = self._service.numbers.restarts
+        yield GaugeMetricFamily("regard_worker_restarts", "Workers that had to be replaced.", restarts)
 
     def text(self) -> bytes:
         """All metrics as Prometheus reads them."""
-        return generate_latest(self.registry)
-
-
-def _labelled(metric: Counter | Histogram, *labels: str) -> Any:
-    return metric.labels(*labels)
+        return generate_latest(self._registry)

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard import __version__
 from regard.serve.handlers import Route
-from regard.serve.refusals import CODES
+from regard.serve.responses import CODES
 
 ERROR = {
     "type": "object",

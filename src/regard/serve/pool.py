@@ -167,7 +167,7 @@ class Pool:
                 theirs.close()
         loop, workers = asyncio.get_running_loop(), []
         for ours, _ in pairs:
-            _, worker = await loop.create_connection(
+            _, worker = await loop.create_unix_connection(
                 lambda: WorkerConnection(pid, self._on_message, self._on_end), sock=ours
             )
             workers.append(worker)

@@ -23,10 +23,10 @@ from regard.config import Count, Problem, parse
 from regard.errors import UserError, missing_extra
 from regard.recipe import option
 from regard.run import read_config
-from regard.serve.bodies import NotJson, TranslateBody, parse_body
+from regard.serve.bodies import BadBody, TranslateBody, parse_body
 from regard.serve.handlers import Handlers, routes
 from regard.serve.pool import PoolSettings
-from regard.serve.refusals import Refused, error_response
+from regard.serve.responses import Refused, error_response
 from regard.serve.server import LARGEST_BATCH
 from regard.serve.service import Service
 from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
@@ -124,7 +124,7 @@ class Replica:
         except Refused as refused:
             response = error_response(refused)
         except UserError as error:
-            response = error_response(Refused(400 if isinstance(error, NotJson) else 422, str(error)))
+            response = error_response(Refused(error.status if isinstance(error, BadBody) else 422, str(error)))
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -153,7 +153,7 @@ class Replica:
             raise Refused(415, f"the body is JSON: Content-Type: application/json, not {kind[:80]}")
         if len(data) > self.settings.max_body:
             raise Refused(413, f"the body has more than {self.settings.max_body} bytes")
-        body = parse_body(route.body, data)
+        body = parse_body(route.body, data, self.settings.max_inputs)
         if isinstance(body, TranslateBody) and not allowed_in and not self.keys.allows(body.api_key):
             raise Refused(401, "a key is needed: api_key, or the header Authorization: Bearer KEY")
         if getattr(body, "stream", False):

@@ -21,6 +21,7 @@ SINGLES = 4.0  # and it takes as long as so many inputs do that are answered alo
 FEWEST = 8  # inputs that share a batch even if they take longer: fewer would waste most of the processor
 FIRST_COST, FIRST_SINGLE = 512, 0.025  # of batches of which nothing is known yet
 SMOOTHING = 0.2
+ROOM = 1 / 64  # of the capacity: with less, nothing is taken on, so that refusals need not look at what is asked
 KEPT = 1.0  # seconds after a small request in which a worker is kept for others
 
 
@@ -70,7 +71,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.remaining = sum(self.costs)
-        self.waiting = sorted(range(len(self.inputs)), key=lambda i: -self.costs[i])  # equal lengths side by side
+        self.waiting = sorted(range(len(self.inputs)), key=self.costs.__getitem__, reverse=True)  # equal ones together
 
     @property
     def large(self) -> bool:
@@ -148,6 +149,11 @@ class Queue:
 
     def __len__(self) -> int:
         return sum(len(job.waiting) for job in self._jobs.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is taken on, however small it is."""
+        return self.cost > 0 and self.capacity - self.cost < ROOM * self.capacity
 
     def add(self, job: Job, now: float) -> None:
         """Let a job wait, or refuse it. An empty queue takes any job: its own limits have been checked."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import gc
 import ipaddress
 import json
 import logging
@@ -19,27 +20,28 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from regard.errors import UserError, plural
-from regard.serve.assets import ASSETS, asset_response
-from regard.serve.bodies import NotJson, TranslateBody, parse_body
+from regard.serve.bodies import BadBody, TranslateBody, parse_body
 from regard.serve.handlers import Handlers, Route, routes
 from regard.serve.monitor import Monitor
 from regard.serve.openapi import describe_api
 from regard.serve.pool import PoolSettings
-from regard.serve.refusals import Refused, error_response
+from regard.serve.responses import ASSETS, CODES, Refused, asset_response, common_headers, error_response
 from regard.serve.service import Service
 from regard.serve.settings import Keys, ServeSettings, is_address
 
 log = logging.getLogger("regard.serve")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
-SEND_BUFFER = 64 << 10  # bytes of each connection
 LARGEST_BATCH = 16_384  # tokens times hypotheses
-UNSENT = 65_536  # bytes of answers that the kernel takes for a client that does not read; else it would take megabytes
+MAX_HEADER = 8190  # bytes of a line of it
+UNSENT = 65_536  # bytes of answers that the kernel takes beyond what it has sent
 
 
 class Server:
@@ -57,30 +59,38 @@ class Server:
         self.port = settings.port
         self._proxies = [ipaddress.ip_network(text, strict=False) for text in settings.proxy]
         self._active = 0
-        self._runner: web.AppRunner | None = None
+        self._sending: dict[asyncio.Transport, float] = {}  # since when an answer is written there
+        self._watching: asyncio.Task[None] | None = None
+        self._paths: dict[str, dict[str, Handler]] = {}
+        self._manager: web.Server | None = None
+        self._listening: asyncio.Server | None = None
 
     # requests
 
-    def application(self) -> web.Application:
-        """The aiohttp application."""
-        app = web.Application(client_max_size=self.settings.max_body, middlewares=[self._middleware])
-        app.on_response_prepare.append(self._add_headers)
+    def _resources(self) -> dict[str, dict[str, Handler]]:
+        """What is at each path, by method."""
+        resources: dict[str, dict[str, Handler]] = {}
         for route in self.routes:
-            app.router.add_route(route.method, route.path, self._handler(route))
+            resources.setdefault(route.path, {})[route.method] = self._handler(route)
         api = json.dumps(describe_api(self.routes, list(self.service.runs))).encode()
-        app.router.add_get("/openapi.json", _fixed(lambda: api, "application/json"))
-        app.router.add_get("/metrics", _fixed(self.monitor.text, "text/plain; version=0.0.4"))
+        resources["/openapi.json"] = {"GET": _fixed(lambda: api, "application/json")}
+        resources["/metrics"] = {"GET": _fixed(self.monitor.text, "text/plain; version=0.0.4")}
         for path in ASSETS:
-            app.router.add_get(path, asset_response)
-        return app
+            resources[path] = {"GET": asset_response}
+        for methods in resources.values():
+            if "GET" in methods:
+                methods["HEAD"] = methods["GET"]
+        return resources
 
     def _handler(self, route: Route) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
             if route.access == "admin" and not self.keys.allows_admin(_key(request)):
                 raise Refused(403, "an admin key is needed (a line 'admin KEY' in the file of --keys)")
             if route.body is None:
                 return await route.handle(request)
-            body = parse_body(route.body, await self._read(request))
+            if route.access == "key":
+                self.handlers.check_room()  # before the body is read
+            body = parse_body(route.body, await self._read(request), self.settings.max_inputs)
             if (
                 isinstance(body, TranslateBody)
                 and self.keys.any
@@ -92,11 +102,18 @@ class Server:
 
         return handle
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, request: web.BaseRequest) -> bytes:
         """The body of a request, if it is JSON and comes in time."""
         if request.content_type != "application/json":
             raise Refused(415, f"the body is JSON: Content-Type: application/json, not {request.content_type[:80]}")
+        if (request.content_length or 0) > self.settings.max_body:
+            raise Refused(413, f"the body has more than {self.settings.max_body} bytes")
         try:
+            if request.content.is_eof():  # it came with the header, as most do
+                return await request.read()
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0  # of the answer itself
             async with asyncio.timeout(self.settings.receive):
                 return await request.read()
         except TimeoutError:
@@ -106,23 +123,25 @@ class Server:
         except (ValueError, web.PayloadAccessError):
             raise Refused(400, "the body cannot be read") from None
 
-    @web.middleware
-    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, answer, turn errors into JSON, count, and let go of clients that do not read."""
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request, count it, and let go of clients that do not read."""
         began = time.monotonic()
         self._active += 1
-        path = resource.canonical if (resource := request.match_info.route.resource) else "none"
+        path = request.path if request.path in self._paths else "none"
         try:
-            response = await self._answer(request, handler)
-            if not response.prepared and request.transport is not None:
-                timer = asyncio.get_running_loop().call_later(self.settings.send, request.transport.abort)
+            response = await self._answer(request)
+            if not response.prepared and (transport := request.transport) is not None:
+                response.headers.update(common_headers(request, self.settings.cors, self.handlers.draining))
+                self._sending[transport] = time.monotonic()
                 try:
                     await response.prepare(request)
                     await response.write_eof()
                 finally:
-                    timer.cancel()
+                    del self._sending[transport]
         finally:
             self._active -= 1
+        if self.handlers.draining:
+            response.force_close()
         seconds = time.monotonic() - began
         self.monitor.request(path, response.status, seconds)
         if log.isEnabledFor(logging.INFO):
@@ -130,12 +149,20 @@ class Server:
             log.info("%s %s %s %d %.0f ms", client, request.method, path, response.status, 1000 * seconds)
         return response
 
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Check the key, answer, and turn errors into JSON."""
         try:
             if request.method == "OPTIONS" and request.headers.get("Origin") in self.settings.cors:
                 return web.Response(status=204)
             if self.keys.any and not self._is_open(request) and not self._knows(request):
                 raise Refused(401, "a key is needed, as the header Authorization: Bearer KEY")
+            if (methods := self._paths.get(request.path)) is None:
+                raise Refused(404, f"{request.method} {request.path[:200]}: there is nothing here")
+            if (handler := methods.get(request.method)) is None:
+                allowed = ", ".join(methods)
+                response = error_response(Refused(405, f"{request.method} {request.path}: allowed are {allowed}"))
+                response.headers["Allow"] = allowed
+                return response
             return await handler(request)
         except Refused as refused:
             response = error_response(refused)
@@ -143,40 +170,20 @@ class Server:
                 response.force_close()
             return response
         except UserError as error:
-            return error_response(Refused(400 if isinstance(error, NotJson) else 422, str(error)))
-        except web.HTTPException as error:
-            allowed = f" (allowed: {error.headers['Allow']})" if "Allow" in error.headers else ""
-            response = error_response(
-                Refused(error.status, f"{request.method} {request.path[:200]}: {error.reason}{allowed}", "error")
-            )
-            if "Allow" in error.headers:
-                response.headers["Allow"] = error.headers["Allow"]
-            return response
+            return error_response(Refused(error.status if isinstance(error, BadBody) else 422, str(error)))
         except (asyncio.CancelledError, ConnectionError, TimeoutError):
             raise
         except Exception:
             log.exception("an error while answering %s", request.path)
             return error_response(Refused(500, "an error in the server; its log has the details"))
 
-    def _is_open(self, request: web.Request) -> bool:
+    def _is_open(self, request: web.BaseRequest) -> bool:
         return request.path.startswith("/health/") or request.path == "/translate"  # whose key is in its body
 
-    def _knows(self, request: web.Request) -> bool:
+    def _knows(self, request: web.BaseRequest) -> bool:
         return self.keys.allows(_key(request))
 
-    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        origin = request.headers.get("Origin", "")
-        if origin in self.settings.cors:
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
-            response.headers["Vary"] = "Origin"
-        if self.handlers.draining:
-            response.headers["Connection"] = "close"  # else the client would send its next request into a closed one
-            response.force_close()
-
-    def _client(self, request: web.Request) -> str:
+    def _client(self, request: web.BaseRequest) -> str:
         """The address of a client; behind proxies that are named, the last one before them."""
         address = request.remote or ""
         chain = [part.strip() for part in request.headers.get("X-Forwarded-For", "").split(",")]
@@ -184,27 +191,44 @@ class Server:
             address = chain.pop()
         return address
 
+    async def _watch(self) -> None:
+        """Let go of clients that do not read; a timer for each answer would cost more."""
+        while True:
+            await asyncio.sleep(min(1.0, self.settings.send / 4))
+            now = time.monotonic()
+            for transport in [each for each, began in self._sending.items() if now - began > self.settings.send]:
+                transport.abort()
+
     # life
 
     async def start(self) -> None:
         """Load the runs and listen."""
         await self.service.start()
+        self._watching = asyncio.create_task(self._watch())
         settings = self.settings
-        self._runner = web.AppRunner(
-            self.application(),
-            handle_signals=False,
-            access_log=None,
-            keepalive_timeout=settings.receive,
-            lingering_time=1.0,
-            handler_cancellation=True,
-            shutdown_timeout=settings.drain,
-            max_line_size=8190,
-            max_field_size=8190,
-        )
-        await self._runner.setup()
-        listener = self._listen()
+        self._paths = self._resources()
+        listener, loop = self._listen(), asyncio.get_running_loop()
         self.port = listener.getsockname()[1]
-        await web.SockSite(self._runner, listener, backlog=1024).start()
+        manager = self._manager = web.Server(
+            self._handle,
+            handler_cancellation=True,
+            request_factory=lambda message, payload, protocol, writer, task: web.BaseRequest(
+                message, payload, protocol, writer, task, loop, client_max_size=settings.max_body
+            ),
+        )
+
+        def protocol() -> Protocol:
+            return Protocol(
+                manager,
+                loop=loop,
+                access_log=None,  # type: ignore[arg-type]  # what AppRunner gives for none
+                keepalive_timeout=settings.receive,
+                lingering_time=1.0,
+                max_line_size=MAX_HEADER,
+                max_field_size=MAX_HEADER,
+            )
+
+        self._listening = await loop.create_server(protocol, sock=listener, backlog=1024)
 
     def _listen(self) -> socket.socket:
         settings = self.settings
@@ -214,10 +238,10 @@ class Server:
             )
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # What a client may ask for without reading any of it; the system would allow some megabytes.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections whose client takes nothing any more end by themselves
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * settings.send))
+            # A client that asks and does not read made the kernel hold 4.1 MB, with this 0.09. A small SO_SNDBUF does
+            # nearly the same (0.14), but would also bound how fast a distant client that reads can be sent to.
             if hasattr(socket, "TCP_NOTSENT_LOWAT"):
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
             listener.bind(address)
@@ -231,23 +255,60 @@ class Server:
             return
         self.handlers.draining = True
         await asyncio.sleep(LISTEN_ON)
-        if self._runner is None:
-            return await self.service.close()
-        for site in list(self._runner.sites):
-            await site.stop()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.drain):
-                while self._active:
-                    await asyncio.sleep(0.02)
-        await self._runner.cleanup()
+        if self._listening is not None and self._manager is not None:
+            self._listening.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.drain):
+                    while self._active:
+                        await asyncio.sleep(0.02)
+            self._manager.pre_shutdown()
+            await self._manager.shutdown(self.settings.drain)
+        if self._watching is not None:
+            self._watching.cancel()
         await self.service.close()
+
+
+class Protocol(web.RequestHandler):
+    """HTTP over one connection; what is not HTTP, or too long, is refused in the shape of all errors."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status == 400:
+            status = 431 if isinstance(exc, LineTooLong) else 400
+            text = (
+                f"a line of the header is longer than {MAX_HEADER} bytes"
+                if status == 431
+                else "not HTTP, or too many headers"
+            )
+        else:
+            log.error("an error in a connection", exc_info=exc)
+            text = "an error in the server; its log has the details"
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the answer was sent")
+        response = error_response(Refused(status if status in CODES else 500, text))
+        response.force_close()
+        return response
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop of uvloop, which takes less time for a request; there is none for Windows."""
+    if find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _key(request: web.Request) -> str:
+def _key(request: web.BaseRequest) -> str:
     """The key of a request: a bearer token, or the password that a browser asks for."""
     scheme, _, value = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
@@ -266,14 +327,19 @@ def _within(address: str, networks: list[Any]) -> bool:
 
 
 def _fixed(data: Callable[[], bytes], kind: str) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=data(), headers={"Content-Type": kind})
 
     return handle
 
 
-async def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
+def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
     """Serve until a signal ends it."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(runs, settings, say))
+
+
+async def _serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[str], None]) -> None:
     logging.basicConfig(
         format="%(asctime)s %(message)s", level=logging.INFO if settings.access_log else logging.WARNING
     )
@@ -285,6 +351,8 @@ async def serve(runs: dict[str, str], settings: ServeSettings, say: Callable[[st
     say(f"loading {plural(len(runs), 'run')}")
     try:
         await server.start()
+        gc.collect()
+        gc.freeze()  # a full collection would look at all modules, and hold up every request for that time
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         workers = plural(server.service.settings.workers, "worker")
         say(f"serving {', '.join(runs)} on http://{host}:{server.port}/ ({workers})")

@@ -49,7 +49,7 @@ class ServeSettings(Value):
 
     # what it takes on
     queue: Count = option(200_000, "Most tokens times hypotheses that wait; beyond, requests are refused (429).")
-    max_body: Count = option(4_000_000, "Most bytes of a request.")
+    max_body: Count = option(1_000_000, "Most bytes of a request.")
     max_inputs: Count = option(2_000, "Most inputs of a request.")
     max_work: Count = option(20_000_000, "Most inputs times hypotheses times output tokens of a request.")
 

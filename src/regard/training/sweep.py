@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from regard.data.prepare import is_prepared
-from regard.data.reader import STDIN
+from regard.data.streams import STDIN
 from regard.errors import UserError, is_out_of_memory, plural
 from regard.files import replace_directory, write_json
 from regard.metrics import LOWER_IS_BETTER
-from regard.recipe import Recipe, split_setting
+from regard.recipe import FILES, Recipe, split_setting
 from regard.training.checkpoint import TRAINING
 from regard.training.configure import check_model
 from regard.training.distributed import has_launcher
@@ -163,8 +163,7 @@ def _shown(raw: str) -> str:
 
 def _check(point: Point) -> None:
     """Refuse what no run could begin with, before the first one does."""
-    data = point.recipe.data
-    if STDIN in (data.train, data.source, data.target, data.valid, data.valid_source, data.valid_target):
+    if any(STDIN in (getattr(point.recipe.data, name) or ()) for name in FILES):
         raise UserError(
             f"--sweep: every run reads the data, which stdin ({STDIN}) gives once; write it to a file first"
         )

@@ -3,9 +3,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Kernel, padded } from "../../../src/regard/inspect/web/kernel.js";
 import { beamSearch, best, greedySearch, logSoftmax, randomNumbers, sampleSearch } from "../../../src/regard/inspect/web/search.js";
-import { decodeBytes, encodeBytes, halfToFloat } from "../../../src/regard/inspect/web/weights.js";
+import { decodeBytes, encodeBytes, halfToFloat, Kernel, padded } from "../../../src/regard/inspect/web/weights.js";
 
 const numbers = (seed, count) => { const draw = randomNumbers(seed); return Float32Array.from({ length: count }, () => 2 * draw() - 1); };
 

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { planeOf } from "../../../src/regard/inspect/web/core.js";
-import { groupPlane, wordSpans } from "../../../src/regard/inspect/web/text.js";
+import { groupPlane, wordSpans } from "../../../src/regard/inspect/web/words.js";
 
 const spelled = (tokens, features) => wordSpans(tokens, features).map(([from, to]) => tokens.slice(from, to).join(""));
 

@@ -25,7 +25,12 @@ async function inflate(text) {
 // Give every array of a stored trace its numbers.
 export function attachNumbers(node, buffer) {
   if (node === null || typeof node !== "object") return;
-  if (node.shape && node.type in ARRAYS) node.values = new ARRAYS[node.type](buffer, node.at, node.shape.reduce((a, b) => a * b, 1));
+  if (node.shape && node.type in ARRAYS)
+    node.values = new ARRAYS[node.type](
+      buffer,
+      node.at,
+      node.shape.reduce((a, b) => a * b, 1),
+    );
   else for (const child of Object.values(node)) attachNumbers(child, buffer);
 }
 
@@ -92,7 +97,13 @@ export const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 // The document
 
 export const SVG = "http://www.w3.org/2000/svg";
-const SAFE = /^(class|aria-[a-z]+|role|type|tabindex|title|lang|dir|colspan|scope|id|for|value|d|width|height|list|placeholder|min|max|step|rows|accept|autocomplete|autocapitalize|spellcheck|maxlength|hidden|open|disabled)$/;
+const SAFE = new Set(
+  (
+    "class role type tabindex title lang dir colspan scope id for value d width height list placeholder min max step " +
+    "rows accept autocomplete autocapitalize spellcheck maxlength hidden open disabled"
+  ).split(" "),
+);
+const isSafe = (name) => SAFE.has(name) || /^aria-[a-z]+$/.test(name);
 
 export function h(tag, props, ...children) {
   const made = tag === "svg" || tag === "path" ? document.createElementNS(SVG, tag) : document.createElement(tag);
@@ -100,7 +111,7 @@ export function h(tag, props, ...children) {
     if (typeof value === "function") made.addEventListener(name, value);
     else if (value === null || value === undefined) continue;
     else if (name === "style") Object.assign(made.style, value);
-    else if (SAFE.test(name)) made.setAttribute(name, String(value));
+    else if (isSafe(name)) made.setAttribute(name, String(value));
   }
   for (const child of children.flat(3)) {
     if (child === null || child === undefined) continue;
@@ -109,4 +120,69 @@ export function h(tag, props, ...children) {
   return made;
 }
 
-export const put = (parent, ...children) => { parent.replaceChildren(...children.flat().filter((c) => c)); return parent; };
+export const put = (parent, ...children) => {
+  parent.replaceChildren(...children.flat().filter((c) => c));
+  return parent;
+};
+
+// The keyboard: one stop of the Tab key for many nodes
+
+// Arrow keys move among nodes, up and down by `across`; null is a gap.
+export function roving(nodes, { across = 1, start = 0, mirrored = false } = {}) {
+  let at = Math.max(0, nodes[start] ? start : nodes.findIndex(Boolean));
+  const sideways = mirrored ? -1 : 1;
+  nodes.forEach((node, i) => {
+    if (!node) return;
+    node.setAttribute("tabindex", i === at ? "0" : "-1");
+    node.addEventListener("focus", () => {
+      nodes[at].setAttribute("tabindex", "-1");
+      at = i;
+      node.setAttribute("tabindex", "0");
+    });
+    node.addEventListener("keydown", (event) => {
+      const step = {
+        ArrowLeft: -sideways,
+        ArrowRight: sideways,
+        ArrowUp: -across,
+        ArrowDown: across,
+        Home: 1,
+        End: -1,
+      }[event.key];
+      if (!step) return;
+      let next = event.key === "Home" ? 0 : event.key === "End" ? nodes.length - 1 : i + step;
+      while (next in nodes && !nodes[next]) next += step;
+      if (nodes[next]) { event.preventDefault(); nodes[next].focus(); }
+    });
+  });
+}
+
+// Arrow keys move among nodes on a plane: to the nearest one in that direction. centres: [x, y] of each.
+export function spatial(nodes, centres) {
+  const away = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  let at = 0;
+  const focus = (i) => { nodes[at].setAttribute("tabindex", "-1"); at = i; nodes[i].setAttribute("tabindex", "0"); };
+  const nearest = (from, [dx, dy]) => {
+    let found = -1, least = Infinity;
+    centres.forEach(([x, y], i) => {
+      const ahead = (x - centres[from][0]) * dx + (y - centres[from][1]) * dy,
+        aside = Math.abs((x - centres[from][0]) * dy) + Math.abs((y - centres[from][1]) * dx);
+      if (ahead > 1 && ahead + 3 * aside < least) { least = ahead + 3 * aside; found = i; }
+    });
+    return found;
+  };
+  nodes.forEach((node, i) => {
+    node.setAttribute("tabindex", i === 0 ? "0" : "-1");
+    node.addEventListener("focus", () => focus(i));
+    node.addEventListener("keydown", (event) => {
+      const next =
+        event.key === "Home"
+          ? 0
+          : event.key === "End"
+            ? nodes.length - 1
+            : away[event.key]
+              ? nearest(i, away[event.key])
+              : -1;
+      if (next >= 0 && event.key in { ...away, Home: 1, End: 1 }) { event.preventDefault(); nodes[next].focus(); }
+    });
+  });
+}

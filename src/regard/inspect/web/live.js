@@ -1,15 +1,18 @@
 // The page that is the model: what is typed is computed here, and the views show it.
 
-import { addToAddress } from "./address.js";
 import { barOf } from "./bar.js";
 import { data, h, setData, storedData } from "./core.js";
 import { makeEngine } from "./engine.js";
-import { buildPage, tooOld, writeTexts } from "./page.js";
-import { alternatives, answer, attributionCost, attributionOf, BOUNDS, firstWishes, force, importanceOf, look, newSide, searches, silenceKey, STRATEGIES } from "./session.js";
+import { addToAddress, buildPage, tooOld, writeTexts } from "./page.js";
+import {
+  alternatives, answer, attributionCost, attributionOf, BOUNDS, firstWishes, force, importanceOf, look, newSide,
+  searches, silenceKey, storedImportance, STRATEGIES,
+} from "./session.js";
 import { refresh, shell, state, tellChanged } from "./tabs.js";
 
-const QUICK = 50, DRAFTED = 150; // milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
-const PAUSE = 120;
+// milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
+const QUICK = 50, DRAFTED = 150;
+const PAUSE = 120, REST = 500; // milliseconds without a key: the whole search begins, typing has ended
 const FORGET = 0.7; // what is too slow is tried again after a while: the first time is the slowest
 
 // Input that the page begins with: that of the stored trace. An image is shown as stored until another is drawn.
@@ -25,7 +28,7 @@ class Live {
     this.stored = stored;
     this.wishes = firstWishes(engine);
     this.sides = [newSide(firstInput(engine, stored))];
-    this.explains = ["pairs", "span", "lm", "classify"].includes(engine.task); // has one output whose log-probability can be explained
+    this.explains = engine.model.output !== null; // it predicts something, whose log-probability can be explained
     this.cost = { draft: 0, whole: 0 };
     this.bar = barOf(this);
   }
@@ -35,16 +38,24 @@ class Live {
     return found.length ? found : [this.stored];
   }
 
-  // Something was asked: compute in the next frame; if that takes long, only a draft of it, and the whole when nothing more is
-  // asked for a moment after the draft was painted.
+  // Something was asked: compute before the next frame; if that takes long, only a draft of it, and the whole when
+  // nothing more is asked for a moment after the draft was painted.
   ask() {
-    cancelAnimationFrame(this.frame);
     clearTimeout(this.timer);
     this.bar.node.setAttribute("aria-busy", "true");
+    // after all keys that wait, and in time for the next frame
+    const soon = (work) => { this.timer = setTimeout(work, 0); };
     const later = () => { this.timer = setTimeout(() => this.compute(false), PAUSE); };
-    if (this.cost.whole <= QUICK) this.frame = requestAnimationFrame(() => this.compute(false));
-    else if (this.wishes.strategy === "beam" && this.cost.draft <= DRAFTED) this.frame = requestAnimationFrame(() => { this.compute(true); this.frame = requestAnimationFrame(later); });
-    else { this.cost.draft *= FORGET; later(); }
+    if (this.cost.whole <= QUICK) soon(() => this.compute(false));
+    else if (this.wishes.strategy === "beam" && this.cost.draft <= DRAFTED)
+      soon(() => {
+        this.compute(true);
+        later();
+      });
+    else {
+      this.cost.draft *= FORGET;
+      later();
+    }
   }
 
   compute(draft) {
@@ -78,12 +89,22 @@ class Live {
     writeTexts();
     this.bar.write();
     shell.panel.classList.toggle("stale", this.sides.some((side) => side.problem));
-    const traces = this.traces(), same = this.drawn && traces.length === this.drawn.length && traces.every((trace, i) => trace === this.drawn[i]);
-    if (same) { tellChanged(); return; } // a search that found what its draft had found
+    const traces = this.traces(),
+      same = this.drawn && traces.length === this.drawn.length && traces.every((trace, i) => trace === this.drawn[i]);
+    this.layOutLittle();
     shell.still = true;
-    refresh();
+    if (same) tellChanged(); // a search that found what its draft had found
+    else refresh();
     shell.still = false;
+    if (same) return;
     this.drawn = shell.draft && state.view === "attribution" ? null : traces; // which draws no drafts
+  }
+
+  // While someone types, only what is on the screen is laid out.
+  layOutLittle() {
+    shell.panel.classList.add("typing");
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => shell.panel.classList.remove("typing"), REST);
   }
 
   // Another first input, which was not typed.
@@ -108,9 +129,15 @@ class Live {
   restoreHeads() { this.engine.silenced.clear(); this.compute(false); }
 
   sideOf(trace) { return this.sides.find((side) => side.trace === trace) || null; }
-  attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(side) : 0; }
-  attribution(trace) { const side = this.sideOf(trace); return side ? attributionOf(this.engine, side) : trace.attribution; }
-  importance(trace) { const side = this.sideOf(trace); return side && this.explains ? importanceOf(this.engine, side) : null; }
+  attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(this.engine, side) : 0; }
+  attribution(trace) {
+    const side = this.sideOf(trace);
+    return side ? attributionOf(this.engine, side) : trace.attribution;
+  }
+  importance(trace) {
+    const side = this.sideOf(trace);
+    return side ? (this.explains ? importanceOf(this.engine, side) : null) : storedImportance(trace);
+  }
 
   compare(input) {
     this.sides.length = 1;
@@ -141,19 +168,34 @@ storedData().then(begin, tooOld);
 
 const LONGEST = 4000; // characters of an input
 
-const inBounds = (name, text) => { const [low, high] = BOUNDS[name], n = Number(text); return text !== null && text.trim() !== "" && n >= low && n <= high ? n : null; };
+const inBounds = (name, text) => {
+  const [low, high] = BOUNDS[name],
+    n = Number(text);
+  return text !== null && text.trim() !== "" && n >= low && n <= high ? n : null;
+};
 const integer = (n) => (n === null ? null : Math.round(n));
 
 // Ids of target tokens that the vocabulary has.
-const tokenIds = (engine, text) => (text || "").split(",").filter((part) => /^\d{1,7}$/.test(part)).map(Number).filter((id) => engine.codec && id < engine.codec.target.size).slice(0, 400);
+const tokenIds = (engine, text) =>
+  (text || "")
+    .split(",")
+    .filter((part) => /^\d{1,7}$/.test(part))
+    .map(Number)
+    .filter((id) => engine.codec && id < engine.codec.target.size)
+    .slice(0, 400);
 
-// The parts of one input are named after it, but for the first: source, features, forced; compare, compare-features, compare-forced.
+// The parts of one input are named after it, but for the first: source, features, forced; compare, compare-features,
+// compare-forced.
 const partOf = (name, part) => (name === "source" ? part : `${name}-${part}`);
 
 function writeSide(side, name, first) {
   if (!side || !side.input || side.input.pixels) return []; // an image is too large for an address
   const changed = (part) => (first && side.input[part] === first[part] ? null : side.input[part]);
-  return [[name, changed("source")], [partOf(name, "features"), changed("features")], [partOf(name, "forced"), side.prefix.join(",")]];
+  return [
+    [name, changed("source")],
+    [partOf(name, "features"), changed("features")],
+    [partOf(name, "forced"), side.prefix.join(",")],
+  ];
 }
 
 export function askedParts(live) {
@@ -162,9 +204,16 @@ export function askedParts(live) {
   function write() {
     const [one, two] = live.sides, sampling = wishes.strategy === "sample";
     return [
-      ...writeSide(one, "source", first), ...writeSide(two, "compare", null), ["hypothesis", one.chosen ? one.chosen + 1 : null],
-      ["search", unusual("strategy")], ["beam", wishes.strategy === "beam" ? unusual("beam") : null], ["temperature", sampling ? wishes.temperature : null], ["seed", sampling ? wishes.seed : null],
-      ["length", unusual("length")], ["forbidden", wishes.forbid.join(",")], ["silenced", [...engine.silenced].join(",")],
+      ...writeSide(one, "source", first),
+      ...writeSide(two, "compare", null),
+      ["hypothesis", one.chosen ? one.chosen + 1 : null],
+      ["search", unusual("strategy")],
+      ["beam", wishes.strategy === "beam" ? unusual("beam") : null],
+      ["temperature", sampling ? wishes.temperature : null],
+      ["seed", sampling ? wishes.seed : null],
+      ["length", unusual("length")],
+      ["forbidden", wishes.forbid.join(",")],
+      ["silenced", [...engine.silenced].join(",")],
     ];
   }
   // The input of this name; if the address has none, the usual one.
@@ -172,15 +221,20 @@ export function askedParts(live) {
     const text = parts.get(name), features = parts.get(partOf(name, "features"));
     if (text === null && !usualInput) return null;
     const { source, features: usualFeatures } = usualInput || { source: "", features: "" };
-    const side = newSide({ source: (text ?? source).slice(0, LONGEST), features: (features ?? usualFeatures).slice(0, LONGEST) });
+    const side = newSide({
+      source: (text ?? source).slice(0, LONGEST),
+      features: (features ?? usualFeatures).slice(0, LONGEST),
+    });
     if (searches(engine)) side.prefix = tokenIds(engine, parts.get(partOf(name, "forced")));
     return side;
   }
   function read(parts) {
-    if (engine.task !== "image") live.sides = [readSide(parts, "source", first), readSide(parts, "compare", null)].filter(Boolean);
+    if (engine.task !== "image")
+      live.sides = [readSide(parts, "source", first), readSide(parts, "compare", null)].filter(Boolean);
     Object.assign(wishes, firstWishes(engine));
     if (STRATEGIES.includes(parts.get("search"))) wishes.strategy = parts.get("search");
-    for (const name of ["beam", "seed", "length"]) wishes[name] = integer(inBounds(name, parts.get(name))) ?? wishes[name];
+    for (const name of ["beam", "seed", "length"])
+      wishes[name] = integer(inBounds(name, parts.get(name))) ?? wishes[name];
     wishes.temperature = inBounds("temperature", parts.get("temperature")) ?? wishes.temperature;
     wishes.forbid = searches(engine) ? tokenIds(engine, parts.get("forbidden")) : [];
     const known = new Set(data.maps.flatMap((map) => map.heads.map((_, index) => silenceKey(map, index))));

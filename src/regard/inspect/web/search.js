@@ -35,9 +35,10 @@ export function randomNumbers(seed) {
   };
 }
 
-// The values to choose by at step t: the prefix is forced, forbidden tokens are out, and at the limit only the end is left.
+// The values to choose by at step t: the prefix is forced, forbidden tokens are out, and at the limit only the end is
+// left.
 function steer(logp, t, { eos, limit, openEnd, prefix, forbid }) {
-  const values = Float64Array.from(logp);
+  const values = logp.slice();
   for (const id of forbid) values[id] = -Infinity;
   if (t >= limit) { const end = openEnd ? 0 : values[eos]; values.fill(-Infinity); values[eos] = end; }
   if (t < prefix.length) { values.fill(-Infinity); values[prefix[t]] = logp[prefix[t]]; }
@@ -49,7 +50,9 @@ function followPath(job, choose) {
   let state = job.state, token = job.first;
   const ids = [], scores = [];
   for (let t = 0; ; t++) {
-    const next = job.model.step([token], [state]), logp = logSoftmax(next.logits, 0, next.logits.length, job.blocked), values = steer(logp, t, job);
+    const next = job.model.step([token], [state]),
+      logp = logSoftmax(next.logits, 0, next.logits.length, job.blocked),
+      values = steer(logp, t, job);
     token = choose(values);
     if (values[token] === -Infinity) return null; // nothing is allowed
     const limited = t === job.limit;
@@ -93,13 +96,20 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
   let rows = [{ state: job.state, sum: 0, token: job.first, ids: [], scores: [] }], ended = 0;
   const finished = []; // best first, at most nbest
   for (let t = 0; t <= limit; t++) {
-    const next = job.model.step(rows.map((row) => row.token), rows.map((row) => row.state)), vocab = next.logits.length / rows.length;
+    const next = job.model.step(
+        rows.map((row) => row.token),
+        rows.map((row) => row.state),
+      ),
+      vocab = next.logits.length / rows.length;
     const ends = [], goes = [];
     rows.forEach((row, r) => {
-      const logp = logSoftmax(next.logits, r * vocab, vocab, job.blocked), values = steer(logp, t, job), end = values[eos];
+      const logp = logSoftmax(next.logits, r * vocab, vocab, job.blocked),
+        values = steer(logp, t, job),
+        end = values[eos];
       ends.push({ row, sum: row.sum + end, score: logp[eos], end: true });
       values[eos] = -Infinity;
-      for (const token of best(values, Math.min(beam, vocab))) goes.push({ row, sum: row.sum + values[token], token, score: logp[token], state: next.states[r] });
+      for (const token of best(values, Math.min(beam, vocab)))
+        goes.push({ row, sum: row.sum + values[token], token, score: logp[token], state: next.states[r] });
     });
     // Ends come first and rows in order: equal values are taken in the order end, row, rank.
     const candidates = [...ends, ...goes].sort((a, b) => b.sum - a.sum || 0);
@@ -108,12 +118,23 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
       if (!found.end || found.sum === -Infinity) continue;
       ended++;
       const whole = !(openEnd && t === limit), { ids, scores } = found.row;
-      finished.push({ value: found.sum / length ** penalty, ...output(whole ? [...ids, eos] : ids, whole ? [...scores, found.score] : scores, t === limit) });
+      finished.push({
+        value: found.sum / length ** penalty,
+        ...output(whole ? [...ids, eos] : ids, whole ? [...scores, found.score] : scores, t === limit),
+      });
     }
     finished.sort((a, b) => b.value - a.value);
     finished.length = Math.min(finished.length, nbest);
-    rows = candidates.filter((found) => !found.end && found.sum > -Infinity).slice(0, beam)
-      .map(({ row, sum, token, score, state }) => ({ state, sum, token, ids: [...row.ids, token], scores: [...row.scores, score] }));
+    rows = candidates
+      .filter((found) => !found.end && found.sum > -Infinity)
+      .slice(0, beam)
+      .map(({ row, sum, token, score, state }) => ({
+        state,
+        sum,
+        token,
+        ids: [...row.ids, token],
+        scores: [...row.scores, score],
+      }));
     if (!rows.length) break;
     // A beam that has ended goes on while something alive is better as it stands than the best that has ended.
     const top = rows[0].sum, closed = ended >= beam && !(top / (t + 1) ** penalty > finished[0].value);
@@ -121,4 +142,46 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
     if (closed || !(top / (limit + 1) ** penalty > worst)) break;
   }
   return finished.filter((found, i) => finished.findIndex((other) => other.ids.join() === found.ids.join()) === i);
+}
+
+// What is shown of predictions: the most probable tokens of every step, and of every layer.
+
+const STEP_CANDIDATES = 8, LENS_CANDIDATES = 5;
+
+// The most probable tokens of one row of logits: [token, probability, logit].
+function topPredictions(logits, from, vocab, count, nameOf, logp = logSoftmax(logits, from, vocab, [])) {
+  return best(logp, Math.min(count, vocab)).map((id) => [nameOf(id), Math.exp(logp[id]), logits[from + id]]);
+}
+
+export function outputSteps(logits, labels, nameOf) {
+  const vocab = logits.length / labels.length;
+  return labels.map((label, t) => {
+    const logp = logSoftmax(logits, t * vocab, vocab, []);
+    let entropy = 0;
+    for (const x of logp) { const p = Math.exp(x); entropy -= p * Math.log2(Math.max(p, 1e-12)); }
+    return {
+      token: nameOf(label),
+      probability: Math.exp(logp[label]),
+      entropy,
+      normaliser: logits[t * vocab] - logp[0],
+      candidates: topPredictions(logits, t * vocab, vocab, STEP_CANDIDATES, nameOf, logp),
+    };
+  });
+}
+
+// What each layer would predict if the LM head read its vectors, by the labels of the template.
+export function logitLens(template, model, vectorsOf, nameOf) {
+  const { top } = model;
+  return template.lens.map(({ label }, i) => {
+    let x = vectorsOf(i);
+    if (top.norm) x = top.norm(x, x.length / model.output.width);
+    if (model.classifies) x = model.pool(x);
+    const rows = x.length / (model.transform || model.output).width,
+      logits = model.predict(x, rows),
+      vocab = logits.length / rows;
+    return {
+      label,
+      steps: Array.from({ length: rows }, (_, t) => topPredictions(logits, t * vocab, vocab, LENS_CANDIDATES, nameOf)),
+    };
+  });
 }

@@ -12,9 +12,19 @@ export function firstWishes(engine) {
 
 export const searches = (engine) => ["pairs", "span", "lm"].includes(engine.task);
 
-// One input and its answer. prefix: ids that the output is made to begin with; begins: they were typed, and hold for any input;
-// chosen: which hypothesis is looked at.
-export const newSide = (input) => ({ input, prefix: [], begins: false, hypotheses: [], chosen: 0, unknown: [], problem: null, trace: null, before: null });
+// One input and its answer. prefix: ids that the output is made to begin with; begins: they were typed, and hold for
+// any input; chosen: which hypothesis is looked at.
+export const newSide = (input) => ({
+  input,
+  prefix: [],
+  begins: false,
+  hypotheses: [],
+  chosen: 0,
+  unknown: [],
+  problem: null,
+  trace: null,
+  before: null,
+});
 
 function optionsOf(engine, side, wishes, draft) {
   const { beam, temperature, seed, forbid, length } = wishes, strategy = draft ? "greedy" : wishes.strategy;
@@ -25,7 +35,8 @@ function optionsOf(engine, side, wishes, draft) {
 }
 
 // An end token that a limit put there is not the model's.
-export const shownIds = (engine, hypothesis) => (hypothesis.limited && engine.task !== "lm" ? hypothesis.ids.slice(0, -1) : hypothesis.ids);
+export const shownIds = (engine, hypothesis) =>
+  hypothesis.limited && engine.task !== "lm" ? hypothesis.ids.slice(0, -1) : hypothesis.ids;
 
 // Search the output of an input, and trace the best one. A draft is the greedy output, for as long as someone types.
 export function answer(engine, side, wishes, draft = false) {
@@ -36,28 +47,48 @@ export function answer(engine, side, wishes, draft = false) {
   if (side.problem) return;
   side.hypotheses = found.hypotheses;
   side.chosen = 0;
-  side.before = engine.silenced.size && !draft ? unsilenced(engine, () => outcome(engine, side.input, engine.generate(side.input, optionsOf(engine, side, wishes, false)).hypotheses[0])) : null;
+  side.before =
+    engine.silenced.size && !draft
+      ? unsilenced(engine, () =>
+          outcome(
+            engine,
+            side.input,
+            engine.generate(side.input, optionsOf(engine, side, wishes, false)).hypotheses[0],
+          ),
+        )
+      : null;
   look(engine, side);
 }
 
 // Trace the hypothesis that is looked at.
 export function look(engine, side) {
   const hypothesis = side.hypotheses[side.chosen] || null;
-  const key = JSON.stringify([side.input.source, side.input.features, side.input.number, hypothesis && hypothesis.ids, [...engine.silenced].sort()]);
+  const key = JSON.stringify([
+    side.input.source,
+    side.input.features,
+    side.input.number,
+    hypothesis && hypothesis.ids,
+    [...engine.silenced].sort(),
+  ]);
   if (side.key === key) return; // as it was
-  const began = performance.now(), found = guarded(() => ({ trace: engine.trace(side.input, hypothesis ? shownIds(engine, hypothesis) : []) }));
-  side.spent = performance.now() - began;
+  const found = guarded(() => ({ trace: engine.trace(side.input, idsOf(engine, side)) }));
   side.problem = found.problem || null;
   if (side.problem) return;
   side.key = key;
   side.trace = found.trace;
   side.importance = null;
   side.attribution = undefined;
-  if (hypothesis && hypothesis.limited && engine.task !== "lm") side.trace.notes = [...side.trace.notes, "The output reached the length limit, before its end token."];
+  if (hypothesis && hypothesis.limited && engine.task !== "lm")
+    side.trace.notes = [...side.trace.notes, "The output reached the length limit, before its end token."];
 }
 
 // What to compare with: the best output or the predictions of a model whose heads all speak.
-const outcome = (engine, input, hypothesis) => (hypothesis ? { text: hypothesis.text, score: hypothesis.score, tokens: hypothesis.tokens } : searches(engine) ? null : { steps: engine.trace(input, []).steps });
+const outcome = (engine, input, hypothesis) =>
+  hypothesis
+    ? { text: hypothesis.text, score: hypothesis.score, tokens: hypothesis.tokens }
+    : searches(engine)
+      ? null
+      : { steps: engine.trace(input, []).steps };
 
 function unsilenced(engine, compute) {
   const keys = [...engine.silenced];
@@ -83,15 +114,23 @@ export function force(side, at, id) {
 
 export const silenceKey = (map, index) => `${map.name}/${index}`;
 
-// Attribution reads the input twice for each of its tokens; so many milliseconds, if it is not there yet.
-export const attributionCost = (side) => (side.attribution === undefined ? 2 * side.spent * (side.trace.tokens.source || side.trace.tokens.input).length : 0);
+// Milliseconds that attribution will take, if it is not there yet.
+export function attributionCost(engine, side) {
+  if (side.attribution !== undefined) return 0;
+  const found = guarded(() => ({ time: engine.attributionTime(side.input, idsOf(engine, side)) }));
+  return found.time || 0;
+}
 
 export function attributionOf(engine, side) {
-  if (side.attribution === undefined) side.attribution = guarded(() => ({ found: engine.attribution(side.input, idsOf(engine, side)) })).found || null;
+  if (side.attribution === undefined)
+    side.attribution = guarded(() => ({ found: engine.attribution(side.input, idsOf(engine, side)) })).found || null;
   return side.attribution;
 }
 
-export const idsOf = (engine, side) => { const found = side.hypotheses[side.chosen]; return found ? shownIds(engine, found) : []; };
+export const idsOf = (engine, side) => {
+  const found = side.hypotheses[side.chosen];
+  return found ? shownIds(engine, found) : [];
+};
 
 // The importance of heads, measured one at a time: {changes: {map name/index: log-probability lost}, done, step()}.
 export function importanceOf(engine, side) {
@@ -102,9 +141,17 @@ export function importanceOf(engine, side) {
       step() {
         const { value, done } = steps.next();
         if (done) this.done = true;
-        else changes.set(`${value.map}/${value.index}`, value.change);
+        else if (value) changes.set(`${value.map}/${value.index}`, value.change); // null: a part of one
       },
     };
   }
   return side.importance;
+}
+
+// What a stored trace has of it.
+export function storedImportance(trace) {
+  const measured = Object.entries(trace.importance).flatMap(([map, lost]) =>
+    lost.map((change, index) => [`${map}/${index}`, change]),
+  );
+  return measured.length ? { changes: new Map(measured.filter(([, change]) => change !== null)), done: true } : null;
 }

@@ -5,7 +5,8 @@
 export function encodeUtf8(text) {
   const out = [];
   for (const letter of text) {
-    const code = letter.codePointAt(0) >= 0xd800 && letter.codePointAt(0) < 0xe000 ? 0xfffd : letter.codePointAt(0); // half of a pair is no text
+    // half of a pair is no text
+    const code = letter.codePointAt(0) >= 0xd800 && letter.codePointAt(0) < 0xe000 ? 0xfffd : letter.codePointAt(0);
     if (code < 0x80) out.push(code);
     else if (code < 0x800) out.push(0xc0 | (code >> 6), 0x80 | (code & 63));
     else if (code < 0x10000) out.push(0xe0 | (code >> 12), 0x80 | ((code >> 6) & 63), 0x80 | (code & 63));
@@ -29,7 +30,13 @@ export function decodeUtf8(bytes, broken = () => "\ufffd") {
   for (let at = 0; at < bytes.length;) {
     const [length, low, high] = sequence(bytes[at]);
     let end = at + 1;
-    while (end < at + length && end < bytes.length && bytes[end] >= (end === at + 1 ? low : 0x80) && bytes[end] <= (end === at + 1 ? high : 0xbf)) end++;
+    while (
+      end < at + length &&
+      end < bytes.length &&
+      bytes[end] >= (end === at + 1 ? low : 0x80) &&
+      bytes[end] <= (end === at + 1 ? high : 0xbf)
+    )
+      end++;
     if (end - at === length) {
       let code = length === 1 ? bytes[at] : bytes[at] & (0x7f >> length);
       for (let i = at + 1; i < end; i++) code = (code << 6) | (bytes[i] & 63);
@@ -109,7 +116,8 @@ for (let byte = 0, unseen = 256; byte < 256; byte++) {
 const BYTE_OF_LETTER = new Map(BYTE_LETTERS.map((letter, byte) => [letter, byte]));
 
 // Bytes as text to show; those that are not part of a whole character are written as \xe4.
-const showBytes = (bytes) => decodeUtf8(bytes, (broken) => broken.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join(""));
+const showBytes = (bytes) =>
+  decodeUtf8(bytes, (broken) => broken.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join(""));
 
 // A heap of numbers: the smallest comes out first.
 function pushMerge(heap, number) {
@@ -285,4 +293,46 @@ export function makeTokenizer(state, kind, ids) {
       return kind === "nfd" ? unknownDecomposed(whole, isKnown) : cut(whole).filter((token) => !isKnown(token));
     },
   };
+}
+
+// The text side: examples to ids, ids to text and to shown tokens.
+export class Codec {
+  constructor({ source, target, features, columns, separator, frame, ids }) {
+    this.ids = ids;
+    this.source = makeTokenizer(source.state, source.kind, ids);
+    this.target = target ? makeTokenizer(target.state, target.kind, ids) : this.source;
+    this.features = columns.includes("features") ? { names: features, separator } : null;
+    this.featureIds = new Map(features.map((name, i) => [name, this.source.size + i]));
+    this.names = features;
+    this.before = frame === "both" || frame === "start" ? [ids.sos] : [];
+    this.after = frame === "both" || frame === "end" ? [ids.eos] : [];
+  }
+
+  split(features) {
+    return (features || "")
+      .split(this.features ? this.features.separator : ";")
+      .map((name) => name.trim())
+      .filter(Boolean);
+  }
+
+  encodeSource({ source, features }) {
+    const names = this.features ? this.split(features) : [];
+    return [
+      ...this.before,
+      ...names.map((name) => this.featureIds.get(name) ?? this.ids.unk),
+      ...this.source.encode(source),
+      ...this.after,
+    ];
+  }
+
+  unknown({ source, features }) {
+    const names = this.features ? this.split(features) : [];
+    return [...this.source.unknownTokens(source), ...names.filter((name) => !this.featureIds.has(name))];
+  }
+
+  decodeTarget(ids) { return this.target.decode(ids.filter((id) => id < this.target.size)); }
+
+  piece(tokenizer, id) {
+    return id < tokenizer.size ? tokenizer.piece(id) : (this.names[id - tokenizer.size] ?? `<${id}>`);
+  }
 }

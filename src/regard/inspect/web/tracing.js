@@ -1,13 +1,31 @@
 // The trace of one example: everything the views show, computed as `regard inspect` computes it.
 // The words (titles, formulas, labels) come from the template, a trace that regard made of the same model.
 
-import { logSoftmax, best } from "./search.js";
+import { logitLens, outputSteps } from "./search.js";
 
-const STEP_CANDIDATES = 8, LENS_CANDIDATES = 5, SHOWN_NUMBERS = 8, MIN_POSITIONS = 32, HEATMAP_COLUMNS = 256, MAX_HEADS = 4, NEARLY_BEST = 0.9;
+const SHOWN_NUMBERS = 8, MIN_POSITIONS = 32, HEATMAP_COLUMNS = 256, MAX_HEADS = 4, NEARLY_BEST = 0.9;
 
 export const entryOf = (values, ...shape) => ({ shape, type: "f4", scale: 1, values });
 
+// Properties that are computed when they are first read: a view reads a small part of a trace.
+function withLazy(made, parts) {
+  for (const [name, compute] of Object.entries(parts)) {
+    const read = once(compute);
+    Object.defineProperty(made, name, { enumerable: true, configurable: true, get: read });
+  }
+  return made;
+}
+
+function once(compute) {
+  let value = null, known = false;
+  return () => {
+    if (!known) { value = compute(); known = true; }
+    return value;
+  };
+}
+
 function concatenated(parts) {
+  if (parts.length === 1) return parts[0];
   const out = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
   parts.reduce((at, part) => { out.set(part, at); return at + part.length; }, 0);
   return out;
@@ -18,6 +36,16 @@ export class Recorder {
   constructor() {
     this.parts = new Map();
     this.calls = new Map(); // of each attention
+    this.rows = {}; // of each stack
+    this.joined = new Map();
+  }
+
+  // What was recorded so far, to go on from.
+  fork() {
+    const other = new Recorder();
+    for (const name of ["parts", "calls"]) other[name] = new Map(this[name]);
+    Object.assign(other.rows, this.rows);
+    return other;
   }
 
   keep(key, x) { if (x) this.parts.set(key, [...(this.parts.get(key) || []), x]); }
@@ -27,7 +55,15 @@ export class Recorder {
   get(key) { return this.parts.has(key) ? concatenated(this.parts.get(key)) : null; }
 
   begin(attention, rows, keys) {
-    const size = attention.heads * rows * keys, call = { rows, keys, weights: new Float32Array(size), raw: new Float32Array(size), bias: null, mask: new Float32Array(rows * keys) };
+    const size = attention.heads * rows * keys,
+      call = {
+        rows,
+        keys,
+        weights: new Float32Array(size),
+        raw: new Float32Array(size),
+        bias: null,
+        mask: new Float32Array(rows * keys),
+      };
     this.calls.set(attention, [...(this.calls.get(attention) || []), call]);
     const at = (h, r, s) => (h * rows + r) * keys + s;
     return {
@@ -43,32 +79,56 @@ export class Recorder {
 
   // All calls of an attention as one: arrays (H, T, S), and vectors by row.
   attention(attention) {
-    const calls = this.calls.get(attention), { heads } = attention, { keys } = calls[0], rows = calls.reduce((sum, call) => sum + call.rows, 0);
+    if (!this.joined.has(attention)) this.joined.set(attention, this.joinCalls(attention));
+    return this.joined.get(attention);
+  }
+
+  joinCalls(attention) {
+    const calls = this.calls.get(attention),
+      { heads } = attention,
+      { keys } = calls[0],
+      rows = calls.reduce((sum, call) => sum + call.rows, 0);
     const join = (name) => {
       if (!calls[0][name]) return null;
+      if (calls.length === 1) return entryOf(calls[0][name], heads, rows, keys);
       const out = new Float32Array(heads * rows * keys);
-      for (let h = 0; h < heads; h++) calls.reduce((at, call) => { out.set(call[name].subarray(h * call.rows * keys, (h + 1) * call.rows * keys), (h * rows + at) * keys); return at + call.rows; }, 0);
+      for (let h = 0; h < heads; h++)
+        calls.reduce((at, call) => {
+          out.set(call[name].subarray(h * call.rows * keys, (h + 1) * call.rows * keys), (h * rows + at) * keys);
+          return at + call.rows;
+        }, 0);
       return entryOf(out, heads, rows, keys);
     };
-    const mask = concatenated(calls.map((call) => call.mask)), list = calls[calls.length - 1].lists[0];
+    const list = calls[calls.length - 1].lists[0];
+    const maskOf = () => {
+      const mask = concatenated(calls.map((call) => call.mask));
+      return mask.every(Boolean) ? null : entryOf(mask, rows, keys);
+    };
     const vectors = (name) => concatenated(calls.map((call) => call[name]));
     const perKey = (rowsOf, width) => { // (H, S, width), as the heads see them
       const out = new Float32Array(heads * keys * width);
-      for (let h = 0; h < heads; h++) for (let s = 0; s < keys; s++) out.set(rowsOf[s].subarray(attention.kvOf[h] * width, (attention.kvOf[h] + 1) * width), (h * keys + s) * width);
+      for (let h = 0; h < heads; h++)
+        for (let s = 0; s < keys; s++)
+          out.set(
+            rowsOf[s].subarray(attention.kvOf[h] * width, (attention.kvOf[h] + 1) * width),
+            (h * keys + s) * width,
+          );
       return { values: out, rows: keys, heads };
     };
-    return {
-      rows, keys, weights: join("weights"), raw: join("raw"), bias: join("bias"), mask: mask.every(Boolean) ? null : entryOf(mask, rows, keys),
-      x: vectors("x"), q: byHead(vectors("q"), rows, heads), mixed: byHead(vectors("mixed"), rows, heads), out: vectors("out"),
-      k: perKey(list.k, list.k[0].length / attention.kvHeads), v: perKey(list.v, attention.valueWidth),
-    };
+    return withLazy({ rows, keys, weights: join("weights") }, {
+      raw: () => join("raw"), bias: () => join("bias"), mask: maskOf, x: () => vectors("x"), out: () => vectors("out"),
+      q: () => byHead(vectors("q"), rows, heads), mixed: () => byHead(vectors("mixed"), rows, heads),
+      k: () => perKey(list.k, list.k[0].length / attention.kvHeads), v: () => perKey(list.v, attention.valueWidth),
+    });
   }
 }
 
 // (T, H * E) -> (H, T, E)
 function byHead(x, rows, heads) {
   const wide = x.length / rows / heads, out = new Float32Array(x.length);
-  for (let r = 0; r < rows; r++) for (let h = 0; h < heads; h++) out.set(x.subarray((r * heads + h) * wide, (r * heads + h + 1) * wide), (h * rows + r) * wide);
+  for (let r = 0; r < rows; r++)
+    for (let h = 0; h < heads; h++)
+      out.set(x.subarray((r * heads + h) * wide, (r * heads + h + 1) * wide), (h * rows + r) * wide);
   return { values: out, rows, heads };
 }
 
@@ -78,10 +138,20 @@ function vectorOf(label, { values, rows, heads }) {
   const first = new Float32Array(count * some), norm = new Float32Array(count), shape = heads ? [heads, rows] : [rows];
   for (let r = 0; r < count; r++) {
     let sum = 0;
-    for (let i = 0; i < width; i++) { const v = values[r * width + i]; sum += v * v; if (i < some) first[r * some + i] = v; }
+    for (let i = 0; i < width; i++) {
+      const v = values[r * width + i];
+      sum += v * v;
+      if (i < some) first[r * some + i] = v;
+    }
     norm[r] = Math.sqrt(sum);
   }
-  return { label, first: entryOf(first, ...shape, some), norm: entryOf(norm, ...shape), width, all: entryOf(values, ...shape, width) };
+  return {
+    label,
+    first: entryOf(first, ...shape, some),
+    norm: entryOf(norm, ...shape),
+    width,
+    all: entryOf(values, ...shape, width),
+  };
 }
 
 // The numbers of the cards of one layer, in the order in which regard writes the cards.
@@ -98,8 +168,20 @@ function cardNumbers(model, stack, index, record, source) {
     cards.push({ vectors: vectors.map((x) => flat(x)) });
   } else cards.push({ vectors: [flat(get(`${name}:x`))] });
   const attentionCards = (attention, part) => {
-    const found = record.attention(attention), scores = { raw: found.raw, bias: found.bias, mask: found.mask, keys: vectorOf("k", found.k), values: vectorOf("v", found.v) };
-    cards.push({ vectors: [flat(found.x), found.q], scores }, { vectors: [], scores }, { vectors: [found.mixed], scores }, { vectors: [found.mixed, flat(found.out)], scores });
+    const found = record.attention(attention),
+      scores = {
+        raw: found.raw,
+        bias: found.bias,
+        mask: found.mask,
+        keys: vectorOf("k", found.k),
+        values: vectorOf("v", found.v),
+      };
+    cards.push(
+      { vectors: [flat(found.x), found.q], scores },
+      { vectors: [], scores },
+      { vectors: [found.mixed], scores },
+      { vectors: [found.mixed, flat(found.out)], scores },
+    );
     residualCard(part);
   };
   const residualCard = (part) => {
@@ -109,66 +191,66 @@ function cardNumbers(model, stack, index, record, source) {
   attentionCards(block.attention, "attention");
   if (block.cross) attentionCards(block.cross, "cross");
   const neurons = get(`${name}.feed_forward:neurons`);
-  cards.push({ vectors: ["x", "neurons", "o"].map((each) => flat(get(`${name}.feed_forward:${each}`))), active: neurons.filter((v) => Math.abs(v) > 1e-6).length / neurons.length });
+  cards.push({
+    vectors: ["x", "neurons", "o"].map((each) => flat(get(`${name}.feed_forward:${each}`))),
+    active: neurons.filter((v) => Math.abs(v) > 1e-6).length / neurons.length,
+  });
   residualCard("feed_forward");
-  if (index === stack.blocks.length - 1 && (!source || model.classifies)) { const x = get("output:x"); cards.push({ vectors: [flat(x, x.length / model.output.width)] }); }
+  if (index === stack.blocks.length - 1 && (!source || model.classifies)) {
+    const x = get("output:x");
+    cards.push({ vectors: [flat(x, x.length / model.output.width)] });
+  }
   return cards;
 }
 
 function recurrentNumbers(model, record) {
-  const { decoder } = model, rows = record.rows.decoder, found = record.attention(decoder.cross), flat = (x) => ({ values: x, rows });
+  const { decoder } = model,
+    rows = record.rows.decoder,
+    found = record.attention(decoder.cross),
+    flat = (x) => ({ values: x, rows });
   const get = (key) => flat(record.get(`decoder${key}`));
-  const values = vectorOf("v", found.v), scores = { raw: found.raw, bias: found.bias, mask: found.mask, keys: values, values };
+  const values = vectorOf("v", found.v),
+    scores = { raw: found.raw, bias: found.bias, mask: found.mask, keys: values, values };
   const state = { vectors: decoder.cells.map((_, i) => get(`.blocks.${i}:out`)) };
-  const attend = [{ vectors: [found.q], scores }, { vectors: [], scores }, { vectors: [{ ...flat(found.out), heads: 1 }], scores }];
+  const attend = [
+    { vectors: [found.q], scores },
+    { vectors: [], scores },
+    { vectors: [{ ...flat(found.out), heads: 1 }], scores },
+  ];
   const order = decoder.stack.attend_first ? [...attend, state] : [state, ...attend];
-  return [{ vectors: [get(":embedding")] }, ...order, { vectors: [get(":context"), get(":state"), get(":attentional")] }, { vectors: [flat(record.get("output:x"))] }];
+  return [
+    { vectors: [get(":embedding")] },
+    ...order,
+    { vectors: [get(":context"), get(":state"), get(":attentional")] },
+    { vectors: [flat(record.get("output:x"))] },
+  ];
 }
 
-function fillCard(card, numbers) {
-  const scores = card.scores && { ...card.scores, ...numbers.scores };
-  const vectors = card.vectors.map((vector, i) => vectorOf(vector.label, numbers.vectors[i]));
-  return { ...card, vectors, scores, ...("active" in numbers ? { active: numbers.active } : {}) };
-}
+// A card whose numbers, given by a function, are computed when it is looked at.
+const fillCard = (card, numbers) => withLazy({ ...card }, {
+  vectors: () => card.vectors.map((vector, i) => vectorOf(vector.label, numbers().vectors[i])),
+  scores: () => card.scores && { ...card.scores, ...numbers().scores },
+  active: () => numbers().active ?? card.active,
+});
 
 function fillWalks(template, model, record) {
   return template.walks.map((walk) => {
     const stack = model[walk.name];
-    const numbers = walk.layers.map((_, i) => (stack.cells ? recurrentNumbers(model, record) : cardNumbers(model, stack, i, record, walk.name === "encoder")));
-    return { ...walk, layers: walk.layers.map((cards, i) => cards.map((card, k) => fillCard(card, numbers[i][k]))) };
-  });
-}
-
-// The most probable tokens of one row of logits: [token, probability, logit].
-function topPredictions(logits, from, vocab, count, nameOf) {
-  const logp = logSoftmax(logits, from, vocab, []);
-  return best(logp, Math.min(count, vocab)).map((id) => [nameOf(id), Math.exp(logp[id]), logits[from + id]]);
-}
-
-export function outputSteps(logits, labels, nameOf) {
-  const vocab = logits.length / labels.length;
-  return labels.map((label, t) => {
-    const logp = logSoftmax(logits, t * vocab, vocab, []);
-    let entropy = 0;
-    for (const x of logp) { const p = Math.exp(x); entropy -= p * Math.log2(Math.max(p, 1e-12)); }
-    return { token: nameOf(label), probability: Math.exp(logp[label]), entropy, normaliser: logits[t * vocab] - logp[0], candidates: topPredictions(logits, t * vocab, vocab, STEP_CANDIDATES, nameOf) };
-  });
-}
-
-// What each layer would predict if the LM head read its vectors, by the labels of the template.
-function logitLens(template, model, vectorsOf, nameOf) {
-  const { top } = model;
-  return template.lens.map(({ label }, i) => {
-    let x = vectorsOf(i);
-    if (top.norm) x = top.norm(x, x.length / model.output.width);
-    if (model.classifies) x = model.pool(x);
-    const rows = x.length / (model.transform || model.output).width, logits = model.predict(x, rows), vocab = logits.length / rows;
-    return { label, steps: Array.from({ length: rows }, (_, t) => topPredictions(logits, t * vocab, vocab, LENS_CANDIDATES, nameOf)) };
+    const numbers = walk.layers.map((_, i) =>
+      once(() =>
+        stack.cells ? recurrentNumbers(model, record) : cardNumbers(model, stack, i, record, walk.name === "encoder"),
+      ),
+    );
+    return {
+      ...walk,
+      layers: walk.layers.map((cards, i) => cards.map((card, k) => fillCard(card, () => numbers[i]()[k]))),
+    };
   });
 }
 
 // The hook of lens row i: the output of a layer; of a recurrent decoder at last the attentional vector.
-const lensHook = (model, i) => (model.top.cells && i === model.top.cells.length ? "decoder:attentional" : `${model.top.name}.blocks.${i}:out`);
+const lensHook = (model, i) =>
+  model.top.cells && i === model.top.cells.length ? "decoder:attentional" : `${model.top.name}.blocks.${i}:out`;
 
 function positionHeatmap(model, found, length) {
   const { position, stack, causal } = model[found.name], { kind } = position;
@@ -179,10 +261,13 @@ function positionHeatmap(model, found, length) {
   }
   if (position.biased) {
     const columns = (causal ? length : 2 * length) + 1, out = new Float32Array(stack.heads * columns);
-    for (let h = 0; h < stack.heads; h++) for (let s = 0; s < columns; s++) out[h * columns + s] = position.bias(h, length, s);
+    for (let h = 0; h < stack.heads; h++)
+      for (let s = 0; s < columns; s++) out[h * columns + s] = position.bias(h, length, s);
     return { ...found, first_column: -length, values: entryOf(out, stack.heads, columns) };
   }
-  const rows = Math.min(length, kind === "learned" ? stack.max_length : length), width = Math.min(stack.width, HEATMAP_COLUMNS), out = new Float32Array(rows * width);
+  const rows = Math.min(length, kind === "learned" ? stack.max_length : length),
+    width = Math.min(stack.width, HEATMAP_COLUMNS),
+    out = new Float32Array(rows * width);
   for (let p = 0; p < rows; p++) out.set(position.embed(p).subarray(0, width), p * width);
   return { ...found, values: entryOf(out, rows, width) };
 }
@@ -191,21 +276,41 @@ function positionHeatmap(model, found, length) {
 function alignments(maps, chosen) {
   const cross = maps.filter((map) => map.kind === "cross");
   if (!cross.length) return [];
-  const [, T, S] = cross[0].weights.shape, size = T * S, head = (map, h) => map.weights.values.subarray(h * size, (h + 1) * size);
-  const mean = (planes) => { const out = new Float32Array(size); for (const plane of planes) for (let i = 0; i < size; i++) out[i] += plane[i] / planes.length; return entryOf(out, T, S); };
-  const all = (map) => map.heads.map((_, h) => head(map, h)), several = cross.length > 1 || cross.some((map) => map.heads.length > 1), out = [];
+  const [, T, S] = cross[0].weights.shape,
+    size = T * S,
+    head = (map, h) => map.weights.values.subarray(h * size, (h + 1) * size);
+  const mean = (planes) => {
+    const out = new Float32Array(size);
+    for (const plane of planes) for (let i = 0; i < size; i++) out[i] += plane[i] / planes.length;
+    return entryOf(out, T, S);
+  };
+  const all = (map) => map.heads.map((_, h) => head(map, h)),
+    several = cross.length > 1 || cross.some((map) => map.heads.length > 1),
+    out = [];
   if (several) {
-    let heads = chosen.map(([layer, h]) => [cross.find((map) => map.layer === layer), h]).filter(([map, h]) => map && h < map.heads.length);
+    let heads = chosen
+      .map(([layer, h]) => [cross.find((map) => map.layer === layer), h])
+      .filter(([map, h]) => map && h < map.heads.length);
     const title = heads.length ? "alignment heads" : "sharpest heads";
     if (!heads.length) {
-      const merits = cross.flatMap((map) => map.heads.map((_, h) => ({ map, h, merit: alignmentQuality(head(map, h), T, S) })));
-      const ranked = [...merits].sort((a, b) => b.merit - a.merit).slice(0, MAX_HEADS).filter((each, _, top) => each.merit >= NEARLY_BEST * top[0].merit);
+      const merits = cross.flatMap((map) =>
+        map.heads.map((_, h) => ({ map, h, merit: alignmentQuality(head(map, h), T, S) })),
+      );
+      const ranked = [...merits]
+        .sort((a, b) => b.merit - a.merit)
+        .slice(0, MAX_HEADS)
+        .filter((each, _, top) => each.merit >= NEARLY_BEST * top[0].merit);
       heads = merits.filter((each) => ranked.includes(each)).map(({ map, h }) => [map, h]);
     }
-    out.push({ name: `${title} ${heads.map(([map, h]) => `${map.layer + 1}.${map.heads[h] + 1}`).join(", ")}`, weights: mean(heads.map(([map, h]) => head(map, h))) });
+    out.push({
+      name: `${title} ${heads.map(([map, h]) => `${map.layer + 1}.${map.heads[h] + 1}`).join(", ")}`,
+      weights: mean(heads.map(([map, h]) => head(map, h))),
+    });
   }
-  for (const map of cross) out.push({ name: several ? `layer ${map.layer + 1}, mean of heads` : "attention", weights: mean(all(map)) });
-  if (cross.length > 1) out.push({ name: "mean of everything", weights: mean(cross.map((map) => mean(all(map)).values)) });
+  for (const map of cross)
+    out.push({ name: several ? `layer ${map.layer + 1}, mean of heads` : "attention", weights: mean(all(map)) });
+  if (cross.length > 1)
+    out.push({ name: "mean of everything", weights: mean(cross.map((map) => mean(all(map)).values)) });
   return out;
 }
 
@@ -229,7 +334,9 @@ function attentionDistances(map, patches) {
     for (let t = 1; t < T; t++) {
       let far = 0, sum = 0;
       for (let s = 1; s < S; s++) {
-        const dx = ((t - 1) % across) - ((s - 1) % across), dy = Math.floor((t - 1) / across) - Math.floor((s - 1) / across), weight = w[(h * T + t) * S + s];
+        const dx = ((t - 1) % across) - ((s - 1) % across),
+          dy = Math.floor((t - 1) / across) - Math.floor((s - 1) / across),
+          weight = w[(h * T + t) * S + s];
         far += weight * patches.size * Math.hypot(dx, dy);
         sum += weight;
       }
@@ -240,24 +347,30 @@ function attentionDistances(map, patches) {
   return out;
 }
 
-// Fill the template. found: {record, logits, labels, tokens, directions, texts, notes, nameOf, lensVectors?, image?, heads}
+// Fill the template. found: {record, logits, labels, tokens, directions, texts, notes, nameOf, lensVectors?, image?,
+// heads}
 export function makeTrace(template, model, found) {
-  const { record, logits, labels, tokens, nameOf } = found, byName = new Map(model.attentions.map((attention) => [attention.name, attention]));
+  const { record, logits, labels, tokens, nameOf } = found,
+    byName = new Map(model.attentions.map((attention) => [attention.name, attention]));
   const maps = template.maps.map((map) => ({ ...map, weights: record.attention(byName.get(map.name)).weights }));
-  const length = Math.max(MIN_POSITIONS, ...Object.values(tokens).map((row) => row.length)), steps = labels.length ? outputSteps(logits, labels, nameOf) : [];
+  const length = Math.max(MIN_POSITIONS, ...Object.values(tokens).map((row) => row.length)),
+    steps = labels.length ? outputSteps(logits, labels, nameOf) : [];
   const lensVectors = found.lensVectors || ((i) => record.get(lensHook(model, i)));
-  return {
+  const made = {
     ...template,
-    texts: found.texts, tokens, directions: found.directions, maps,
-    alignment: tokens.source && model.decoder ? alignments(maps, found.heads) : [],
-    steps,
-    lens: model.output ? logitLens(template, model, lensVectors, nameOf) : [],
-    positions: template.positions.map((each) => positionHeatmap(model, each, length)),
+    texts: found.texts, tokens, directions: found.directions, maps, steps, notes: found.notes,
     walks: fillWalks(template, model, record),
-    notes: found.notes,
     score: steps.reduce((sum, step) => sum + Math.log(step.probability), 0),
     image: found.image || null,
-    distances: found.image ? Object.fromEntries(maps.map((map) => [map.name, attentionDistances(map, model.config.patches)])) : {},
-    numbers: "", attribution: null, // computed when it is looked at
+    numbers: "", attribution: null, importance: {}, // by the engine, when they are looked at
   };
+  return withLazy(made, {
+    alignment: () => (tokens.source && model.decoder ? alignments(maps, found.heads) : []),
+    lens: () => (model.output ? logitLens(template, model, lensVectors, nameOf) : []),
+    positions: () => template.positions.map((each) => positionHeatmap(model, each, length)),
+    distances: () =>
+      found.image
+        ? Object.fromEntries(maps.map((map) => [map.name, attentionDistances(map, model.config.patches)]))
+        : {},
+  });
 }

@@ -1,0 +1,95 @@
+"""Answers: JSON, the one shape of errors, and the files of the web page, all of which come from the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from regard.inspect.page import page_hashes
+
+CODES = {
+    400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    408: "request_timeout", 413: "too_large", 415: "unsupported_media_type", 422: "invalid", 429: "queue_full",
+    431: "headers_too_large", 500: "internal", 503: "unavailable", 504: "deadline",
+}  # fmt: skip
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+FOLDER = "web"
+# path -> file of this package
+ASSETS = {"/": "index.html", "/docs": "docs.html"} | {
+    f"/{FOLDER}/{name}": name
+    for name in (
+        "style.css", "icon.svg", "main.js", "dom.js", "api.js", "single.js", "output.js", "links.js", "batch.js",
+        "docs.js",
+    )
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that is not answered as asked."""
+
+    def __init__(self, status: int, message: str, code: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.retry_after = status, message, code or CODES[status], retry_after
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(body=to_json(data), status=status, headers=headers, content_type="application/json")
+
+
+def error_json(status: int, message: str, code: str = "") -> dict[str, Any]:
+    return {"status": status, "code": code or CODES[status], "message": message}
+
+
+def error_response(refused: Refused) -> web.Response:
+    """The one shape of errors."""
+    error = error_json(refused.status, refused.message, refused.code)
+    headers = {} if refused.retry_after is None else {"Retry-After": str(max(1, math.ceil(refused.retry_after)))}
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
+    return json_response({"error": error}, refused.status, headers)
+
+
+def common_headers(request: web.BaseRequest, origins: Collection[str], closing: bool) -> dict[str, str]:
+    """The headers that every answer has; pages of `origins` may read it."""
+    headers = {"X-Content-Type-Options": "nosniff"}
+    origin = request.headers.get("Origin", "")
+    if origin in origins:
+        headers["Access-Control-Allow-Origin"] = origin
+        headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
+        headers["Access-Control-Allow-Methods"] = "GET, POST"
+        headers["Vary"] = "Origin"
+    if closing:
+        headers["Connection"] = "close"  # else the client would send its next request into a closed one
+    return headers
+
+
+@cache
+def policy() -> str:
+    """The content security policy: files of this server alone.
+
+    A frame with an attention page inherits it, hence the hashes of that page's own style and script.
+    """
+    framed = page_hashes()
+    return (
+        f"default-src 'none'; script-src 'self' '{framed['script']}'; style-src 'self' '{framed['style']}';"
+        " img-src 'self'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
+async def asset_response(request: web.BaseRequest) -> web.Response:
+    """A file of the package."""
+    name = ASSETS[request.path]
+    headers = {"Content-Security-Policy": policy(), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return web.Response(body=_read(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8", headers=headers)
+
+
+@cache
+def _read(name: str) -> bytes:
+    return files("regard.serve").joinpath(FOLDER, name).read_bytes()

@@ -1,0 +1,247 @@
+"""What the server refuses, and whom it lets go of: nothing that a client sends breaks it or holds it up."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servekit import serving
+
+from modelkit import letters
+from regard.serve.bodies import SMALL, GenerateBody
+
+KEY, ADMIN = "k" * 20, "a" * 20
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("refusals") / "toy"
+    letters().save(path)
+    return {"toy": path}
+
+
+@pytest.fixture(scope="module")
+def client(runs):
+    with serving(runs, max_inputs=500, receive=1.5, deadline=30.0) as each:
+        yield each
+
+
+WRONG = [
+    ({"inputs": "a", "run": "toy", "beam": 0}, 422, "beam"),
+    ({"inputs": "a", "run": "toy", "beam": "5"}, 422, "beam"),
+    ({"inputs": "a", "run": "toy", "bream": 5}, 422, "did you mean 'beam'"),
+    ({"inputs": "a", "run": "tot"}, 404, "did you mean 'toy'"),
+    ({"inputs": []}, 422, "inputs"),
+    ({"inputs": [{}], "run": "toy"}, 422, "source: is required"),
+    ({"inputs": ["a", {"source": "a", "prefxi": "b"}], "run": "toy"}, 422, "did you mean 'prefix'"),
+    ({"run": "toy"}, 422, "inputs: is required"),
+    ({"inputs": "a", "run": "toy", "nbest": 3}, 422, "nbest"),
+    ({"inputs": ["a"] * 501, "run": "toy"}, 413, "at most 500"),
+    ({"inputs": "a", "run": "toy", "beam": 1000, "max_length": 100_000}, 413, "at most"),
+    ({"inputs": "a", "run": "toy", "window": 3}, 422, "decided by the server"),
+    (b'{"inputs": "\\ud800", "run": "toy"}', 400, "not JSON"),
+    (b"[1, 2", 400, "not JSON"),
+    (b"\xff\xfe", 400, "not JSON"),
+    (b"[" * 100_000, 400, ""),
+    (b'{"inputs": "a", "temperature": NaN}', 422, ""),
+    (b'{"inputs": "a", "sample": true, "temperature": 1e400}', 422, ""),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "part"), WRONG, ids=lambda x: str(x)[:40])
+def test_mistakes_are_named_in_one_shape(client, body, status, part):
+    reply = client.post("/v1/generate", body)
+    assert reply.status == status, reply.body
+    error = reply.json["error"]
+    assert set(error) == {"status", "code", "message"} and error["status"] == status and part in error["message"]
+
+
+def test_paths_methods_and_kinds_of_content(client):
+    assert client.get("/nothing").status == 404
+    assert client.get("/v1/generate").status == 405
+    assert client.post("/v1/generate", b"{}", Content_Type="text/plain").status == 415
+    assert client.get("/../../etc/passwd").status == 404
+    assert client.get("/health/live").status == client.get("/health/ready").status == 200
+
+
+POST = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+RAW = {
+    "a long header": (b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+    "a long path": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(500)) + b"\r\n", 400),
+    "another protocol": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    "half a body": (POST + b"Content-Length: 99\r\n\r\n{", 408),
+    "a body that would be too large": (POST + b"Content-Length: 999999999\r\n\r\n{", 413),
+}
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_errors_have_one_shape_however_early_they_are(client, kind):
+    data, status = RAW[kind]
+    with socket.create_connection(("127.0.0.1", client.server.port), timeout=20) as connection:
+        connection.sendall(data)
+        head, _, body = b"".join(iter(lambda: connection.recv(65_536), b"")).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert f" {status} ".encode() in head[:14] and set(error) == {"status", "code", "message"}
+    assert error["status"] == status and "aaaa" not in error["message"]
+
+
+def test_a_client_may_ask_before_it_sends_the_body(client):
+    with socket.create_connection(("127.0.0.1", client.server.port), timeout=20) as connection:
+        connection.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 10\r\n\r\n")
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b'{"q": "a"}')
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_head_is_get_without_the_body(client):
+    for path in ("/", "/openapi.json", "/health/ready", "/v1/models"):
+        request = urllib.request.Request(client.url + path, method="HEAD")
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 200 and not answer.read() and int(answer.headers["Content-Length"]) > 0
+
+
+def test_a_large_body_is_refused_without_being_read(runs):
+    with serving({"toy": runs["toy"]}, max_body=1000) as client:
+        reply = client.post("/v1/generate", {"inputs": "a" * 2000})
+        assert reply.status == 413 and reply.json["error"]["code"] == "too_large"
+
+
+TOO_MANY = [
+    {"run": "toy", "inputs": [0] * 501},
+    {"run": "toy", "inputs": ["a"] * 501},
+    {"run": "toy", "inputs": "a", "forbid": [0] * 60_000},
+    {"run": "toy", "inputs": [{"source": "a", "require": ["a"] * 60_000}]},
+    {"run": "toy", "inputs": [[0]] * 400 + [[[0] * 300] * 200]},
+    {f"key{i}": 0 for i in range(1000)},
+]
+
+
+@pytest.mark.parametrize("body", TOO_MANY, ids=lambda x: str(x)[:40])
+def test_a_body_of_too_many_values_is_refused_before_each_is_looked_at(client, body, monkeypatch):
+    monkeypatch.setattr(GenerateBody, "model_validate_json", None)
+    reply = client.post("/v1/generate", {"padding": "a" * SMALL} | body)
+    assert reply.status == 413 and "at most" in reply.json["error"]["message"].replace("more than", "at most")
+
+
+def test_of_many_wrong_inputs_the_first_is_named(client):
+    error = client.post("/v1/generate", {"run": "toy", "inputs": ["a", 1, 2, 3]}).json["error"]
+    assert "1" in error["message"] and len(error["message"]) < 1000
+
+
+def test_a_full_queue_refuses_before_the_body_has_come(runs):
+    head = POST + b"Content-Length: 99\r\n\r\n{"
+    with serving({"toy": runs["toy"]}, queue=1000) as client:
+        queue = client.server.service.queue
+        for cost, full in ((900, False), (999, True)):
+            queue.cost += cost
+            assert queue.full == full
+            with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
+                connection.sendall(head)
+                connection.settimeout(5 if full else 0.5)
+                try:
+                    answer = connection.recv(4096)
+                except TimeoutError:
+                    answer = b""
+            queue.cost -= cost
+            assert (b" 429 " in answer and b"Retry-After: " in answer) == full, answer
+
+
+def test_keys_are_needed_everywhere_but_for_health(runs, tmp_path):
+    (tmp_path / "keys").write_text(f"# keys\n{KEY}\nadmin {ADMIN}\n")
+    with serving({"toy": runs["toy"]}, keys=str(tmp_path / "keys")) as client:
+        bearer, basic = f"Bearer {KEY}", "Basic " + base64.b64encode(f"any:{KEY}".encode()).decode()
+        body = {"inputs": "abc"}
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/languages", "/nothing", "/"):
+            assert client.get(path).status == 401, path
+            assert client.get(path, Authorization=bearer).status in (200, 404)
+        assert client.post("/v1/generate", body).status == 401
+        assert client.post("/v1/generate", body, Authorization=bearer).status == 200
+        assert client.post("/v1/generate", body, Authorization=basic).status == 200
+        assert client.post("/v1/generate", body, Authorization=bearer + "x").status == 401
+        assert client.post("/translate", {"q": "abc", "api_key": KEY}).status == 200
+        assert client.post("/translate", {"q": "abc", "api_key": "wrong"}).status == 401
+        assert client.get("/health/ready").status == 200
+        assert client.post("/v1/runs/reload", {}, Authorization=bearer).status == 403
+        assert client.post("/v1/runs/reload", {}, Authorization=f"Bearer {ADMIN}").status == 200
+
+
+def test_other_origins_are_refused_unless_named(runs):
+    with serving({"toy": runs["toy"]}, cors=("https://a.example",)) as client:
+        allowed = client.get("/v1/models", Origin="https://a.example").headers
+        assert allowed["Access-Control-Allow-Origin"] == "https://a.example"
+        assert client.get("/v1/models", Origin="https://b.example").headers["Access-Control-Allow-Origin"] is None
+
+
+def test_a_queue_that_is_full_refuses_with_retry_after(runs):
+    with serving({"toy": runs["toy"]}, queue=20, workers=1) as client:
+        with ThreadPoolExecutor(24) as threads:
+            replies = list(
+                threads.map(lambda i: client.post("/v1/generate", {"inputs": "abcd" * 3, "beam": 8}), range(72))
+            )
+        statuses = {reply.status for reply in replies}
+        assert statuses == {200, 429}
+        assert all(int(reply.headers["Retry-After"]) >= 1 for reply in replies if reply.status == 429)
+        assert client.post("/v1/generate", {"inputs": "abc"}).status == 200
+
+
+def test_a_request_past_its_deadline_is_answered_and_its_work_stops(runs):
+    with serving({"toy": runs["toy"]}, deadline=0.4) as client:
+        began = time.monotonic()
+        slow = {"inputs": ["abcd" * 20] * 200, "beam": 50, "min_length": 400, "max_length": 450}
+        reply = client.post("/v1/generate", slow)
+        assert reply.status == 504
+        assert client.post("/v1/generate", {"inputs": "a"}).status == 200  # no worker is held up by it
+        assert time.monotonic() - began < 10
+
+
+STALLS = {
+    "silent": b"",
+    "half a header": b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nX-A: b",
+    "half a body": (
+        b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STALLS)
+@pytest.mark.parametrize("trickle", [False, True])
+def test_stalled_clients_are_let_go(client, kind, trickle):
+    with socket.create_connection(("127.0.0.1", client.server.port)) as connection:
+        connection.sendall(STALLS[kind])
+        connection.settimeout(0.2)
+        began = time.monotonic()
+        while time.monotonic() - began < 20:
+            try:
+                if trickle and STALLS[kind]:
+                    connection.sendall(b" ")
+                if not connection.recv(4096):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert time.monotonic() - began < 10  # 1.5 seconds, and what a loaded machine adds
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "expected"),
+    [
+        ((), "1.2.3.4", "127.0.0.1"),
+        (("127.0.0.1",), "1.2.3.4", "1.2.3.4"),
+        (("127.0.0.0/8",), "6.6.6.6, 1.2.3.4, 127.0.0.9", "1.2.3.4"),
+        (("127.0.0.1",), "<script>", "127.0.0.1"),
+        (("10.0.0.1",), "1.2.3.4", "127.0.0.1"),
+    ],
+)
+def test_the_log_believes_only_named_proxies(runs, caplog, proxies, forwarded, expected):
+    with caplog.at_level("INFO", "regard.serve"), serving({"toy": runs["toy"]}, proxy=proxies) as client:
+        client.get("/health/live", **{"X-Forwarded-For": forwarded})
+    assert any(line.startswith(f"{expected} GET /health/live 200 ") for line in caplog.messages)
