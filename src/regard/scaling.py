@@ -80,7 +80,7 @@ class Scaling:
     train: Train
     memory: Memory
     communication: Communication
-    start: int  # bytes on the device before a model is sharded, and while all processes get the weights of the first
+    start: int  # bytes on the device before a model is sharded: all weights
     validation: int  # bytes on the device while validating, without what decoding needs
     flops: float  # of a step, in each process
     hardware: Hardware | None = None
@@ -214,7 +214,7 @@ def plan_scaling(
         train=train,
         memory=memory,
         communication=communication,
-        start=(2 if shared else 1) * info.weights,
+        start=info.weights,
         validation=memory.kept + (info.weights if sharded else 0),
         flops=passes * info.flops_per_token * workload.batch_tokens / ranks * train.accumulate,
         hardware=hardware,

@@ -304,12 +304,9 @@ class GradientAllReduce:
 
 @torch.no_grad()
 def broadcast_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Give all processes the weights of rank 0."""
-    parameters = list(parameters)
-    weights = torch.cat([p.detach().flatten() for p in parameters])
-    dist.broadcast(weights, 0)
-    for parameter, weight in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
-        parameter.copy_(weight.view_as(parameter))
+    """Give all processes the weights of rank 0; one by one, for a copy of all may not fit beside them."""
+    for parameter in parameters:
+        dist.broadcast(parameter.detach(), 0)
 
 
 # Sharded tensors are recognised by their methods: importing their class takes as long as a short training.
