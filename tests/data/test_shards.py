@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +161,32 @@ def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> N
     recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 600}})
     with pytest.raises(UserError, match="a process that turns text into tokens has ended"):
         prepare(recipe, tmp_path / "data", processes=2)
+
+
+def test_half_a_block_makes_no_shard(order, tmp_path: Path, monkeypatch) -> None:
+    """The process that asks may be killed while it writes a block, whose name is the hash of all of it."""
+    in_blocks(monkeypatch)
+    requests: list[bytes] = []
+
+    def record(stream: Any, header: dict[str, Any], parts: Any) -> None:
+        requests.append(b"".join([json.dumps(header).encode() + b"\n", *parts]))
+        send(stream, header, parts)
+
+    send = shards._send
+    monkeypatch.setattr(shards, "_send", record)
+    keep_shards(monkeypatch)
+    pools: list[shards._Pool] = []
+    start = shards._Pool._start
+    monkeypatch.setattr(shards._Pool, "_start", lambda pool: (pools.append(pool), start(pool))[1])
+    prepare(load_recipe(order), tmp_path / "data", processes=2)
+    made = {path.name for path in (tmp_path / "data.shards").iterdir()}
+    settings = json.loads(pools[0]._settings) | {"codec_at": str(tmp_path / "data")}
+    for path in (tmp_path / "data.shards").iterdir():
+        path.unlink()
+    monkeypatch.setattr(shards, "_send", send)
+    monkeypatch.setattr(shards.signal, "signal", lambda *_: None)
+    begin = json.dumps(settings).encode() + b"\n"
+    shards.main(BytesIO(begin + requests[0][:-7]), BytesIO())
+    assert not list((tmp_path / "data.shards").iterdir())
+    shards.main(BytesIO(begin + requests[0]), BytesIO())
+    assert {path.name for path in (tmp_path / "data.shards").iterdir()} < made

@@ -213,7 +213,7 @@ def test_the_model_card(recipe: MakeRecipe, tmp_path: Path) -> None:
         parameters=1234567,
         examples=(120, 20),
         files={"training file 1": DataFile("train.tsv", 1234, "ab12")},
-        notes=["source tokens: char: short", f"from {order.data.train} + {order.data.valid}"],
+        notes=["source tokens: char: short", f"from {order.data.train[0]} + {order.data.valid[0]}"],
         signatures={"bleu": "nrefs:1|v:2"},
     )
     card = (run / "README.md").read_text()

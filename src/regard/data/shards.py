@@ -280,7 +280,10 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
     encoder = _restore(json.loads(requests.readline()))
     while line := requests.readline():
         header = json.loads(line)
-        *texts, mask = (requests.read(size) for size in header["sizes"])
+        parts = [requests.read(size) for size in header["sizes"]]
+        if [len(part) for part in parts] != header["sizes"]:  # the process that asks was killed while it wrote
+            return
+        *texts, mask = parts
         duplicates = np.frombuffer(mask, np.bool_) if header["marked"] else None
         error = ""
         try:
@@ -290,7 +293,10 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
             error = str(problem)
         except OSError as problem:
             error = f"{header['path']}: cannot write: {problem.strerror or problem}"
-        _send(answers, {"error": error}, ())
+        try:
+            _send(answers, {"error": error}, ())
+        except BrokenPipeError:  # it was killed while it waited
+            os._exit(0)  # without a last attempt to write what is left
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def _set_up(
         require_new(path)
     remove_remains(path)
     if columns := find_features(recipe):
-        reporter.say(f"columns: {', '.join(columns)}, as the lines of {(recipe.data.train or '')[0]} look")
+        reporter.say(f"columns: {', '.join(columns)}, as the lines of {', '.join(recipe.data.train or ())} look")
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     # Mistakes in the settings are found before the data is read.
     if launched > 1 and (workers := recipe.train.workers) not in (0, launched):
