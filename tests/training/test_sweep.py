@@ -145,7 +145,7 @@ def test_a_signal_stops_the_sweep_and_resuming_ends_it_the_same(
 
 
 def test_the_command_line_shows_the_table(make: Make, tmp_path: Path) -> None:
-    data, out = make([]).data.train, tmp_path / "sweep"
+    (data,), out = make([]).data.train or (), tmp_path / "sweep"
     order = ("train", "--data", data, "--out", out, "--steps", 2, "--workers", 1, *small())
     result = call(*order, "--sweep", "dropout=0.1,0", "--sweep", "seed=1,2", "--sweep-random", 3)
     assert result.code == 0, result.err
