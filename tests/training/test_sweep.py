@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -158,3 +160,32 @@ def test_the_command_line_shows_the_table(make: Make, tmp_path: Path) -> None:
     assert "belongs to --sweep" in call(*order, "--sweep-random", 3).err
     stdin = ("train", "--data", "-", "--out", tmp_path / "stdin", "--sweep", "seed=1,2", "--task", "lm")
     assert "which stdin (-) gives once" in call(*stdin, "--preset", "gpt-tiny").err
+
+
+def test_only_a_sweep_goes_to_a_cluster(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data,) = make([]).data.train or ()
+    order = ("train", "--data", data, "--out", tmp_path / "sweep", "--ray", "local")
+    assert "--ray: belongs to --sweep" in call(*order).err
+    assert "--log: runs on a Ray cluster" in call(*order, "--sweep", "seed=1,2", "--log", "tensorboard").err
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "--ray needs ray, which is not installed" in call(*order, "--sweep", "seed=1,2").err
+
+
+@pytest.mark.slow
+def test_trials_of_ray_tune_are_the_runs_of_the_sequence(make: Make, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    (data,) = make([]).data.train or ()
+    order = ["train", "--data", data, "--steps", "4", "--workers", "1", *map(str, small())]
+    order += ["--sweep", "seed=1,2", "--sweep", "lr=1e-3,1e30", "--set", "warmup=0", "--set", "clip=0"]
+    (tmp_path / "home").mkdir()  # Ray keeps files of its own there
+    done = subprocess.run(
+        [sys.executable, "-m", "regard", *order, "--out", tmp_path / "ray", "--ray", "local"],
+        env={**os.environ, "HOME": str(tmp_path / "home")}, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert call(*order, "--out", tmp_path / "sequence").code == 0
+    rows = [json.loads((tmp_path / name / SWEEP).read_text())["runs"] for name in ("ray", "sequence")]
+    for one, other in zip(*rows, strict=True):
+        assert {**one, "seconds": None} == {**other, "seconds": None}
+        if one["state"] == "finished":
+            assert same_weights(tmp_path / "ray" / one["run"], tmp_path / "sequence" / one["run"])

@@ -54,6 +54,14 @@ def command(
         int | None,
         typer.Option(min=1, metavar="N", help="Only N random combinations of --sweep.", rich_help_panel=EXPERIMENTS),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Train the runs of --sweep by Ray Tune, on a cluster: local, auto or HOST:PORT.",
+            rich_help_panel=EXPERIMENTS,
+        ),
+    ] = None,
     log: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,13 +85,16 @@ def command(
     reporter = reporter_with_sinks(log or [], Path(out))
     if sweep:
         points = make_points(sweep, make_recipe, sweep_random)
-        result = run_sweep(points, out, resume, lambda run: reporter_with_sinks(log or [], run))
+        if ray is not None and log:
+            raise UserError("--log: runs on a Ray cluster have their log.jsonl alone; leave out --log or --ray")
+        result = run_sweep(points, out, resume, lambda run: reporter_with_sinks(log or [], run), ray)
         _print_sweep(result)
         if all(row.state == "failed" for row in result.rows):
             raise UserError(f"{out}: every run of the sweep failed")
         return
-    if sweep_random is not None:
-        raise UserError("--sweep-random: belongs to --sweep KEY=VALUE,VALUE")
+    for option, given in (("--sweep-random", sweep_random), ("--ray", ray)):
+        if given is not None:
+            raise UserError(f"{option}: belongs to --sweep KEY=VALUE,VALUE")
     if (Path(out) / SWEEP).exists():
         raise UserError(f"{out}: holds a sweep; repeat its --sweep options, or name one of its runs with --out")
     fit(make_recipe(), out, resume=resume, reporter=reporter)

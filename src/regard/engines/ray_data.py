@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,9 @@ def answer_shards(
     missing = directory.missing()
     if not missing:
         return
-    try:
-        import ray
+    with connected(address) as ray:
         import ray.data
-    except ModuleNotFoundError as error:
-        raise missing_extra("--ray", error.name or "ray", "ray") from None
-    try:
-        _require_listener(address)
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"--ray {address}: no cluster there: {error}\n  local starts one here, auto finds the one of this machine"
-        ) from None
-    try:
+
         count = min(len(missing), actors or _room(ray.cluster_resources(), cpus, gpus))
         ray.data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -86,6 +77,24 @@ def answer_shards(
         for row in rows.iter_rows():
             if row["error"]:
                 raise UserError(row["error"])
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """The module `ray`, connected to a cluster until the end: at an address, `auto` or `local`."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise missing_extra("--ray", error.name or "ray", "ray") from None
+    try:
+        _require_listener(address)
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"--ray {address}: no cluster there: {error}\n  local starts one here, auto finds the one of this machine"
+        ) from None
+    try:
+        yield ray
     finally:
         ray.shutdown()
 

@@ -1,24 +1,29 @@
-"""A sweep: one run for each combination of some settings, one after the other, and a table of what came out.
+"""A sweep: one run for each combination of some settings, and a table of what came out.
+
+Runs are trained one after the other, or as trials of Ray Tune on the machines of a cluster.
 
 Every run is a directory of its own below that of the sweep and can be resumed, evaluated and continued like any other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from regard.data.prepare import is_prepared
 from regard.data.streams import STDIN
+from regard.engines.ray_data import connected
 from regard.errors import UserError, is_out_of_memory, plural
 from regard.files import replace_directory, write_json
 from regard.metrics import LOWER_IS_BETTER
@@ -173,11 +178,13 @@ def _check(point: Point) -> None:
         raise UserError(f"{', '.join(point.settings)}: {error}") from None
 
 
-def run_sweep(points: Sequence[Point], out: str | Path, resume: bool, reporter: Callable[[Path], Reporter]) -> Sweep:
-    """Train every point, one after the other; one that fails is noted in the table, and the next begins.
+def run_sweep(
+    points: Sequence[Point], out: str | Path, resume: bool, reporter: Callable[[Path], Reporter], ray: str | None = None
+) -> Sweep:
+    """Train every point; one that fails is noted in the table, and the others go on.
 
     With `resume`, finished runs are left as they are, and one that was interrupted goes on. `reporter` makes that of a
-    run. A signal stops the run as `fit` does, and the sweep.
+    run. A signal stops the run as `fit` does, and the sweep. `ray` is the address of a cluster to train on.
     """
     if has_launcher():
         raise UserError("--sweep: starts its runs itself; under torchrun start one run at a time")
@@ -192,35 +199,79 @@ def run_sweep(points: Sequence[Point], out: str | Path, resume: bool, reporter: 
         raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
     sweep = Sweep(path, [Row(point.name, point.values()) for point in points])
     sweep.save()
+    if ray is not None:
+        _train_on_ray(sweep, points, resume, ray)
+        return sweep
     prepared: dict[str, Path] = {}  # data by what it is made from
     for index, point in enumerate(points):
         run = path / point.name
         report = reporter(run)
         report.say(f"run {index + 1} of {len(points)}: {point.name}")
         source = _data_key(point.recipe)
+        if source in prepared:
+            _share(prepared[source], run / TRAINING / DATA)
         try:
-            if source in prepared:
-                _share(prepared[source], run / TRAINING / DATA)
-            result = fit(point.recipe, run, resume, report)
-            sweep.update(index, **_result(result))
-        except UserError as error:
-            report.say(f"failed: {error}")
-            sweep.update(index, state="failed", error=str(error))
+            sweep.update(index, **_train(point.recipe, run, resume, report))
         except (SystemExit, KeyboardInterrupt):  # a signal
             sweep.update(index, state="stopped")
             report.say(f"the sweep stopped at run {index + 1} of {len(points)}; the same command with --resume goes on")
             raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            report.say(f"failed: not enough memory: {error}")
-            sweep.update(index, state="failed", error=f"not enough memory: {error}")
         if source not in prepared and is_prepared(run / TRAINING / DATA):
             prepared[source] = run / TRAINING / DATA
     return sweep
 
 
-def _result(report: TrainingReport) -> Mapping[str, Any]:
+def _train(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
+    """Train a run -> what its row says, also if it fails."""
+    try:
+        return _result(fit(recipe, run, resume, reporter))
+    except UserError as error:
+        problem = str(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = f"not enough memory: {error}"
+    reporter.say(f"failed: {problem}")
+    return {"state": "failed", "error": problem}
+
+
+def _train_on_ray(sweep: Sweep, points: Sequence[Point], resume: bool, address: str) -> None:
+    """Train the points as trials of Ray Tune, as many at once as the cluster has processors for.
+
+    All machines have the data and the directory of the sweep at the same paths. A run that does not say how many
+    processes it takes gets one.
+    """
+    path = sweep.path.resolve()
+    recipes = [_with_workers(point.recipe, point.recipe.train.workers or 1) for point in points]
+    names = [point.name for point in points]
+
+    def trial(config: dict[str, Any]) -> None:
+        import torch
+        from ray import tune
+
+        recipe, name = recipes[config["index"]], names[config["index"]]
+        torch.set_num_threads(1)
+        tune.report({"row": json.dumps(_train(recipe, path / name, resume, Reporter()))})
+
+    with connected(address), TemporaryDirectory() as storage:  # what Ray keeps about trials is not needed afterwards
+        from ray import tune
+
+        trainable = tune.with_resources(trial, {"cpu": max(recipe.train.workers for recipe in recipes)})
+        space = {"index": tune.grid_search(list(range(len(points))))}
+        settings = tune.RunConfig(storage_path=storage, verbose=0)
+        for result in tune.Tuner(trainable, param_space=space, run_config=settings).fit():
+            index = result.config["index"]
+            if result.error is None:
+                sweep.update(index, **json.loads(result.metrics["row"]))
+            else:
+                sweep.update(index, state="failed", error=str(result.error).strip().splitlines()[-1])
+
+
+def _with_workers(recipe: Recipe, workers: int) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"workers": workers})})
+
+
+def _result(report: TrainingReport) -> dict[str, Any]:
     progress = report.progress
     return {
         "state": "finished",
