@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,12 @@ def tune_allocator() -> bool:
         return False
     settings = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
     return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, which glibc does by itself only where it lies at the end of the heap."""
+    with suppress(OSError, AttributeError):  # another libc has no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cores() -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +60,17 @@ def answer_shards(
     if not missing:
         return
     with connected(address) as ray:
-        import ray.data
-
+        data = import_module("ray.data")
         count = min(len(missing), actors or _room(ray.cluster_resources(), cpus, gpus))
-        ray.data.DataContext.get_current().enable_progress_bars = False
+        data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
         numbers = [{"number": shard.number} for shard in missing]
         # a block for each: a block is what an actor takes, and what is done again if it ends
-        rows = ray.data.from_items(numbers, override_num_blocks=len(numbers)).map_batches(
+        rows = data.from_items(numbers, override_num_blocks=len(numbers)).map_batches(
             ShardActor,
             fn_constructor_args=(str(directory.out), make),
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=count),
+            compute=data.ActorPoolStrategy(size=count),
             num_cpus=cpus,
             num_gpus=gpus,
         )

@@ -40,6 +40,7 @@ log = logging.getLogger("regard.serve")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
 LARGEST_BATCH = 16_384  # tokens times hypotheses
+LAST_REQUESTS = 0.1  # seconds in which the first request of a connection that was just made arrives
 MAX_HEADER = 8190  # bytes of a line of it
 UNSENT = 65_536  # bytes of answers that the kernel takes beyond what it has sent
 
@@ -64,6 +65,8 @@ class Server:
         self._paths: dict[str, dict[str, Handler]] = {}
         self._manager: web.Server | None = None
         self._listening: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
+        self._protocol: Callable[[], asyncio.Protocol] | None = None
 
     # requests
 
@@ -228,6 +231,7 @@ class Server:
                 max_field_size=MAX_HEADER,
             )
 
+        self._listener, self._protocol = listener.dup(), protocol
         self._listening = await loop.create_server(protocol, sock=listener, backlog=1024)
 
     def _listen(self) -> socket.socket:
@@ -257,6 +261,8 @@ class Server:
         await asyncio.sleep(LISTEN_ON)
         if self._listening is not None and self._manager is not None:
             self._listening.close()
+            await self._take_waiting()
+            await asyncio.sleep(LAST_REQUESTS)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.drain):
                     while self._active:
@@ -266,6 +272,18 @@ class Server:
         if self._watching is not None:
             self._watching.cancel()
         await self.service.close()
+
+    async def _take_waiting(self) -> None:
+        """Take the connections that clients have made and nobody has accepted yet: the kernel would reset them."""
+        listener, protocol = self._listener, self._protocol
+        assert listener is not None and protocol is not None
+        listener.setblocking(False)
+        connections = []
+        with listener, suppress(OSError):  # no more of them
+            while True:
+                connections.append(listener.accept()[0])
+        for connection in connections:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
 
 
 class Protocol(web.RequestHandler):
