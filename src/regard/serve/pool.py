@@ -16,6 +16,7 @@ from regard.errors import UserError
 from regard.serve.protocol import Channel, Message, Unpacker, pack
 
 ENDING = 3.0  # seconds that the processes have to end by themselves
+PRIMITIVES = 256  # matrix products that a worker keeps compiled, one for each shape; oneDNN's 1,024 grow for long
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class Pool:
         ours, theirs = socket.socketpair()
         self._control = Channel(ours)
         settings = self.settings
-        environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES), **os.environ}
+        environment |= {"OMP_NUM_THREADS": str(settings.threads), "TOKENIZERS_PARALLELISM": "false"}
         with theirs:
             self._template = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "regard.serve.worker", str(theirs.fileno()),
