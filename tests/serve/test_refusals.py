@@ -246,3 +246,9 @@ def test_the_log_believes_only_named_proxies(runs, caplog, proxies, forwarded, e
     with caplog.at_level("INFO", "regard.serve"), serving({"toy": runs["toy"]}, proxy=proxies) as client:
         client.get("/health/live", **{"X-Forwarded-For": forwarded})
     assert any(line.startswith(f"{expected} GET /health/live 200 ") for line in caplog.messages)
+
+
+def test_an_empty_name_is_no_run(runs):
+    with serving({"toy": runs["toy"]}) as client:
+        assert client.post("/v1/generate", {"inputs": "a", "run": ""}).status == 404
+        assert client.post("/v1/generate", {"inputs": "a", "run": None}).status == 200

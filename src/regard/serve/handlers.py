@@ -53,7 +53,7 @@ class Handlers:
     def find_run(self, name: str | None, kind: str) -> str:
         """The run that is meant, if it can do what is asked."""
         runs = self.service.runs
-        if name:
+        if name is not None:
             if name not in runs:
                 raise Refused(404, f"run: there is no run {name!r}{closest(name, runs)} (runs: {', '.join(runs)})")
             if kind not in runs[name]["kinds"]:
