@@ -38,7 +38,7 @@ from regard.errors import UserError
 from regard.serve.protocol import Channel, Message
 from regard.text.codec import Example
 
-RELEASE_SECONDS = 5.0  # batches of many sizes leave gaps in the heap: 18 % in five minutes of overload
+RELEASE_SECONDS = 5.0  # between returns of freed memory: batches of many sizes leave gaps in the heap
 NICENESS = 10  # of workers: the event loop, which needs little, gets a processor at once when it has something to do
 MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
 Result = dict[str, Any]
