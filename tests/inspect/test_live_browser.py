@@ -272,6 +272,7 @@ def test_classes_are_bars(browser: chromium.Chromium, tmp_path: Path) -> None:
     expected = trace(run, Example("dab ba")).steps[0].candidates
     names = "Array.from(document.querySelectorAll('.class-name'), n => n.textContent)"
     browser.until(f"{names}.join() === {json.dumps(','.join(c.token for c in expected))}")
+    settle(browser)
     shares = browser.run("Array.from(document.querySelectorAll('.class-row .bar'), n => parseFloat(n.style.width))")
     assert shares == pytest.approx([100 * c.probability for c in expected], abs=0.1)
     browser.click("[aria-label=head] button", 1)
@@ -290,6 +291,41 @@ def test_masked_tokens_are_predicted(browser: chromium.Chromium, tmp_path: Path)
     assert complaints(browser) == []
 
 
+DROP = """(async () => {
+  const c = document.createElement('canvas'); c.width = c.height = 40;
+  c.getContext('2d').fillStyle = '#fff'; c.getContext('2d').fillRect(0, 0, %s);
+  const blob = await new Promise(r => c.toBlob(r)), all = new DataTransfer();
+  all.items.add(new File([blob], %s, {type: 'image/png'}));
+  document.querySelectorAll('.pad')[%s].dispatchEvent(new DragEvent('drop', {dataTransfer: all}));
+})()"""
+
+
+def test_two_images_are_compared(browser: chromium.Chromium, tmp_path: Path) -> None:
+    open_page(browser, sharpened(family("image"), 2.0), tmp_path, "image")
+    texts = "Array.from(document.querySelectorAll('.output'), n => n.textContent)"
+    (stored,) = browser.run(texts)
+    assert "%" in stored, "the stored image is answered, too"
+    browser.click(".tools .quiet")  # compare
+    browser.until("document.querySelectorAll('.pad').length === 2")
+    assert browser.run(texts) == [stored, stored]
+    browser.run(DROP % ("20, 40", "'left.png'", 1))
+    browser.until("document.querySelectorAll('.which')[1]?.textContent === 'left.png'")
+    settle(browser)
+    first, second = browser.run(texts)
+    assert first == stored != second
+    pictures = "Array.from(document.querySelectorAll('.pad canvas'), n => n.toDataURL())"
+    assert len(set(browser.run(pictures))) == 2
+    for name in browser.run(TABS):
+        browser.click(f"#tab-{name}")
+        assert browser.run("document.querySelectorAll('.compared > div').length") == 2, name
+    browser.run(DROP % ("40, 20", "'top.png'", 0))
+    browser.until(f"{texts}[0] !== {json.dumps(stored)}")
+    assert browser.run(texts)[1] == second
+    browser.click(".tools .quiet")
+    browser.until("document.querySelectorAll('.compared').length === 0")
+    assert complaints(browser) == []
+
+
 def test_an_image_is_drawn_or_dropped(browser: chromium.Chromium, tmp_path: Path) -> None:
     run = sharpened(family("image"), 2.0)
     open_page(browser, run, tmp_path, "image")
@@ -297,7 +333,7 @@ def test_an_image_is_drawn_or_dropped(browser: chromium.Chromium, tmp_path: Path
     browser.call("Input.dispatchMouseEvent", type="mousePressed", x=x - 60, y=y - 60, button="left", clickCount=1)
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + 60, y=y + 40, button="left", buttons=1)
     browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=x + 60, y=y + 40, button="left", clickCount=1)
-    browser.until("document.querySelectorAll('.class-row').length === 3")
+    settle(browser)
     pixels = browser.run(
         "Array.from(document.querySelector('.pad canvas').getContext('2d').getImageData(0, 0, 8, 8).data)"
         ".filter((_, i) => i % 4 === 0)"
@@ -306,13 +342,7 @@ def test_an_image_is_drawn_or_dropped(browser: chromium.Chromium, tmp_path: Path
     expected = trace_image(run, image).steps[0].candidates
     shares = browser.run("Array.from(document.querySelectorAll('.class-row .bar'), n => parseFloat(n.style.width))")
     assert shares == pytest.approx([100 * c.probability for c in expected], abs=0.5)
-    browser.run(
-        "(async () => { const c = document.createElement('canvas'); c.width = c.height = 40;"
-        " c.getContext('2d').fillStyle = '#fff'; c.getContext('2d').fillRect(0, 0, 20, 40);"
-        " const blob = await new Promise(r => c.toBlob(r)); const all = new DataTransfer();"
-        " all.items.add(new File([blob], '<img src=x onerror=window.hit=1>.png', {type: 'image/png'}));"
-        " document.querySelector('.pad').dispatchEvent(new DragEvent('drop', {dataTransfer: all})); })()"
-    )
+    browser.run(DROP % ("20, 40", "'<img src=x onerror=window.hit=1>.png'", 0))
     browser.until("document.querySelector('.pair').textContent.includes('<img')")
     assert browser.run("typeof window.hit") == "undefined"
     browser.run(

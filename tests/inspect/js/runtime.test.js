@@ -3,7 +3,9 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { beamSearch, best, greedySearch, logSoftmax, randomNumbers, sampleSearch } from "../../../src/regard/inspect/web/search.js";
+import {
+  beamSearch, best, greedySearch, logitLens, logSoftmax, outputSteps, randomNumbers, sampleSearch,
+} from "../../../src/regard/inspect/web/search.js";
 import { decodeBytes, encodeBytes, halfToFloat, Kernel, padded } from "../../../src/regard/inspect/web/weights.js";
 
 const numbers = (seed, count) => { const draw = randomNumbers(seed); return Float32Array.from({ length: count }, () => 2 * draw() - 1); };
@@ -25,6 +27,17 @@ test("products: SIMD and plain JavaScript give the sum of products", () => {
         assert.ok(Math.abs(y[r * outs + o] - sum) < 1e-4);
       }
     }
+  }
+});
+
+test("products: a row has the same result in any company", () => {
+  const width = 40, outs = 9, most = 11, x = numbers(2, most * width), w = numbers(1, outs * width);
+  const kernel = new Kernel(outs * padded(width)), at = kernel.allocate(outs * padded(width)), matrix = { at, outs, width, bias: null };
+  for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
+  const alone = (r) => kernel.linear(x.subarray(r * width, (r + 1) * width), 1, matrix);
+  for (let rows = 1; rows <= most; rows++) {
+    const y = kernel.linear(x.subarray(0, rows * width), rows, matrix);
+    for (let r = 0; r < rows; r++) assert.deepEqual(y.slice(r * outs, (r + 1) * outs), alone(r), `row ${r} of ${rows}`);
   }
 });
 
@@ -55,6 +68,35 @@ test("floats of two bytes", () => {
 test("the best of equals is the first", () => {
   assert.deepEqual(best([1, 3, 3, 2, 3], 3), [1, 2, 4]);
   assert.deepEqual(best([-Infinity, -Infinity], 1), [0]);
+});
+
+test("steps: probabilities and entropy of every label", () => {
+  const vocab = 7, labels = [3, 0], logits = numbers(4, vocab * labels.length).map((v) => 6 * v);
+  outputSteps(logits, labels, String).forEach((step, t) => {
+    const logp = logSoftmax(logits, t * vocab, vocab, []);
+    const entropy = -logp.reduce((sum, x) => sum + Math.exp(x) * Math.log2(Math.exp(x)), 0);
+    assert.ok(Math.abs(step.entropy - entropy) < 1e-9);
+    assert.ok(Math.abs(step.probability - Math.exp(logp[labels[t]])) < 1e-12);
+    assert.deepEqual(step.candidates.map(([token]) => Number(token)), best(logp, vocab));
+  });
+});
+
+test("the lens computes what is looked at", () => {
+  const rows = 40, width = 2, vocab = 3, x = numbers(5, rows * width);
+  let computed = 0;
+  const predict = (some, count) => {
+    computed += count;
+    return Float32Array.from({ length: count * vocab }, (_, i) => some[Math.floor(i / vocab) * width] * (i % vocab));
+  };
+  const model = { top: { norm: null }, classifies: false, output: { width }, predict };
+  const [{ label, steps }] = logitLens({ lens: [{ label: "layer 1" }] }, model, () => x, String);
+  assert.equal(label, "layer 1");
+  assert.equal(steps.length, rows);
+  assert.equal(computed, 0);
+  assert.equal(steps[3][0][0], x[3 * width] > 0 ? "2" : "0");
+  assert.ok(computed < rows);
+  assert.deepEqual(JSON.parse(JSON.stringify(steps)).map((step) => step[0][0]), Array.from({ length: rows }, (_, t) => (x[t * width] > 0 ? "2" : "0")));
+  assert.equal(computed, rows, "each once");
 });
 
 // A model whose next token depends on all before it: logits are drawn from a seed made of them.

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { alternatives, answer, attributionOf, firstWishes, force, importanceOf, look, newSide, shownIds } from "../../../src/regard/inspect/web/session.js";
+import { alternatives, answer, attributionOf, firstWishes, force, hasDraft, importanceOf, look, newSide, shownIds } from "../../../src/regard/inspect/web/session.js";
 
 function rote(task = "pairs") {
   const asked = [];
@@ -35,6 +35,23 @@ test("the best hypothesis is traced, and a draft is greedy", () => {
   side.chosen = 1;
   look(engine, side);
   assert.deepEqual(side.trace.ids, [3]);
+});
+
+test("the draft of a continuation is its beginning, of the same search", () => {
+  const engine = rote(), side = newSide({ source: "a" });
+  engine.task = "lm";
+  const wishes = { ...firstWishes(engine), strategy: "sample" };
+  assert.ok(hasDraft(engine, wishes));
+  assert.ok(!hasDraft({ ...engine, task: "pairs" }, wishes), "nothing would be saved");
+  answer(engine, side, wishes, true);
+  answer(engine, side, wishes);
+  const [draft, whole] = engine.asked;
+  assert.equal(draft.strategy, "sample");
+  assert.equal(draft.nbest, 1);
+  assert.ok(draft.maxLength < whole.maxLength);
+  side.prefix = [1, 2, 3, 4, 5, 6];
+  answer(engine, side, wishes, true);
+  assert.equal(engine.asked[2].maxLength, 7, "what was chosen stays, and one token follows");
 });
 
 test("problems and failures are told, and what was there stays", () => {

@@ -18,14 +18,11 @@ export function barOf(live) {
     parts = live.sides.map((side, i) => sideOf(live, side, i));
     put(sides, parts.map((part) => part.node));
     sides.classList.toggle("two", parts.length > 1);
-    const compare =
-      live.engine.task === "image"
-        ? null
-        : h(
-            "button",
-            { class: "quiet", type: "button", click: () => compareOrNot(live) },
-            parts.length > 1 ? "One input" : "Compare two inputs",
-          );
+    const compare = h(
+      "button",
+      { class: "quiet", type: "button", click: () => compareOrNot(live) },
+      parts.length > 1 ? "One input" : "Compare two inputs",
+    );
     put(tools, wishes && wishes.node, compare, silenced, examplesOf(live));
   }
   function write() {
@@ -47,8 +44,7 @@ export function barOf(live) {
 }
 
 function compareOrNot(live) {
-  const { source, features } = live.sides[0].input;
-  live.compare(live.sides.length > 1 ? null : { source, features });
+  live.compare(live.sides.length === 1);
   const field = document.querySelectorAll(".sides .field")[live.sides.length > 1 ? (live.engine.features ? 2 : 1) : 0];
   if (field) field.focus();
 }

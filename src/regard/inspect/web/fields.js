@@ -1,6 +1,6 @@
 // Input fields: text, features, tokens, and an image that is drawn or dropped.
 
-import { data, h, put } from "./core.js";
+import { h, put } from "./core.js";
 import { filmOf } from "./view-image.js";
 import { visible, word } from "./words.js";
 
@@ -145,7 +145,7 @@ export function padOf(live, side) {
   sheet.width = width; sheet.height = height;
   sheet.style.width = width * zoom + "px"; sheet.style.height = height * zoom + "px";
   const pen = sheet.getContext("2d", { willReadFrequently: true });
-  if (data.image) pen.putImageData(filmOf(data.image), 0, 0);
+  if (side.trace && side.trace.image) pen.putImageData(filmOf(side.trace.image), 0, 0);
   const status = h("small", { class: "status", role: "status" });
   function send(name) {
     side.input = { pixels: pixelsOf(pen.getImageData(0, 0, width, height).data, image, most), name, number: ++strokes };

@@ -5,21 +5,21 @@ import { data, h, setData, storedData } from "./core.js";
 import { makeEngine } from "./engine.js";
 import { addToAddress, buildPage, tooOld, writeTexts } from "./page.js";
 import {
-  alternatives, answer, attributionCost, attributionOf, BOUNDS, firstWishes, force, importanceOf, look, newSide,
-  searches, silenceKey, storedImportance, STRATEGIES,
+  alternatives, answer, attributionCost, attributionOf, BOUNDS, firstWishes, force, hasDraft, importanceOf, look,
+  newSide, searches, silenceKey, storedImportance, STRATEGIES,
 } from "./session.js";
 import { refresh, shell, state, tellChanged } from "./tabs.js";
 
 // milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
-const QUICK = 50, DRAFTED = 150;
+const QUICK = 70, DRAFTED = 150;
 const PAUSE = 120, REST = 500; // milliseconds without a key: the whole search begins, typing has ended
 const FORGET = 0.7; // what is too slow is tried again after a while: the first time is the slowest
 
-// Input that the page begins with: that of the stored trace. An image is shown as stored until another is drawn.
-function firstInput(engine, stored) {
-  if (engine.task === "image") return null;
+// What the page begins with: the input of the stored trace. An image is shown as stored until another is drawn.
+function firstSide(engine, stored) {
+  if (engine.task === "image") return { ...newSide(null), trace: stored };
   const { source, text, features } = stored.texts;
-  return { source: source ?? text ?? "", features: features || "" };
+  return newSide({ source: source ?? text ?? "", features: features || "" });
 }
 
 class Live {
@@ -27,7 +27,7 @@ class Live {
     this.engine = engine;
     this.stored = stored;
     this.wishes = firstWishes(engine);
-    this.sides = [newSide(firstInput(engine, stored))];
+    this.sides = [firstSide(engine, stored)];
     this.explains = engine.model.output !== null; // it predicts something, whose log-probability can be explained
     this.cost = { draft: 0, whole: 0 };
     this.bar = barOf(this);
@@ -47,7 +47,7 @@ class Live {
     const soon = (work) => { this.timer = setTimeout(work, 0); };
     const later = () => { this.timer = setTimeout(() => this.compute(false), PAUSE); };
     if (this.cost.whole <= QUICK) soon(() => this.compute(false));
-    else if (this.wishes.strategy === "beam" && this.cost.draft <= DRAFTED)
+    else if (hasDraft(this.engine, this.wishes) && this.cost.draft <= DRAFTED)
       soon(() => {
         this.compute(true);
         later();
@@ -128,7 +128,7 @@ class Live {
   }
   restoreHeads() { this.engine.silenced.clear(); this.compute(false); }
 
-  sideOf(trace) { return this.sides.find((side) => side.trace === trace) || null; }
+  sideOf(trace) { return this.sides.find((side) => side.input && side.trace === trace) || null; }
   attributionCost(trace) { const side = this.sideOf(trace); return side ? attributionCost(this.engine, side) : 0; }
   attribution(trace) {
     const side = this.sideOf(trace);
@@ -139,9 +139,10 @@ class Live {
     return side ? (this.explains ? importanceOf(this.engine, side) : null) : storedImportance(trace);
   }
 
-  compare(input) {
-    this.sides.length = 1;
-    if (input) this.sides.push(newSide(input));
+  // One input alone, or beside another one, which begins as the same.
+  compare(two) {
+    const [first] = this.sides;
+    this.sides = two ? [first, { ...newSide(first.input && { ...first.input }), trace: first.trace }] : [first];
     this.bar.rebuild();
     this.compute(false);
   }

@@ -89,16 +89,6 @@ function wrap(text, width, size, most) {
     : lines;
 }
 
-// As many words of a text as there is room for.
-function fitting(text, width, size) {
-  const pieces = text.split(" ");
-  while (pieces.length > 1 && textWidth(pieces.join(" "), size) > width) {
-    pieces.pop();
-    pieces[pieces.length - 1] = pieces[pieces.length - 1].replace(/…$/, "") + "…";
-  }
-  return pieces.join(" ");
-}
-
 // Tokens (with a number below each, if there are some) in lines of so many pixels -> height.
 function tokensPart(sketch, tokens, x, y, width, { mirrored = false, under = null } = {}) {
   const high = under ? 34 : 22;
@@ -158,9 +148,9 @@ function attentionPart(sketch, map, title, x, y, width) {
 
 // One layer as a box -> height. `enters`: where the cross-attention begins.
 function layerPart(sketch, stack, { number, self, cross }, x, y, width, enters) {
-  const inner = width - 2 * PAD, left = x + PAD, at = sketch.marks.length, lens = lensOf(stack, number);
+  const inner = width - 2 * PAD, left = x + PAD, at = sketch.marks.length, title = `Layer ${number + 1}`;
+  const lens = lensOf(stack, number, inner - textWidth(title, 13, 600) - 24, 11);
   let top = y + 10;
-  const title = `Layer ${number + 1}`;
   sketch.text(title, left, top + 12, strong);
   if (stack.walk >= 0)
     sketch.spot(left - 4, top - 2, textWidth(title, 13, 600) + 8, 18, `${title} of the ${stack.name}, step by step`, {
@@ -168,8 +158,8 @@ function layerPart(sketch, stack, { number, self, cross }, x, y, width, enters) 
       layer: number,
     });
   if (lens) {
-    const shown = fitting(lens, inner - textWidth(title, 13, 600) - 24, 11), wide = textWidth(shown, 11);
-    sketch.text(shown, left + inner, top + 12, () => ({ ...faint(), size: 11, align: "right" }));
+    const wide = textWidth(lens, 11);
+    sketch.text(lens, left + inner, top + 12, () => ({ ...faint(), size: 11, align: "right" }));
     sketch.spot(
       left + inner - wide - 4,
       top - 2,
@@ -200,10 +190,18 @@ function layerPart(sketch, stack, { number, self, cross }, x, y, width, enters) 
   return high;
 }
 
-// What the model would predict after a layer of the stack that the LM head reads, as text.
-function lensOf(stack, number) {
+// What the model would predict after a layer of the stack that the LM head reads: as many tokens as there is room for.
+function lensOf(stack, number, room, size) {
   const found = stack.predicts ? data.lens.find((each) => each.label === `layer ${number + 1}`) : null;
-  return found ? "→ " + found.steps.map((step) => figureLabel(step[0][0])).join(" ") : null;
+  if (!found) return null;
+  const { steps } = found, fits = (text) => textWidth(text, size) <= room;
+  let text = "→";
+  for (let t = 0; t < steps.length; t++) {
+    const longer = `${text} ${figureLabel(steps[t][0][0])}`;
+    if (t && !fits(t + 1 < steps.length ? `${longer}…` : longer)) return `${text}…`;
+    text = longer;
+  }
+  return text;
 }
 
 function plainBox(sketch, title, text, x, y, width, leads) {

@@ -1,11 +1,20 @@
 // Search over token ids: greedy, beam, sampling. The same rules of choice, ends and limits as `regard generate`.
 
+// The log of the sum of exponentials of one row of logits, and the entropy of its softmax in bits, in one pass.
+function logSumExp(logits, from, vocab) {
+  let top = -Infinity, sum = 0, mean = 0;
+  for (let i = from; i < from + vocab; i++) if (logits[i] > top) top = logits[i];
+  for (let i = from; i < from + vocab; i++) {
+    const below = logits[i] - top, share = Math.exp(below);
+    sum += share;
+    mean += share * below;
+  }
+  return { normaliser: top + Math.log(sum), entropy: (Math.log(sum) - mean / sum) / Math.LN2 };
+}
+
 // Log-probabilities of one row of logits; blocked tokens have none.
 export function logSoftmax(logits, from, vocab, blocked) {
-  let top = -Infinity, sum = 0;
-  for (let i = 0; i < vocab; i++) if (logits[from + i] > top) top = logits[from + i];
-  for (let i = 0; i < vocab; i++) sum += Math.exp(logits[from + i] - top);
-  const out = new Float64Array(vocab), normaliser = top + Math.log(sum);
+  const out = new Float64Array(vocab), { normaliser } = logSumExp(logits, from, vocab);
   for (let i = 0; i < vocab; i++) out[i] = logits[from + i] - normaliser;
   for (const id of blocked) out[id] = -Infinity;
   return out;
@@ -147,41 +156,55 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
 // What is shown of predictions: the most probable tokens of every step, and of every layer.
 
 const STEP_CANDIDATES = 8, LENS_CANDIDATES = 5;
+const LENS_ROWS = 16; // tokens of the lens that are computed together
 
 // The most probable tokens of one row of logits: [token, probability, logit].
-function topPredictions(logits, from, vocab, count, nameOf, logp = logSoftmax(logits, from, vocab, [])) {
-  return best(logp, Math.min(count, vocab)).map((id) => [nameOf(id), Math.exp(logp[id]), logits[from + id]]);
+function topPredictions(row, count, nameOf, { normaliser } = logSumExp(row, 0, row.length)) {
+  return best(row, Math.min(count, row.length)).map((id) => [nameOf(id), Math.exp(row[id] - normaliser), row[id]]);
 }
 
 export function outputSteps(logits, labels, nameOf) {
   const vocab = logits.length / labels.length;
   return labels.map((label, t) => {
-    const logp = logSoftmax(logits, t * vocab, vocab, []);
-    let entropy = 0;
-    for (const x of logp) { const p = Math.exp(x); entropy -= p * Math.log2(Math.max(p, 1e-12)); }
+    const row = logits.subarray(t * vocab, (t + 1) * vocab), sums = logSumExp(row, 0, vocab);
     return {
       token: nameOf(label),
-      probability: Math.exp(logp[label]),
-      entropy,
-      normaliser: logits[t * vocab] - logp[0],
-      candidates: topPredictions(logits, t * vocab, vocab, STEP_CANDIDATES, nameOf, logp),
+      probability: Math.exp(row[label] - sums.normaliser),
+      entropy: sums.entropy,
+      normaliser: sums.normaliser,
+      candidates: topPredictions(row, STEP_CANDIDATES, nameOf, sums),
     };
   });
 }
 
-// What each layer would predict if the LM head read its vectors, by the labels of the template.
+// What each layer would predict if the LM head read its vectors, by the labels of the template. The overview shows the
+// first tokens only, and with a large vocabulary a prediction is much to compute: it is made when it is looked at.
 export function logitLens(template, model, vectorsOf, nameOf) {
   const { top } = model;
   return template.lens.map(({ label }, i) => {
     let x = vectorsOf(i);
     if (top.norm) x = top.norm(x, x.length / model.output.width);
     if (model.classifies) x = model.pool(x);
-    const rows = x.length / (model.transform || model.output).width,
-      logits = model.predict(x, rows),
-      vocab = logits.length / rows;
-    return {
-      label,
-      steps: Array.from({ length: rows }, (_, t) => topPredictions(logits, t * vocab, vocab, LENS_CANDIDATES, nameOf)),
-    };
+    const { width } = model.transform || model.output;
+    const steps = lazyArray(x.length / width, LENS_ROWS, (from, to) => {
+      const rows = to - from, logits = model.predict(x.subarray(from * width, to * width), rows);
+      const vocab = logits.length / rows;
+      return Array.from({ length: rows }, (_, t) =>
+        topPredictions(logits.subarray(t * vocab, (t + 1) * vocab), LENS_CANDIDATES, nameOf),
+      );
+    });
+    return { label, steps };
   });
+}
+
+// An array whose elements are computed, a few at a time, when one of them is first read: compute(from, to) -> elements.
+function lazyArray(length, few, compute) {
+  const out = new Array(length), known = new Map();
+  const block = (from) => {
+    if (!known.has(from)) known.set(from, compute(from, Math.min(from + few, length)));
+    return known.get(from);
+  };
+  for (let i = 0; i < length; i++)
+    Object.defineProperty(out, i, { enumerable: true, get: () => block(i - (i % few))[i % few] });
+  return out;
 }

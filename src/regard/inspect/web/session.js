@@ -3,6 +3,7 @@
 export const BOUNDS = { beam: [2, 10], temperature: [0.1, 2], seed: [0, 9999], length: [1, 400] };
 export const STRATEGIES = ["greedy", "beam", "sample"];
 export const MORE = 20; // tokens by which a continuation is lengthened
+const DRAFT_LENGTH = 4; // tokens of the draft of a continuation
 
 // How the output is searched, the same for all inputs.
 export function firstWishes(engine) {
@@ -26,11 +27,17 @@ export const newSide = (input) => ({
   before: null,
 });
 
+// A draft is less to compute, for as long as someone types: one output, greedy instead of a beam, and only the
+// beginning of a continuation.
+export const hasDraft = (engine, wishes) => wishes.strategy === "beam" || engine.task === "lm";
+
 function optionsOf(engine, side, wishes, draft) {
-  const { beam, temperature, seed, forbid, length } = wishes, strategy = draft ? "greedy" : wishes.strategy;
+  const { beam, temperature, seed, forbid } = wishes, { prefix } = side;
+  const strategy = draft && wishes.strategy === "beam" ? "greedy" : wishes.strategy,
+    length = draft ? Math.min(DRAFT_LENGTH, wishes.length) : wishes.length;
   return {
-    strategy, beam, nbest: strategy === "greedy" ? 1 : beam, temperature, seed, forbid, prefix: side.prefix,
-    ...(engine.task === "lm" ? { maxLength: Math.max(length, side.prefix.length + 1) } : {}),
+    strategy, beam, nbest: draft || strategy === "greedy" ? 1 : beam, temperature, seed, forbid, prefix,
+    ...(engine.task === "lm" ? { maxLength: Math.max(length, prefix.length + 1) } : {}),
   };
 }
 
@@ -38,7 +45,7 @@ function optionsOf(engine, side, wishes, draft) {
 export const shownIds = (engine, hypothesis) =>
   hypothesis.limited && engine.task !== "lm" ? hypothesis.ids.slice(0, -1) : hypothesis.ids;
 
-// Search the output of an input, and trace the best one. A draft is the greedy output, for as long as someone types.
+// Search the output of an input, and trace the best one.
 export function answer(engine, side, wishes, draft = false) {
   if (!side.input) return;
   const found = guarded(() => engine.generate(side.input, optionsOf(engine, side, wishes, draft)));
