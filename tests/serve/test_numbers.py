@@ -12,7 +12,8 @@ from servekit import serving
 
 from modelkit import family, letters
 from regard.serve.bodies import CompletionBody, GenerateBody, TranslateBody
-from regard.serve.handlers import Handlers, routes
+from regard.serve.endpoints import routes
+from regard.serve.handlers import Handlers
 
 OUTSIDE = ("-1", "1" + "0" * 40, "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1" * 5000)
 PLACE = "@"  # where the number goes

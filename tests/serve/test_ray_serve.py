@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from servekit import serving
 
 import regard
 from regard.errors import UserError
-from regard.serve.ray_serve import Replica, Reply, app
+from regard.serve.ray_serve import Replica, app
+from regard.serve.responses import EventStream, Reply
 from toykit import toy_words
 
 JSON = {"content-type": "application/json"}
@@ -45,7 +47,25 @@ class Asking:
     def __init__(self, replica: Replica, runner: asyncio.Runner) -> None:
         self.replica, self.runner = replica, runner
 
-    def __call__(self, method: str, path: str, body: Any = b"", headers: dict[str, str] = JSON) -> Reply:
+    def __call__(self, method: str, path: str, body: Any = b"", headers: dict[str, str] = JSON) -> web.Response:
+        reply = self._reply(method, path, body, headers)
+        assert isinstance(reply, web.Response)
+        return reply
+
+    def stream(self, path: str, body: Any) -> list[str]:
+        """The data of all events."""
+        reply = self._reply("POST", path, body, JSON)
+        assert isinstance(reply, EventStream)
+
+        async def collect() -> list[str]:
+            try:
+                return [data async for data in reply.events]
+            finally:
+                reply.finish()
+
+        return self.runner.run(collect())
+
+    def _reply(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Reply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.runner.run(self.replica.reply(method, path, headers, data))
 
@@ -68,6 +88,9 @@ def test_a_replica_answers_as_the_server_does(toy: Path) -> None:
             assert (reply.status, json.loads(reply.body)) == (expected.status, expected.json), (path, body)
             assert reply.headers["Content-Type"] == expected.headers["Content-Type"]
         assert ask("GET", "/v1/models").body == server.get("/v1/models").body
+        for options in ({}, {"sample": True, "seed": 3}, {"min_length": 9, "max_length": 9}):
+            body = {"inputs": "abc", "stream": True, **options}
+            assert list(map(json.loads, ask.stream("/v1/generate", body))) == server.post("/v1/generate", body).events
         assert ask("GET", "/health/ready").status == 200
 
 
@@ -83,11 +106,11 @@ def test_what_a_replica_refuses(toy: Path, tmp_path: Path) -> None:
         assert ask("POST", "/translate", {"q": "abc"}).status == 401
         assert ask("POST", "/translate", {"q": "abc", "api_key": KEY}).status == 200
         for path, given, headers, status, message in (
-            ("/v1/generate", {**body, "stream": True}, known, 422, "stream: replicas of Ray Serve give whole answers"),
+            ("/v1/generate", {**body, "stream": True, "beam": 2}, known, 422, "stream: beam, nbest"),
             ("/v1/generate", {"inputs": "a" * 300}, known, 413, "the body has more than 200 bytes"),
             ("/v1/generate", body, {**known, "content-type": "text/plain"}, 415, "the body is JSON"),
-            ("/v1/runs/reload", {}, known, 404, "POST /v1/runs/reload: Not Found"),
-            ("/v1/models", {}, known, 405, "(allowed: GET)"),
+            ("/v1/runs/reload", {}, known, 404, "POST /v1/runs/reload: there is nothing here"),
+            ("/v1/models", {}, known, 405, "allowed are GET, HEAD"),
         ):
             reply = ask("POST", path, given, headers)
             assert reply.status == status and message in json.loads(reply.body)["error"]["message"], reply
@@ -136,8 +159,14 @@ def ask(item):
 
 with ThreadPoolExecutor(8) as threads:
     answers = list(threads.map(ask, bodies))
+data = sys.argv[5].encode()
+request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/generate", data, {"Content-Type": "application/json"})
+with urllib.request.urlopen(request, timeout=120) as answer:
+    kind = answer.headers["Content-Type"]
+    events = [line.decode()[6:] for line in answer if line.startswith(b"data: ")]
 with open(sys.argv[4], "w") as file:
-    json.dump({"replicas": {str(getattr(k, "value", k)): v for k, v in replicas.items()}, "answers": answers}, file)
+    states = {str(getattr(k, "value", k)): v for k, v in replicas.items()}
+    json.dump({"replicas": states, "answers": answers, "kind": kind, "events": events}, file)
 serve.shutdown()
 ray.shutdown()
 """
@@ -159,10 +188,12 @@ def test_two_replicas_answer_as_the_server_and_the_library_do(toy: Path, tmp_pat
     pytest.importorskip("ray")
     bodies = [item for item in BODIES if not isinstance(item[1], bytes)]
     bodies += [("/v1/generate", {"inputs": [word], "beam": 2}) for word in toy_words(30, 4)]
+    streamed = {"inputs": "cabba", "stream": True, "min_length": 20, "max_length": 20}
     with serving({"toy": toy / "run"}, max_inputs=10) as server:
         expected = [[reply.status, reply.json] for reply in (server.post(*item) for item in bodies)]
+        events = server.post("/v1/generate", streamed).events
         port = str(server.server.port)
-    arguments = [str(toy / "run"), port, json.dumps(bodies), str(tmp_path / "found")]
+    arguments = [str(toy / "run"), port, json.dumps(bodies), str(tmp_path / "found"), json.dumps(streamed)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True,
         env={**os.environ, "HOME": str(tmp_path)}, timeout=400, check=False,
@@ -171,5 +202,7 @@ def test_two_replicas_answer_as_the_server_and_the_library_do(toy: Path, tmp_pat
     found = json.loads((tmp_path / "found").read_text())
     assert found["replicas"] == {"RUNNING": 2}
     assert close(found["answers"], expected)
+    assert found["kind"].startswith("text/event-stream") and len(events) > 20
+    assert close(list(map(json.loads, found["events"])), events)
     texts = [row[0].text for row in regard.load(toy / "run").generate(toy_words(30, 4), beam=2)]
     assert [answer["results"][0]["hypotheses"][0]["text"] for _, answer in found["answers"][-30:]] == texts

@@ -1,19 +1,15 @@
-"""The endpoints: each turns a checked body into a job, and its results into an answer."""
+"""The handlers of the endpoints: each turns a checked body into a job, and its results into an answer."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
-from aiohttp_sse import EventSourceResponse, sse_response
-from pydantic import BaseModel
 from pydantic_core import to_json
 
 from regard.errors import UserError, closest
@@ -27,7 +23,7 @@ from regard.serve.bodies import (
     ScoreBody,
     TranslateBody,
 )
-from regard.serve.responses import Refused, common_headers, error_json, json_response
+from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
 from regard.serve.schedule import Group, Job, QueueFull
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
@@ -42,7 +38,7 @@ KINDS = {
 
 
 class Handlers:
-    """The endpoints over one service."""
+    """The handlers over one service."""
 
     def __init__(self, service: Service, settings: ServeSettings) -> None:
         self.service, self.settings = service, settings
@@ -114,19 +110,16 @@ class Handlers:
 
     async def pieces(self, job: Job) -> AsyncIterator[Answer]:
         """The tokens of a submitted stream as they are decided."""
-        try:
-            while job.pieces or not job.done:
-                await job.wait()
-                while job.pieces:
-                    yield job.pieces.popleft()
-        finally:
-            self.service.finish(job)
+        while job.pieces or not job.done:
+            await job.wait()
+            while job.pieces:
+                yield job.pieces.popleft()
         if "error" in job.results[0]:
             _raise(job.results[0])
 
     # endpoints
 
-    async def generate(self, request: web.BaseRequest, body: GenerateBody) -> web.StreamResponse:
+    async def generate(self, body: GenerateBody) -> Reply:
         """Decode."""
         run = self.find_run(body.run, "generate")
         items, options = body.items(), body.options()
@@ -146,11 +139,9 @@ class Handlers:
             )
         job = self.make_job(run, "stream", chosen, items)
         self.submit(job)
-        async with self._events(request) as events:
-            await self._tell(events, job, lambda piece: {"piece": piece}, lambda x: [{"run": run, "result": x}])
-        return events
+        return self._stream(job, lambda piece: {"piece": piece}, lambda x: {"run": run, "result": x})
 
-    async def translate(self, request: web.BaseRequest, body: TranslateBody) -> web.StreamResponse:
+    async def translate(self, body: TranslateBody) -> web.Response:
         """Translate, in LibreTranslate's form."""
         run = self.find_run(self._run_of_pair(body.source, body.target), "generate")
         texts, n = [body.q] if isinstance(body.q, str) else body.q, body.alternatives + 1
@@ -181,7 +172,7 @@ class Handlers:
             return able[0]
         raise Refused(422, f"source, target: there is no run for {source} to {target} (runs: {', '.join(able)})")
 
-    async def languages(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def languages(self) -> web.Response:
         """The language pairs, in LibreTranslate's form."""
         pairs = [
             name.split("-", 1) for name, run in self.service.runs.items() if "generate" in run["kinds"] and "-" in name
@@ -191,7 +182,7 @@ class Handlers:
             [{"code": code, "name": code, "targets": [t for s, t in pairs if s == code]} for code in sources]
         )
 
-    async def completions(self, request: web.BaseRequest, body: CompletionBody) -> web.StreamResponse:
+    async def completions(self, body: CompletionBody) -> Reply:
         """Continue prompts, in OpenAI's form."""
         run = self._language_model(body.model)
         options = body.options()
@@ -209,13 +200,12 @@ class Handlers:
             def chunk(text: str, reason: str | None) -> Answer:
                 return {**frame, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]}
 
-            async with self._events(request) as events:
-                await self._tell(
-                    events, job, lambda piece: chunk(piece["text"], None),
-                    lambda x: [chunk("", _reason(x["hypotheses"][0]))],
-                )  # fmt: skip
-                await events.send("[DONE]")
-            return events
+            return self._stream(
+                job,
+                lambda piece: chunk(piece["text"], None),
+                lambda x: chunk("", _reason(x["hypotheses"][0])),
+                "[DONE]",
+            )
         results = await self.results(self.make_job(run, "generate", chosen, items, options.rows))
         for x in results:
             if "error" in x:
@@ -248,7 +238,7 @@ class Handlers:
             )
         return name
 
-    async def models(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def models(self) -> web.Response:
         """The runs, in OpenAI's form; with what each can do."""
         rows = [
             {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
@@ -256,32 +246,32 @@ class Handlers:
         ]
         return json_response({"object": "list", "data": rows})
 
-    async def score(self, request: web.BaseRequest, body: ScoreBody) -> web.StreamResponse:
+    async def score(self, body: ScoreBody) -> web.Response:
         """Tell how probable targets are."""
         run = self.find_run(body.run, "score")
         items = [pair.model_dump(exclude_none=True) for pair in body.pairs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
 
-    async def classify(self, request: web.BaseRequest, body: ClassifyBody) -> web.StreamResponse:
+    async def classify(self, body: ClassifyBody) -> web.Response:
         """Tell labels of texts."""
         run = self.find_run(body.run, "classify")
         items = [{"source": x} if isinstance(x, str) else x.model_dump(exclude_none=True) for x in body.inputs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
 
-    async def embed(self, request: web.BaseRequest, body: EmbedBody) -> web.StreamResponse:
+    async def embed(self, body: EmbedBody) -> web.Response:
         """Give vectors of texts."""
         run = self.find_run(body.run, "embed")
         job = self.make_job(run, "embed", {"normalize": body.normalize}, [{"source": text} for text in body.inputs])
         return json_response({"run": run, "results": await self.results(job)})
 
-    async def inspect(self, request: web.BaseRequest, body: InspectBody) -> web.StreamResponse:
+    async def inspect(self, body: InspectBody) -> web.Response:
         """The attention page of one example."""
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
         (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACED))
         return json_response({"run": run, **result})
 
-    async def reload(self, request: web.BaseRequest, body: ReloadBody) -> web.StreamResponse:
+    async def reload(self, body: ReloadBody) -> web.Response:
         """Load all runs anew from their directories; no request is dropped."""
         try:
             await self.service.reload()
@@ -289,40 +279,32 @@ class Handlers:
             raise Refused(422, f"the runs could not be loaded, the old ones stay: {error}") from None
         return json_response({"runs": list(self.service.runs)})
 
-    async def live(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def live(self) -> web.Response:
         """Whether the process answers."""
         return json_response({"status": "live"})
 
-    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def ready(self) -> web.Response:
         """Whether requests should be sent here."""
         if self.draining or not self.service.ready:
             raise Refused(503, "draining" if self.draining else "no worker is ready", retry_after=2)
         return json_response({"status": "ready"})
 
-    # streams
+    def _stream(
+        self, job: Job, show: Callable[[Answer], Answer], last: Callable[[Answer], Answer], *closing: str
+    ) -> EventStream:
+        """The tokens of a submitted stream as events, what comes last, and `closing` texts; errors are events too."""
 
-    async def _tell(
-        self,
-        events: EventSourceResponse,
-        job: Job,
-        show: Callable[[Answer], Answer],
-        last: Callable[[Answer], list[Answer]],
-    ) -> None:
-        """Send the tokens of a stream as events, and what comes last; an error becomes an event too."""
-        try:
-            async for piece in self.pieces(job):
-                await events.send(json.dumps(show(piece)))
-            for answer in last(job.results[0]):
-                await events.send(json.dumps(answer))
-        except Refused as refused:
-            await events.send(json.dumps({"error": error_json(refused.status, refused.message)}))
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for piece in self.pieces(job):
+                    yield json.dumps(show(piece))
+                yield json.dumps(last(job.results[0]))
+            except Refused as refused:
+                yield json.dumps({"error": error_json(refused.status, refused.message)})
+            for text in closing:
+                yield text
 
-    def _events(self, request: web.BaseRequest) -> AbstractAsyncContextManager[EventSourceResponse]:
-        headers = common_headers(request, self.settings.cors, self.draining)
-        any_request = cast(web.Request, request)  # it asks for no more than every request has
-        return sse_response(
-            any_request, headers=headers, sep="\n", send_timeout=self.settings.send, allow_all_methods=True
-        )
+        return EventStream(events(), partial(self.service.finish, job))
 
 
 def _longest(options: Answer, item: Answer, length: int) -> float:
@@ -359,36 +341,3 @@ def _logprobs(hypothesis: Answer) -> Answer:
         "top_logprobs": top or None,
         "text_offset": offsets,
     }
-
-
-@dataclass(frozen=True)
-class Route:
-    """An endpoint: where it is, what it takes, and who may use it."""
-
-    method: str
-    path: str
-    handle: Callable[..., Awaitable[web.StreamResponse]]
-    body: type[BaseModel] | None = None
-    access: str = "key"  # open, key or admin
-
-    @property
-    def summary(self) -> str:
-        return (self.handle.__doc__ or "").strip().splitlines()[0]
-
-
-def routes(handlers: Handlers) -> list[Route]:
-    """All endpoints but the files of the web page."""
-    return [
-        Route("POST", "/v1/generate", handlers.generate, GenerateBody),
-        Route("POST", "/translate", handlers.translate, TranslateBody),
-        Route("GET", "/languages", handlers.languages),
-        Route("POST", "/v1/completions", handlers.completions, CompletionBody),
-        Route("GET", "/v1/models", handlers.models),
-        Route("POST", "/v1/score", handlers.score, ScoreBody),
-        Route("POST", "/v1/classify", handlers.classify, ClassifyBody),
-        Route("POST", "/v1/embed", handlers.embed, EmbedBody),
-        Route("POST", "/v1/inspect", handlers.inspect, InspectBody),
-        Route("POST", "/v1/runs/reload", handlers.reload, ReloadBody, access="admin"),
-        Route("GET", "/health/live", handlers.live, access="open"),
-        Route("GET", "/health/ready", handlers.ready, access="open"),
-    ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from regard import __version__
-from regard.serve.handlers import Route
+from regard.serve.endpoints import Route
 from regard.serve.responses import CODES
 
 ERROR = {

@@ -10,29 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from aiohttp import web
 from pydantic import model_validator
 
 from regard.config import Count, Problem, parse
-from regard.errors import UserError, missing_extra
+from regard.errors import missing_extra
 from regard.recipe import option
 from regard.run import read_config
-from regard.serve.bodies import BadBody, TranslateBody, parse_body
-from regard.serve.handlers import Handlers, routes
+from regard.serve.endpoints import Endpoints, routes
+from regard.serve.handlers import Handlers
 from regard.serve.pool import PoolSettings
-from regard.serve.responses import Refused, error_response
+from regard.serve.responses import EventStream, Reply
 from regard.serve.server import LARGEST_BATCH
 from regard.serve.service import Service
 from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
 
-log = logging.getLogger("regard.serve")
 NAME = "regard"  # of the deployment
+HEADERS = {"X-Content-Type-Options": "nosniff"}
 SHARED = ("keys", "threads", "engine", "precision", "beam", "queue", "max_body", "max_inputs", "max_work", "deadline")
 
 
@@ -72,27 +70,18 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
 
 
-class Reply(NamedTuple):
-    """An answer: status, headers and body."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
 class Replica:
     """A service of its own, started before the first request."""
 
     def __init__(self, runs: dict[str, str], arguments: dict[str, Any]) -> None:
         settings = parse(DeploymentSettings, arguments, "ray serve")
-        self.settings, self.keys = settings, Keys.load(settings.keys)
+        self.settings = settings
         pool = PoolSettings(runs, 1, settings.engine, settings.precision, settings.threads)
         self.service = Service(pool, settings.queue, LARGEST_BATCH, settings.deadline)
-        self.routes = {
-            (route.method, route.path): route
-            for route in routes(Handlers(self.service, settings))
-            if route.access != "admin"  # of one replica it would make no sense
-        }
+        handlers = Handlers(self.service, settings)
+        # reloading the runs of one replica would make no sense
+        api = [route for route in routes(handlers) if route.access != "admin"]
+        self.endpoints = Endpoints(api, handlers, Keys.load(settings.keys))
         self._starting, self._started = asyncio.Lock(), False
 
     async def start(self) -> None:
@@ -108,6 +97,7 @@ class Replica:
 
     async def __call__(self, request: Any) -> Any:
         """Answer a request of Ray Serve's proxy, one of Starlette."""
+        from sse_starlette import EventSourceResponse
         from starlette.responses import Response
 
         data = bytearray()
@@ -115,50 +105,27 @@ class Replica:
             if len(data) <= self.settings.max_body:  # what is too long is read to its end, but not kept
                 data += part
         reply = await self.reply(request.method, request.url.path, request.headers, bytes(data))
-        return Response(reply.body, reply.status, reply.headers)
+        if isinstance(reply, EventStream):
+            return EventSourceResponse(_events(reply), sep="\n", headers=HEADERS)
+        return Response(reply.body, reply.status, {**reply.headers, **HEADERS})
 
     async def reply(self, method: str, path: str, headers: Mapping[str, str], data: bytes) -> Reply:
-        """Answer a request, as the server does."""
-        try:
-            response = await self._answer(method, path, headers, data)
-        except Refused as refused:
-            response = error_response(refused)
-        except UserError as error:
-            response = error_response(Refused(error.status if isinstance(error, BadBody) else 422, str(error)))
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            log.exception("an error while answering %s", path)
-            response = error_response(Refused(500, "an error in the server; its log has the details"))
-        assert isinstance(response, web.Response) and isinstance(response.body, bytes)
-        return Reply(response.status, {**response.headers, "X-Content-Type-Options": "nosniff"}, response.body)
-
-    async def _answer(self, method: str, path: str, headers: Mapping[str, str], data: bytes) -> web.StreamResponse:
+        """The answer to a request, as the server gives it."""
         await self.start()
-        route = self.routes.get((method, path))
-        if route is None:
-            allowed = [known for known, where in self.routes if where == path]
-            known = f"{method} {path[:200]}: "
-            if allowed:
-                raise Refused(405, f"{known}Method Not Allowed (allowed: {', '.join(allowed)})")
-            raise Refused(404, f"{known}Not Found (paths: {', '.join(where for _, where in self.routes)})")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        allowed_in = not self.keys.any or (scheme.lower() == "bearer" and self.keys.allows(key.strip()))
-        if not allowed_in and route.access != "open" and path != "/translate":  # whose key may be in its body
-            raise Refused(401, "a key is needed, as the header Authorization: Bearer KEY")
-        if route.body is None:
-            return await route.handle(None)
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise Refused(415, f"the body is JSON: Content-Type: application/json, not {kind[:80]}")
-        if len(data) > self.settings.max_body:
-            raise Refused(413, f"the body has more than {self.settings.max_body} bytes")
-        body = parse_body(route.body, data, self.settings.max_inputs)
-        if isinstance(body, TranslateBody) and not allowed_in and not self.keys.allows(body.api_key):
-            raise Refused(401, "a key is needed: api_key, or the header Authorization: Bearer KEY")
-        if getattr(body, "stream", False):
-            raise Refused(422, "stream: replicas of Ray Serve give whole answers; leave it out, or use regard serve")
-        return await route.handle(None, body)
+
+        async def read() -> bytes:
+            return data
+
+        return await self.endpoints.answer(method, path, headers, read)
+
+
+async def _events(stream: EventStream) -> AsyncIterator[dict[str, str]]:
+    """The events of a stream in the form that sse-starlette takes."""
+    try:
+        async for data in stream.events:
+            yield {"data": data}
+    finally:
+        stream.finish()
 
 
 def app(arguments: dict[str, Any]) -> Any:

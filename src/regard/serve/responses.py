@@ -1,14 +1,16 @@
-"""Answers: JSON, the one shape of errors, and the files of the web page, all of which come from the package."""
+"""Answers: JSON, events, the one shape of errors, and the files of the web page, which come from the package."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 from aiohttp import web
+from aiohttp_sse import sse_response
 from pydantic_core import to_json
 
 from regard.inspect.page import page_hashes
@@ -33,9 +35,42 @@ ASSETS = {"/": "index.html", "/docs": "docs.html"} | {
 class Refused(Exception):
     """A request that is not answered as asked."""
 
-    def __init__(self, status: int, message: str, code: str = "", retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        retry_after: float | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`headers` are further ones of the answer."""
         super().__init__(message)
-        self.status, self.message, self.code, self.retry_after = status, message, code or CODES[status], retry_after
+        self.status, self.message, self.retry_after, self.headers = status, message, retry_after, headers
+
+
+class EventStream(NamedTuple):
+    """Server-sent events that are to be sent: the data of each, and what to call when nobody reads them any more."""
+
+    events: AsyncIterator[str]
+    finish: Callable[[], None]
+
+
+Reply = web.Response | EventStream
+
+
+async def send_events(
+    request: web.BaseRequest, stream: EventStream, headers: dict[str, str], seconds: float
+) -> web.StreamResponse:
+    """Send events as they come; a client that does not read one for so many seconds is let go."""
+    any_request = cast(web.Request, request)  # it asks for no more than every request has
+    try:
+        async with sse_response(
+            any_request, headers=headers, sep="\n", send_timeout=seconds, allow_all_methods=True
+        ) as response:
+            async for data in stream.events:
+                await response.send(data)
+        return response
+    finally:
+        stream.finish()
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -43,14 +78,15 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     return web.Response(body=to_json(data), status=status, headers=headers, content_type="application/json")
 
 
-def error_json(status: int, message: str, code: str = "") -> dict[str, Any]:
-    return {"status": status, "code": code or CODES[status], "message": message}
+def error_json(status: int, message: str) -> dict[str, Any]:
+    return {"status": status, "code": CODES[status], "message": message}
 
 
 def error_response(refused: Refused) -> web.Response:
     """The one shape of errors."""
-    error = error_json(refused.status, refused.message, refused.code)
-    headers = {} if refused.retry_after is None else {"Retry-After": str(max(1, math.ceil(refused.retry_after)))}
+    error, headers = error_json(refused.status, refused.message), dict(refused.headers)
+    if refused.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
     return json_response({"error": error}, refused.status, headers)
@@ -83,9 +119,8 @@ def policy() -> str:
     )
 
 
-async def asset_response(request: web.BaseRequest) -> web.Response:
+async def asset_response(name: str) -> web.Response:
     """A file of the package."""
-    name = ASSETS[request.path]
     headers = {"Content-Security-Policy": policy(), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return web.Response(body=_read(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8", headers=headers)
 

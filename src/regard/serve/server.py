@@ -8,8 +8,6 @@ can do.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import ctypes
 import gc
 import ipaddress
@@ -23,6 +21,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,17 +29,25 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from regard.errors import UserError, plural
-from regard.serve.bodies import BadBody, TranslateBody, parse_body
-from regard.serve.handlers import Handlers, Route, routes
+from regard.serve.endpoints import Endpoints, Route, routes
+from regard.serve.handlers import Handlers
 from regard.serve.monitor import Monitor
 from regard.serve.openapi import describe_api
 from regard.serve.pool import PoolSettings
-from regard.serve.responses import ASSETS, CODES, Refused, asset_response, common_headers, error_response
+from regard.serve.responses import (
+    ASSETS,
+    CODES,
+    EventStream,
+    Refused,
+    asset_response,
+    common_headers,
+    error_response,
+    send_events,
+)
 from regard.serve.service import Service
 from regard.serve.settings import Keys, ServeSettings, is_address
 
 log = logging.getLogger("regard.serve")
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 LISTEN_ON = 0.5  # seconds after a SIGTERM in which connections are still taken: clients learn late of it
 LARGEST_BATCH = 16_384  # tokens times hypotheses
 SO_ATTACH_FILTER, MAX = 26, 2**32 - 1
@@ -61,12 +68,12 @@ class Server:
         self.handlers = Handlers(self.service, settings)
         self.monitor = Monitor(self.service)
         self.routes = routes(self.handlers)
+        self.endpoints = Endpoints(self.routes, self.handlers, self.keys)
         self.port = settings.port
         self._proxies = [ipaddress.ip_network(text, strict=False) for text in settings.proxy]
         self._active = 0
         self._sending: dict[asyncio.Transport, float] = {}  # since when an answer is written there
         self._watching: asyncio.Task[None] | None = None
-        self._paths: dict[str, dict[str, Handler]] = {}
         self._manager: web.Server | None = None
         self._listening: asyncio.Server | None = None
         self._listener: socket.socket | None = None
@@ -74,47 +81,22 @@ class Server:
 
     # requests
 
-    def _resources(self) -> dict[str, dict[str, Handler]]:
-        """What is at each path, by method."""
-        resources: dict[str, dict[str, Handler]] = {}
-        for route in self.routes:
-            resources.setdefault(route.path, {})[route.method] = self._handler(route)
+    def _endpoints(self) -> Endpoints:
+        """The API, its description, the metrics and the web page."""
         api = json.dumps(describe_api(self.routes, list(self.service.runs))).encode()
-        resources["/openapi.json"] = {"GET": _fixed(lambda: api, "application/json")}
-        resources["/metrics"] = {"GET": _fixed(self.monitor.text, "text/plain; version=0.0.4")}
-        for path in ASSETS:
-            resources[path] = {"GET": asset_response}
-        for methods in resources.values():
-            if "GET" in methods:
-                methods["HEAD"] = methods["GET"]
-        return resources
-
-    def _handler(self, route: Route) -> Handler:
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
-            if route.access == "admin" and not self.keys.allows_admin(_key(request)):
-                raise Refused(403, "an admin key is needed (a line 'admin KEY' in the file of --keys)")
-            if route.body is None:
-                return await route.handle(request)
-            if route.access == "key":
-                self.handlers.check_room()  # before the body is read
-            body = parse_body(route.body, await self._read(request), self.settings.max_inputs)
-            if (
-                isinstance(body, TranslateBody)
-                and self.keys.any
-                and not self._knows(request)
-                and not self.keys.allows(body.api_key)
-            ):
-                raise Refused(401, "a key is needed: api_key, or the header Authorization: Bearer KEY")
-            return await route.handle(request, body)
-
-        return handle
+        return Endpoints(
+            [
+                *self.routes,
+                Route("GET", "/openapi.json", _fixed(lambda: api, "application/json")),
+                Route("GET", "/metrics", _fixed(self.monitor.text, "text/plain; version=0.0.4")),
+                *(Route("GET", path, partial(asset_response, name)) for path, name in ASSETS.items()),
+            ],
+            self.handlers,
+            self.keys,
+        )
 
     async def _read(self, request: web.BaseRequest) -> bytes:
-        """The body of a request, if it is JSON and comes in time."""
-        if request.content_type != "application/json":
-            raise Refused(415, f"the body is JSON: Content-Type: application/json, not {request.content_type[:80]}")
-        if (request.content_length or 0) > self.settings.max_body:
-            raise Refused(413, f"the body has more than {self.settings.max_body} bytes")
+        """The body of a request, if it comes in time."""
         try:
             if request.content.is_eof():  # it came with the header, as most do
                 return await request.read()
@@ -134,7 +116,7 @@ class Server:
         """Answer a request, count it, and let go of clients that do not read."""
         began = time.monotonic()
         self._active += 1
-        path = request.path if request.path in self._paths else "none"
+        path = request.path if request.path in self.endpoints.paths else "none"
         try:
             response = await self._answer(request)
             if not response.prepared and (transport := request.transport) is not None:
@@ -157,38 +139,17 @@ class Server:
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Check the key, answer, and turn errors into JSON."""
-        try:
-            if request.method == "OPTIONS" and request.headers.get("Origin") in self.settings.cors:
-                return web.Response(status=204)
-            if self.keys.any and not self._is_open(request) and not self._knows(request):
-                raise Refused(401, "a key is needed, as the header Authorization: Bearer KEY")
-            if (methods := self._paths.get(request.path)) is None:
-                raise Refused(404, f"{request.method} {request.path[:200]}: there is nothing here")
-            if (handler := methods.get(request.method)) is None:
-                allowed = ", ".join(methods)
-                response = error_response(Refused(405, f"{request.method} {request.path}: allowed are {allowed}"))
-                response.headers["Allow"] = allowed
-                return response
-            return await handler(request)
-        except Refused as refused:
-            response = error_response(refused)
-            if refused.status in (408, 413, 415):  # what the client still sends is not read
-                response.force_close()
-            return response
-        except UserError as error:
-            return error_response(Refused(error.status if isinstance(error, BadBody) else 422, str(error)))
-        except (asyncio.CancelledError, ConnectionError, TimeoutError):
-            raise
-        except Exception:
-            log.exception("an error while answering %s", request.path)
-            return error_response(Refused(500, "an error in the server; its log has the details"))
-
-    def _is_open(self, request: web.BaseRequest) -> bool:
-        return request.path.startswith("/health/") or request.path == "/translate"  # whose key is in its body
-
-    def _knows(self, request: web.BaseRequest) -> bool:
-        return self.keys.allows(_key(request))
+        """The answer to a request; if it is a stream, it has been sent."""
+        if request.method == "OPTIONS" and request.headers.get("Origin") in self.settings.cors:
+            return web.Response(status=204)
+        read = partial(self._read, request)
+        reply = await self.endpoints.answer(request.method, request.path, request.headers, read)
+        if isinstance(reply, EventStream):
+            headers = common_headers(request, self.settings.cors, self.handlers.draining)
+            return await send_events(request, reply, headers, self.settings.send)
+        if reply.status in (408, 413, 415):  # what the client still sends is not read
+            reply.force_close()
+        return reply
 
     def _client(self, request: web.BaseRequest) -> str:
         """The address of a client; behind proxies that are named, the last one before them."""
@@ -213,7 +174,7 @@ class Server:
         await self.service.start()
         self._watching = asyncio.create_task(self._watch())
         settings = self.settings
-        self._paths = self._resources()
+        self.endpoints = self._endpoints()
         listener, loop = self._listen(), asyncio.get_running_loop()
         self.port = listener.getsockname()[1]
         manager = self._manager = web.Server(
@@ -344,17 +305,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _key(request: web.BaseRequest) -> str:
-    """The key of a request: a bearer token, or the password that a browser asks for."""
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        with suppress(binascii.Error, UnicodeDecodeError):
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
-    return ""
-
-
 def _within(address: str, networks: list[Any]) -> bool:
     try:
         return any(ipaddress.ip_address(address) in network for network in networks)
@@ -362,8 +312,8 @@ def _within(address: str, networks: list[Any]) -> bool:
         return False
 
 
-def _fixed(data: Callable[[], bytes], kind: str) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+def _fixed(data: Callable[[], bytes], kind: str) -> Callable[[], Awaitable[web.Response]]:
+    async def handle() -> web.Response:
         return web.Response(body=data(), headers={"Content-Type": kind})
 
     return handle
