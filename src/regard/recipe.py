@@ -70,6 +70,9 @@ class Data(Value):
     )
     deduplicate: bool = option(False, "Skip and count pairs that came before.")
     strict: bool = option(False, "Stop at the first bad line instead of skipping it.")
+    cache: str | None = option(
+        None, "A directory that keeps tokenised data for other runs on the same data.", metavar="DIR", min_length=1
+    )
 
     @field_validator(*FILES, mode="before")
     @classmethod

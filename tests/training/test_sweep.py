@@ -94,7 +94,7 @@ def test_runs_are_those_that_are_trained_alone_and_data_is_prepared_once(
 ) -> None:
     written = []
     write = preparing._write
-    monkeypatch.setattr(preparing, "_write", lambda *args: (written.append(args[3]), write(*args)))
+    monkeypatch.setattr(preparing, "_write", lambda **given: (written.append(given["path"]), write(**given)))
     points = make_points(["lr=1e-3,1e-2", "seed=1,2"], make)
     sweep = run_sweep(points, tmp_path / "sweep", False, quiet)
     assert len(written) == 1 and [row.state for row in sweep.rows] == ["finished"] * 4

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from regard.data.plain import Stream, make_text
 from regard.data.reader import MEMORY, Source
 from regard.data.streams import STDIN, open_raw
 from regard.errors import UserError, plural
-from regard.files import replace_directory
+from regard.files import LockHeld, hold_lock, replace_directory
 from regard.recipe import Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
@@ -42,6 +43,7 @@ from regard.text.tokenizer import Tokenizer
 FORMAT = 1
 NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
+WAITING = 0.5  # seconds between two looks whether another process has made an entry of the cache
 ROLES = ("training", "validation")
 Kind = TypeVar("Kind", bound=Corpus | Stream | Images)
 
@@ -107,11 +109,80 @@ def prepare(
         now = fingerprint(recipe, train, valid)
         if now == record["made_from"] and None not in now.values():
             return open_prepared(path)
-    # With a fixed name, what a killed process has left is removed by the next one; it may be large.
-    temporary = path.with_name(path.name + ".tmp")
-    replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
+    make = partial(_make, recipe=recipe, train=train, valid=valid, base=base, memory=memory, processes=processes)
+    entry = _cache_entry(recipe, train, valid, base)
+    if entry is None:
+        make(path)
+        return open_prepared(path)
+    found = _take_from_cache(entry, path, make)
+    prepared = open_prepared(path)
+    return replace(prepared, notes=[f"data: prepared before, in {entry}", *prepared.notes]) if found else prepared
+
+
+def _make(path: Path, **arguments: Any) -> None:
+    """Write prepared data; what a killed process has left of it is used or removed."""
+    temporary = path.with_name(path.name + ".tmp")  # a fixed name, for what is left there may be large
+    replace_directory(path, lambda to: _write(path=to, **arguments), temporary)
     shutil.rmtree(shards_of(path), ignore_errors=True)
-    return open_prepared(path)
+
+
+# The cache
+
+
+def _cache_entry(recipe: Recipe, train: Corpora, valid: Corpora | None, base: BaseText | None) -> Path | None:
+    """Where the cache has the prepared data of a recipe, by a hash of all that it depends on; None without a cache.
+
+    What can be read only once, stdin or memory, is not cached.
+    """
+    if recipe.data.cache is None:
+        return None
+    parts: list[Any] = [FORMAT, sorted(fingerprint(recipe, train, valid).items())]
+    if any(digest is None for _, digest in parts[1]):
+        return None
+    if base is not None:
+        tokenizers = [tokenizer.to_json() for tokenizer in (base.codec.source, base.codec.target)]
+        parts += [base.codec.config.model_dump(mode="json"), tokenizers, base.labels]
+    return (
+        Path(recipe.data.cache)
+        / blake2b(json.dumps(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    )
+
+
+def _take_from_cache(entry: Path, path: Path, make: Callable[[Path], None]) -> bool:
+    """Share an entry of the cache with a run, and make it first if it is not there -> whether it was.
+
+    One process makes it, others wait. On a file system without locks the run prepares its own data.
+    """
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache: {entry.parent}: cannot make this directory: {error.strerror or error}") from None
+    while True:
+        try:
+            with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
+                found = _read_record(entry) is not None
+                if not found:
+                    make(entry if locked else path)
+                if found or locked:
+                    _share(entry, path)
+                return found
+        except LockHeld:
+            time.sleep(WAITING)
+
+
+def _share(entry: Path, path: Path) -> None:
+    """Give a run the data of an entry, as hard links where that is possible; no file of it is ever changed."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+
+    def write(temporary: Path) -> None:
+        shutil.copytree(entry, temporary, copy_function=link, dirs_exist_ok=True)
+
+    replace_directory(path, write, path.with_name(path.name + ".tmp"))
 
 
 def _write(

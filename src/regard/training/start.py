@@ -33,7 +33,8 @@ UNCUT = "uncut"  # there too: config and weights from before closed heads were c
 FRESH = "fresh.json"  # in the training directory: names of weights that the base run does not have
 GROWING = ("source_embedding.weight", "target_embedding.weight", "output.weight", "output.bias")  # with a vocabulary
 BUDGET = ("minutes", "steps", "epochs")
-CHANGEABLE = ("train.workers", *(f"train.{name}" for name in BUDGET))  # when a run is resumed
+# When a run is resumed; it has its data.
+CHANGEABLE = ("train.workers", "data.cache", *(f"train.{name}" for name in BUDGET))
 # What a run is made of. `training` is not among them: prepared data alone is no run.
 FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, MANIFEST, *TOKENIZERS)
 LOCK = "lock"  # in the training directory

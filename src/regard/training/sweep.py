@@ -8,10 +8,8 @@ Every run is a directory of its own below that of the sweep and can be resumed, 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import shutil
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,21 +19,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from regard.data.prepare import is_prepared
 from regard.data.streams import STDIN
 from regard.engines.ray_data import connected
 from regard.errors import UserError, is_out_of_memory, plural
-from regard.files import replace_directory, write_json
+from regard.files import write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.recipe import FILES, Recipe, split_setting
-from regard.training.checkpoint import TRAINING
 from regard.training.configure import check_model
 from regard.training.distributed import has_launcher
 from regard.training.fit import TrainingReport, fit
 from regard.training.report import Reporter, format_score
-from regard.training.start import DATA, open_base
+from regard.training.start import open_base
 
 SWEEP = "sweep.json"
+CACHE = "data"  # below the directory of the sweep
 LONGEST_NAME = 120  # bytes of a directory's name
 MOST_RUNS = 10_000
 _OPENING, _CLOSING = "[{(", "]})"
@@ -199,25 +196,20 @@ def run_sweep(
         raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
     sweep = Sweep(path, [Row(point.name, point.values()) for point in points])
     sweep.save()
+    points = [replace(point, recipe=_with_cache(point.recipe, path / CACHE)) for point in points]
     if ray is not None:
         _train_on_ray(sweep, points, resume, ray)
         return sweep
-    prepared: dict[str, Path] = {}  # data by what it is made from
     for index, point in enumerate(points):
         run = path / point.name
         report = reporter(run)
         report.say(f"run {index + 1} of {len(points)}: {point.name}")
-        source = _data_key(point.recipe)
-        if source in prepared:
-            _share(prepared[source], run / TRAINING / DATA)
         try:
             sweep.update(index, **_train(point.recipe, run, resume, report))
         except (SystemExit, KeyboardInterrupt):  # a signal
             sweep.update(index, state="stopped")
             report.say(f"the sweep stopped at run {index + 1} of {len(points)}; the same command with --resume goes on")
             raise
-        if source not in prepared and is_prepared(run / TRAINING / DATA):
-            prepared[source] = run / TRAINING / DATA
     return sweep
 
 
@@ -267,6 +259,13 @@ def _train_on_ray(sweep: Sweep, points: Sequence[Point], resume: bool, address: 
                 sweep.update(index, state="failed", error=str(result.error).strip().splitlines()[-1])
 
 
+def _with_cache(recipe: Recipe, cache: Path) -> Recipe:
+    """Let the runs of a sweep share what is prepared of their data, unless the recipe names a cache."""
+    if recipe.data.cache is not None:
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": str(cache.resolve())})})
+
+
 def _with_workers(recipe: Recipe, workers: int) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"workers": workers})})
 
@@ -281,31 +280,6 @@ def _result(report: TrainingReport) -> dict[str, Any]:
         "seconds": progress.seconds,
         "parameters": report.parameters,
     }
-
-
-def _data_key(recipe: Recipe) -> str:
-    """What the prepared data of a recipe is made from."""
-    return repr((recipe.task, recipe.text, recipe.data, recipe.train.start_from))
-
-
-def _share(data: Path, to: Path) -> None:
-    """Give a run the prepared data of another, as hard links where that is possible; no file of it is ever changed.
-
-    Training looks whether the files that it was made from are still the same, and prepares it anew if not.
-    """
-    if to.exists():
-        return
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copyfile(source, target)
-
-    def write(temporary: Path) -> None:
-        shutil.copytree(data, temporary, copy_function=link, dirs_exist_ok=True)
-
-    replace_directory(to, write, to.with_name(to.name + ".tmp"))
 
 
 def describe_sweep(sweep: Sweep) -> str:
