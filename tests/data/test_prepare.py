@@ -10,11 +10,15 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from regard import files
+from regard.data import corpora, pairs, reader
 from regard.data import prepare as module
 from regard.data.prepare import Prepared, changed_files, open_prepared, prepare
 from regard.errors import UserError
@@ -198,22 +202,44 @@ def test_held_out_text_is_not_learned_from(tmp_path: Path) -> None:
     assert all(prepared.codec.target.unknown_tokens(example.target or "") for example in prepared.valid_examples)
 
 
-def test_learning_from_a_part_of_much_text(tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The texts that vocabularies are learned from, for at most about 100 lines of them."""
     monkeypatch.setattr(vocabulary, "LEARNED_LINES", 100)
-    seen: list[int] = []
+    texts: list[list[str]] = []
     train = module.Tokenizer.train
-    monkeypatch.setattr(
-        module.Tokenizer,
-        "train",
-        lambda scheme, texts, *rest: train(scheme, (t := list(texts), seen.append(len(t)))[0], *rest),
-    )
-    made(
-        tmp_path / "data",
-        {"train": table(tmp_path / "t", PAIRS)},
-        {"source_tokens": "bpe:270", "target_tokens": "char"},
-    )
-    assert 60 < seen[0] < 140  # about 100 of 370
-    assert seen[1] == len(PAIRS) - 50
+
+    def recorded(scheme: str, some: Iterable[str], *rest: Any) -> Any:
+        texts.append(list(some))
+        return train(scheme, texts[-1], *rest)
+
+    monkeypatch.setattr(module.Tokenizer, "train", recorded)
+    return texts
+
+
+def test_learning_from_a_part_of_much_text(tmp_path: Path, learned: list[list[str]]) -> None:
+    schemes = {"source_tokens": "bpe:270", "target_tokens": "char"}
+    made(tmp_path / "data", {"train": table(tmp_path / "t", PAIRS)}, schemes)
+    assert 60 < len(learned[0]) < 140  # about 100 of 370
+    assert len(learned[1]) == len(PAIRS) - 50
+
+
+def test_of_very_much_text_some_blocks_are_read(
+    tmp_path: Path, learned: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part, name, value in ((reader, "CHUNK", 100), (pairs, "CHUNK", 100), (pairs, "MANY_BLOCKS", 4)):
+        monkeypatch.setattr(part, name, value)
+    read: list[int] = []
+    blocks = corpora.Corpora.read_block
+    monkeypatch.setattr(corpora.Corpora, "read_block", lambda *args: (read.append(1), blocks(*args))[1])
+    rows = [(f"{source}{part}", f"{target} {part}") for part in range(10) for source, target in PAIRS]
+    data = {"train": table(tmp_path / "t", rows), "valid": table(tmp_path / "v", PAIRS[:3])}
+    made(tmp_path / "data", data, {"source_tokens": "bpe:270", "target_tokens": "bpe:270"})
+    whole = (tmp_path / "t").stat().st_size // 100  # about so many blocks
+    assert len(read) < 2.5 * whole  # the scan and the ids read all of them, and the two samples few
+    for texts in learned:
+        assert 60 < len(texts) < 140
+        assert {text[-1] for text in texts} == set("0123456789")  # from all over
 
 
 def test_scripts_without_spaces_are_learned_from_less_text() -> None:
@@ -403,11 +429,8 @@ def test_one_process_prepares_and_others_wait_for_it(tmp_path: Path, monkeypatch
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
     written = counted(monkeypatch)
     monkeypatch.setattr(module, "WAITING", 0.01)
-    threads = [threading.Thread(target=made, args=(tmp_path / f"run-{i}", data)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda i: made(tmp_path / f"run-{i}", data), range(4)))
     assert len(written) == 1
     assert all(contents(tmp_path / f"run-{i}") == contents(tmp_path / "run-0") for i in range(4))
     assert len(list((tmp_path / "cache").iterdir())) == 1  # no lock is left

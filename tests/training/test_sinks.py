@@ -167,6 +167,8 @@ def test_display_and_sinks_get_what_is_theirs(tmp_path: Path) -> None:
     received: list[Event] = []
 
     class Recorder(Sink):
+        start = facts = numbers = finish = None  # type: ignore[assignment]
+
         def __init__(self) -> None:
             self.run = tmp_path
 

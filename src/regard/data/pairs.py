@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from regard.data.corpus import SIDES, CorpusWriter
 from regard.data.encoding import RATIO, SHORT, BlockEncoder, ExampleEncoder, Limits
 from regard.data.formats import named_columns
 from regard.data.holdout import MAX_VALID, Splitter
-from regard.data.reader import LineCounter, read_lines
-from regard.data.shards import encode_blocks
+from regard.data.reader import CHUNK, LineCounter, read_lines
+from regard.data.shards import encode_blocks, text_size
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -28,6 +28,8 @@ NO_LABEL = "label that training does not have"
 VALID_EXAMPLES = "valid.jsonl"
 LABELS = 10_000  # distinct ones; more are no labels
 FEATURES = 50_000  # likewise
+
+MANY_BLOCKS = 64  # of those that a sample of the text is drawn from
 
 LOOKED_AT = 1_000  # lines, to find a column of features
 
@@ -144,8 +146,11 @@ def _make_codec(
     sample["shared"] = sample["source"] + sample["target"]
 
     def texts(side: str, wanted: int) -> Iterator[str]:
-        kept = (e for _, e in train.read(LineCounter()) if not (splitter and splitter.held_out(e.source)))
-        for example in draw_sample(kept, wanted, lines):
+        every = _blocks_per_sample(train, lines, wanted)
+        blocks = islice(train.blocks(), 0, None, every)
+        rows = chain.from_iterable(train.read_block(block, LineCounter()) for block in blocks)
+        kept = (e for _, e in rows if not (splitter and splitter.held_out(e.source)))
+        for example in draw_sample(kept, wanted, lines // every):
             if side != "target":
                 yield example.source
             if side != "source":
@@ -164,6 +169,15 @@ def _make_codec(
     source = tokenizers.get("shared") or tokenizers["source"]
     target = tokenizers.get("target")
     return Codec(source, target, scan.features, train.columns, text.feature_separator, task.frame), notes
+
+
+def _blocks_per_sample(train: Corpora, lines: int, wanted: int) -> int:
+    """Of how many blocks one is enough to draw `wanted` lines from: to read all lines takes most of the time.
+
+    It is 1 if the blocks that are left would be too few to stand for all.
+    """
+    every = max(1, lines // max(1, wanted))
+    return every if text_size(train) // CHUNK >= MANY_BLOCKS * every else 1
 
 
 def _require_examples(what: str, writer: CorpusWriter, source: Corpora, counter: LineCounter, limits: Limits) -> None:

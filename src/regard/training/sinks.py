@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from regard.training.report import LOG, Event, Reporter, make_reporter, read_log
 TENSORBOARD = "tensorboard"  # the directory of its files, in that of the run
 
 
-class Sink(Reporter):
+class Sink(Reporter, ABC):
     """Receives every event of the log once, from its first line on. Subclasses say where numbers and facts go."""
 
     name: str
@@ -58,21 +59,21 @@ class Sink(Reporter):
         if numbers := numbers_of(event):
             self.numbers(numbers, self._step)
 
+    @abstractmethod
     def start(self, library: Any) -> None:
         """Begin, with the imported library."""
-        raise NotImplementedError
 
+    @abstractmethod
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Record what is known when training starts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def numbers(self, numbers: Mapping[str, float], step: int) -> None:
         """Record the numbers of an event."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """Write what is left."""
-        raise NotImplementedError
 
 
 def numbers_of(event: Event) -> dict[str, float]:
