@@ -39,6 +39,7 @@ def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCount
 def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "SMALL", small)
     monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(module, "OFFSETS", chunk)
     writer = write(tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     sources, targets = CODEC.encode_source(EXAMPLES), CODEC.encode_target([e.target or "" for e in EXAMPLES])

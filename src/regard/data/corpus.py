@@ -32,6 +32,7 @@ LINES = "lines.bin"
 CHUNK = 8192  # examples tokenised at a time
 CHUNK_TEXT = 1_000_000  # characters tokenised at a time
 SMALL = 64 << 20  # bytes of a file that is mapped into memory
+OFFSETS = 1 << 20  # looked at together
 
 Row = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int32]
@@ -92,8 +93,8 @@ class Flat:
     def __getitem__(self, span: slice) -> Row:
         if self._mapped is not None:
             return self._mapped[span]
-        width = self._dtype.itemsize
-        return np.frombuffer(os.pread(self._file, (span.stop - span.start) * width, span.start * width), self._dtype)
+        width, stop = self._dtype.itemsize, self._length if span.stop is None else span.stop
+        return np.frombuffer(os.pread(self._file, (stop - span.start) * width, span.start * width), self._dtype)
 
 
 def append(path: Path, values: NDArray[Any]) -> None:
@@ -103,17 +104,29 @@ def append(path: Path, values: NDArray[Any]) -> None:
 
 
 class _Side:
-    """The rows of one side. In memory are only the offsets."""
+    """The rows of one side. In memory are only their lengths."""
 
     def __init__(self, path: Path, side: str, meta: dict[str, Any]) -> None:
-        self._offsets = np.fromfile(path / f"{side}.offsets", np.int64)
-        self.lengths: Lengths = np.diff(self._offsets).astype(np.int32)
+        self._offsets = Flat(path / f"{side}.offsets", "int64")
+        self.lengths = _differences(self._offsets)
         self._flat = Flat(path / f"{side}.bin", meta["dtype"][side])
-        if len(self.lengths) != meta["examples"] or len(self._flat) != self._offsets[-1]:
+        if len(self.lengths) != meta["examples"] or len(self._flat) != self._offsets[len(self.lengths) :][0]:
             raise ValueError(f"{side}.bin and {side}.offsets do not fit together")
 
     def row(self, index: int) -> Row:
-        return self._flat[int(self._offsets[index]) : int(self._offsets[index + 1])]
+        begin, end = self._offsets[index : index + 2].tolist()
+        return self._flat[begin:end]
+
+
+def _differences(offsets: Flat) -> Lengths:
+    """The lengths of rows from where they begin, in the 4 bytes that each takes."""
+    if not len(offsets):
+        raise ValueError("there are no offsets")
+    lengths = np.empty(len(offsets) - 1, np.int32)
+    for start in range(0, len(lengths), OFFSETS):
+        end = min(start + OFFSETS, len(lengths))
+        lengths[start:end] = np.diff(offsets[start : end + 1])
+    return lengths
 
 
 class CorpusWriter:
