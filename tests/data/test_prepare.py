@@ -404,9 +404,15 @@ def test_runs_share_what_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
         assert (entry / file).samefile(tmp_path / "one" / file) and (entry / file).samefile(tmp_path / "two" / file)
     made(tmp_path / "two", moved)
     assert len(written) == 1  # it has its data
+    record = json.loads((entry / "prepared.json").read_text())
+    record["made_from"]["training file 1"] = "0" * 64  # as if the file had changed while it was prepared
+    (tmp_path / "cache" / "new").write_text(json.dumps(record))
+    (tmp_path / "cache" / "new").replace(entry / "prepared.json")
+    made(tmp_path / "three", data)
+    assert len(written) == 2 and contents(tmp_path / "three") == contents(tmp_path / "alone")
     made(tmp_path / "tokens", data, {"target_tokens": "char"})
     made(tmp_path / "more", {**data, "train": table(tmp_path / "more.tsv", [*PAIRS, ("zz", "Z Z")])})
-    assert len(written) == 3 and len(list((tmp_path / "cache").iterdir())) == 3
+    assert len(written) == 4 and len(list((tmp_path / "cache").iterdir())) == 3
 
 
 def test_the_cache_depends_on_the_tokenizers_of_a_base(tmp_path: Path) -> None:

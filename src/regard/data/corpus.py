@@ -32,7 +32,7 @@ LINES = "lines.bin"
 CHUNK = 8192  # examples tokenised at a time
 CHUNK_TEXT = 1_000_000  # characters tokenised at a time
 SMALL = 64 << 20  # bytes of a file that is mapped into memory
-OFFSETS = 1 << 20  # looked at together
+OFFSETS = 1 << 20  # read at a time
 
 Row = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int32]
@@ -119,7 +119,7 @@ class _Side:
 
 
 def _differences(offsets: Flat) -> Lengths:
-    """The lengths of rows from where they begin, in the 4 bytes that each takes."""
+    """The lengths of rows from their offsets, some at a time: all at once they would take thrice the memory."""
     if not len(offsets):
         raise ValueError("there are no offsets")
     lengths = np.empty(len(offsets) - 1, np.int32)

@@ -29,8 +29,7 @@ VALID_EXAMPLES = "valid.jsonl"
 LABELS = 10_000  # distinct ones; more are no labels
 FEATURES = 50_000  # likewise
 
-MANY_BLOCKS = 64  # of those that a sample of the text is drawn from
-
+MANY_BLOCKS = 64  # that a sample of the text is drawn from, at least
 LOOKED_AT = 1_000  # lines, to find a column of features
 
 

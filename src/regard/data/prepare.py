@@ -110,11 +110,12 @@ def prepare(
         if now == record["made_from"] and None not in now.values():
             return open_prepared(path)
     make = partial(_make, recipe=recipe, train=train, valid=valid, base=base, memory=memory, processes=processes)
-    entry = _cache_entry(recipe, train, valid, base)
-    if entry is None:
+    now = fingerprint(recipe, train, valid) if recipe.data.cache is not None else {}
+    if recipe.data.cache is None or None in now.values():  # stdin or memory, which can be read only once
         make(path)
         return open_prepared(path)
-    found = _take_from_cache(entry, path, make)
+    entry = Path(recipe.data.cache) / _cache_key(now, base)
+    found = _take_from_cache(entry, now, path, make)
     prepared = open_prepared(path)
     return replace(prepared, notes=[f"data: prepared before, in {entry}", *prepared.notes]) if found else prepared
 
@@ -129,29 +130,20 @@ def _make(path: Path, **arguments: Any) -> None:
 # The cache
 
 
-def _cache_entry(recipe: Recipe, train: Corpora, valid: Corpora | None, base: BaseText | None) -> Path | None:
-    """Where the cache has the prepared data of a recipe, by a hash of all that it depends on; None without a cache.
-
-    What can be read only once, stdin or memory, is not cached.
-    """
-    if recipe.data.cache is None:
-        return None
-    parts: list[Any] = [FORMAT, sorted(fingerprint(recipe, train, valid).items())]
-    if any(digest is None for _, digest in parts[1]):
-        return None
+def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
+    """A hash of all that prepared data depends on."""
+    parts: list[Any] = [FORMAT, sorted(made_from.items())]
     if base is not None:
         tokenizers = [tokenizer.to_json() for tokenizer in (base.codec.source, base.codec.target)]
         parts += [base.codec.config.model_dump(mode="json"), tokenizers, base.labels]
-    return (
-        Path(recipe.data.cache)
-        / blake2b(json.dumps(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    )
+    return blake2b(json.dumps(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _take_from_cache(entry: Path, path: Path, make: Callable[[Path], None]) -> bool:
+def _take_from_cache(entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None]) -> bool:
     """Share an entry of the cache with a run, and make it first if it is not there -> whether it was.
 
-    One process makes it, others wait. On a file system without locks the run prepares its own data.
+    One process makes it, others wait. On a file system without locks the run prepares its own data. An entry that was
+    made while a file changed is not what its key says, and is made again.
     """
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +152,7 @@ def _take_from_cache(entry: Path, path: Path, make: Callable[[Path], None]) -> b
     while True:
         try:
             with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
-                found = _read_record(entry) is not None
+                found = (_read_record(entry) or {}).get("made_from") == made_from
                 if not found:
                     make(entry if locked else path)
                 if found or locked:
