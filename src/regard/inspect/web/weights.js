@@ -9,65 +9,47 @@ export const padded = (width) => Math.ceil(width / LANES) * LANES;
 
 // The WebAssembly module, written out: (x, rows, w, y, stride in bytes, outputs) -> nothing.
 //   for each row of w: for each row of x: y = sum of products, two accumulators of four floats
-// Rows of x are taken four at a time, as long as there are four: one row alone waits for its own sums. Each sum is
-// added up in the same order either way, so that a row has the same result in any company.
-const BLOCK = 4;
-
 function simdModule() {
-  let count = 0;
-  const names = (n) => Array.from({ length: n }, () => count++);
-  const [X, ROWS, W, Y, STRIDE, OUTS] = names(6), [LEFT, ROW, XP, YP, P, END, SPAN] = names(7), Q = names(BLOCK);
-  const A = names(BLOCK), B = names(BLOCK), [FIRST, SECOND] = names(2);
-  const get = (i) => [0x20, i], set = (i) => [0x21, i], tee = (i) => [0x22, i], i32 = (n) => [0x41, n];
-  const add = [0x6a], sub = [0x6b], less = [0x49], atLeast = [0x4f], shiftLeft = [0x74];
-  const addFloats = [0xfd, 0xe4, 0x01], multiplyFloats = [0xfd, 0xe6, 0x01];
-  const zero = [0xfd, 0x0c, ...new Array(16).fill(0)];
+  const [X, ROWS, W, Y, STRIDE, OUTS, LEFT, ROW, XP, YP, P, Q, END, SPAN, A, B] = Array.from(
+    { length: 16 },
+    (_, i) => i,
+  );
+  const get = (i) => [0x20, i], set = (i) => [0x21, i], i32 = (n) => [0x41, n], add = [0x6a], sub = [0x6b];
   const grow = (i, by) => [...get(i), ...by, ...add, ...set(i)];
   const load = (i, offset) => [...get(i), 0xfd, 0x00, 4, offset]; // v128.load, aligned to 16 bytes
-  const loop = (...code) => [0x03, 0x40, ...code.flat(), 0x0b];
-  const when = (...code) => [0x04, 0x40, ...code.flat(), 0x0b];
-  const again = [0x0d, 0]; // br_if to the head of the innermost loop
-  const product = (sum, w, q, offset) =>
-    [...get(sum), ...get(w), ...load(q, offset), ...multiplyFloats, ...addFloats, ...set(sum)];
-  const lane = (sum, k) => [...get(sum), 0xfd, 0x1f, k]; // f32x4.extract_lane
-  const plus = [0x92]; // f32.add
-  const store = (k) => [
-    ...get(A[k]), ...get(B[k]), ...addFloats, ...set(A[k]), ...get(YP), ...lane(A[k], 0), ...lane(A[k], 1), ...plus,
-    ...lane(A[k], 2), ...plus, ...lane(A[k], 3), ...plus, 0x38, 2, 0, ...grow(YP, get(SPAN)),
+  const product = (sum, offset) => [
+    ...get(sum),
+    ...load(P, offset),
+    ...load(Q, offset),
+    0xfd,
+    0xe6,
+    0x01,
+    0xfd,
+    0xe4,
+    0x01,
+    ...set(sum),
   ];
-  // The products of one row of w with so many rows of x from XP on, which moves behind them.
-  const rowsAtOnce = (n) => {
-    const each = Array.from({ length: n }, (_, k) => k);
-    return [
-      ...each.flatMap((k) => [...zero, ...set(A[k]), ...zero, ...set(B[k])]),
-      ...get(W), ...set(P), ...get(XP), ...set(Q[0]),
-      ...each.slice(1).flatMap((k) => [...get(Q[k - 1]), ...get(STRIDE), ...add, ...set(Q[k])]),
-      ...loop(
-        load(P, 0), set(FIRST), load(P, 16), set(SECOND),
-        each.flatMap((k) => [...product(A[k], FIRST, Q[k], 0), ...product(B[k], SECOND, Q[k], 16)]),
-        grow(P, i32(32)), each.flatMap((k) => grow(Q[k], i32(32))), get(P), get(END), less, again,
-      ),
-      ...get(Q[n - 1]), ...set(XP), ...each.flatMap(store),
-    ];
-  };
+  const loop = (...code) => [0x03, 0x40, ...code.flat(), 0x0b];
+  const again = [0x0d, 0]; // br_if to the head of the innermost loop
+  const zero = [0xfd, 0x0c, ...new Array(16).fill(0)];
+  const lane = (k) => [...get(A), 0xfd, 0x1f, k]; // f32x4.extract_lane
   const body = [
-    ...get(OUTS), ...i32(2), ...shiftLeft, ...set(SPAN), ...get(OUTS), ...set(LEFT),
+    ...get(OUTS), ...i32(2), 0x74, ...set(SPAN), ...get(OUTS), ...set(LEFT),
     ...loop(
       get(X), set(XP), get(Y), set(YP), get(ROWS), set(ROW), get(W), get(STRIDE), add, set(END),
-      get(ROW), i32(BLOCK), atLeast,
-      when(
-        loop(rowsAtOnce(BLOCK), get(ROW), i32(BLOCK), sub, tee(ROW), i32(BLOCK), atLeast, again),
-      ),
-      get(ROW),
-      when(loop(rowsAtOnce(1), get(ROW), i32(1), sub, tee(ROW), again)),
-      get(END), set(W), grow(Y, i32(4)), get(LEFT), i32(1), sub, tee(LEFT), again,
-    ),
+      loop(
+        zero, set(A), zero, set(B), get(W), set(P), get(XP), set(Q),
+        loop(product(A, 0), product(B, 16), grow(P, i32(32)), grow(Q, i32(32)), get(P), get(END), [0x49], again),
+        get(A), get(B), [0xfd, 0xe4, 0x01], set(A),
+        get(YP), lane(0), lane(1), [0x92], lane(2), [0x92], lane(3), [0x92], [0x38, 2, 0],
+        grow(XP, get(STRIDE)), grow(YP, get(SPAN)), get(ROW), i32(1), sub, [0x22, ROW], again),
+      get(END), set(W), grow(Y, i32(4)), get(LEFT), i32(1), sub, [0x22, LEFT], again),
     0x0b,
   ];
   const leb = (n) => (n < 128 ? [n] : [(n & 127) | 128, ...leb(n >> 7)]);
   const name = (text) => [text.length, ...Array.from(text, (c) => c.charCodeAt(0))];
   const section = (id, content) => [id, ...leb(content.length), ...content];
-  const code = [2, 7 + BLOCK, 0x7f, 2 * BLOCK + 2, 0x7b, ...body]; // locals: those of type i32, those of type v128
+  const code = [2, 8, 0x7f, 2, 0x7b, ...body]; // locals: eight i32, two v128
   return new Uint8Array([
     0, 0x61, 0x73, 0x6d, 1, 0, 0, 0,
     ...section(1, [1, 0x60, 6, 0x7f, 0x7f, 0x7f, 0x7f, 0x7f, 0x7f, 0]),
