@@ -63,14 +63,14 @@ def prepare_again(path: Path, processes: int) -> None:
 
 
 def read_some(path: Path, processes: int) -> None:
-    from regard.data.order import batches
+    from regard.data.order import Batches
     from regard.data.prepare import open_prepared
     from regard.presets import preset
 
     prepared = open_prepared(path.parent / "prepared")
     corpus, config = prepared.train, preset("transformer-small", vocab=8000)
     for epoch in range(2):
-        cut = batches(corpus.source_lengths, corpus.target_lengths, 1, epoch, 4096)
+        cut = Batches(corpus.source_lengths, corpus.target_lengths, 1, epoch, 4096)
         for rows in cut[:5000]:
             corpus.batch(rows, config)
 

@@ -68,15 +68,16 @@ def ours(arguments: argparse.Namespace) -> float:
 def peer_batches(arguments: argparse.Namespace, buckets: bool) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
     import numpy as np
 
-    from regard.data.order import batches
+    from regard.data.order import Batches
     from regard.data.prepare import prepare
 
     with tempfile.TemporaryDirectory() as out:
         corpus = prepare(recipe(arguments, 1), Path(out)).train
         if buckets:
-            cut = list(batches(corpus.source_lengths, corpus.target_lengths, 1, 0, arguments.batch_tokens, None))
+            cut = list(Batches(corpus.source_lengths, corpus.target_lengths, 1, 0, arguments.batch_tokens, None))
         else:
-            longest = np.maximum(corpus.source_lengths, corpus.target_lengths)
+            every = np.arange(len(corpus))
+            longest = np.maximum(corpus.source_lengths[every], corpus.target_lengths[every])
             cut, rows, widest = [], [], 0
             for index in np.random.default_rng(1).permutation(len(corpus)):
                 widest = max(widest, int(longest[index]))

@@ -100,8 +100,8 @@ class Data(Value):
     @model_validator(mode="after")
     def _fits(self) -> Data:
         names, corpora = self.column_names, len(self.train or self.source or ())
-        if names is not None and (len(names) != len(self.columns) or len(set(names)) != len(names)):
-            raise ValueError(f"column_names must name a column for each of {', '.join(self.columns)}")
+        if names is not None and len(set(names)) != len(names):
+            raise ValueError(f"column_names names a column twice: {', '.join(names)}")
         if self.min_length > self.max_length:
             raise ValueError(f"min_length ({self.min_length}) is more than max_length ({self.max_length})")
         if self.weights is not None and self.temperature is not None:
@@ -218,7 +218,10 @@ class Recipe(Value):
 
     @model_validator(mode="after")
     def _fits_task(self) -> Recipe:
-        task, train = TASKS[self.task], self.train
+        task, train, names = TASKS[self.task], self.train, self.data.column_names
+        columns = ("text",) if task.reads == "text" else self.data.columns
+        if names is not None and len(names) != len(columns):
+            raise ValueError(f"data.column_names must name a column for each of {', '.join(columns)}")
         if train.scheduled_sampling and not task.seq2seq:
             raise ValueError(f"train.scheduled_sampling: task {self.task} has no output of its own to be fed back")
         if train.metric not in task.metrics:

@@ -236,8 +236,10 @@ def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
     [
         ({"train": "a.tsv", "max_ratio": 2}, "classify", r"data\.max_ratio: not for task classify"),
         ({"train": "a.tsv", "deduplicate": True}, "lm", r"data\.deduplicate: not for task lm"),
-        ({"train": ["a.tsv", "a.tsv"], "weights": [1, 2]}, "lm", r"data\.weights: not for task lm"),
-        ({"train": "a.jsonl"}, "lm", r"a\.jsonl: task lm reads plain text"),
+        ({"train": ["a.npz", "b.npz"], "weights": [1, 2]}, "image", r"data\.weights: not for task image"),
+        ({"train": "a.jsonl"}, "lm", r"a\.jsonl: no usable text: .*\n  most lines lack text; name the keys"),
+        ({"train": "a.jsonl", "column_names": ["x", "y"]}, "lm", "column_names must name a column for each of text"),
+        ({"train": "a", "column_names": ["x", "x"]}, "pairs", "column_names names a column twice: x, x"),
         ({"train": ["a.npz", "b.npz"]}, "image", "takes one file of images, not 2"),
         ({"train": ["a", "b"], "weights": [1]}, "pairs", "weights has 1 numbers for 2 corpora"),
         ({"train": ["a", "b"], "weights": [1, 0]}, "pairs", r"data\.weights"),
@@ -251,6 +253,7 @@ def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
 def test_mistakes_are_explained(data: dict, task: str, message: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.tsv", PAIRS)
+    (tmp_path / "a.jsonl").write_text('{"x": "abc", "y": "d"}\n')
     with pytest.raises(UserError, match=message):
         made(tmp_path / "data", data, task=task)
 
@@ -280,3 +283,22 @@ def test_training_draws_from_each_corpus_in_its_proportion(setting: dict, tmp_pa
         assert np.allclose(found, len(PAIRS) * powers / powers.sum(), atol=1)
     number, batch = next((number, batch) for number, batch in enumerate(loader.batches(0)) if 300 in batch)
     assert loader.step(0, number).locate(0, batch.tolist().index(300)).startswith(f"{paths[1]}:1 (")
+
+
+@pytest.mark.parametrize(("setting", "share"), [({"weights": [1, 3]}, 0.25), ({"temperature": 1e9}, 0.5), ({}, 0.8)])
+def test_windows_of_text_come_from_each_corpus_in_its_proportion(setting: dict, share: float, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{name}.txt") for name in ("a", "b", "v")]
+    for path, text in zip(paths, ("a b\n" * 1600, "c d\n" * 400, "a c\n"), strict=True):
+        Path(path).write_text(text)
+    tables = {"task": "lm", "data": {"train": paths[:2], "valid": paths[2], **setting}, "text": CHAR}
+    recipe = load_recipe({**tables, "train": {"context": 16}})
+    prepared = prepare(recipe, tmp_path / "data")
+    assert prepared.train.corpora == (1 + 6400, 1 + 6400 + 1600)  # an end token comes first
+    loader = make_loader(recipe, prepared, preset("gpt-tiny", 50))
+    for epoch in range(3):
+        starts = np.concatenate(loader.batches(epoch))
+        assert abs((starts < 6401).mean() - share) < 0.01
+        assert abs(len(starts) - loader.examples) <= 1
+    if setting:
+        with pytest.raises(UserError, match="a model with segment memory reads the text in its order"):
+            make_loader(recipe, prepared, preset("xl-tiny", 50))

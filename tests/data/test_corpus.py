@@ -40,13 +40,21 @@ def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, mo
     monkeypatch.setattr(module, "SMALL", small)
     monkeypatch.setattr(module, "CHUNK", chunk)
     monkeypatch.setattr(module, "OFFSETS", chunk)
+    monkeypatch.setattr(module, "GAP", 2)
     writer = write(tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     sources, targets = CODEC.encode_source(EXAMPLES), CODEC.encode_target([e.target or "" for e in EXAMPLES])
     assert [corpus.source(i).tolist() for i in range(len(corpus))] == sources
     assert [corpus.target(i).tolist() for i in range(len(corpus))] == targets
-    assert corpus.source_lengths.tolist() == list(map(len, sources))
-    assert corpus.target_lengths.tolist() == list(map(len, targets))
+    rows = np.random.default_rng(1).permutation(len(corpus))[:70]
+    for lengths, side in ((corpus.source_lengths, sources), (corpus.target_lengths, targets)):
+        assert lengths[rows].tolist() == [len(side[row]) for row in rows]
+        assert np.concatenate(list(lengths.chunks())).tolist() == list(map(len, side))
+        assert lengths.longest == max(map(len, side)) and len(lengths[rows[:0]]) == 0
+    assert corpus.tokens == sum(map(len, sources)) + sum(map(len, targets))
+    assert corpus.mean_length == pytest.approx(
+        np.mean([max(map(len, pair)) for pair in zip(sources, targets, strict=True)])
+    )
     assert writer.examples == EXAMPLES
     assert json.loads((tmp_path / "c" / "meta.json").read_text())["unknown"] == {
         "source": sum(row.count(1) for row in sources),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.data import order as module
-from regard.data.order import batches, draw, proportions
+from regard.data.order import Batches, Indices, draw, proportions
 from regard.errors import UserError
 
 
@@ -35,7 +35,8 @@ def test_every_example_once_and_every_batch_within_budget(rows, seed, epoch, tok
     target = np.array([row[1] for row in rows], np.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WINDOW", window)
-        found = batches(source, target, seed, epoch, tokens, examples)
+        patch.setattr(module, "BLOCK", 3)
+        found = list(Batches(source, target, seed, epoch, tokens, examples))
     assert sorted(int(index) for batch in found for index in batch) == list(range(len(rows)))
     for batch in found:
         assert len(batch) <= (examples or len(rows))
@@ -46,7 +47,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     source, target = lengths(3000)
 
     def made(seed: int, epoch: int) -> list[list[int]]:
-        return [batch.tolist() for batch in batches(source, target, seed, epoch, 512)]
+        return [batch.tolist() for batch in Batches(source, target, seed, epoch, 512)]
 
     late = made(1, 7)
     assert made(1, 7) == late  # whatever came between
@@ -57,7 +58,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 
 def test_padding_is_little_and_batches_are_full() -> None:
     source, target = lengths(20_000)
-    found = batches(source, target, 1, 0, 2048)
+    found = Batches(source, target, 1, 0, 2048)
     padded = sum(len(b) * (int(source[b].max()) + int(target[b].max())) for b in found)
     assert 1 - (source.sum() + target.sum()) / padded < 0.05
     assert len(found) < 1.1 * np.maximum(source, target).sum() / 2048
@@ -65,14 +66,63 @@ def test_padding_is_little_and_batches_are_full() -> None:
 
 def test_short_and_long_batches_are_mixed() -> None:
     source, target = lengths(20_000)
-    means = np.array([source[batch].mean() for batch in batches(source, target, 1, 0, 1024)])
+    means = np.array([source[batch].mean() for batch in Batches(source, target, 1, 0, 1024)])
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.2
 
 
 def test_what_fits_in_one_batch_is_one_batch() -> None:
     source, target = lengths(30)
-    assert len(batches(source, target, 1, 0, 10**6)) == 1
-    assert batches(source[:0], target[:0], 1, 0, 10) == []
+    assert len(Batches(source, target, 1, 0, 10**6)) == 1
+    assert len(Batches(source[:0], target[:0], 1, 0, 10)) == 0
+
+
+# More examples than are put in order at a time
+
+
+class Counted:
+    """Lengths that note how many are asked for at once."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths, self.most = lengths, 0
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, rows: Indices) -> np.ndarray:
+        self.most = max(self.most, len(rows))
+        return self._lengths[rows]
+
+
+@pytest.mark.parametrize("shares", [None, [0.3, 0.7]])
+def test_windows_are_put_in_order_one_at_a_time(monkeypatch: pytest.MonkeyPatch, shares: list[float] | None) -> None:
+    monkeypatch.setattr(module, "WINDOW", 1000)
+    source, target = map(Counted, lengths(4321))
+
+    def made() -> Batches:
+        return Batches(source, target, 3, 2, 512, sizes=[1321, 3000], shares=shares)
+
+    every = [batch.tolist() for batch in made()]
+    assert [batch.tolist() for batch in made()[:]] == every
+    assert source.most == target.most <= 1000
+    jumps, random = made(), np.random.default_rng(1)
+    assert len(jumps) == len(every)
+    for number in [-1, 0, *random.integers(len(every), size=50).tolist()]:  # whatever was asked before
+        assert jumps[number].tolist() == every[number]
+    with pytest.raises(IndexError):
+        jumps[len(every)]
+    rows = [row for batch in every for row in batch]
+    if shares is None:
+        assert sorted(rows) == list(range(4321))
+    else:
+        assert sum(row < 1321 for row in rows) == round(0.3 * 4321) and len(rows) == 4321
+
+
+def test_a_window_comes_from_all_over_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WINDOW", 6400)
+    first = np.concatenate(Batches(*lengths(64_000), 1, 0, 512)[:100])
+    assert len(first) > 2000
+    counts = np.bincount(first // 6400, minlength=10)
+    assert counts.min() > 0.3 * counts.mean()
 
 
 # Several corpora
@@ -82,17 +132,21 @@ def test_what_fits_in_one_batch_is_one_batch() -> None:
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.lists(st.floats(0.01, 10), min_size=4, max_size=4),
     st.integers(0, 5),
+    st.integers(1, 3),
+    st.integers(1, 5),
 )
 @settings(deadline=None)
-def test_a_draw_keeps_the_proportions(sizes: list[int], weights: list[float], seed: int) -> None:
+def test_a_draw_keeps_the_proportions(
+    sizes: list[int], weights: list[float], seed: int, parts: int, block: int
+) -> None:
     shares = proportions(sizes, weights[: len(sizes)], None)
     assert shares is not None
     ends = np.cumsum(sizes)
     corpus_of = np.repeat(np.arange(len(sizes)), sizes)
     seen = np.zeros(sum(sizes), int)
     for epoch in range(4):
-        drawn = draw(sizes, shares, seed, epoch)
-        assert (draw(sizes, shares, seed, epoch) == drawn).all()
+        drawn = np.concatenate([draw(sizes, shares, seed, epoch, (n, parts), block) for n in range(parts)])
+        assert sorted(draw(sizes, shares, seed, epoch, block=block)) == sorted(drawn)
         assert len(drawn) == ends[-1]
         counts = np.bincount(corpus_of[drawn], minlength=len(sizes))
         assert np.allclose(counts, np.array(shares) * ends[-1], atol=1)
@@ -116,6 +170,6 @@ def test_temperature_is_a_power_of_the_size() -> None:
 def test_batches_of_a_draw_hold_what_was_drawn() -> None:
     sizes, lengths = [30, 300], np.arange(330) % 17 + 1
     drawn = draw(sizes, [0.5, 0.5], 1, 0)
-    cut = batches(lengths, lengths, 1, 0, 100, None, drawn)
-    assert sorted(np.concatenate(cut)) == sorted(drawn)
+    cut = Batches(lengths, lengths, 1, 0, 100, sizes=sizes, shares=[0.5, 0.5])
+    assert sorted(np.concatenate(cut[:])) == sorted(drawn)
     assert all(len(rows) * lengths[rows].max() <= 100 for rows in cut)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,33 @@ def test_a_text_is_divided_at_a_character(pieces: list[str], at: int) -> None:
 def test_how_much_is_held_out() -> None:
     assert split_at(1_115_394) == 1_003_854  # the first nine tenths, to the character
     assert split_at(10**9) == 10**9 - stream.MAX_VALID
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("key", ["text", "body"])
+def test_rows_with_a_text_are_read_as_its_lines(suffix: str, key: str, tmp_path: Path) -> None:
+    """Of one line, of several, with and without an end."""
+    lines = TEXT.split("\n")
+    texts = [
+        "".join(f"{line}\n" for line in lines[begin:end]) for begin, end in pairwise((0, 1, 3, 7, 31, len(lines) - 1))
+    ]
+    texts[1:4:2] = [text.removesuffix("\n") for text in texts[1:4:2]]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps({key: text, "id": 1}) + "\n" for text in texts))
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({key: texts, "id": [1] * len(texts)}), path)
+    counter = LineCounter()
+    assert "".join(read_pieces(Source((str(path),), keys=(key,)), counter)) == TEXT
+    assert counter.read == counter.kept == len(texts)
+    (tmp_path / "a.txt").write_text(TEXT)
+    found = []
+    for name in (f"a.{suffix}", "a.txt"):
+        data = {"train": str(tmp_path / name)} | ({} if key == "text" else {"column_names": [key]})
+        prepared = prepare(load_recipe({"task": "lm", "data": data}), tmp_path / f"{name}.data")
+        found.append((prepared.train.windows(np.array([0]), len(prepared.train)), prepared.valid.characters))
+    assert (found[0][0] == found[1][0]).all() and found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize("scheme", ["char", "nfd", "word", "byte", "bpe:300", "unigram:300"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,11 +40,12 @@ fit(load_recipe(json.loads(sys.argv[1])), run, reporter=Lines())
 """
 
 
-def launch(order: Recipe, run: Path, killed: int, ranks: int = 2) -> subprocess.Popen[str]:
+def launch(order: Recipe, run: Path, killed: int, *options: str) -> subprocess.Popen[str]:
     """Start processes, of which one is killed a moment after the first checkpoint."""
     script = run.parent / "script.py"
     script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2"]
+    options = options or ("--standalone", "--nproc-per-node=2")
+    launcher = ["-m", "torch.distributed.run", *options, "--max-restarts=2"]
     given = json.dumps(order.model_dump(mode="json", exclude_unset=True))
     command: list[Any] = [sys.executable, *launcher, script, given, run, str(killed)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -79,3 +81,21 @@ def test_a_signal_to_the_launcher_saves_once(recipe: MakeRecipe, tmp_path: Path,
     (saved,) = (tmp_path / "run/training").glob("step-*")
     more = load_recipe({"train": {"steps": int(saved.name[5:]) + 5}})
     assert fit(more, tmp_path / "run", resume=True, reporter=Reporter()).progress.finished == "steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_launchers_on_two_machines_train_as_one(recipe: MakeRecipe, tmp_path: Path, strategy: str) -> None:
+    """Each starts a process; they meet at an address, as they do on machines with a file system in common."""
+    order = recipe(steps=40, validate_every=20, workers=2, strategy=strategy, ema=0.9, metric="wer")
+    fit(order, tmp_path / "alone", reporter=Reporter())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=1")
+    launchers = [launch(order, tmp_path / "run", -1, *options) for _ in range(2)]
+    for process in launchers:
+        _, messages = process.communicate(timeout=120)
+        assert process.returncode == 0, messages
+    for what in ("tensors", "log"):
+        assert result(tmp_path / "run")[what] == result(tmp_path / "alone")[what]

@@ -11,6 +11,8 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ LINES = "lines.bin"
 CHUNK = 8192  # examples tokenised at a time
 CHUNK_TEXT = 1_000_000  # characters tokenised at a time
 SMALL = 64 << 20  # bytes of a file that is mapped into memory
-OFFSETS = 1 << 20  # read at a time
+OFFSETS = 1 << 20  # read at a time, at most
+GAP = 256  # offsets that are read though nobody asked for them, rather than to read twice
 
 Row = NDArray[np.unsignedinteger[Any]]
-Lengths = NDArray[np.int32]
 
 
 class Corpus:
@@ -52,12 +54,19 @@ class Corpus:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
         self.source, self.target = source.row, target.row  # the ids of an example, by its number
         self.source_lengths, self.target_lengths = source.lengths, target.lengths
+        self.tokens = len(source.flat) + len(target.flat)  # of both sides
         self.corpora = tuple(meta.get("corpora", (len(self),)))  # how many examples of each, in their order
         self.size = len(self)  # reported as the amount of data
         self._lines = path / LINES
 
     def __len__(self) -> int:
         return len(self.source_lengths)
+
+    @cached_property
+    def mean_length(self) -> float:
+        """The mean number of tokens of the longer side."""
+        sides = zip(self.source_lengths.chunks(), self.target_lengths.chunks(), strict=True)
+        return sum(int(np.maximum(*chunk).sum()) for chunk in sides) / max(1, len(self))
 
     def line(self, index: int) -> int | None:
         """The number of the line that an example was read from; None if it was not kept, as by earlier versions."""
@@ -80,19 +89,19 @@ class Flat:
         self._length = size // self._dtype.itemsize
         # Pages of a large map would count as our memory for as long as nobody else needs it; reading leaves them to
         # the system, and costs little more.
-        self._mapped: NDArray[Any] | None = None
+        self.mapped: NDArray[Any] | None = None  # all of it, if it is small
         if size > SMALL and hasattr(os, "pread"):
             self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             weakref.finalize(self, os.close, self._file)
         else:
-            self._mapped = np.asarray(np.memmap(path, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
+            self.mapped = np.asarray(np.memmap(path, self._dtype, mode="r")) if size else np.empty(0, self._dtype)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, span: slice) -> Row:
-        if self._mapped is not None:
-            return self._mapped[span]
+        if self.mapped is not None:
+            return self.mapped[span]
         width, stop = self._dtype.itemsize, self._length if span.stop is None else span.stop
         return np.frombuffer(os.pread(self._file, (stop - span.start) * width, span.start * width), self._dtype)
 
@@ -103,30 +112,55 @@ def append(path: Path, values: NDArray[Any]) -> None:
         file.write(values.tobytes())
 
 
+class Lengths:
+    """How many ids each row of a side has, read from the offsets of the rows when asked for."""
+
+    def __init__(self, offsets: Flat) -> None:
+        if not len(offsets):
+            raise ValueError("there are no offsets")
+        self._offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, rows: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """The lengths of any rows; what is near each other in the file is read at once."""
+        if (offsets := self._offsets.mapped) is not None:
+            lengths: NDArray[np.int64] = offsets[rows + 1] - offsets[rows]
+            return lengths
+        order = np.argsort(rows)
+        ordered, lengths = rows[order], np.empty(len(rows), np.int64)
+        apart = (np.diff(ordered) > GAP) | (np.diff(ordered // OFFSETS) > 0)
+        for begin, end in pairwise((0, *(np.flatnonzero(apart) + 1).tolist(), len(rows))):
+            if begin < end:
+                first, last = int(ordered[begin]), int(ordered[end - 1])
+                found = np.diff(self._offsets[first : last + 2])
+                lengths[order[begin:end]] = found[ordered[begin:end] - first]
+        return lengths
+
+    def chunks(self) -> Iterator[NDArray[np.int64]]:
+        """All lengths in order, some at a time."""
+        for start in range(0, len(self), OFFSETS):
+            yield np.diff(self._offsets[start : min(start + OFFSETS, len(self)) + 1])
+
+    @cached_property
+    def longest(self) -> int:
+        return max((int(chunk.max()) for chunk in self.chunks()), default=0)
+
+
 class _Side:
-    """The rows of one side. In memory are only their lengths."""
+    """The rows of one side."""
 
     def __init__(self, path: Path, side: str, meta: dict[str, Any]) -> None:
         self._offsets = Flat(path / f"{side}.offsets", "int64")
-        self.lengths = _differences(self._offsets)
-        self._flat = Flat(path / f"{side}.bin", meta["dtype"][side])
-        if len(self.lengths) != meta["examples"] or len(self._flat) != self._offsets[len(self.lengths) :][0]:
+        self.lengths = Lengths(self._offsets)
+        self.flat = Flat(path / f"{side}.bin", meta["dtype"][side])
+        if len(self.lengths) != meta["examples"] or len(self.flat) != self._offsets[len(self.lengths) :][0]:
             raise ValueError(f"{side}.bin and {side}.offsets do not fit together")
 
     def row(self, index: int) -> Row:
         begin, end = self._offsets[index : index + 2].tolist()
-        return self._flat[begin:end]
-
-
-def _differences(offsets: Flat) -> Lengths:
-    """The lengths of rows from their offsets, some at a time: all at once they would take thrice the memory."""
-    if not len(offsets):
-        raise ValueError("there are no offsets")
-    lengths = np.empty(len(offsets) - 1, np.int32)
-    for start in range(0, len(lengths), OFFSETS):
-        end = min(start + OFFSETS, len(lengths))
-        lengths[start:end] = np.diff(offsets[start : end + 1])
-    return lengths
+        return self.flat[begin:end]
 
 
 class CorpusWriter:

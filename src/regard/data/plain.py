@@ -1,9 +1,13 @@
-"""Plain text: a file becomes a tokenizer and two streams of ids, for training and for validation."""
+"""Plain text: files become a tokenizer and two streams of ids, for training and for validation.
+
+The rows of a JSONL or Parquet file are texts that follow each other, each of one line or several.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -14,6 +18,7 @@ from numpy.typing import NDArray
 from regard.data.corpora import Corpora
 from regard.data.corpus import CHUNK_TEXT, Flat, Row, append
 from regard.data.encoding import dtype_for
+from regard.data.formats import named_columns, open_table
 from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source
 from regard.data.streams import open_bytes
 from regard.errors import UserError
@@ -25,6 +30,7 @@ from regard.text.scheme import threads
 from regard.text.tokenizer import Tokenizer
 
 LONG_LINE = 1 << 16  # bytes; of a longer line every part is a piece of its own
+TEXT = ("text",)  # what JSONL and Parquet files call their text, if nothing else is said
 VALID_SHARE = 0.1  # of the characters
 MAX_VALID = 1_000_000  # characters
 
@@ -43,7 +49,7 @@ def make_text(
     codec.save(path)
     train_writer = StreamWriter(path / "train", codec.source)
     valid_writer = StreamWriter(path / "valid", codec.source)
-    for piece, held_out in divide(read_pieces(train, LineCounter()), split):
+    for piece, held_out in divide(_corpus_by_corpus(train, train_writer.end_corpus), split):
         (valid_writer if held_out else train_writer).add(piece)
     for piece in read_pieces(valid, valid_counter) if valid else ():
         valid_writer.add(piece)
@@ -103,7 +109,8 @@ def scan_text(source: Source | Corpora, counter: LineCounter) -> tuple[Sample, i
     if not counter.read:
         raise UserError(f"{source.name}: the file is empty")
     if not characters:
-        raise UserError(f"{source.name}: no usable text: {counter.summary()}")
+        hint = source.hint(counter)
+        raise UserError(f"{source.name}: no usable text: {counter.summary()}{hint and chr(10) + '  ' + hint}")
     return sample, characters
 
 
@@ -113,6 +120,10 @@ def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]
     Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line ends like the others.
     """
     for part in source.parts:
+        if named_columns(part.paths[0]):
+            for _, (text,) in open_table(part.paths[0], ("source",), part.keys or TEXT).cells(counter):
+                yield from (f"{line}\n" for line in text.replace("\r\n", "\n").removesuffix("\n").split("\n"))
+            continue
         with open_bytes(part.paths[0]) as stream:
             for raw, number, begins, ends in _split(stream):
                 counter.read += begins
@@ -125,6 +136,13 @@ def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]
                 except UnicodeDecodeError:
                     counter.read += not begins  # a part of a line counts like one, or more would be skipped than read
                     counter.skip(ENCODING, part.location(number))
+
+
+def _corpus_by_corpus(train: Corpora, ended: Callable[[], None]) -> Iterator[str]:
+    """The pieces of all corpora; `ended` is called when all of one have been taken."""
+    for files in train.corpora():
+        yield from read_pieces(replace(train, parts=train.parts[files.start : files.stop]), LineCounter())
+        ended()
 
 
 def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:
@@ -178,6 +196,7 @@ class StreamWriter:
         self.path = directory
         self.path.mkdir(parents=True)
         self.tokens = self.characters = self.unknown = 0  # counts of what was written
+        self._corpora: list[int] = []  # how many tokens there are up to the end of each
         self._tokenizer = tokenizer
         self._dtype = dtype_for(tokenizer.size)
         self._waiting: list[str] = []
@@ -192,6 +211,11 @@ class StreamWriter:
         self._text += len(piece)
         if self._text >= CHUNK_TEXT:
             self._flush()
+
+    def end_corpus(self) -> None:
+        """Note that a corpus has ended."""
+        self._flush()
+        self._corpora.append(self.tokens)
 
     def _flush(self) -> None:
         waiting, self._waiting, self._text = self._waiting, [], 0
@@ -208,15 +232,18 @@ class StreamWriter:
     def finish(self) -> None:
         self._flush()
         self._write([self._tokenizer.ids.eos])
-        meta = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
+        meta: dict[str, Any] = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
+        if len(self._corpora) > 1:
+            meta["corpora"] = self._corpora
         (self.path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 class Stream:
     """A text as ids, on disk or in memory."""
 
-    def __init__(self, ids: Flat | Row, characters: int) -> None:
+    def __init__(self, ids: Flat | Row, characters: int, corpora: Sequence[int] = ()) -> None:
         self._ids = ids
+        self.corpora = tuple(corpora) or (len(ids),)  # how many tokens there are up to the end of each
         self.size = self.characters = characters  # reported as the amount of data
 
     @classmethod
@@ -227,7 +254,7 @@ class Stream:
             flat = Flat(path / "text.bin", meta["dtype"])
             if len(flat) != meta["symbols"]:
                 raise ValueError("text.bin and meta.json do not fit together")
-            return cls(flat, int(meta["characters"]))
+            return cls(flat, int(meta["characters"]), meta.get("corpora", ()))
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a readable text: {error}") from None
 

@@ -25,11 +25,10 @@ from regard.batch import Pixels
 from regard.config import parse
 from regard.data.corpora import Corpora
 from regard.data.corpus import Corpus
-from regard.data.formats import named_columns
 from regard.data.images import Images, make_images
 from regard.data.memory import InMemory
 from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples, shards_of
-from regard.data.plain import Stream, make_text
+from regard.data.plain import TEXT, Stream, make_text
 from regard.data.reader import MEMORY, Source
 from regard.data.streams import STDIN, open_raw
 from regard.errors import UserError, plural
@@ -45,6 +44,7 @@ NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
 WAITING = 0.5  # seconds between two looks whether another process has made an entry of the cache
 ROLES = ("training", "validation")
+NOUNS: dict[Reads, str] = {"pairs": "pairs", "labelled": "texts with labels", "text": "plain text", "images": "images"}
 Kind = TypeVar("Kind", bound=Corpus | Stream | Images)
 
 
@@ -243,20 +243,23 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
     """The training files of a recipe, and the validation files if it names any."""
     data = recipe.data
+    columns, names = data.columns, data.column_names
+    if TASKS[recipe.task].reads == "text":
+        columns, names = ("source",), names or TEXT
     if "features" in data.columns and (data.source or data.valid_source):
         raise UserError("data.columns: features are a column of a table (--data FILE.tsv); parallel files have none")
     if data.train is not None:
-        train = Corpora.of_tables(data.train, data.columns, data.column_names)
+        train = Corpora.of_tables(data.train, columns, names)
     elif data.source is not None and data.target is not None:
         train = Corpora.of_parallel(data.source, data.target, ("data.source", "data.target"))
     else:
         raise UserError(f"no training data: give {KINDS[TASKS[recipe.task].reads].files}")
     valid = None
     if data.valid is not None:
-        valid = Corpora.of_tables(data.valid, data.columns, data.column_names)
+        valid = Corpora.of_tables(data.valid, columns, names)
     elif data.valid_source is not None and data.valid_target is not None:
-        names = ("data.valid_source", "data.valid_target")
-        valid = Corpora.of_parallel(data.valid_source, data.valid_target, names)
+        what = ("data.valid_source", "data.valid_target")
+        valid = Corpora.of_parallel(data.valid_source, data.valid_target, what)
     _require_task(recipe, [train, *filter(None, [valid])])
     return train, valid
 
@@ -265,20 +268,18 @@ def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
     """Refuse settings and files that the data of a task cannot have."""
     data, reads = recipe.data, TASKS[recipe.task].reads
     refused = {
-        "weights": data.weights is not None and reads in ("text", "images"),
-        "temperature": data.temperature is not None and reads in ("text", "images"),
+        "weights": data.weights is not None and reads == "images",
+        "temperature": data.temperature is not None and reads == "images",
         "min_length": data.min_length > 1 and reads in ("text", "images"),
         "max_ratio": data.max_ratio is not None and reads != "pairs",
         "deduplicate": data.deduplicate and reads in ("text", "images"),
     }
     for name, wrong in refused.items():
         if wrong:
-            raise UserError(f"data.{name}: not for task {recipe.task}, whose data are not pairs")
+            raise UserError(f"data.{name}: not for task {recipe.task}, which reads {NOUNS[reads]}")
     for corpora in files:
         if reads == "images" and len(corpora.paths) > 1:
             raise UserError(f"task {recipe.task} takes one file of images, not {len(corpora.paths)}")
-        if reads == "text" and (table := next((path for path in corpora.paths if named_columns(path)), None)):
-            raise UserError(f"{table}: task {recipe.task} reads plain text, not JSONL or Parquet")
 
 
 def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[str, str | None]:
@@ -288,7 +289,7 @@ def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[s
         values["task"] = recipe.task
     if recipe.train.start_from is not None:
         values["train.start_from"] = recipe.train.start_from
-    values["data.columns"] = ",".join(train.columns)
+    values["data.columns"] = ",".join(recipe.data.columns)
     values["data.max_length"] = str(recipe.data.max_length)
     if len(train.sizes) > 1:
         values["data.corpora"] = ",".join(map(str, train.sizes))

@@ -125,7 +125,7 @@ def _lengths(recipe: Recipe, prepared: Prepared[Any]) -> dict[str, int]:
         return {}
     sides = {"encoder": "source_lengths", "decoder": "target_lengths"}
     corpora = prepared.train, prepared.valid
-    return {name: max(int(getattr(corpus, side).max()) for corpus in corpora) for name, side in sides.items()}
+    return {name: max(getattr(corpus, side).longest for corpus in corpora) for name, side in sides.items()}
 
 
 def _longer(config: Config, recipe: Recipe, prepared: Prepared[Any] | None) -> Table:

@@ -286,7 +286,7 @@ def _finish(
         # Alignments are read off the heads that align best on examples not trained on.
         run = Run.load(path)
         save_heads(path, choose_heads(run, prepared.valid_examples))
-        remarks.append(judge_outputs(run, prepared.valid_examples, 2 * int(prepared.valid.target_lengths.max())))
+        remarks.append(judge_outputs(run, prepared.valid_examples, 2 * prepared.valid.target_lengths.longest))
     if best is not None and TASKS[recipe.task].labels:
         labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
         remarks.append(at_chance(best.scores["accuracy"], labels))

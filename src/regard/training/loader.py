@@ -5,19 +5,21 @@ What a step holds is a function of (seed, epoch, batch, rank) alone; nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from regard.batch import Batch, GlobalBatch
 from regard.config import Config
 from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
-from regard.data.order import Indices, batches, draw, generator, proportions
+from regard.data.order import Batches, Indices, draw, generator, proportions
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared, sources
-from regard.errors import plural
+from regard.errors import UserError, plural
 from regard.recipe import Recipe, Train
 from regard.tasks import TASKS, Reads
 
@@ -41,23 +43,26 @@ class DataLoader:
 
     `cut` makes the batches of an epoch as indices of examples, a pure function of (seed, epoch); `make` turns batch
     number k of an epoch into a GlobalBatch: make(epoch, k, indices). `locate` names the example of an index.
+    `examples` is how many there are in an epoch.
     """
 
     def __init__(
         self,
         train: Train,
-        cut: Callable[[int], list[Indices]],
+        examples: int,
+        cut: Callable[[int], Sequence[Indices]],
         make: Callable[[int, int, Indices], GlobalBatch],
         locate: Callable[[int], str],
     ) -> None:
+        self.examples = examples
         self._train = train
         self._cut = cut
         self._make = make
         self._locate = locate
         self._epoch = -1
-        self._batches: list[Indices] = []
+        self._batches: Sequence[Indices] = []
 
-    def batches(self, epoch: int) -> list[Indices]:
+    def batches(self, epoch: int) -> Sequence[Indices]:
         """The batches of an epoch, as indices of their examples."""
         if epoch != self._epoch:
             self._batches = self._cut(epoch)
@@ -98,16 +103,16 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
         all_tokens = tokens + int(corpus.source_lengths[rows].sum())
         return GlobalBatch(len(rows), tokens, all_tokens, lambda part, total: corpus.batch(rows[part], config, total))
 
-    def cut(epoch: int) -> list[Indices]:
-        drawn = draw(corpus.corpora, shares, train.seed, epoch) if shares else None
-        return batches(*lengths, train.seed, epoch, train.batch_tokens, train.batch_examples, drawn)
+    def cut(epoch: int) -> Sequence[Indices]:
+        budget = train.batch_tokens, train.batch_examples
+        return Batches(*lengths, train.seed, epoch, *budget, sizes=corpus.corpora, shares=shares)
 
     def locate(row: int) -> str:
-        line, tokens = corpus.line(row), " and ".join(f"{int(each[row]):,}" for each in lengths)
+        line, tokens = corpus.line(row), " and ".join(f"{int(each[np.array([row])][0]):,}" for each in lengths)
         where = f"example {row + 1:,} of {source.name}" if line is None else source.location(line)
         return f"{where} ({tokens} tokens)"
 
-    return DataLoader(train, cut, make, locate)
+    return DataLoader(train, len(corpus), cut, make, locate)
 
 
 def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> DataLoader:
@@ -124,7 +129,7 @@ def image_loader(recipe: Recipe, prepared: Prepared[Images], config: Config) -> 
     def cut(epoch: int) -> list[Indices]:
         return chunks(generator(train.seed, epoch).permutation(len(images)), train.batch_examples or IMAGES)
 
-    return DataLoader(train, cut, make, lambda row: f"image {row:,} of the training data")
+    return DataLoader(train, len(images), cut, make, lambda row: f"image {row:,} of the training data")
 
 
 def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> DataLoader:
@@ -136,10 +141,24 @@ def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> D
     objective = TEXT_OBJECTIVES[recipe.task](prepared.train, prepared.codec, config, train)
     windows, rows = objective.windows, rows_of(train)
 
+    def sizes(starts: Indices) -> list[int]:
+        """How many windows begin in each corpus."""
+        ends = [*np.searchsorted(starts, prepared.train.corpora[:-1]), len(starts)]
+        counts: list[int] = np.diff(ends, prepend=0).tolist()
+        return counts
+
+    shares = proportions(sizes(windows.starts()), recipe.data.weights, recipe.data.temperature)
+    if shares and lanes:
+        raise UserError("data.weights, data.temperature: a model with segment memory reads the text in its order")
+
     def cut(epoch: int) -> list[Indices]:
         random = generator(train.seed, epoch)
         offset = int(random.integers(windows.stride))
-        return windows.lanes(rows, offset) if lanes else chunks(random.permutation(windows.starts(offset)), rows)
+        if lanes:
+            return windows.lanes(rows, offset)
+        starts = windows.starts(offset)
+        drawn = starts[draw(sizes(starts), shares, train.seed, epoch)] if shares else starts
+        return chunks(random.permutation(drawn), rows)
 
     def make(epoch: int, batch: int, starts: Indices) -> GlobalBatch:
         return objective.batch(starts, (train.seed, epoch, batch))
@@ -147,7 +166,7 @@ def text_loader(recipe: Recipe, prepared: Prepared[Stream], config: Config) -> D
     def locate(start: int) -> str:
         return f"{plural(windows.length, 'token')} of {sources(recipe)[0].name} from token {start:,} on"
 
-    return DataLoader(train, cut, make, locate)
+    return DataLoader(train, len(windows.starts(0)), cut, make, locate)
 
 
 def chunks(indices: Indices, size: int) -> list[Indices]:

@@ -138,9 +138,7 @@ def choose_batch(task: Task, prepared: Prepared[Any]) -> Table:
         return {}  # the task has a default
     if task.reads == "text":
         return {"batch_tokens": TEXT_TOKENS}
-    corpus = prepared.train
-    mean = float(np.maximum(corpus.source_lengths, corpus.target_lengths).mean())
-    if BATCH_EXAMPLES * mean <= BATCH_TOKENS:
+    if BATCH_EXAMPLES * prepared.train.mean_length <= BATCH_TOKENS:
         return {"batch_examples": BATCH_EXAMPLES}
     return {"batch_tokens": BATCH_TOKENS}
 
@@ -201,15 +199,13 @@ def presets_for(task: Task, data: Any, device: str) -> list[str]:
     """The presets of a task that the data can fill and the device can train, from large to small."""
     if task.reads != "pairs":
         return list(reversed(task.presets))
-    tokens = int(data.source_lengths.sum() + data.target_lengths.sum())
-    fitting = [name for name, needed in zip(task.presets, TOKENS_NEEDED, strict=True) if tokens >= needed]
+    fitting = [name for name, needed in zip(task.presets, TOKENS_NEEDED, strict=True) if data.tokens >= needed]
     return fitting[: len(task.presets) - (device == "cpu")][::-1]
 
 
 def _size(data: Any) -> str:
     if isinstance(data, Corpus):
-        tokens = int(data.source_lengths.sum() + data.target_lengths.sum())
-        return f"for {data.size:,} training examples of {tokens:,} tokens"
+        return f"for {data.size:,} training examples of {data.tokens:,} tokens"
     return f"for {data.size:,} {'images' if isinstance(data, Images) else 'characters'}"
 
 
@@ -302,7 +298,7 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
             f"warning: train.warmup is {train.warmup:,} of {about}{plan.steps:,} steps, so the learning rate hardly "
             "reaches its peak; leave it out, and it is planned"
         )
-    examples = sum(map(len, plan.loader.batches(0)))
+    examples = plan.loader.examples
     needed = max(FEW_STEPS / plan.steps, min(examples, FEW_EXAMPLES) / (plan.epochs * examples))
     if needed > 1:
         lines.append(f"warning: the budget is too small for this data{_enough(train, plan, needed)}")
@@ -327,7 +323,7 @@ def complete_processes(
     elif config.has_memory and not train.workers:
         workers, reason = 1, "its segment memory needs the text in order"
     else:
-        first, examples = loader.step(0, 0), sum(map(len, loader.batches(0)))
+        first, examples = loader.step(0, 0), loader.examples
         rows = max(1, examples // loader.batches_in(0))
         tokens = rows * first.all_tokens // first.examples
         workers, reason = choose_workers(train, device.type, cores(), examples, rows, tokens)

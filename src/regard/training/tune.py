@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from regard.batch import Batch, collate
 from regard.data.images import LabelledImages
-from regard.data.order import batches as cut_batches
+from regard.data.order import Batches
 from regard.decode.alignment import load_heads, save_heads
 from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
@@ -190,7 +190,7 @@ def shuffled_data(run: Run, data: TaskData, seed: int = 1) -> Iterator[Batch]:
     lengths = [np.array([len(pair[side]) for pair in pairs]) for side in (0, 1)]
     epoch = 0
     while True:
-        for rows in cut_batches(lengths[0], lengths[1], seed, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
+        for rows in Batches(lengths[0], lengths[1], seed, epoch, TUNE_TOKENS, TUNE_EXAMPLES):
             yield collate([pairs[i][0] for i in rows], [pairs[i][1] for i in rows], run.config)
         epoch += 1
 

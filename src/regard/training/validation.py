@@ -19,7 +19,7 @@ from regard.config import Config
 from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
-from regard.data.order import Indices, batches
+from regard.data.order import Batches, Indices
 from regard.data.plain import Stream
 from regard.data.prepare import Prepared
 from regard.decode.generate import generate
@@ -103,7 +103,8 @@ class LabelledValidation(Validation):
     def __init__(self, recipe: Recipe, prepared: Prepared[Corpus], config: Config, group: ProcessGroup) -> None:
         corpus = prepared.valid
         rows = spread(len(corpus), LOSS_EXAMPLES)
-        cut = batches(corpus.source_lengths[rows], corpus.target_lengths[rows], 0, 0, recipe.train.batch_tokens)
+        lengths = corpus.source_lengths[rows], corpus.target_lengths[rows]
+        cut = Batches(*lengths, 0, 0, recipe.train.batch_tokens)
         super().__init__(recipe.task, [rows[batch] for batch in cut], lambda batch: corpus.batch(batch, config), group)
 
 
@@ -116,7 +117,7 @@ class PairValidation(LabelledValidation):
         self._codec = prepared.codec
         self._metric = recipe.train.metric
         # An untrained model never ends; what is longer than any reference by a fifth is wrong whatever follows.
-        longest = int(prepared.valid.target_lengths.max()) * 6 // 5 + 5
+        longest = prepared.valid.target_lengths.longest * 6 // 5 + 5
         self._options = Options(beam=recipe.train.validate_beam, max_length=longest)
         rows = spread(len(prepared.valid_examples), DECODED_EXAMPLES)
         self._examples = [prepared.valid_examples[row] for row in rows]
