@@ -112,7 +112,7 @@ def append(path: Path, values: NDArray[Any]) -> None:
         file.write(values.tobytes())
 
 
-class Lengths:
+class RowLengths:
     """How many ids each row of a side has, read from the offsets of the rows when asked for."""
 
     def __init__(self, offsets: Flat) -> None:
@@ -153,7 +153,7 @@ class _Side:
 
     def __init__(self, path: Path, side: str, meta: dict[str, Any]) -> None:
         self._offsets = Flat(path / f"{side}.offsets", "int64")
-        self.lengths = Lengths(self._offsets)
+        self.lengths = RowLengths(self._offsets)
         self.flat = Flat(path / f"{side}.bin", meta["dtype"][side])
         if len(self.lengths) != meta["examples"] or len(self.flat) != self._offsets[len(self.lengths) :][0]:
             raise ValueError(f"{side}.bin and {side}.offsets do not fit together")

@@ -108,7 +108,7 @@ def corpus_loader(recipe: Recipe, prepared: Prepared[Corpus], config: Config) ->
         return Batches(*lengths, train.seed, epoch, *budget, sizes=corpus.corpora, shares=shares)
 
     def locate(row: int) -> str:
-        line, tokens = corpus.line(row), " and ".join(f"{int(each[np.array([row])][0]):,}" for each in lengths)
+        line, tokens = corpus.line(row), f"{len(corpus.source(row)):,} and {len(corpus.target(row)):,}"
         where = f"example {row + 1:,} of {source.name}" if line is None else source.location(line)
         return f"{where} ({tokens} tokens)"
 
