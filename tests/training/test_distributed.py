@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from regard.errors import UserError
@@ -137,3 +139,22 @@ def test_leaving_ends_the_workers() -> None:
     with pytest.raises(KeyError), Workers(2, "timeit", SLEEP) as workers:
         raise KeyError
     assert [process.returncode for process in workers._processes] == [0]  # its standard input was closed
+
+
+def test_what_an_attempt_leaves_in_the_store_of_the_launcher_is_not_found_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store outlives the processes, whose addresses are in it."""
+    launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    stores: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, store, **settings: stores.append(store))
+    for attempt in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        join_group(torch.device("cpu"))
+    stores[0].set("address", "dead")
+    assert not stores[1].check(["address"])
+    stores[1].set("address", "alive")
+    assert stores[2].get("address") == b"alive"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from regard.device import choose_device
 from regard.errors import UserError
@@ -136,13 +137,19 @@ def ready_file(store_file: str, rank: int) -> Path:
 def form_group(rank: int, size: int, device: torch.device, store_file: str | None = None) -> ProcessGroup:
     """Form the process group: through a file, or at the address in the environment."""
     backend = "nccl" if device.type == "cuda" else "gloo"
+    store: Any
     if store_file is None:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT)
+        store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
+        # torchrun keeps one store for all its attempts, and torch 2.13 tells them apart no more: a process that was
+        # started again would find the address of a dead one there, and wait for it. Launchers on several machines
+        # count attempts each for itself.
+        if _number("GROUP_WORLD_SIZE", 1) == 1:
+            store = dist.PrefixStore(f"attempt-{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
     else:
         # Processes of one machine need no network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
         store = dist.FileStore(store_file, size)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return ProcessGroup(rank, size, device)
 
 
