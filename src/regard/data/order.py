@@ -97,8 +97,8 @@ class Batches(Sequence[Indices]):
             else:
                 part = (number, self._windows)
                 rows = draw(self._sizes, self._shares, self._seed, self._epoch, part, 1 if alone else BLOCK)
-            self._at, self._cut = number, []  # the one before is not needed any more
-            self._cut = self._make(random.permutation(rows), random)
+            self._at, self._cut = -1, []  # the one before is not needed any more
+            self._at, self._cut = number, self._make(random.permutation(rows), random)
             if number == len(self._begins) - 1:
                 self._begins.append(self._begins[-1] + len(self._cut))
         return self._cut
