@@ -94,8 +94,19 @@ def has_launcher() -> bool:
 
 
 def was_restarted() -> bool:
-    """Whether torchrun has started this process in the place of one that failed: then the run goes on."""
+    """Whether the launcher of this process has started its processes again because one of them failed."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+
+
+def restart_problem() -> str | None:
+    """Why processes that torchrun starts again may not find each other, if so."""
+    several = _number("GROUP_WORLD_SIZE", 1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0
+    if not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        "torchrun keeps one store for all its attempts, and processes that it starts again may wait there for dead "
+        "ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it is started, on every machine"
+    )
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -142,7 +153,7 @@ def form_group(rank: int, size: int, device: torch.device, store_file: str | Non
         store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
         # torchrun keeps one store for all its attempts, and torch 2.13 tells them apart no more: a process that was
         # started again would find the address of a dead one there, and wait for it. Launchers on several machines
-        # count attempts each for itself.
+        # count attempts each for itself: see `restart_problem`.
         if _number("GROUP_WORLD_SIZE", 1) == 1:
             store = dist.PrefixStore(f"attempt-{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
     else:

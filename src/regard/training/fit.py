@@ -36,6 +36,7 @@ from regard.training.distributed import (
     has_launcher,
     join_group,
     process_device,
+    restart_problem,
     was_restarted,
 )
 from regard.training.loader import DataLoader, make_loader
@@ -157,7 +158,11 @@ def _fit_launched(
     resume = resume or was_restarted()
     device = _device(recipe, path, resume)
     with join_group(device) as group, ExitStack() as stack:
+        # A launcher counts only the failures of its own processes; those of all machines have been started again.
+        resume = any(group.gather_json(resume))
         reporter = reporter if group.first else Reporter()
+        if warning := restart_problem():
+            reporter.say(f"warning: {warning}")
         setup, problem = None, None
         if group.first:
             try:
