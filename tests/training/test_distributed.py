@@ -20,9 +20,8 @@ from regard.training.distributed import (
     Workers,
     broadcast_weights,
     form_group,
-    has_launcher,
-    join_group,
 )
+from regard.training.launch import has_launcher, join_group
 
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "REGARD_STORE")
 

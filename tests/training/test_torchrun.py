@@ -149,7 +149,9 @@ def test_two_hosts_train_as_one(
     environment = {**OWN_STORE, "GLOO_SOCKET_IFNAME": "regard"}  # the interface that leads to the other
     endpoint = f"--rdzv-endpoint={next(iter(hosts.values()))}:29500"
     launchers = [
-        launch(order, tmp_path / "run", killed, *TWO_HOSTS, endpoint, f"--local-addr={address}", host=name, **environment)
+        launch(
+            order, tmp_path / "run", killed, *TWO_HOSTS, endpoint, f"--local-addr={address}", host=name, **environment
+        )
         for name, address in hosts.items()
     ]
     require_same_as_alone(launchers, order, tmp_path / "run", killed)

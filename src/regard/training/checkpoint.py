@@ -293,13 +293,13 @@ class CheckpointManager:
 
     def keep(self, step: int) -> None:
         """Keep the weights of this step for averaging."""
-        weights = whole_weights(self._stepper.weights)
+        weights = whole_weights(self._stepper.weights, self._group.first)
         if self._group.first:
             self.files.keep(step, weights)
 
     def publish(self, weights: Tensors) -> None:
         """Make weights the run's model, gates and adapters merged into it; adapters are also written beside it."""
-        weights = whole_weights(weights)
+        weights = whole_weights(weights, self._group.first)
         if not self._group.first:
             return
         plain, adapters = merge_adapters(self._model, fold_gates(self._model, weights))
@@ -317,12 +317,23 @@ class CheckpointManager:
         progress = self.files.progress()
         if progress is None:
             return Progress()
-        self.files.verify(progress.step)
+        self._verify(progress.step)
         try:
             self._load(progress.step)
         except (KeyError, RuntimeError) as error:  # a wrong name or shape
             raise UserError(f"{self.files.path}: the checkpoint does not fit: {error}; start a new run") from None
         return progress
+
+    def _verify(self, step: int) -> None:
+        """Require the checkpoint to be as it was written; one process reads all of it, not each."""
+        problem = None
+        if self._group.first:
+            try:
+                self.files.verify(step)
+            except UserError as error:
+                problem = str(error)
+        if problem := self._group.broadcast(problem):
+            raise UserError(problem)
 
     def _load(self, step: int) -> None:
         stepper, shards = self._stepper, self.files.shards(step)

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
-from regard.device import choose_device
 from regard.errors import UserError
 
 TIMEOUT = datetime.timedelta(minutes=30)
+FOREVER = datetime.timedelta(days=30)
 STORE = "REGARD_STORE"  # names the rendezvous file of the workers that `Workers` starts
 EXIT_SECONDS = 5.0  # that the workers have to exit before they are killed
 LAST = b"\0"  # no signal has this number
@@ -35,10 +34,12 @@ CHUNK = 1 << 22  # numbers per all-reduce: while one chunk is summed, the next i
 class ProcessGroup:
     """This process's rank among `size` that train together. With one process, every collective is the identity."""
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu", store: Any = None) -> None:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
+        self._store = store  # where the processes met
+        self._waits = 0
 
     @property
     def first(self) -> bool:
@@ -80,6 +81,15 @@ class ProcessGroup:
         """The value of rank 0, for all."""
         return self.gather_json(value if self.first else None)[0]
 
+    def wait_for_first(self) -> None:
+        """Wait until rank 0 calls this too, for hours if need be: a collective would give up after half an hour."""
+        self._waits += 1
+        key = f"first-{self._waits}"
+        if self.first and self.size > 1:
+            self._store.set(key, "here")
+        elif self.size > 1:
+            self._store.wait([key], FOREVER)
+
     def __enter__(self) -> ProcessGroup:
         return self
 
@@ -88,80 +98,27 @@ class ProcessGroup:
             dist.destroy_process_group()
 
 
-def has_launcher() -> bool:
-    """Whether something like torchrun has already started one process per rank."""
-    return _number("WORLD_SIZE", 1) > 1
-
-
-def was_restarted() -> bool:
-    """Whether the launcher of this process has started its processes again because one of them failed."""
-    return _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
-
-
-def restart_problem() -> str | None:
-    """Why processes that torchrun starts again may not find each other, if so."""
-    several = _number("GROUP_WORLD_SIZE", 1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0
-    if not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return (
-        "torchrun keeps one store for all its attempts, and processes that it starts again may wait there for dead "
-        "ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it is started, on every machine"
-    )
-
-
-def _number(name: str, default: int | None = None) -> int:
-    """A number from the environment, as a launcher sets it."""
-    value = os.environ.get(name)
-    if value is None and default is not None:
-        return default
-    if value is None:
-        raise UserError(f"{name}: is not set, although WORLD_SIZE is; start the processes with torchrun, or unset both")
-    if not (value.isascii() and value.isdigit()):
-        raise UserError(f"{name}: a whole number is expected in the environment, not {value!r}")
-    return int(value)
-
-
-def process_device(request: str) -> torch.device:
-    """The device that this process trains on; of several processes on a machine with GPUs, each gets its own."""
-    return choose_device(request, _number("LOCAL_RANK", _number("RANK", 0)))
-
-
-def join_group(device: torch.device) -> ProcessGroup:
-    """Join the process group that the environment describes (rank, size, address)."""
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    if rank >= size:
-        raise UserError(f"RANK: of {size} processes (WORLD_SIZE) the last is {size - 1}, not {rank}")
-    store_file = os.environ.get(STORE)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if store_file is None and name not in os.environ]
-    if missing:
-        raise UserError(f"{missing[0]}: is not set, so the {size} processes of WORLD_SIZE cannot meet; use torchrun")
-    if store_file is not None:
-        ready_file(store_file, rank).touch()
-    return form_group(rank, size, device, store_file)
-
-
 def ready_file(store_file: str, rank: int) -> Path:
     """The file that a worker creates when it is about to join."""
     return Path(f"{store_file}.{rank}")
 
 
-def form_group(rank: int, size: int, device: torch.device, store_file: str | None = None) -> ProcessGroup:
-    """Form the process group: through a file, or at the address in the environment."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store: Any
-    if store_file is None:
-        store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
-        # torchrun keeps one store for all its attempts, and torch 2.13 tells them apart no more: a process that was
-        # started again would find the address of a dead one there, and wait for it. Launchers on several machines
-        # count attempts each for itself: see `restart_problem`.
-        if _number("GROUP_WORLD_SIZE", 1) == 1:
-            store = dist.PrefixStore(f"attempt-{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
-    else:
+def form_group(rank: int, size: int, device: torch.device, store: Any) -> ProcessGroup:
+    """Form the process group; the processes meet in a store, or in the file of that name."""
+    backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    if bound is not None:
+        torch.cuda.set_device(bound)  # FSDP2 shards onto the current GPU, which would be the first one for all
+    if isinstance(store, str):
         # Processes of one machine need no network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-        store = dist.FileStore(store_file, size)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    return ProcessGroup(rank, size, device)
+        store = dist.FileStore(store, size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=bound)
+    return ProcessGroup(rank, size, device, store)
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether a collective failed, as it does when another process has ended."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo has no type for it
 
 
 class WorkerDied(UserError):
@@ -342,6 +299,10 @@ def whole(x: Tensor) -> Tensor:
     return full
 
 
-def whole_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with the shards of all processes, each of which has to call it; gathered on the CPU, one by one."""
-    return {name: whole(x).cpu() if hasattr(x, "full_tensor") else x for name, x in weights.items()}
+def whole_weights(weights: Mapping[str, Tensor], wanted: bool = True) -> dict[str, Tensor]:
+    """Weights with the shards of all processes, each of which has to call it; gathered on the CPU, one by one.
+
+    A process that does not want them takes part, and gets none.
+    """
+    gathered = ((name, whole(x).cpu() if hasattr(x, "full_tensor") else x) for name, x in weights.items())
+    return {name: x for name, x in gathered if wanted}

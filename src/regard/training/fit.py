@@ -28,13 +28,12 @@ from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
 from regard.training.checkpoint import TRAINING, Progress
 from regard.training.configure import check_model
-from regard.training.distributed import (
-    ProcessGroup,
-    Workers,
-    exit_with_parent,
-    form_group,
+from regard.training.distributed import ProcessGroup, Workers, exit_with_parent, form_group
+from regard.training.launch import (
+    Launch,
     has_launcher,
     join_group,
+    name_lost_connection,
     process_device,
     restart_problem,
     was_restarted,
@@ -47,12 +46,14 @@ from regard.training.start import (
     DATA,
     UNCUT,
     add_trained_parts,
+    begun_by,
     claim_run,
     finished_progress,
     is_run,
     make_model,
     open_base,
     plan_weights,
+    remember_launchers,
     remove_remains,
     require_new,
     resume_run,
@@ -134,8 +135,9 @@ def _fit(
 ) -> TrainingReport:
     """Train in this process, or as the first of several that are started here."""
     device = _device(recipe, path, resume)
+    launch = Launch.of(ProcessGroup())  # torchrun may have started a single process
     with claim_run(path) as locked:
-        setup = _set_up(recipe, path, resume, device, reporter, memory, locked)
+        setup = _set_up(recipe, path, resume, device, reporter, memory, locked, launch)
         if report := _finished(path):
             finished = f"this run is finished ({report.progress.finished})"
             reporter.say(f"{path}: {finished}; a larger budget would let it go on")
@@ -155,11 +157,9 @@ def _fit_launched(
     recipe: Recipe, path: Path, resume: bool, reporter: Reporter, memory: Mapping[str, InMemory]
 ) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
-    resume = resume or was_restarted()
     device = _device(recipe, path, resume)
-    with join_group(device) as group, ExitStack() as stack:
-        # A launcher counts only the failures of its own processes; those of all machines have been started again.
-        resume = any(group.gather_json(resume))
+    with join_group(device) as group, name_lost_connection(), ExitStack() as stack:
+        launch = Launch.of(group)
         reporter = reporter if group.first else Reporter()
         if warning := restart_problem():
             reporter.say(f"warning: {warning}")
@@ -167,17 +167,22 @@ def _fit_launched(
         if group.first:
             try:
                 locked = stack.enter_context(claim_run(path))
-                setup = _set_up(recipe, path, resume, device, reporter, memory, locked, group.size)
+                setup = _set_up(recipe, path, resume, device, reporter, memory, locked, launch)
             except UserError as error:
-                problem = str(error)
-        if problem := group.broadcast(problem):
-            raise UserError(problem)
+                problem = error
+        group.wait_for_first()
+        failed = group.broadcast(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:  # which the first process reports
+            raise SystemExit(2)
         return _finished(path) or _train(setup or _open_setup(path), group, reporter)
 
 
 def _device(recipe: Recipe, path: Path, resume: bool) -> torch.device:
     """The device to train on: the one that the recipe asks for, or that a resumed run began on."""
-    return process_device((saved_recipe(path) if resume and is_run(path) else recipe).train.device)
+    resume = (resume or was_restarted()) and is_run(path)
+    return process_device((saved_recipe(path) if resume else recipe).train.device)
 
 
 def _finished(path: Path) -> TrainingReport | None:
@@ -197,17 +202,19 @@ def _set_up(
     reporter: Reporter,
     memory: Mapping[str, InMemory],
     locked: bool,
-    launched: int = 1,
+    launch: Launch,
 ) -> _Setup | None:
     """Make the run directory ready; None for a resumed run, whose data is opened when it has anything left to do.
 
-    `launched` is how many processes a launcher has started.
+    If a launcher has restarted its processes, a run that it had begun is resumed.
     """
     if not locked:
         reporter.say(f"warning: the file system of {path} has no locks; see to it that nothing else trains there")
+    resume = resume or (launch.restarted and begun_by(path, launch.launchers))
     if resume and is_run(path):
         require_same(path / TRAINING / DATA, memory)
-        resume_run(recipe, path, device, reporter, launched)
+        resume_run(recipe, path, device, reporter, launch.processes)
+        remember_launchers(path, launch.launchers)
         for change in dict.fromkeys(changed_files(path / TRAINING / DATA, saved_recipe(path))):
             reporter.say(f"warning: {change}; the run goes on with what it read then")
         return None
@@ -216,18 +223,19 @@ def _set_up(
     else:
         require_new(path)
     remove_remains(path)
+    remember_launchers(path, launch.launchers)
     if columns := find_features(recipe):
         reporter.say(f"columns: {', '.join(columns)}, as the lines of {', '.join(recipe.data.train or ())} look")
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     # Mistakes in the settings are found before the data is read.
-    if launched > 1 and (workers := recipe.train.workers) not in (0, launched):
-        raise UserError(f"train.workers: {workers} asked for, but {launched} processes were started")
+    if launch.processes > 1 and (workers := recipe.train.workers) not in (0, launch.processes):
+        raise UserError(f"train.workers: {workers} asked for, but {launch.processes} processes were started")
     base, base_text = open_base(recipe)
     check_model(recipe, base)
     prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory, processes=cores())
     for note in prepared.notes:
         reporter.say(note)
-    plan = plan_run(recipe, base, prepared, device, launched, reporter)
+    plan = plan_run(recipe, base, prepared, device, launch.processes, reporter)
     fresh = plan_weights(plan.recipe, plan.config, prepared.labels, reporter)
     write_run(path, plan.recipe, plan.config, prepared, fresh)
     return _Setup(path, plan.recipe, prepared, plan.loader)
@@ -257,7 +265,7 @@ def _train(setup: _Setup, group: ProcessGroup, reporter: Reporter) -> TrainingRe
     )
     if trained:
         reporter.say(trained)
-    with Signals() as signals:
+    with Signals(launched=has_launcher()) as signals:
         trainer = Trainer(model, train, loader, validation, path, group, reporter, signals)
         report = TrainingReport(path, trainer.run(start), train.metric, parameters)
         if group.first:

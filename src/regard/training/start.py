@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ CHANGEABLE = ("train.workers", "data.cache", *(f"train.{name}" for name in BUDGE
 # What a run is made of. `training` is not among them: prepared data alone is no run.
 FILES = (CONFIG, WEIGHTS, ADAPTERS, RECIPE, LOG, MODEL_CARD, CURVE, HEADS, MANIFEST, *TOKENIZERS)
 LOCK = "lock"  # in the training directory
+LAUNCHERS = "launchers.json"  # there too: the torchrun processes that have begun or resumed the run
 # In the training directory, too; `prepare` and the checkpoints would replace or remove them.
 STATE = (DATA, UNCUT, FRESH, "step-*", "weights-*.safetensors")
 BEFORE_CONFIG = {
@@ -181,6 +182,21 @@ def require_new(run: Path) -> None:
             f"{run}: a training was stopped here before its first step; "
             "the same command with --resume begins it again, or choose another --out"
         )
+
+
+def begun_by(run: Path, launchers: Collection[str]) -> bool:
+    """Whether one of these launchers has begun the run, or resumed it."""
+    file = run / TRAINING / LAUNCHERS
+    known = read_json(file) if launchers and file.is_file() else None
+    return isinstance(known, list) and any(name in known for name in launchers)
+
+
+def remember_launchers(run: Path, launchers: Collection[str]) -> None:
+    """Note who may go on with the run without being asked to, when its processes have died."""
+    if launchers:
+        write_json(run / TRAINING / LAUNCHERS, sorted(launchers))
+    else:
+        remove(run / TRAINING / LAUNCHERS)
 
 
 def remove_remains(run: Path) -> None:

@@ -26,8 +26,8 @@ from regard.files import write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.recipe import FILES, Recipe, split_setting
 from regard.training.configure import check_model
-from regard.training.distributed import has_launcher
 from regard.training.fit import TrainingReport, fit
+from regard.training.launch import has_launcher
 from regard.training.report import Reporter, format_score
 from regard.training.start import open_base
 

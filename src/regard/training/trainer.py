@@ -17,13 +17,14 @@ from regard.model import Model
 from regard.recipe import Train
 from regard.run import mean_weights
 from regard.training.checkpoint import Best, CheckpointManager, Progress, Scores, Tensors, Window, better
-from regard.training.distributed import ProcessGroup
+from regard.training.distributed import ProcessGroup, is_lost_connection
 from regard.training.loader import DataLoader
 from regard.training.plan import Budget, validation_due
 from regard.training.report import LOG, Event, Log, Reporter
 from regard.training.step import Stepper
 
 CHECKPOINT_SECONDS = 120.0
+SAVING_SHARE = 1 / 20  # of the time, at most
 MOST_SKIPS = 3  # in a row
 CAUGHT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
@@ -41,10 +42,14 @@ class Aborted(SystemExit):
 
 
 class Signals:
-    """Records signals, which the loop asks for between steps. A second signal ends the process at once."""
+    """Records signals, which the loop asks for between steps. A second signal ends the process at once.
 
-    def __init__(self) -> None:
+    Not so if a launcher started it: schedulers signal all processes, and the launcher passes on what it gets itself.
+    """
+
+    def __init__(self, launched: bool = False) -> None:
         self.received = 0
+        self._launched = launched
         self._raise = False
         self._old: dict[signal.Signals, Any] = {}
 
@@ -60,6 +65,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and self._launched:
+            return
         if self.received:
             raise Aborted(128 + number)
         self.received = number
@@ -109,6 +116,7 @@ class Trainer:
         self._steps_per_epoch = math.ceil(loader.batches_in(0) / train.accumulate)
         self._log: Log | None = None  # of the first process
         self._saved_at = self._logged_at = self._began = 0.0
+        self._save_seconds: float | None = 0.0  # that the last checkpoint took, with the step after it
         self._unfit_in_a_row = 0  # steps of which nothing fits into memory
 
     def run(self, start: Event) -> Progress:
@@ -124,6 +132,10 @@ class Trainer:
             if self._log is not None and self._log.position == 0:
                 self._log.write({"event": "start", **start})
             self._loop()
+        except RuntimeError as error:
+            if not self.signals.received or not is_lost_connection(error):
+                raise
+            raise Stopped(self.signals.received) from None  # the first process has saved, and ended before this one
         finally:
             if self._log is not None:
                 self._log.close()
@@ -144,7 +156,7 @@ class Trainer:
             self.reporter.tick(self.progress.step, self._done(), self.progress.seconds)
             if stop:
                 self._stop(stop)
-            if self.progress.seconds - self._saved_at >= CHECKPOINT_SECONDS:
+            if self._checkpoint_due():
                 self._save()
 
     # Steps
@@ -306,9 +318,16 @@ class Trainer:
         scores, self.progress.seconds = first
         return scores
 
+    def _checkpoint_due(self) -> bool:
+        """Whether to save now; all processes agree, for the time is that of the first."""
+        seconds = self.progress.seconds - self._saved_at
+        if self._save_seconds is None:  # the clock was read last before the checkpoint, and now after it
+            self._save_seconds = seconds
+        return seconds >= max(CHECKPOINT_SECONDS, self._save_seconds / SAVING_SHARE)
+
     def _save(self) -> None:
         """Write a checkpoint; it never changes what is computed."""
-        self._saved_at = self.progress.seconds
+        self._saved_at, self._save_seconds = self.progress.seconds, None
         if self._log is not None:
             self._log.sync()
             self.progress.log_bytes = self._log.position
