@@ -1,18 +1,15 @@
-"""Who we are among several processes, as the environment says."""
+"""The process group: collectives, and the workers that a process starts."""
 
 from __future__ import annotations
 
 import time
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from regard.errors import UserError
 from regard.training.distributed import (
     CHUNK,
     GradientAllReduce,
@@ -21,49 +18,6 @@ from regard.training.distributed import (
     broadcast_weights,
     form_group,
 )
-from regard.training.launch import has_launcher, join_group
-
-NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "REGARD_STORE")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize(("size", "others"), [(None, False), ("1", False), ("2", True)])
-def test_whether_a_launcher_started_us(size: str | None, others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if size is not None:
-        monkeypatch.setenv("WORLD_SIZE", size)
-    assert has_launcher() == others
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK: is not set, although WORLD_SIZE is"),
-        ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK: a whole number is expected in the environment, not 'first'"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK: of 2 processes \(WORLD_SIZE\) the last is 1, not 2"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR: is not set"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT: is not set"),
-    ],
-)
-def test_an_environment_that_does_not_add_up(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=message):
-        join_group(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("size", ["abc", "", "-1", "2.5"])
-def test_a_size_that_is_no_number(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(UserError, match="WORLD_SIZE: a whole number"):
-        has_launcher()
-
 
 WIDTH = 2100  # two matrices of this width are more than one chunk
 
@@ -138,22 +92,3 @@ def test_leaving_ends_the_workers() -> None:
     with pytest.raises(KeyError), Workers(2, "timeit", SLEEP) as workers:
         raise KeyError
     assert [process.returncode for process in workers._processes] == [0]  # its standard input was closed
-
-
-def test_what_an_attempt_leaves_in_the_store_of_the_launcher_is_not_found_by_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The store outlives the processes, whose addresses are in it."""
-    launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(name, value)
-    stores: list[Any] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, store, **settings: stores.append(store))
-    for attempt in ("0", "1", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        join_group(torch.device("cpu"))
-    stores[0].set("address", "dead")
-    assert not stores[1].check(["address"])
-    stores[1].set("address", "alive")
-    assert stores[2].get("address") == b"alive"

@@ -25,6 +25,7 @@ from regard.training.step import (
     optimizer_tensors,
     restore_optimizer,
     swapped_weights,
+    unused_settings,
 )
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "ff": 32}
@@ -272,3 +273,21 @@ def test_mean_of_equals_is_the_same() -> None:
     weights = {"a": torch.randn(5), "b": torch.randn(2, 3)}
     assert all(torch.equal(x, weights[name]) for name, x in mean_weights([weights] * 3).items())
     assert torch.equal(mean_weights([{"a": torch.tensor([1.0])}, {"a": torch.tensor([2.0])}])["a"], torch.tensor([1.5]))
+
+
+@pytest.mark.parametrize(
+    ("preset_name", "settings", "size", "device", "unused"),
+    [
+        ("transformer-tiny", {}, 1, "cpu", []),
+        ("transformer-tiny", {"strategy": "fsdp"}, 1, "cpu", ["strategy"]),
+        ("transformer-tiny", {"strategy": "fsdp", "offload": True}, 2, "cpu", ["offload"]),
+        ("transformer-tiny", {"strategy": "fsdp", "offload": True, "recompute": True}, 2, "cuda", []),
+        ("transformer-tiny", {"offload": True}, 2, "cuda", ["offload"]),
+        ("rnn-luong", {"recompute": True}, 1, "cpu", ["recompute"]),
+    ],
+)
+def test_settings_that_do_nothing_are_named(
+    preset_name: str, settings: dict[str, Any], size: int, device: str, unused: list[str]
+) -> None:
+    warnings = unused_settings(Model(config(preset_name)), Train(**settings), ProcessGroup(size=size, device=device))
+    assert [warning.partition(":")[0].partition("=")[0] for warning in warnings] == [f"train.{name}" for name in unused]

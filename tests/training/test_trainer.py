@@ -11,7 +11,7 @@ from backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.run import Run
-from regard.training.checkpoint import Checkpoints
+from regard.training.checkpoint import Checkpoints, Progress
 from regard.training.fit import fit
 from regard.training.report import Event, Reporter, read_log
 from regard.training.step import Stepper
@@ -140,3 +140,12 @@ def test_saving_changes_nothing(recipe: MakeRecipe, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("regard.training.trainer.CHECKPOINT_SECONDS", 0.0)  # after every step
     b = train(recipe(steps=8), tmp_path / "b")
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("save", "due"), [(0.5, 120.0), (5.9, 120.0), (60.0, 1200.0)])
+def test_saving_takes_a_twentieth_of_the_time_at_most(save: float, due: float) -> None:
+    trainer = Trainer.__new__(Trainer)
+    trainer.progress, trainer._saved_at, trainer._save_seconds = Progress(seconds=100.0), 100.0, None
+    for seconds, expected in ((save, False), (due - 1, False), (due, True)):  # the first step ends when it is saved
+        trainer.progress.seconds = 100.0 + seconds
+        assert trainer._checkpoint_due() == expected

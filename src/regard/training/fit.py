@@ -59,6 +59,7 @@ from regard.training.start import (
     resume_run,
     write_run,
 )
+from regard.training.step import unused_settings
 from regard.training.trainer import CAUGHT, Signals, Trainer
 from regard.training.validation import Validation, make_validation
 from regard.training.verdict import at_chance, judge_outputs, still_improving
@@ -223,7 +224,6 @@ def _set_up(
     else:
         require_new(path)
     remove_remains(path)
-    remember_launchers(path, launch.launchers)
     if columns := find_features(recipe):
         reporter.say(f"columns: {', '.join(columns)}, as the lines of {', '.join(recipe.data.train or ())} look")
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
@@ -237,6 +237,7 @@ def _set_up(
         reporter.say(note)
     plan = plan_run(recipe, base, prepared, device, launch.processes, reporter)
     fresh = plan_weights(plan.recipe, plan.config, prepared.labels, reporter)
+    remember_launchers(path, launch.launchers)
     write_run(path, plan.recipe, plan.config, prepared, fresh)
     return _Setup(path, plan.recipe, prepared, plan.loader)
 
@@ -265,6 +266,8 @@ def _train(setup: _Setup, group: ProcessGroup, reporter: Reporter) -> TrainingRe
     )
     if trained:
         reporter.say(trained)
+    for warning in unused_settings(model, train, group):
+        reporter.say(f"warning: {warning}")
     with Signals(launched=has_launcher()) as signals:
         trainer = Trainer(model, train, loader, validation, path, group, reporter, signals)
         report = TrainingReport(path, trainer.run(start), train.metric, parameters)

@@ -239,6 +239,19 @@ class Stepper:
         return True
 
 
+def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str]:
+    """Settings of memory that do nothing here, each with the reason."""
+    sharded = train.strategy == "fsdp" and group.size > 1
+    unused = []
+    if train.strategy == "fsdp" and not sharded:
+        unused.append("train.strategy=fsdp: one process holds all weights; use several (--workers, torchrun)")
+    if train.offload and not (sharded and group.device.type == "cuda"):
+        unused.append("train.offload: moves shards of fsdp off a GPU; here nothing is moved")
+    if train.recompute and not any(isinstance(module, Transformer) for module in model.modules()):
+        unused.append("train.recompute: the layers of this model keep their activations in any case")
+    return unused
+
+
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """Adam or AdamW, fused, over what is not frozen; matrices decay, biases and norms do not."""
     odds = [gate.odds for gate in head_gates(model).values()]

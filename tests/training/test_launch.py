@@ -1,0 +1,199 @@
+"""How this process was started, as the environment says: by whom, among how many, and for which time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backwards import MakeRecipe
+
+from regard.errors import UserError
+from regard.training.distributed import ProcessGroup, form_group
+from regard.training.fit import fit
+from regard.training.launch import (
+    Launch,
+    has_launcher,
+    join_group,
+    name_lost_connection,
+    process_device,
+    restart_problem,
+)
+from regard.training.report import Reporter
+from regard.training.trainer import Aborted, Signals
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
+NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "REGARD_STORE", *TORCHRUN)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("size", "others"), [(None, False), ("1", False), ("2", True)])
+def test_whether_a_launcher_started_us(size: str | None, others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert has_launcher() == others
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK: is not set, although WORLD_SIZE is"),
+        ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK: a whole number is expected in the environment, not 'first'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK: of 2 processes \(WORLD_SIZE\) the last is 1, not 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR: is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT: is not set"),
+    ],
+)
+def test_an_environment_that_does_not_add_up(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        join_group(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", ["abc", "", "-1", "2.5"])
+def test_a_size_that_is_no_number(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UserError, match="WORLD_SIZE: a whole number"):
+        has_launcher()
+
+
+def test_what_an_attempt_leaves_in_the_store_of_the_launcher_is_not_found_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store outlives the processes, whose addresses are in it."""
+    launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    stores: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, store, **settings: stores.append(store))
+    for attempt in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        join_group(torch.device("cpu"))
+    stores[0].set("address", "dead")
+    assert not stores[1].check(["address"])
+    stores[1].set("address", "alive")
+    assert stores[2].get("address") == b"alive"
+
+
+def test_one_failure_anywhere_restarts_all() -> None:
+    """A launcher whose own processes did not fail has counted nothing."""
+
+    class Two(ProcessGroup):
+        def gather_json(self, value: Any) -> list[Any]:
+            return [value, ["elsewhere 7", True]]
+
+    assert not Launch.of(ProcessGroup()).restarted
+    assert Launch.of(Two(size=2)) == Launch(2, frozenset({"elsewhere 7"}), True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({}, True),
+        ({"GROUP_WORLD_SIZE": "1"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),  # as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    ],
+)
+def test_a_store_that_outlives_its_processes(
+    changes: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", **changes}.items():
+        monkeypatch.setenv(name, value)
+    assert (restart_problem() is not None) == warns
+
+
+def test_a_restart_resumes_only_what_its_launcher_began(
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the refusal of an existing run would hold for the first attempt alone."""
+
+    def attempt(number: int, run: str, launcher: int, resume: bool = False) -> int:
+        monkeypatch.setattr(os, "getppid", lambda: launcher)
+        for name, value in {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": str(number)}.items():
+            monkeypatch.setenv(name, value)
+        return fit(recipe(steps=2 + number), tmp_path / run, resume, Reporter()).progress.step
+
+    fit(recipe(steps=2), tmp_path / "alone", reporter=Reporter())
+    for number in (0, 1):
+        with pytest.raises(UserError, match="there is a run already"):
+            attempt(number, "alone", 5)
+    assert attempt(0, "run", 5) == 2
+    assert attempt(1, "run", 5) == 3
+    with pytest.raises(UserError, match="there is a run already"):
+        attempt(2, "run", 6)
+    assert attempt(2, "run", 6, resume=True) == 4
+    assert attempt(3, "run", 6) == 5
+
+
+def test_several_processes_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="device: cuda:1 is one GPU for several processes"):
+        process_device("cuda:1")
+
+
+def test_each_process_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: what torch is told."""
+    told: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: told.append((backend, settings)))
+    device = torch.device("cuda", 1)
+    group = form_group(1, 2, device, dist.HashStore())  # type: ignore[attr-defined]
+    assert told[0] == device and group.device == device
+    assert told[1][0] == "nccl" and told[1][1]["device_id"] == device
+
+
+def test_waiting_for_the_first() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    first, second = (ProcessGroup(rank, 2, store=store) for rank in range(2))
+    done: list[int] = []
+
+    def wait() -> None:
+        for number in range(2):
+            second.wait_for_first()
+            done.append(number)
+
+    thread = Thread(target=wait)
+    thread.start()
+    thread.join(0.2)
+    assert done == []
+    first.wait_for_first()
+    thread.join(0.2)
+    assert done == [0]
+    first.wait_for_first()
+    thread.join(10)
+    assert done == [0, 1]
+    ProcessGroup().wait_for_first()
+
+
+def test_the_end_of_another_process_is_no_fault_of_regard() -> None:
+    with pytest.raises(UserError, match="another training process has ended"), name_lost_connection():
+        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
+    with pytest.raises(UserError, match="another training process has ended"), name_lost_connection():
+        raise dist.DistBackendError("NCCL error")
+    with pytest.raises(RuntimeError, match="mine"), name_lost_connection():
+        raise RuntimeError("mine")
+
+
+def test_a_launcher_may_signal_twice() -> None:
+    """A scheduler signals all processes, and the launcher passes on what it gets itself."""
+    launched, alone = Signals(launched=True), Signals()
+    for signals in (launched, alone):
+        signals._handle(15, None)
+        assert signals.received == 15
+    launched._handle(15, None)
+    with pytest.raises(Aborted):
+        alone._handle(15, None)
