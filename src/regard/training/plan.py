@@ -46,7 +46,7 @@ ENOUGH_EPOCHS, ENOUGH_STEPS = 8, 20_000  # either is enough for a model of that 
 FEW_STEPS, FEW_EXAMPLES = 200, 100_000
 
 BATCH_EXAMPLES, BATCH_TOKENS = 64, 1536  # the smaller of the two
-TEXT_TOKENS = 4096  # of plain text
+TEXT_TOKENS, MASKED_TEXT_TOKENS = 1536, 4096  # of plain text: every token is predicted, or some are
 MANY_STEPS, MOST_ENLARGED = 8_000, 4
 
 WARMUP_SHARE, MOST_WARMUP = 1 / 8, 4_000
@@ -137,7 +137,7 @@ def choose_batch(task: Task, prepared: Prepared[Any]) -> Table:
     if task.reads == "images":
         return {}  # the task has a default
     if task.reads == "text":
-        return {"batch_tokens": TEXT_TOKENS}
+        return {"batch_tokens": TEXT_TOKENS if task.name == "lm" else MASKED_TEXT_TOKENS}
     if BATCH_EXAMPLES * prepared.train.mean_length <= BATCH_TOKENS:
         return {"batch_examples": BATCH_EXAMPLES}
     return {"batch_tokens": BATCH_TOKENS}
