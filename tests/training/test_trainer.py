@@ -138,6 +138,7 @@ def test_budgets(recipe: MakeRecipe, tmp_path: Path) -> None:
 def test_saving_changes_nothing(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = train(recipe(steps=8), tmp_path / "a")
     monkeypatch.setattr("regard.training.trainer.CHECKPOINT_SECONDS", 0.0)  # after every step
+    monkeypatch.setattr("regard.training.trainer.SAVING_SHARE", 1.0)
     b = train(recipe(steps=8), tmp_path / "b")
     assert torch.equal(a, b)
 
