@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,92 @@ def begun(tmp_path: Path, file: Path, command: dict[str, Any], lines: int = 3) -
     ):
         directory.answer(directory.shards[0], upper)
         directory.work(stop)
+
+
+class Killed(BaseException):
+    """Ends a call as a kill would: nothing is handled, and nothing is changed afterwards."""
+
+
+CHANGES = ("rename", "replace", "unlink", "rmdir")  # what removes and renames files
+
+
+def kill_before(change: int, context: pytest.MonkeyPatch) -> list[str]:
+    """Kill this process before it changes files for the n-th time, from 0 -> the names of all changes so far."""
+    made: list[str] = []
+
+    def dying(name: str) -> Callable[..., None]:
+        real = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> None:
+            if len(made) >= change:
+                raise Killed
+            made.append(name)
+            real(*arguments, **options)
+
+        return call
+
+    for name in CHANGES:
+        context.setattr(os, name, dying(name))
+    return made
+
+
+def test_killed_at_any_step_of_the_end_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out, killed = file_of(tmp_path, 10), tmp_path / "out", True
+    changes: list[str] = []
+    for step in range(100):
+        if not killed:
+            break
+        out.unlink(missing_ok=True)
+        begin = ShardDirectory.begin(out, str(file), 3, {"beam": 1})
+        with suppress(Killed), monkeypatch.context() as context, begin as directory:
+            directory.work(upper)
+            killed, changes = True, kill_before(step, context)
+            directory.join()
+            killed = False
+        assert not out.exists() or out.read_bytes() == expected(file)
+        with ShardDirectory.begin(out, str(file), 3, {"beam": 1}) as directory:
+            directory.work(upper)
+            directory.join()
+        assert out.read_bytes() == expected(file)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+    # the output, the directory; its four shards, the command and the lock; the directory under its other name
+    assert not killed and changes[:2] == ["replace", "rename"] and changes[2:] == ["unlink"] * 6 + ["rmdir"]
+
+
+def test_what_a_killed_removal_of_earlier_versions_left_is_no_obstacle(tmp_path: Path) -> None:
+    """They removed the directory under its name: the command could be gone before the shards."""
+    file = file_of(tmp_path, 8)
+    begun(tmp_path, file, {"beam": 5})
+    state = state_of(tmp_path / "out")
+    (state / "command.json").unlink()
+    (state / "joined").touch()
+    (state / "000000.shard").write_bytes(b'{"bytes": 4, "counts": {}}\nold\n')
+    with ShardDirectory.begin(tmp_path / "out", str(file), 3, {"beam": 1}) as directory:
+        directory.work(upper)
+        directory.join()
+    assert (tmp_path / "out").read_bytes() == expected(file)
+
+
+def test_a_rank_that_comes_while_the_state_is_removed_adds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, unlink, came = file_of(tmp_path, 8), os.unlink, []
+    begin = ShardDirectory.begin(tmp_path / "out", str(file), 4, {})
+    with begin as directory, ShardDirectory(tmp_path / "out") as late:
+        directory.work(upper)
+
+        def removed(*arguments: Any, **options: Any) -> None:
+            if not came:
+                came.append(arguments)
+                late.work(upper, 1, 2)
+            unlink(*arguments, **options)
+
+        monkeypatch.setattr(os, "unlink", removed)
+        directory.join()
+    assert came and (tmp_path / "out").read_bytes() == expected(file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
 def test_the_state_of_another_command_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Next to the output, `OUT.shards` holds `command.json`, which says whose state it is and where the shards of the input
 begin, and a file for each shard that is done: complete, or not there. A process claims a shard by a lock, which the
 kernel takes away when the process ends, however it ends. Where a file system has no locks a shard may be answered
-twice, with the same result. When all shards are there they are joined, and the directory is removed.
+twice, with the same result. When all shards are there they are joined, and the directory is removed: it is renamed
+first, so that nobody finds a part of it, and what a kill leaves of it is removed by the next command.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,10 +25,12 @@ import numpy as np
 from regard.data.reader import Line, lines_of
 from regard.data.streams import STDIN, open_bytes
 from regard.errors import UserError, plural
-from regard.files import LockHeld, hold_lock, read_json, replace_file, sync, write_json
+from regard.files import LockHeld, hold_lock, read_json, remove, replace_file, sync, write_json
 
 FORMAT = 1
 COMMAND, LOCK, JOINED = "command.json", "lock", "joined"
+DISCARDED = ".done"  # ends the name of a state that is being removed
+REMAINS = re.compile(rf"\d{{6,}}\.(shard|lock)|{JOINED}|{LOCK}|.*\.tmp")  # what a state may have without its command
 CHUNK = 1 << 20
 POLL = 0.2  # seconds between two looks at shards that others have claimed
 ENDING = 5.0  # seconds that the workers of a killed process may take to end, and to give up its lock
@@ -106,6 +110,7 @@ class ShardDirectory:
         except OSError as error:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
         with _locked(path):
+            shutil.rmtree(_discarded(path), ignore_errors=True)  # of a command that was killed when all was done
             _require_same(path, wanted)
             write_json(path / COMMAND, wanted)
             with cls(out) as directory:
@@ -186,13 +191,13 @@ class ShardDirectory:
             raise UserError(f"{self.out}: cannot write: {error.strerror or error}; {again}") from None
         with suppress(OSError):  # not every file system can
             sync(self.out.parent)
-        shutil.rmtree(self.path, ignore_errors=True)
+        _discard(self.path)
         return counts
 
     def _require_unchanged(self) -> None:
         """Refuse an output of two inputs; its shards are of no use."""
         if self._scanned is not None and _state(self.file) != self._scanned:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _discard(self.path)
             raise UserError(f"{self.file}: has changed while it was read; start the command again, from the beginning")
 
     def _copy(self, file: Path, output: BinaryIO) -> Counts:
@@ -215,6 +220,21 @@ class ShardDirectory:
 def state_of(out: Path) -> Path:
     """The directory that holds the state of an output."""
     return out.with_name(out.name + ".shards")
+
+
+def _discarded(path: Path) -> Path:
+    return path.with_name(path.name + DISCARDED)
+
+
+def _discard(path: Path) -> None:
+    """Remove a state; under another name, for a part of it would look like another one, and late ranks add to it."""
+    discarded = _discarded(path)
+    shutil.rmtree(discarded, ignore_errors=True)
+    try:
+        os.rename(path, discarded)
+    except OSError:  # a file system or system that cannot: what a kill leaves then is removed by `_require_same`
+        discarded = path
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _state(file: str) -> tuple[int, int]:
@@ -257,8 +277,10 @@ def _locked(path: Path) -> Iterator[None]:
 def _require_same(path: Path, wanted: dict[str, Any]) -> None:
     """Refuse the state of another command, and a directory that is something else."""
     if not (path / COMMAND).exists():
-        if others := sorted(x.name for x in path.iterdir() if x.name != LOCK and not x.name.endswith(".tmp")):
+        if others := sorted(x.name for x in path.iterdir() if not REMAINS.fullmatch(x.name)):
             raise UserError(f"{path}: is needed for the state of this command, but has other files ({others[0]})")
+        for shard in path.glob("*.shard"):  # the rest of a removal: nothing says what it answers
+            remove(shard)
         return
     if next(path.glob("*.shard"), None) is None:  # it ended before anything was done: nothing can be lost
         return
