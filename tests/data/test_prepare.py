@@ -11,7 +11,6 @@ import random
 import sys
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +90,16 @@ def test_changed_data_is_made_anew(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").unlink()
     with pytest.raises(UserError, match="no such file"):
         made(tmp_path / "data", data)
+
+
+def test_lenient_data_is_not_that_of_a_strict_run(tmp_path: Path) -> None:
+    data = {"train": table(tmp_path / "t.tsv", [*PAIRS, ("bad",)])}
+    made(tmp_path / "data", data)
+    before = contents(tmp_path / "data")
+    with pytest.raises(UserError, match=rf"t\.tsv:{len(PAIRS) + 1}: wrong column count"):
+        made(tmp_path / "data", {**data, "strict": True})
+    assert contents(tmp_path / "data") == before
+    assert "data.strict" not in json.loads(before["prepared.json"])["made_from"]  # caches of earlier versions are valid
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -320,6 +329,18 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "t.tsv"]
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_shards_that_a_killed_process_left_when_all_was_done_are_removed(tmp_path: Path, cached: bool) -> None:
+    data = {"train": table(tmp_path / "t.tsv", PAIRS), **({"cache": str(tmp_path / "cache")} if cached else {})}
+    made(tmp_path / "data", data)
+    (complete,) = (tmp_path / "cache").iterdir() if cached else [tmp_path / "data"]
+    left = complete.with_name(complete.name + ".shards")
+    left.mkdir()
+    (left / "0.shard").touch()
+    made(tmp_path / ("other" if cached else "data"), data)
+    assert not left.exists()
+
+
 def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch) -> None:
     path = table(tmp_path / "t.tsv", PAIRS)
     kind = module.KINDS["pairs"]
@@ -378,78 +399,3 @@ def test_labels_that_are_none(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(scan, "LABELS", 10)
     with pytest.raises(UserError, match=r"t\.tsv:11: more than 10 different labels"):
         labelled(tmp_path, *((word, word) for word in WORDS))
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where data is prepared from now on."""
-    written: list[Path] = []
-    write = module._write
-    monkeypatch.setattr(module, "_write", lambda **given: (written.append(given["path"]), write(**given)))
-    return written
-
-
-def test_runs_share_what_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
-    made(tmp_path / "alone", {"train": data["train"]})
-    written = counted(monkeypatch)
-    first = made(tmp_path / "one", data)
-    moved = {**data, "train": table(tmp_path / "moved.tsv", PAIRS)}  # what counts is the text
-    second = made(tmp_path / "two", moved, seed=2)
-    assert len(written) == 1 and contents(tmp_path / "one") == contents(tmp_path / "two") == contents(
-        tmp_path / "alone"
-    )
-    (entry,) = (tmp_path / "cache").iterdir()
-    assert second.notes == [f"data: prepared before, in {entry}", *first.notes]
-    for file in contents(entry):
-        assert (entry / file).samefile(tmp_path / "one" / file) and (entry / file).samefile(tmp_path / "two" / file)
-    made(tmp_path / "two", moved)
-    assert len(written) == 1  # it has its data
-    record = json.loads((entry / "prepared.json").read_text())
-    record["made_from"]["training file 1"] = "0" * 64  # as if the file had changed while it was prepared
-    (tmp_path / "cache" / "new").write_text(json.dumps(record))
-    (tmp_path / "cache" / "new").replace(entry / "prepared.json")
-    made(tmp_path / "three", data)
-    assert len(written) == 2 and contents(tmp_path / "three") == contents(tmp_path / "alone")
-    made(tmp_path / "tokens", data, {"target_tokens": "char"})
-    made(tmp_path / "more", {**data, "train": table(tmp_path / "more.tsv", [*PAIRS, ("zz", "Z Z")])})
-    assert len(written) == 4 and len(list((tmp_path / "cache").iterdir())) == 3
-
-
-def test_the_cache_depends_on_the_tokenizers_of_a_base(tmp_path: Path) -> None:
-    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
-    bases = [made(tmp_path / scheme, data, {"source_tokens": scheme}).codec for scheme in ("char", "byte")]
-    for index, codec in enumerate(bases):
-        prepared = made(tmp_path / f"from-{index}", data, base=vocabulary.BaseText(codec))
-        assert prepared.codec.source.scheme == codec.source.scheme
-    assert len(list((tmp_path / "cache").iterdir())) == 4
-
-
-def test_what_can_be_read_once_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "".join(f"{a}\t{b}\n" for a, b in PAIRS).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    made(tmp_path / "data", {"train": "-", "cache": str(tmp_path / "cache")})
-    assert (tmp_path / "data").is_dir() and not (tmp_path / "cache").exists()
-
-
-def test_one_process_prepares_and_others_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
-    written = counted(monkeypatch)
-    monkeypatch.setattr(module, "WAITING", 0.01)
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda i: made(tmp_path / f"run-{i}", data), range(4)))
-    assert len(written) == 1
-    assert all(contents(tmp_path / f"run-{i}") == contents(tmp_path / "run-0") for i in range(4))
-    assert len(list((tmp_path / "cache").iterdir())) == 1  # no lock is left
-
-
-def test_without_locks_a_run_prepares_its_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
-    monkeypatch.setattr(files, "_try_lock", lambda handle: False)
-    made(tmp_path / "run", data)
-    assert (tmp_path / "run").is_dir() and not list((tmp_path / "cache").iterdir())
-
-
-def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
-    data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "t.tsv" / "cache")}
-    with pytest.raises(UserError, match=r"data\.cache: .*t\.tsv/cache: cannot make this directory"):
-        made(tmp_path / "run", data)

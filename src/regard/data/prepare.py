@@ -108,6 +108,7 @@ def prepare(
     if record is not None:
         now = fingerprint(recipe, train, valid)
         if now == record["made_from"] and None not in now.values():
+            shutil.rmtree(shards_of(path), ignore_errors=True)  # left by a process that was killed when all was done
             return open_prepared(path)
     make = partial(_make, recipe=recipe, train=train, valid=valid, base=base, memory=memory, processes=processes)
     now = fingerprint(recipe, train, valid) if recipe.data.cache is not None else {}
@@ -153,7 +154,9 @@ def _take_from_cache(entry: Path, made_from: dict[str, str | None], path: Path, 
         try:
             with hold_lock(entry.with_suffix(".lock"), str(entry)) as locked:
                 found = (_read_record(entry) or {}).get("made_from") == made_from
-                if not found:
+                if found:
+                    shutil.rmtree(shards_of(entry), ignore_errors=True)  # as in `prepare`
+                else:
                     make(entry if locked else path)
                 if found or locked:
                     _share(entry, path)
@@ -293,7 +296,7 @@ def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[s
     values["data.max_length"] = str(recipe.data.max_length)
     if len(train.sizes) > 1:
         values["data.corpora"] = ",".join(map(str, train.sizes))
-    for name in ("column_names", "min_length", "max_ratio", "deduplicate"):
+    for name in ("column_names", "min_length", "max_ratio", "deduplicate", "strict"):  # strict refuses other data
         if (value := getattr(recipe.data, name)) != Data.model_fields[name].default:
             values[f"data.{name}"] = str(value)
     return values | {role: _digest(path) for role, _, path in _files(train, valid)}
