@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from backwards import MakeRecipe
@@ -18,6 +21,7 @@ from regard.data import prepare as preparing
 from regard.errors import UserError
 from regard.recipe import Recipe, assign, load_recipe
 from regard.run import WEIGHTS
+from regard.training import sweep as sweeping
 from regard.training.fit import fit
 from regard.training.report import Reporter
 from regard.training.sweep import SWEEP, Point, describe_sweep, make_points, run_sweep, split_values
@@ -171,6 +175,147 @@ def test_only_a_sweep_goes_to_a_cluster(make: Make, tmp_path: Path, monkeypatch:
     assert "--ray needs ray, which is not installed" in call(*order, "--sweep", "seed=1,2").err
 
 
+class FakeRay:
+    """Stands in for Ray where that is not installed: trials run one after the other, here, and end as `endings` say.
+
+    "report" trains; "crash" is a process that has ended, and "early" one that did so before it said which it is;
+    "stopped" has no result; the name of a signal sends it, which the real one makes a SystemExit(1) of.
+    """
+
+    def __init__(self, *endings: str, cpus: int = 4, gpus: int = 0) -> None:
+        self.endings, self.resources = endings, {"CPU": cpus, "GPU": gpus}
+        self.asked: dict[str, int] = {}
+        self.connected = False
+        self.reported: dict[str, Any] = {}
+        self.tune = SimpleNamespace(
+            Callback=object,
+            RunConfig=SimpleNamespace,
+            Tuner=lambda trainable, param_space, run_config: SimpleNamespace(
+                fit=lambda: self.fit(trainable, param_space["index"], run_config.callbacks[0])
+            ),
+            with_resources=self.with_resources,
+            grid_search=list,
+            report=self.reported.update,
+        )
+
+    def init(self, **_: Any) -> None:
+        self.connected = True
+
+    def shutdown(self) -> None:
+        self.connected = False
+
+    def cluster_resources(self) -> dict[str, int]:
+        return self.resources
+
+    def with_resources(self, trainable: Any, resources: dict[str, int]) -> Any:
+        self.asked = resources
+        return trainable
+
+    def fit(self, trainable: Any, indices: list[int], callback: Any) -> Iterator[SimpleNamespace]:
+        try:
+            return iter([self.run(trainable, *each, callback) for each in zip(indices, self.endings, strict=False)])
+        except SystemExit:
+            raise SystemExit(1) from None
+
+    def run(self, trainable: Any, index: int, ending: str, callback: Any) -> SimpleNamespace:
+        config, common = {"index": index}, {"iteration": 1, "trials": []}
+        trial = SimpleNamespace(config=config)
+        callback.on_trial_start(trial=trial, **common)
+        if ending.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, ending))
+        if ending == "report":
+            trainable(config)
+            callback.on_trial_result(trial=trial, result=dict(self.reported), **common)
+            return SimpleNamespace(config=config, metrics=dict(self.reported), error=None)
+        if ending == "stopped":
+            return SimpleNamespace(config=config, metrics={"config": config}, error=None)
+        callback.on_trial_error(trial=trial, **common)
+        known = config if ending == "crash" else None
+        return SimpleNamespace(config=known, metrics={}, error=RuntimeError("Traceback:\n  x\nkilled by signal 9"))
+
+
+SetUp = Callable[..., tuple[FakeRay, list[list[str]]]]
+
+
+def states(sweep: Path) -> list[str]:
+    return [row["state"] for row in json.loads((sweep / SWEEP).read_text())["runs"]]
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> SetUp:
+    """A function that sets up a FakeRay with some endings -> it, and the states of all runs whenever one is trained."""
+    monkeypatch.setenv("TUNE_DISABLE_SIGINT_HANDLER", "0")
+    seen: list[list[str]] = []
+
+    def train(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
+        seen.append(states(run.parent))
+        return {"state": "finished", "metric": "loss", "value": float(recipe.train.seed), "steps": 4}
+
+    def set_up(*endings: str, **resources: int) -> tuple[FakeRay, list[list[str]]]:
+        fake = FakeRay(*endings, **resources)
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        monkeypatch.setattr(sweeping, "_train", train)
+        return fake, seen
+
+    return set_up
+
+
+def test_on_ray_rows_are_written_as_trials_end(make: Make, tmp_path: Path, ray: SetUp) -> None:
+    fake, seen = ray("report", "crash", "early", "report")
+    points, out = make_points(["seed=1,2,3,4"], make), tmp_path / "sweep"
+    sweep = run_sweep(points, out, False, quiet, "local")
+    assert seen == [["waiting"] * 4, ["finished", "failed", "failed", "waiting"]]
+    assert states(out) == ["finished", "failed", "failed", "finished"] and not fake.connected
+    assert [row.error for row in sweep.rows[1:3]] == ["killed by signal 9", "its process has ended"]
+    assert sweep.best is not None and sweep.best.run == "seed=1"
+
+
+class Said(Reporter):
+    def __init__(self, messages: list[str]) -> None:
+        self._messages = messages
+
+    def say(self, text: str) -> None:
+        self._messages.append(text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_on_ray_a_signal_stops_the_sweep(make: Make, tmp_path: Path, ray: SetUp, number: signal.Signals) -> None:
+    handlers, messages = [signal.getsignal(each) for each in (number, signal.SIGINT)], []
+    fake, _ = ray("report", number.name, "report")
+    points, out = make_points(["seed=1,2,3"], make), tmp_path / "sweep"
+    with pytest.raises(Stopped) as stop:
+        run_sweep(points, out, False, lambda run: Said(messages), "local")
+    assert stop.value.code == 128 + number and not fake.connected
+    assert states(out) == ["finished", "stopped", "waiting"]
+    assert messages == ["the sweep stopped; the same command with --resume goes on"]
+    assert [signal.getsignal(each) for each in (number, signal.SIGINT)] == handlers
+    ray("report", "report", "report")
+    run_sweep(points, out, True, quiet, "local")
+    assert states(out) == ["finished"] * 3
+
+
+def test_on_ray_trials_without_a_result_were_stopped(make: Make, tmp_path: Path, ray: SetUp) -> None:
+    """As Ray Tune returns them when it was interrupted in its own way; the last one had not begun."""
+    ray("report", "stopped")
+    with pytest.raises(Stopped) as stop:
+        run_sweep(make_points(["seed=1,2,3"], make), tmp_path / "sweep", False, quiet, "local")
+    assert stop.value.code == 130 and states(tmp_path / "sweep") == ["finished", "stopped", "waiting"]
+
+
+def test_on_ray_a_process_has_a_processor_and_with_cuda_a_gpu(make: Make, tmp_path: Path, ray: SetUp) -> None:
+    for settings, wanted in ((["workers=2"], (2, 0)), (["workers=2", "device=cuda"], (2, 2)), (["workers=0"], (1, 0))):
+        fake, _ = ray("report", gpus=2)
+        points = make_points(["seed=1"], lambda more, settings=settings: make([*more, *settings]))
+        run_sweep(points, tmp_path / ",".join(settings), False, quiet, "local")
+        assert fake.asked == dict(zip(("cpu", "gpu"), wanted, strict=True))
+    for settings, message in ((["workers=8"], "8 processors, and .* has 4"), (["device=cuda"], "1 GPU, and .* has 0")):
+        fake, _ = ray("report")
+        points = make_points(["seed=1"], lambda more, settings=settings: make([*more, *settings]))
+        with pytest.raises(UserError, match=f"--ray local: a run takes {message}"):
+            run_sweep(points, tmp_path / message[:1], False, quiet, "local")
+        assert not fake.connected
+
+
 @pytest.mark.slow
 def test_trials_of_ray_tune_are_the_runs_of_the_sequence(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("ray")
@@ -189,3 +334,28 @@ def test_trials_of_ray_tune_are_the_runs_of_the_sequence(make: Make, tmp_path: P
         assert {**one, "seconds": None} == {**other, "seconds": None}
         if one["state"] == "finished":
             assert same_weights(tmp_path / "ray" / one["run"], tmp_path / "sequence" / one["run"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_ray_tune_and_resuming_finishes(make: Make, tmp_path: Path, number: int, code: int) -> None:
+    pytest.importorskip("ray")
+    (data,), out = make([]).data.train or (), tmp_path / "ray"
+    order = ["train", "--data", data, "--steps", "300", "--workers", "1", *map(str, small()), "--sweep", "seed=1,2"]
+    command = [sys.executable, "-m", "regard", *order, "--out", out, "--ray", "local"]
+    (tmp_path / "home").mkdir()
+    environment = {**os.environ, "HOME": str(tmp_path / "home")}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not (out / "seed=1" / "log.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, messages = process.communicate(timeout=200)
+    assert process.returncode == code, messages
+    assert states(out)[0] == "stopped" and "failed" not in states(out)
+    assert "the sweep stopped; the same command with --resume goes on" in messages
+    done = subprocess.run(
+        [*command, "--resume"], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert states(out) == ["finished"] * 2
