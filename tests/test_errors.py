@@ -142,8 +142,10 @@ def test_an_allowed_word_nearby_comes_after_a_synonym():
 
 def test_plural():
     assert [plural(n, "batch") for n in (0, 1, 2, 3000)] == ["0 batches", "1 batch", "2 batches", "3,000 batches"]
-    words = ["line", "process", "hypothesis", "patch", "prefix"]
-    assert [plural(2, w)[2:] for w in words] == ["lines", "processes", "hypotheses", "patches", "prefixes"]
+    words = ["line", "process", "hypothesis", "patch", "prefix", "epoch", "entry"]
+    many = ["lines", "processes", "hypotheses", "patches", "prefixes", "epochs", "entries"]
+    assert [plural(2, w)[2:] for w in words] == many and [plural(1, w)[2:] for w in words] == words
+    assert [plural(n, "minute", "g") for n in (0.5, 1.0, 2.0)] == ["0.5 minutes", "1 minute", "2 minutes"]
 
 
 def test_extras_are_installed_by_a_command_that_works_in_a_clone():

@@ -208,14 +208,17 @@ def require_type(value: object, kind: type, what: str) -> None:
         raise UserError(f"{what}, not {shown_value(value)}")
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: 1 batch, 2,000 batches."""
-    if count == 1:
+def plural(count: float, noun: str, form: str = ",") -> str:
+    """A count with its noun: 1 batch, 2,000 batches. `form` is the format of the number."""
+    number = format(count, form)
+    if number == "1":
         return f"1 {noun}"
     if noun.endswith("is"):
-        return f"{count:,} {noun[:-2]}es"
+        return f"{number} {noun[:-2]}es"
+    if noun.endswith("ry"):
+        return f"{number} {noun[:-1]}ies"
     hissing = noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch"
-    return f"{count:,} {noun}{'es' if hissing else 's'}"
+    return f"{number} {noun}{'es' if hissing else 's'}"
 
 
 def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data.prepare import prepare
+from regard.errors import plural
 from regard.presets import PRESETS, preset
 from regard.recipe import Recipe, Train, load_recipe
 from regard.run import saved_recipe
@@ -24,6 +26,7 @@ from regard.training.plan import (
     Budget,
     Plan,
     choose_workers,
+    describe_plan,
     measure_step,
     plan_run,
     presets_for,
@@ -170,6 +173,55 @@ def test_a_budget_that_is_too_small_is_told(tmp_path: Path, monkeypatch: pytest.
     assert "warning: the budget is too small" in messages and "minutes on this machine" in messages
     _, messages = made_plan(tmp_path, monkeypatch, 0.1, minutes=5, warmup=2000)
     assert "warning: train.warmup is 2,000 of about" in messages
+
+
+def described(planned: int, batches: int = 10, seconds: float | None = None, **train: Any) -> list[str]:
+    """A plan of so many steps in words; an epoch has so many batches of 64 examples."""
+    recipe = load_recipe({"train": {"batch_examples": 64, **train}})
+    loader: Any = SimpleNamespace(batches_in=lambda epoch: batches, examples=64 * batches)
+    config: Any = None  # is not described
+    return describe_plan(Plan(recipe, config, loader, "", planned, seconds), recipe.train)
+
+
+@pytest.mark.parametrize(("epochs", "words"), [(1, "1 epoch"), (140, "140 epochs"), (12_345, "12,345 epochs")])
+def test_epochs_are_counted_in_plain_numbers(epochs: int, words: str) -> None:
+    (line,) = described(1000 * epochs, batches=1000, epochs=epochs)
+    assert line.startswith(f"plan: {1000 * epochs:,} steps of 64 examples, {words}; learning rate ")
+
+
+@given(st.integers(1, 10**7), st.integers(1, 1000))
+def test_the_epochs_of_a_plan_can_be_read_back(steps: int, batches: int) -> None:
+    found = re.search(r" examples, ([0-9.,]+) (epochs?);", described(steps, batches, steps=steps)[0])
+    assert found is not None and (found[1] == "1") == (found[2] == "epoch")
+    assert float(found[1].replace(",", "")) == pytest.approx(steps / batches, rel=0.051)
+
+
+@pytest.mark.parametrize(
+    ("steps", "budget", "words"),
+    [
+        (1, {"steps": 1}, ": 1 step; with 200 steps it could learn something"),
+        (10, {"epochs": 1}, ": 1 epoch; with 20 epochs it could learn something"),
+        (5, {"steps": 5, "epochs": 1}, ": 5 steps; with 200 steps it could learn something"),
+        (10, {"steps": 50, "epochs": 1}, ": 1 epoch; with 20 epochs it could learn something"),
+        (10, {"minutes": 60, "epochs": 1}, ": 1 epoch; with 20 epochs it could learn something"),
+        (10, {"minutes": 0.05, "epochs": 9}, " is trained for less than about 1 minute on this machine"),
+        (10, {"minutes": 1.5}, " is trained for less than about 30 minutes on this machine"),
+    ],
+)
+def test_the_warning_speaks_of_the_budget_that_runs_out(steps: int, budget: dict[str, Any], words: str) -> None:
+    plan, warning = described(steps, seconds=2.0 if "minutes" in budget else None, **budget)
+    assert plan.startswith(f"plan: {'about ' * ('minutes' in budget)}{plural(steps, 'step')} of 64 examples, ")
+    assert warning.startswith("warning: the budget is too small for this data") and warning.endswith(words)
+
+
+@pytest.mark.parametrize("noun", ["step", "epoch"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_the_budget_that_is_recommended_is_enough(noun: str, count: int) -> None:
+    def lines(count: int) -> list[str]:
+        return described(count * (1 if noun == "step" else 10), **{f"{noun}s": count})
+
+    enough = re.search(rf"{plural(count, noun)}; with ([0-9,]+) {noun}s", lines(count)[-1])
+    assert enough is not None and len(lines(int(enough[1].replace(",", "")))) == 1
 
 
 def test_time_for_many_steps_goes_into_larger_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.prepare import Prepared
 from regard.device import bf16_problem, cores, usable_precision
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.metrics import FITTING, content_of
 from regard.model import Model
 from regard.recipe import Recipe, Train
@@ -288,15 +288,16 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
     """The plan in words, with warnings if the budget is too small for the data, or a given setting for the budget."""
     train = plan.recipe.train
     about = "" if plan.seconds is None else "about "
-    batch = f"{train.batch_examples} examples" if train.batch_examples else f"{train.batch_tokens:,} tokens"
+    batch = plural(train.batch_examples, "example") if train.batch_examples else plural(train.batch_tokens, "token")
+    epochs = plural(plan.epochs, "epoch", ".2g" if plan.epochs < 10 else ",.0f")
     lines = [
-        f"plan: {about}{plan.steps:,} steps of {batch}, {plan.epochs:.2g} epochs; learning rate {train.lr:g}, "
+        f"plan: {about}{plural(plan.steps, 'step')} of {batch}, {epochs}; learning rate {train.lr:g}, "
         f"warm-up {train.warmup}" + (f", moving average {train.ema:g}" if train.ema else "")
     ]
     if train.warmup >= plan.steps / 2 and "warmup" in given.model_fields_set:
         lines.append(
-            f"warning: train.warmup is {train.warmup:,} of {about}{plan.steps:,} steps, so the learning rate hardly "
-            "reaches its peak; leave it out, and it is planned"
+            f"warning: train.warmup is {train.warmup:,} of {about}{plural(plan.steps, 'step')}, so the learning rate "
+            "hardly reaches its peak; leave it out, and it is planned"
         )
     examples = plan.loader.examples
     needed = max(FEW_STEPS / plan.steps, min(examples, FEW_EXAMPLES) / (plan.epochs * examples))
@@ -306,11 +307,12 @@ def describe_plan(plan: Plan, given: Train) -> list[str]:
 
 
 def _enough(train: Train, plan: Plan, factor: float) -> str:
-    """What would suffice, in the words of the budget."""
-    if train.minutes is None:
-        return f": {plan.epochs:.2g} epochs; with {math.ceil(plan.steps * factor):,} steps it could learn something"
-    minutes = math.ceil(train.minutes * factor)
-    return f"; expect little from a model that is trained for less than about {minutes:,} minutes on this machine"
+    """What would suffice, in the words of the budget that runs out first."""
+    for noun, given, planned in (("step", train.steps, plan.steps), ("epoch", train.epochs, plan.epochs)):
+        if given is not None and planned >= given:
+            return f": {plural(given, noun)}; with {plural(math.ceil(given * factor), noun)} it could learn something"
+    minutes = plural(math.ceil((train.minutes or DEFAULT_MINUTES) * factor), "minute")
+    return f"; expect little from a model that is trained for less than about {minutes} on this machine"
 
 
 def complete_processes(
