@@ -204,6 +204,60 @@ def test_counts_are_worded_in_one_place():
     assert [line for line in found if by_hand.search(line)] == []
 
 
+COUNTED = "tokens|steps|epochs|rows|heads|layers|minutes|lines|runs|images"
+NEVER_ONE = {
+    # more than a limit of at least one
+    "convert/tokenizers.py: size", "decode/classify.py: tokens", "decode/preparer.py: length",
+    "inspect/inputs.py: len(ids)", "nn/position.py: longest", "run.py: tokens", "text/tokenizer.py: count",
+    "training/configure.py: longest",
+    # a vocabulary has special tokens, and so have the texts of a corpus
+    "data/plain.py: self.tokens", "inspect/circuits.py: len(self.left_VE)", "run.py: config.output_vocab",
+    "text/learn.py: self.codec.source_vocab", "text/learn.py: tokenizer.size", "training/plan.py: data.tokens",
+    # one is excluded by a test before
+    "inspect/circuits.py: len(ids)", "inspect/prune.py: count", "inspect/prune.py: len(importance)",
+    "training/tune.py: count_heads(model)",
+    # constants; positions and heads of a model that is of use; two numbers
+    "training/plan.py: DEFAULT_MINUTES", "training/trainer.py: MOST_SKIPS", "api.py: limit", "inspect/trace.py: heads",
+    "training/loader.py: tokens",
+    # these can be one, and are to be worded by `plural` too
+    "data/plain.py: writer.unknown", "inspect/heads.py: len(links)", "inspect/walk.py: heads", "text/learn.py: lines",
+}  # fmt: skip
+
+
+def bare_counts(tree: ast.AST) -> list[str]:
+    """The expressions in f-strings that stand right before one of the counted nouns, which is then always a plural."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+                     for part in node.values]  # fmt: skip
+            found += re.findall(rf"\{{([^{{}}]+)\}} (?:{COUNTED})\b(?!/)", "".join(parts))
+    return found
+
+
+def test_one_of_a_thing_is_no_plural():
+    """`plural(count, 'token')` and not `{count} tokens`, unless the count cannot be one."""
+    bare = {
+        f"{file.relative_to(SOURCE).as_posix()}: {expression}"
+        for file in FILES
+        for expression in bare_counts(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert bare - NEVER_ONE == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ('f"{n} tokens"', ["n"]),
+        ('f"has {len(x):,} lines, {m:g} minutes"', ["len(x)", "m"]),
+        ("f\"of {event['n']}\" f' heads'", ["event['n']"]),
+        ("f\"{n:,} tokens/s, {plural(n, 'token')}, {n} linesman\"", []),
+    ],
+)
+def test_bare_counts_are_found(code, found):
+    assert bare_counts(ast.parse(code)) == found
+
+
 # The command line and what is written about it
 
 

@@ -243,7 +243,7 @@ class Stack(Value):
         for name, kept in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
             wrong = any(not heads or list(heads) != sorted(set(range(self.heads)) & set(heads)) for heads in kept or ())
             wrong = wrong or (kept is not None and len(kept) != self.layers)
-            yield wrong, f"{name} must list, for each of {self.layers} layers, some of {self.heads} heads in order"
+            yield wrong, f"{name} must list, for each layer ({self.layers}), some of the heads ({self.heads}) in order"
         only_recurrent = self.input_feeding or self.attend_first
         yield only_recurrent, "input_feeding and attend_first belong to a recurrent stack (mixer gru or lstm)"
 

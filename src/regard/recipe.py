@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from regard.config import MAX_COUNT, Config, Count, Id, Rate, Stack, Value, parse
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, plural
 from regard.tasks import TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
@@ -107,7 +107,8 @@ class Data(Value):
         if self.weights is not None and self.temperature is not None:
             raise ValueError("give either weights or temperature, not both")
         if self.weights is not None and corpora and len(self.weights) != corpora:
-            raise ValueError(f"weights has {len(self.weights)} numbers for {corpora} corpora (entries of the list)")
+            numbers = plural(len(self.weights), "number")
+            raise ValueError(f"weights has {numbers} for {corpora} corpora (entries of the list)")
         if self.temperature is not None and corpora == 1:
             raise ValueError("temperature is between corpora, and there is one; list several")
         return self

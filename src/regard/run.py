@@ -103,7 +103,7 @@ class Run:
         facts = {name: _describe(stack) for name, stack in config.stacks.items()}
         if self.task.reads == "images":
             p = config.image_patches
-            facts["image"] = f"{p.height} × {p.width}, {p.count} patches of {p.size} × {p.size}"
+            facts["image"] = f"{p.height} × {p.width}, {plural(p.count, 'patch')} of {p.size} × {p.size}"
         elif len(config.stacks) == 2:
             facts["vocabulary"] = f"{config.source_vocab:,} source, {config.target_vocab:,} target tokens"
         else:
@@ -215,7 +215,7 @@ def _describe(stack: Stack) -> str:
     layers = f"{plural(stack.layers, 'layer')}, width {stack.width}"
     if stack.recurrent:
         return f"{stack.mixer.upper()}, {layers}, {stack.score.replace('_', ' ')} score"
-    heads = f"{stack.heads} heads of {stack.head}" + (", hashed" if stack.mixer == "lsh" else "")
+    heads = f"{plural(stack.heads, 'head')} of {stack.head}" + (", hashed" if stack.mixer == "lsh" else "")
     return f"{layers}, {heads}, feed-forward {stack.ff}, {stack.position} positions, {stack.norm_at}-norm"
 
 

@@ -225,7 +225,7 @@ def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
     for reason, line in ((SHORT, 1), (RATIO, 2), (SHORT, 3), ("too long", 5)):
         assert f"{reason} (" in note and f"{path}:{line}" in note
     assert len(found.valid) == 4  # the user's own, of which only the longest is too long
-    with pytest.raises(UserError, match=r"a\.tsv:1: too short: 1 tokens; data\.min_length is 2"):
+    with pytest.raises(UserError, match=r"a\.tsv:1: too short: 1 token; data\.min_length is 2"):
         made(tmp_path / "strict", {"train": path, **limits, "strict": True})
     with pytest.raises(UserError, match=r"no training example is left: .*too short"):
         made(tmp_path / "none", {"train": path, "min_length": 100})
@@ -241,7 +241,7 @@ def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
         ({"train": "a.jsonl", "column_names": ["x", "y"]}, "lm", "column_names must name a column for each of text"),
         ({"train": "a", "column_names": ["x", "x"]}, "pairs", "column_names names a column twice: x, x"),
         ({"train": ["a.npz", "b.npz"]}, "image", "takes one file of images, not 2"),
-        ({"train": ["a", "b"], "weights": [1]}, "pairs", "weights has 1 numbers for 2 corpora"),
+        ({"train": ["a", "b"], "weights": [1]}, "pairs", "weights has 1 number for 2 corpora"),
         ({"train": ["a", "b"], "weights": [1, 0]}, "pairs", r"data\.weights"),
         ({"train": ["a", "b"], "weights": [1, 2], "temperature": 2}, "pairs", "either weights or temperature"),
         ({"train": "a", "temperature": 2}, "pairs", "temperature is between corpora"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Alignment, attention_flags, longest_loop, output_flags
 from regard.decode.options import Options
+from regard.errors import plural
 
 
 @given(st.lists(st.integers(4, 9), max_size=4), st.lists(st.integers(4, 9), min_size=1, max_size=3), st.integers(8, 12))
@@ -30,7 +31,7 @@ def test_different_tokens_are_no_loop(ids: list[int]) -> None:
         ([5, 6] * 9, 18, -0.1, "repetition", "2 tokens repeated 9 times in a row"),
         ([5] * 9, 9, -0.1, "repetition", "1 token repeated 9 times"),
         (list(range(4, 40)), 4, -0.1, "length_ratio", "36 tokens for a source of 4"),
-        ([5], 40, -0.1, "length_ratio", "only 1 tokens for a source of 40"),
+        ([5], 40, -0.1, "length_ratio", "only 1 token for a source of 40"),
         ([5, 6, 7], 3, -4.0, "low_score", "-4.00 per token"),
     ],
 )
@@ -56,5 +57,11 @@ def test_attention_that_is_parked_or_blurred() -> None:
 
 def test_an_output_that_had_to_end_says_so() -> None:
     run = run_of("transformer-tiny", 0)
-    (short,) = next(generate(run, ["abc"], Options(max_length=3, min_length=3)))
-    assert "limit of 3" in short.flags["max_length"] and short.as_dict()["flags"] == short.flags
+    for length in (1, 3):
+        (short,) = next(generate(run, ["abc"], Options(max_length=length, min_length=length)))
+        assert short.flags["max_length"] == f"ended at the limit of {plural(length, 'token')}"
+        assert short.as_dict()["flags"] == short.flags
+
+
+def test_an_alignment_counts_its_tokens() -> None:
+    assert repr(Alignment(np.ones((1, 2)), ("a", "<eos>"), ("b",))) == "Alignment(1 output token, 2 source tokens)"

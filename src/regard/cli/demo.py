@@ -24,7 +24,7 @@ from regard.data.reader import LineCounter, Source
 from regard.decode.generate import generate
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.options import Options
-from regard.errors import UserError, missing_extra
+from regard.errors import UserError, missing_extra, plural
 from regard.evaluate.evaluator import evaluate
 from regard.evaluate.results import Evaluation
 from regard.inspect.live import require_script_engine, write_live_page
@@ -67,7 +67,8 @@ def command(
     message(
         f"The CMU dictionary: {len(words.train):,} words to learn from, {len(words.valid):,} to watch the training by, "
         f"{len(words.test):,} kept for the test, all in {directory}\n"
-        f"Training for {minutes:g} minutes. This is what it does: regard train --data {directory}/train.tsv ..."
+        f"Training for {plural(minutes, 'minute', 'g')}. "
+        f"This is what it does: regard train --data {directory}/train.tsv ..."
     )
     fit(recipe(directory, minutes), directory / "run")
     run = Run.load(directory / "run")

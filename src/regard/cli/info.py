@@ -12,7 +12,7 @@ from regard.cli.input import Json, Set, field_options, option_name, with_options
 from regard.cli.tables import at_terminal, message, out_json, print_table
 from regard.config import Config, parse
 from regard.cost import Info, Workload, count_parameters, describe, duration, measure_rate, si
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, plural
 from regard.model import on_meta
 from regard.presets import ABOUT, PRESETS, changed_recipe, model_without_data, preset
 from regard.recipe import Train, load_recipe, recipe_names, recipe_summary
@@ -200,7 +200,7 @@ def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
     names = {
         "weights": "weights", "gradients": "gradients", "moments": "Adam", "average": "moving average",
         "all_reduce": "all-reduce", "gathered": "gathered weights", "unreduced": "their gradients",
-        "activations": f"activations of {info.workload.batch_tokens // scaling.ranks:,} tokens",
+        "activations": f"activations of {plural(info.workload.batch_tokens // scaling.ranks, 'token')}",
     }  # fmt: skip
     parts = [f"{name} {si(size, 'B')}" for key, name in names.items() if (size := getattr(memory, key))]
     how = ", ".join((train.strategy, train.precision, *(["recompute"] if train.recompute else [])))

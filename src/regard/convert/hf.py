@@ -192,9 +192,9 @@ def _report(
     else:
         proof.require(source.resolve().name, "outputs", f"transformers {proof.version}")
         summary = (
-            f"proven: {proof.samples} random inputs{_extent(proof)} through this model and through transformers"
-            f" {proof.version}, with these weights and with random ones, differ by at most {proof.difference:.2g}"
-            f" (allowed: {proof.tolerance:g})"
+            f"proven: {plural(proof.samples, 'random input')}{_extent(proof)} through this model and through"
+            f" transformers {proof.version}, with these weights and with random ones, differ by at most"
+            f" {proof.difference:.2g} (allowed: {proof.tolerance:g})"
         )
         if proof.outputs:
             summary += f"; greedy search gives {plural(proof.outputs, 'equal output')}"
@@ -205,7 +205,7 @@ def _report(
 
 
 def _extent(proof: Proof) -> str:
-    return f" and one of {proof.tokens} tokens" if proof.tokens else ""
+    return f" and one of {plural(proof.tokens, 'token')}" if proof.tokens else ""
 
 
 def _write_model_card(path: Path, name: str, report: ConversionReport) -> None:

@@ -21,7 +21,7 @@ from regard.config import Config, Stack
 from regard.convert.probe import SHORT
 from regard.convert.proof import ConversionReport, Proof, require_new, write_reported
 from regard.convert.table import Table, export_weights
-from regard.errors import UserError, missing_extra
+from regard.errors import UserError, missing_extra, plural
 from regard.nn.position import sinusoid
 from regard.run import Run, weights_of
 from regard.text.tokenizer import Tokenizer
@@ -232,7 +232,7 @@ def to_ctranslate2(run: Run, out: str | Path, samples: int, precision: Precision
         proof = Proof(samples, largest_difference(run, path, samples, "fp32"), TOLERANCE, library().__version__)
         proof.require(str(run.path), "log-probabilities", f"CTranslate2 {proof.version}")
         summary = (
-            f"proven: log-probabilities of {proof.samples} random outputs by this model and by CTranslate2"
+            f"proven: log-probabilities of {plural(proof.samples, 'random output')} by this model and by CTranslate2"
             f" {proof.version} in fp32 differ by at most {proof.difference:.2g} (allowed: {proof.tolerance:g})"
         )
         difference = None  # the largest of a log-probability, with weights of 8 bits

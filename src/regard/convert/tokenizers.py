@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from regard.config import Frame, SpecialIds
 from regard.convert.family import Json
 from regard.convert.vocabularies import JSON, SETTINGS, TARGET, OpenedVocabulary, open_vocabulary, read_settings
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.files import write_json
 from regard.text.codec import Codec
 from regard.text.scheme import SPECIALS
@@ -217,7 +217,7 @@ def _write(tokenizer: Tokenizer, frame: Frame, directory: Path, model_type: str)
     removed = _remove_tokens(state, tokenizer.size)
     write_json(directory / JSON, state)
     write_json(directory / SETTINGS, settings)
-    return [f"{directory / JSON}: left out {removed} tokens that the model has no row for"] if removed else []
+    return [f"{directory / JSON}: left out {plural(removed, 'token')} that the model has no row for"] if removed else []
 
 
 def _remove_tokens(state: Json, size: int) -> int:

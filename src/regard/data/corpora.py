@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from regard.data.formats import open_table
 from regard.data.reader import MEMORY, Chunk, LineCounter, Located, Source
 from regard.data.streams import STDIN
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Column
 
 PART = 1 << 40  # the position of an example is the number of its line, plus so much for every file before
@@ -62,12 +62,12 @@ class Corpora:
     def of_parallel(cls, sources: Sequence[str], targets: Sequence[str], what: Sequence[str]) -> Corpora:
         """Files of sources and files of targets, in the same order; `what` they are called in the recipe."""
         if len(sources) != len(targets):
-            raise UserError(f"{what[0]} has {len(sources)} entries but {what[1]} has {len(targets)}")
+            raise UserError(f"{what[0]} has {plural(len(sources), 'entry')} but {what[1]} has {len(targets)}")
         parts, sizes = [], []
         for source, target in zip(sources, targets, strict=True):
             left, right = expand(source), expand(target)
             if len(left) != len(right):
-                raise UserError(f"{source} matches {len(left)} files but {target} matches {len(right)}")
+                raise UserError(f"{source} matches {plural(len(left), 'file')} but {target} matches {len(right)}")
             parts += [Source(pair) for pair in zip(left, right, strict=True)]
             sizes.append(len(left))
         return cls(tuple(parts), tuple(sizes), tuple(" + ".join(pair) for pair in zip(sources, targets, strict=True)))

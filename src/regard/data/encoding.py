@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from regard.data.corpora import Block, Corpora
 from regard.data.holdout import Splitter
 from regard.data.reader import LONG, LineCounter, Located
+from regard.errors import plural
 from regard.recipe import Data
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
@@ -191,11 +192,12 @@ class ExampleEncoder:
         for index in np.flatnonzero(bad).tolist():
             position = int(positions[index])
             if longest[index] > most:
-                skip(position, LONG, f"{longest[index]:,} tokens; data.max_length is {most:,}")
+                skip(position, LONG, f"{plural(longest[index], 'token')}; data.max_length is {most:,}")
             elif shorter[index] < least:
-                skip(position, SHORT, f"{shorter[index]:,} tokens; data.min_length is {least:,}")
+                skip(position, SHORT, f"{plural(shorter[index], 'token')}; data.min_length is {least:,}")
             else:
-                skip(position, RATIO, f"{longer[index]:,} and {shorter[index]:,} tokens; data.max_ratio is {ratio}")
+                lengths = f"{plural(longer[index], 'token')} and {shorter[index]:,}"
+                skip(position, RATIO, f"{lengths}; data.max_ratio is {ratio}")
         return np.flatnonzero(~bad).tolist()
 
 

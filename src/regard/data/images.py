@@ -57,7 +57,7 @@ def read_images(path: str, labelled: bool = True, name: str | None = None) -> La
     if labels is None:
         return LabelledImages(images_NCHW, [])
     if labels.shape != images.shape[:1]:
-        raise UserError(f"{path}: labels has shape {labels.shape}, which does not fit {len(images):,} images")
+        raise UserError(f"{path}: labels has shape {labels.shape}, which does not fit {plural(len(images), 'image')}")
     if labels.dtype.kind not in "iuU":
         raise UserError(f"{path}: labels must be whole numbers or text, not {labels.dtype}")
     return LabelledImages(images_NCHW, [str(label) for label in labels])
@@ -138,7 +138,7 @@ def make_images(
     notes = [
         f"labels: {few(labels, 10)}",
         f"training: {plural(count, 'image')} of {height} x {width}, {plural(channels, 'channel')}, from {train.name}",
-        f"validation: {len(held_out.labels):,} images " + (f"from {valid.name}" if valid else "split off"),
+        f"validation: {plural(len(held_out.labels), 'image')} " + (f"from {valid.name}" if valid else "split off"),
         f"pixels: minus their mean ({', '.join(f'{x:.4g}' for x in mean)}), divided by their range ({spread:g})",
     ]
     return {"labels": labels, "pixels": pixels.model_dump(), "notes": notes}

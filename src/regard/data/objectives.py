@@ -17,7 +17,7 @@ from regard.batch import Batch, GlobalBatch, collate
 from regard.config import Config, SpecialIds
 from regard.data.order import Indices, generator
 from regard.data.plain import Stream
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Train
 from regard.tasks import CONTEXT
 from regard.text.codec import Codec
@@ -220,7 +220,8 @@ class TokenMasking(TextObjective):
         self.text_offset = len(self._before)  # position of the first token of the text in a row
         length = context_of(train) - self.text_offset - len(self._after)
         if length < 1:
-            raise UserError(f"train.context: {context_of(train)} tokens leave no room for text beside special tokens")
+            context = plural(context_of(train), "token")
+            raise UserError(f"train.context: in {context} there is no room for text beside special tokens")
         self.windows = Windows(stream, length, length)
         self._text = text_ids(codec.source.size, codec.source.special)
 

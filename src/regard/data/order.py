@@ -16,7 +16,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.errors import UserError
+from regard.errors import UserError, plural
 
 Indices = NDArray[np.int64]
 PASS = 1  # ends the key of the order of a pass over a corpus, unlike that of an epoch
@@ -126,7 +126,7 @@ def proportions(sizes: Sequence[int], weights: Sequence[float] | None, temperatu
         weights = [(size / largest) ** (1 / temperature) for size in sizes]
     assert weights is not None
     if len(weights) != len(sizes):
-        raise UserError(f"data.weights: {len(weights)} numbers for {len(sizes)} corpora")
+        raise UserError(f"data.weights: {plural(len(weights), 'number')} for {len(sizes)} corpora")
     return [weight / sum(weights) for weight in weights]
 
 

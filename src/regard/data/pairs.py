@@ -195,8 +195,8 @@ def _unknown_notes(codec: Codec, train: CorpusWriter, examples: list[Example], l
     for side in SIDES:
         if train.unknown[side]:
             share = 100 * train.unknown[side] / train.tokens[side]
-            count = f"{train.unknown[side]:,} {side} tokens ({share:.2g} %)"
-            yield f"training: {count} are unknown, being rarer than text.min_count"
+            count = plural(train.unknown[side], f"unknown {side} token")
+            yield f"training: {count} ({share:.2g} %), rarer than text.min_count"
     source, target = UnknownTokens(), UnknownTokens()
     codec.note_unknown(examples, source)
     if not labelled:

@@ -309,7 +309,8 @@ class Source(NamedTuple):
     def _refuse(self, sources: int, targets: int) -> None:
         first, second = self.file_names
         raise UserError(
-            f"{first} has {sources:,} lines but {second} has {targets:,}; parallel files need one line for one line"
+            f"{first} has {plural(sources, 'line')} but {second} has {targets:,};"
+            " parallel files need one line for one line"
         )
 
     def _parallel(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:

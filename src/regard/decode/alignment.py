@@ -23,7 +23,7 @@ from regard.config import Value, parse
 from regard.data.reader import read_lines
 from regard.decode.hypothesis import Alignment
 from regard.decode.options import HeadIndex, Options
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.files import read_json, write_json
 from regard.manifest import rewriting
 from regard.model import Model, kind_and_layer
@@ -73,7 +73,7 @@ def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ..
         return tuple((layer, head) for head in range(counts[layer]))
     for layer, head in heads:
         if head >= counts.get(layer, 0):
-            known = ", ".join(f"{i + 1}: {count} heads" for i, count in sorted(counts.items()))
+            known = ", ".join(f"{i + 1}: {plural(count, 'head')}" for i, count in sorted(counts.items()))
             raise UserError(
                 f"alignment_heads: there is no layer {layer + 1} with a head {head + 1}"
                 f" (layers that look at the source, from 1: {known})"

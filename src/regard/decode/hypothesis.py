@@ -50,7 +50,7 @@ class Alignment:
     output: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"Alignment({len(self.output)} output tokens, {len(self.source)} source tokens)"
+        return f"Alignment({plural(len(self.output), 'output token')}, {plural(len(self.source), 'source token')})"
 
     def _repr_html_(self) -> str:
         return heat_table(self.soft, self.output, self.source)
@@ -147,7 +147,7 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
     source = 0 if item.open_end or found else len(item.sources[0]) - 1  # else it may have any length
     flags |= output_flags(ids, source, output.token_scores)
     if output.limited:
-        flags["max_length"] = f"ended at the limit of {item.limit} tokens"
+        flags["max_length"] = f"ended at the limit of {plural(item.limit, 'token')}"
     return Hypothesis(
         output_text(codec, item, output.ids) if text is None else text,
         output.score,
@@ -207,9 +207,9 @@ def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float])
         size, turns = loop
         flags["repetition"] = f"{plural(size, 'token')} repeated {turns} times in a row"
     if source and length / source > LONG and length > MIN_LENGTH:
-        flags["length_ratio"] = f"{length} tokens for a source of {source}"
+        flags["length_ratio"] = f"{plural(length, 'token')} for a source of {source:,}"
     elif source >= MIN_LENGTH and length / source < SHORT:
-        flags["length_ratio"] = f"only {length} tokens for a source of {source}"
+        flags["length_ratio"] = f"only {plural(length, 'token')} for a source of {source:,}"
     mean = sum(token_scores) / max(1, len(token_scores))
     if mean < LOW_SCORE:
         flags["low_score"] = f"{mean:.2f} per token on average, below {LOW_SCORE}"

@@ -115,8 +115,8 @@ class Preparer:
         most = self.max_target - self.continues
         if self.options.min_length > most:
             raise UserError(
-                f"min_length: an output of at least {self.options.min_length} tokens is asked for where the model has"
-                f" learned positions for {most}"
+                f"min_length: an output of at least {plural(self.options.min_length, 'token')} is asked for where the"
+                f" model has learned positions for {most}"
             )
         self._constraints(Request(""), min(most, self.options.max_length or most))
 
@@ -139,8 +139,8 @@ class Preparer:
             limits.append(max(default, minimum))
         if minimum > min(limits):
             raise UserError(
-                f"min_length, min_ratio: an output of at least {minimum} tokens is asked for where at most"
-                f" {min(limits)} are possible (max_length, max_ratio, or the model's learned positions)"
+                f"min_length, min_ratio: an output of at least {plural(minimum, 'token')} is asked for where the"
+                f" limit is {min(limits)} (max_length, max_ratio, or the model's learned positions)"
             )
         return minimum, min(limits)
 
@@ -152,11 +152,14 @@ class Preparer:
             raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
         if len(prefix) > limit:
             raise UserError(
-                f"prefix {text!r}: its {len(prefix)} tokens are more than the output may have, {limit} (max_length)"
+                f"prefix {text!r}: its {plural(len(prefix), 'token')} are more than the output may have, {limit}"
+                " (max_length)"
             )
         at = self.options.alternatives_at
         if at is not None and at < len(prefix):
-            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {len(prefix)} tokens")
+            raise UserError(
+                f"alternatives_at {at} lies within the prefix {text!r}, which has {plural(len(prefix), 'token')}"
+            )
         if repeated := self._repeated(prefix):
             raise UserError(f"prefix {text!r}: {repeated!r} comes twice in it, which no_repeat_ngram rules out")
         any_of = (self.options.require_any,) if self.options.require_any else ()
@@ -185,8 +188,8 @@ class Preparer:
             )
         if len(prefix) + needed > limit:
             raise UserError(
-                f"{required}: this needs at least {len(prefix) + needed} tokens where an output has at most {limit}"
-                " (max_length)"
+                f"{required}: this needs at least {plural(len(prefix) + needed, 'token')} where an output has at most"
+                f" {limit} (max_length)"
             )
         return prefix, phrases
 

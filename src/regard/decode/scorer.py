@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.batch import TokenIds, pad
 from regard.decode.request import SearchInput
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.model import Model
 from regard.nn.cache import State
 from regard.nn.primitives import Matmuls, PackedWeights, use_matmuls
@@ -35,7 +35,7 @@ class Scorer:
         if any(model.training for model in models):
             raise ValueError("a model in training mode drops out at random; call eval() first")
         if weights and len(weights) != len(models):
-            raise UserError(f"weights: {len(weights)} given for {len(models)} runs; give one for each")
+            raise UserError(f"weights: {len(weights)} given for {plural(len(models), 'run')}; give one for each")
         total = math.fsum(weights)
         self.weights = [weight / total for weight in weights] or [1 / len(models)] * len(models)
         config = self.models[0].config

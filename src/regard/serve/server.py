@@ -106,7 +106,7 @@ class Server:
             async with asyncio.timeout(self.settings.receive):
                 return await request.read()
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {self.settings.receive:g} seconds") from None
+            raise Refused(408, f"the body did not come within {plural(self.settings.receive, 'second', 'g')}") from None
         except web.HTTPRequestEntityTooLarge:
             raise Refused(413, f"the body has more than {self.settings.max_body} bytes") from None
         except (ValueError, web.PayloadAccessError):

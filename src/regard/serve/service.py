@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.serve.pool import Pool, PoolSettings, WorkerConnection
 from regard.serve.protocol import Message
 from regard.serve.schedule import Batch, Job, Queue
@@ -87,7 +87,7 @@ class Service:
             now = time.monotonic()
             for job in [each for each in self._jobs if now - each.arrived > self.deadline]:
                 self._cancel(job)
-                job.fail(f"not finished within {self.deadline:g} seconds", 504)
+                job.fail(f"not finished within {plural(self.deadline, 'second', 'g')}", 504)
             for worker, running in self._running.items():
                 if now - running.began > self.deadline + HANGING:
                     worker.kill()

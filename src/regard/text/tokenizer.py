@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer as Library
 
 from regard.config import MAX_TOKENS, SpecialIds
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.files import replace_file
 from regard.text.scheme import BYTE_OF, IDS, PATTERNS, SMALLEST, SPECIALS, learn, parse_scheme, split_simple, threads
 
@@ -182,7 +182,7 @@ class ForeignTokenizer(Tokenizer):
         names = {**_numbered(state["model"]), **{token["id"]: token["content"] for token in state["added_tokens"]}}
         self.size = 1 + max(names) if size is None else size
         if max(ids.model_dump(exclude_none=True).values()) >= self.size:
-            raise UserError(f"it has {self.size} tokens, too few for {ids}")
+            raise UserError(f"it has {plural(self.size, 'token')}, too few for {ids}")
         self._tokens = [names.get(index, "").removeprefix(HIDDEN) for index in range(self.size)]
         self._aside = {self._tokens[i]: i for i, name in names.items() if i < self.size and name.startswith(HIDDEN)}
         self._more = max(names) >= self.size

@@ -127,7 +127,7 @@ def _score_table(progress: Progress, recipe: Recipe, signatures: Mapping[str, st
     for name, value in scores.items():
         meaning = meanings.get(name, "") + (f", `{signatures[name]}`" if name in signatures else "")
         rows.append(f"| {name} | {value:.4g} | {meaning} |")
-    which = f"the mean of {best.averaged} checkpoints" if best.averaged else f"step {best.step:,}"
+    which = f"the mean of {plural(best.averaged, 'checkpoint')}" if best.averaged else f"step {best.step:,}"
     order = "lowest" if metric in LOWER_IS_BETTER else "highest"
     search = ""
     if TASKS[recipe.task].reads == "pairs" and metric != "loss":

@@ -226,7 +226,7 @@ def describe_event(event: Event) -> str:
         return f"step {step:,} · validation: {', '.join(_scores(event))}{best}"
     if kind == "average":
         used = "used" if event["best"] else "not better, not used"
-        return f"mean of the last {event['checkpoints']} checkpoints: {', '.join(_scores(event))} · {used}"
+        return f"mean of the last {plural(event['checkpoints'], 'checkpoint')}: {', '.join(_scores(event))} · {used}"
     if kind == "skip":
         return f"step {step:,} · skipped: the loss or its gradient is not a finite number"
     if kind == "memory":

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from regard.config import Config
 from regard.data.prepare import Prepared, is_prepared
 from regard.device import usable_precision
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, plural
 from regard.files import hold_lock, read_json, remove, replace_file, to_toml, write_json
 from regard.inspect.prune import gate_heads, restore_unpruned
 from regard.manifest import MANIFEST, rewriting, update_manifest
@@ -392,7 +392,7 @@ def choose_trained(model: Model, train: Train, fresh: list[str]) -> str | None:
     if not train.lora and train.parts is None:
         return None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    what = f", adapters of rank {train.lora} on {len(layers)} layers" if layers else ""
+    what = f", adapters of rank {train.lora} on {plural(len(layers), 'layer')}" if layers else ""
     return f"trained: {trained:,} parameters; the model has {total:,}{what}"
 
 

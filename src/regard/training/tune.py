@@ -25,7 +25,7 @@ from regard.data.order import Batches
 from regard.decode.alignment import load_heads, save_heads
 from regard.decode.generate import TorchEngine
 from regard.decode.options import Options
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.files import write_json
 from regard.inspect.inputs import WINDOW, TaskData, encode_pairs, task_batches
@@ -254,7 +254,7 @@ def prune(
     if by == "gates":
         if not tune_steps:
             raise UserError("--by gates learns which heads are needed: say for how many steps, with --tune")
-        notify(f"learning gates for {tune_steps} steps")
+        notify(f"learning gates for {plural(tune_steps, 'step')}")
         model = copy.deepcopy(run.model)
         importance = sort_heads(learn_gates(model, task_batches(run, data, TUNE_TOKENS // 2), tune_steps, lr=lr))
     else:
@@ -269,7 +269,7 @@ def prune(
     smaller = replace(run, config=small.config, model=small)
     pruned = after = take_snapshot(smaller, held_out, valid)
     if tune_steps:
-        notify(f"tuning for {tune_steps} steps")
+        notify(f"tuning for {plural(tune_steps, 'step')}")
         judge = _judge(smaller, held_out, valid, notify)
         tune(small, shuffled_data(run, data), tune_steps, teacher=run.model, judge=judge, lr=lr)
         after = take_snapshot(smaller, held_out, valid)

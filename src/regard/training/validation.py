@@ -24,7 +24,7 @@ from regard.data.plain import Stream
 from regard.data.prepare import Prepared
 from regard.decode.generate import generate
 from regard.decode.options import Options
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.metrics import measure
 from regard.model import Model
@@ -72,8 +72,8 @@ def _losses(objective: Objective, batch: Batch, device: torch.device) -> Iterato
     count = len(batch.label_BT)
     for rows, loss in in_parts(read, count):
         if loss is None:
-            size = batch.rows(rows).size
-            raise UserError(f"not enough memory to validate: one example of {size:,} tokens does not fit even alone")
+            size = plural(batch.rows(rows).size, "token")
+            raise UserError(f"not enough memory to validate: one example of {size} does not fit even alone")
         after.append(objective.segment_memory)
         yield loss
     objective.segment_memory = join_memories(after)
