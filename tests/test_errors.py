@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ import typer
 from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
 from regard.decode.options import Options
+from regard.device import choose_device
 from regard.errors import SYNONYMS, UserError, closest, is_out_of_memory, nearest, plural
-from regard.recipe import Data, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
-from regard.tasks import TASKS
+from regard.metrics import METRICS
+from regard.recipe import Data, Metric, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
+from regard.tasks import BOTH, TASKS
+from regard.text.scheme import LEARNED, SIMPLE, parse_scheme
 from toykit import call
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +32,8 @@ def test_every_synonym_means_something_that_there_is():
     options = {option for verb in VERBS for parameter in load_verb(verb).params for option in parameter.opts}
     options |= {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
     known = FIELDS | set(VERBS) | set(TASKS) | {option.removeprefix("--").replace("-", "_") for option in options}
-    assert set(SYNONYMS) - known == set()
+    values = {*METRICS, *(name for task in TASKS.values() for name in task.evaluation), *SIMPLE, *LEARNED, "cuda"}
+    assert set(SYNONYMS) - known - values == set()
 
 
 def test_no_synonym_is_a_setting_itself():
@@ -59,6 +64,19 @@ def test_no_synonym_is_a_setting_itself():
         ("vocab_size", "source_tokens"),
         ("learningRate", "lr"),
         ("dropuot", "dropout"),
+        ("hidden_units", "width"),
+        ("gradient_checkpointing", "recompute"),
+        ("lr_warmup_steps", "warmup"),
+        ("max_train_steps", "steps"),
+        ("num_train_steps", "steps"),
+        ("eval_batch_size", "batch_tokens"),
+        ("num_gpus", "workers"),
+        ("num_encoder_layers", "encoder.layers"),
+        ("num_decoder_layers", "decoder.layers"),
+        ("dec_layers", "decoder.layers"),
+        ("encoder_embed_dim", "encoder.width"),
+        ("encoder_ffn_dim", "encoder.ff"),
+        ("encoder_attention_heads", "encoder.heads"),
     ],
 )
 def test_settings_by_the_words_of_other_toolkits(word, key):
@@ -91,6 +109,49 @@ def test_keys_of_a_model_are_sought_in_its_stacks():
         assign({}, "model.hidden_size=64")
 
 
+@pytest.mark.parametrize("stack", BOTH)
+@pytest.mark.parametrize("key", Stack.model_fields)
+def test_a_key_with_the_name_of_a_stack_is_sought_in_that_stack(stack, key):
+    from regard.presets import preset
+
+    for word in (f"{stack}_{key}", f"{stack[:3]}_{key}"):
+        with pytest.raises(UserError, match=f"did you mean '{stack}.{key}'"):
+            preset("transformer-tiny", changes={word: 1})
+        with pytest.raises(UserError, match=f"the model has no such key; did you mean '{stack}.{key}'"):
+            assign({}, f"model.{word}=1")
+
+
+@pytest.mark.parametrize(
+    ("word", "meanings"),
+    [
+        ("ppl", ["perplexity", "perplexity", "pseudo_perplexity", "loss"]),
+        ("acc", ["accuracy", None, "accuracy", "accuracy"]),
+        ("exact_match", ["accuracy", None, "accuracy", "accuracy"]),
+        ("bpc", [None, "bits_per_char", None, None]),
+    ],
+)
+def test_metrics_are_suggested_where_they_exist(word, meanings):
+    places = [METRICS, TASKS["lm"].evaluation, TASKS["masked"].evaluation, get_args(Metric)]
+    assert [nearest(word, place) for place in places] == meanings
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"), [("sentencepiece:8000", "unigram"), ("wordpiece:8000", "bpe"), ("whitespace", "space")]
+)
+def test_schemes_by_the_words_of_other_toolkits(word, kind):
+    with pytest.raises(UserError, match=f"{word}' is not a way of cutting text; did you mean '{kind}'"):
+        parse_scheme(word)
+
+
+def test_a_gpu_is_called_cuda():
+    for word in ("gpu", "gpu:0", "GPU"):
+        with pytest.raises(UserError, match="did you mean 'cuda'"):
+            choose_device(word)
+        with pytest.raises(UserError, match="did you mean 'cuda'"):
+            load_recipe({"train": {"device": word}})
+    assert "--gpu; did you mean '--device'?" in call("generate", "run", "--gpu").err
+
+
 @pytest.mark.parametrize(
     ("word", "key"),
     [
@@ -102,6 +163,9 @@ def test_keys_of_a_model_are_sought_in_its_stacks():
         ("num_return_sequences", "nbest"),
         ("do_sample", "sample"),
         ("batch_size", "batch_tokens"),
+        ("eval_batch_size", "batch_tokens"),
+        ("target_prefix", "prefix"),
+        ("length_normalization", "length_penalty"),
     ],
 )
 def test_keywords_and_options_of_decoding(word, key):
@@ -117,6 +181,7 @@ def test_keywords_and_options_of_decoding(word, key):
         (("predict", "run"), "no verb 'predict'; did you mean 'generate'?"),
         (("evalute", "run"), "no verb 'evalute'; did you mean 'evaluate'?"),
         (("train", "--learning-rate", 1), "no such option: --learning-rate; did you mean --set lr=VALUE?"),
+        (("train", "--dec-layers", 2), "no such option: --dec-layers; did you mean --set decoder.layers=VALUE?"),
         (("train", "--lr", 1), "no such option: --lr; did you mean --set lr=VALUE?"),
         (("train", "--batch-size=8"), "no such option: --batch-size; did you mean --set batch_examples=VALUE?"),
         (("train", "--train", "x"), "no such option: --train; did you mean '--data'?"),

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from regard.errors import UserError
+from regard.errors import UserError, closest
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
@@ -69,8 +69,9 @@ def _quota() -> int | None:
 def choose_device(request: str, local_rank: int = 0) -> torch.device:
     """The device of that name; `auto` takes a GPU if there is one."""
     kind, colon, index = request.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "mps") or (colon and kind != "cuda"):
-        raise UserError(f"device: is auto, cpu, cuda, cuda:N or mps, not {request!r}")
+    known = ("auto", "cpu", "cuda", "mps")
+    if kind not in known or (colon and kind != "cuda"):
+        raise UserError(f"device: is auto, cpu, cuda, cuda:N or mps, not {request!r}{closest(kind, known)}")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda":

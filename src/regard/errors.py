@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, get_args
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-# What other toolkits call the settings, options and verbs of this one. A word of several lines means the first of them
-# that is allowed where it was written.
+# What other toolkits call the settings, options, verbs and values of this one. A word of several lines means the first
+# of them that is allowed where it was written. With the name of a stack, as decoder_layers, its rest is looked up too.
 SYNONYMS = {
     # the model
     "preset": "arch architecture model model_type model_name",
     "mixer": "rnn_type cell cell_type rnn",
-    "layers": "num_layers n_layer n_layers nlayers depth num_hidden_layers encoder_layers decoder_layers enc_layers",
-    "width": "hidden_size hidden_dim hidden d_model dim model_dim embed_dim emb_dim embedding_dim embedding_size "
-    "n_embd rnn_size word_vec_size",
+    "layers": "num_layers n_layer n_layers nlayers depth num_hidden_layers",
+    "width": "hidden_size hidden_dim hidden_units hidden d_model dim model_dim embed_dim emb_dim embedding_dim "
+    "embedding_size n_embd rnn_size word_vec_size",
     "heads": "num_heads n_head n_heads nhead attention_heads num_attention_heads",
     "kv_heads": "num_kv_heads n_kv_heads num_key_value_heads",
     "head_width": "head_dim head_size d_head d_kv",
@@ -52,12 +52,13 @@ SYNONYMS = {
     # training
     "lr": "learning_rate lrate peak_lr max_lr base_lr init_lr",
     "schedule": "scheduler lr_scheduler lr_scheduler_type lr_schedule learning_rate_schedule decay_method",
-    "warmup": "warmup_steps num_warmup_steps warmup_updates lr_warmup warmup_ratio",
+    "warmup": "warmup_steps num_warmup_steps warmup_updates lr_warmup lr_warmup_steps warmup_ratio",
     "minutes": "time max_time time_limit max_minutes duration",
-    "steps": "max_steps num_steps train_steps total_steps max_update max_updates num_updates max_iters iterations",
+    "steps": "max_steps num_steps train_steps max_train_steps num_train_steps total_steps max_update max_updates "
+    "num_updates max_iters iterations",
     "epochs": "num_epochs n_epochs max_epoch max_epochs num_train_epochs",
     "batch_examples": "batch batch_size bsz train_batch_size per_device_train_batch_size max_sentences",
-    "batch_tokens": "batch batch_size bsz max_tokens tokens_per_batch",
+    "batch_tokens": "batch batch_size eval_batch_size bsz max_tokens tokens_per_batch",
     "accumulate": "accum_count grad_accum gradient_accumulation gradient_accumulation_steps accumulate_grad_batches "
     "update_freq",
     "optimizer": "optim optimiser",
@@ -78,8 +79,9 @@ SYNONYMS = {
     "seed": "random_seed manual_seed random_state",
     "precision": "dtype torch_dtype fp16 bf16 amp mixed_precision compute_type",
     "device": "gpu cuda accelerator",
-    "workers": "num_workers num_processes processes jobs n_jobs nproc world_size",
+    "workers": "num_workers num_processes num_gpus processes jobs n_jobs nproc world_size",
     "threads": "num_threads n_threads",
+    "recompute": "gradient_checkpointing activation_checkpointing",
     "context": "block_size seq_len seq_length sequence_length context_length bptt max_seq_length",
     "mask_rate": "mlm_probability mask_prob",
     "span_rate": "noise_density",
@@ -97,7 +99,7 @@ SYNONYMS = {
     "temperature": "temp sampling_temperature",
     "top_k": "sampling_topk random_sampling_topk",
     "top_p": "nucleus sampling_topp random_sampling_topp",
-    "length_penalty": "lenpen len_penalty alpha",
+    "length_penalty": "lenpen len_penalty length_normalization alpha",
     "max_length": "max_len max_new_tokens max_tokens max_target_length max_output_length max_decoding_length "
     "max_seq_length max_position_embeddings n_positions",
     "min_length": "min_len min_new_tokens",
@@ -107,6 +109,7 @@ SYNONYMS = {
     "groups": "num_beam_groups diverse_beam_groups",
     "diversity": "diversity_penalty diverse_beam_strength",
     "exact": "early_stopping",
+    "prefix": "target_prefix",
     "require": "force_words constraints include",
     "forbid": "bad_words exclude suppress",
     "stop": "stop_strings stop_string stop_sequences stop_words until",
@@ -116,6 +119,16 @@ SYNONYMS = {
     "engine": "backend",
     "against": "baseline compare",
     "quantization": "quantize precision int8 compute_type",
+    # metrics, schemes of tokens, devices
+    "perplexity": "ppl",
+    "pseudo_perplexity": "ppl perplexity",
+    "loss": "ppl perplexity",
+    "accuracy": "acc exact_match",
+    "bits_per_char": "bpc",
+    "bpe": "wordpiece",
+    "unigram": "sentencepiece",
+    "space": "whitespace",
+    "cuda": "gpu",
     # tasks
     "pairs": "translate translation seq2seq sequence_to_sequence transduction",
     "lm": "language_model language_modeling causal_lm clm text text_generation",
@@ -151,7 +164,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory",
 
 def _bare(word: str) -> str:
     """A name without case and without what joins its parts: --beam-size, beam_size and beamSize are one."""
-    return word.lower().replace("-", "").replace("_", "")
+    return re.sub("[-_.]", "", word.lower())
 
 
 _MEANINGS: dict[str, list[str]] = {}
@@ -163,8 +176,18 @@ for _name, _words in SYNONYMS.items():
 def synonym(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed word that means the same, or is the same in another spelling."""
     names = {_bare(name): name for name in allowed}
-    meanings = (_bare(word), *_MEANINGS.get(_bare(word), ()))
-    return next((names[meaning] for meaning in meanings if meaning in names), None)
+    return next((names[meaning] for meaning in _meanings(word) if meaning in names), None)
+
+
+def _meanings(word: str) -> list[str]:
+    """What a word may mean, as bare names: dec_layers is decoder.layers or, where a stack has no name, layers."""
+    found = [_bare(word), *_MEANINGS.get(_bare(word), ())]
+    parts = re.split("[-_.]", word.lower())
+    for stack in ("encoder", "decoder"):
+        if len(rest := [part for part in parts if part not in (stack, stack[:3])]) < len(parts):
+            inner = ["".join(rest), *_MEANINGS.get("".join(rest), ())]
+            return [*(stack + name for name in inner), *found, *inner]
+    return found
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str | None:
@@ -248,6 +271,8 @@ def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
 def _probable_key(kind: type[BaseModel], word: str) -> str:
     """A suggestion from the keys of a table or, failing that, from those of the tables in it."""
     inner = {name: table.model_fields for name, table in _tables(kind).items()}
+    if one := synonym(word, [*kind.model_fields, *(f"{name}.{key}" for name in inner for key in inner[name])]):
+        return f"; did you mean {one!r}?"
     near = nearest(word, [key for fields in inner.values() for key in fields])
     keys = " and ".join(f"'{name}.{near}'" for name, fields in inner.items() if near in fields)
     return closest(word, kind.model_fields) or (f"; did you mean {keys}?" if keys else "")

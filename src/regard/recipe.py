@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_serializer, field_validator, m
 
 from regard.config import MAX_COUNT, Config, Count, Id, Rate, Stack, Value, parse
 from regard.errors import UserError, closest, plural
-from regard.tasks import TASKS, TaskName
+from regard.tasks import BOTH, TASKS, TaskName
 
 Column = Literal["source", "features", "target"]
 Metric = Literal["loss", "accuracy", "wer", "per", "bleu", "chrf"]
@@ -178,8 +178,9 @@ class Train(Value):
     @field_validator("device")
     @classmethod
     def _device(cls, device: str) -> str:
-        if device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-            raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}")
+        kind, known = device.split(":")[0], ("auto", "cpu", "cuda", "mps")
+        if kind not in known:
+            raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}{closest(kind, known)}")
         return device
 
 
@@ -337,11 +338,20 @@ def setting_names() -> list[str]:
     return ["preset", "task", *(name for table in tables for name in table.model_fields)]
 
 
+def setting_keys() -> list[str]:
+    """The keys that a mistaken key of `--set` may mean: bare names, and those of one stack."""
+    return [*setting_names(), *_keys_of_stacks()]
+
+
+def _keys_of_stacks() -> list[str]:
+    return [f"{stack}.{name}" for stack in BOTH for name in Stack.model_fields]
+
+
 def _paths(key: str) -> list[list[str]]:
     """Where a key of `--set` belongs: one path, or one in each stack."""
     parts = key.split(".")
     if len(parts) > 1:
-        if parts[0] in ("encoder", "decoder", "ids", "patches"):
+        if parts[0] in (*BOTH, "ids", "patches"):
             parts = ["model", *parts]
         if parts[0] in ("rotary", "axial", "lsh"):
             return _in_both_stacks(*parts)
@@ -349,7 +359,7 @@ def _paths(key: str) -> list[list[str]]:
             raise UserError(f"--set {key}: no such section{closest(parts[0], ['model', *SECTIONS])}")
         if parts[0] == "model" and len(parts) == 2:
             if parts[1] not in {**Stack.model_fields, **Config.model_fields}:
-                hint = closest(parts[1], [*Stack.model_fields, *Config.model_fields])
+                hint = closest(parts[1], [*Stack.model_fields, *Config.model_fields, *_keys_of_stacks()])
                 raise UserError(f"--set {key}: the model has no such key{hint}")
             return _in_both_stacks(parts[1]) if parts[1] in Stack.model_fields else [parts]
         return [parts]
@@ -359,11 +369,11 @@ def _paths(key: str) -> list[list[str]]:
     if key in {**Stack.model_fields, **Config.model_fields}:
         homes.append(f"model.{key}")
     if not homes:
-        raise UserError(f"--set {key}: no such key{closest(key, setting_names())}")
+        raise UserError(f"--set {key}: no such key{closest(key, setting_keys())}")
     if len(homes) > 1:
         raise UserError(f"--set {key}: could mean {' or '.join(homes)}; write which")
     return _in_both_stacks(key) if key in Stack.model_fields else [homes[0].split(".")]
 
 
 def _in_both_stacks(*path: str) -> list[list[str]]:
-    return [["model", stack, *path] for stack in ("encoder", "decoder")]
+    return [["model", stack, *path] for stack in BOTH]

@@ -164,9 +164,9 @@ def _probable_option(name: str, command: Any) -> str:
     options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
     settings: list[str] = []
     if "--set" in options:
-        from regard.recipe import setting_names  # only here: it imports pydantic
+        from regard.recipe import setting_keys  # only here: it imports pydantic
 
-        settings = setting_names()
+        settings = setting_keys()
     word = name.lstrip("-").replace("-", "_")
     for find in (synonym, nearest):
         if (option := find(name, options)) is not None:
