@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -11,6 +12,8 @@ import sys
 import pytest
 
 import regard
+from regard.cli.input import InputLines, announce_data
+from regard.data.reader import Source
 from toykit import call, small
 
 
@@ -189,15 +192,83 @@ def test_streaming_keeps_lines_links_and_remarks(toy):
         )
 
 
-def test_it_says_that_it_reads_standard_input_at_a_terminal_only(toy):
+PAIR = "a source and a target per line, separated by a tab"
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "what"),
+    [
+        ("generate", (), "a source per line"),
+        ("score", (), PAIR),
+        ("evaluate", ("--bootstrap", "0"), PAIR),
+        ("heads", ("--no-store", "--no-ablation"), PAIR),
+    ],
+)
+def test_verbs_say_that_they_read_standard_input_at_a_terminal_only(toy, verb, options, what):
+    lines = "abc\nfed\n" if verb == "generate" else "abc\tAH B K\nfed\tF EH D\n"
     ours, theirs = pty.openpty()
     try:
-        os.write(ours, b"abc\n\x04")
-        order = [sys.executable, "-m", "regard", "generate", str(toy / "run")]
+        os.write(ours, f"{lines}\x04".encode())
+        order = [sys.executable, "-m", "regard", verb, str(toy / "run"), *options]
         result = subprocess.run(order, stdin=theirs, capture_output=True, text=True, timeout=60, check=True)
     finally:
         os.close(ours)
         os.close(theirs)
-    piped = call("generate", toy / "run", stdin="abc\n")
-    assert result.stdout == piped.out and piped.err == ""
-    assert result.stderr.startswith("reading standard input: a source per line; Ctrl-D ends it")
+    piped = call(verb, toy / "run", *options, stdin=lines)
+    assert piped.code == 0 and result.stdout == piped.out
+    said = f"reading standard input: {what}; Ctrl-D ends it (or name a file after the run)\n"
+    assert result.stderr == said + piped.err
+
+
+class Terminal(io.StringIO):
+    """A standard input that somebody types into."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("source", "reads", "what"),
+    [
+        (Source(("-",)), "pairs", PAIR),
+        (Source(("-", "targets.txt")), "pairs", "a source per line"),
+        (Source(("-",), ("source",)), "pairs", "a source per line"),
+        (
+            Source(("-",), ("source", "features", "target")),
+            "pairs",
+            "a source, features and a target per line, separated by tabs",
+        ),
+        (
+            Source(("-",), prefix_column=True),
+            "pairs",
+            "a source, a target and a prefix per line, separated by tabs",
+        ),
+        (Source(("-",)), "labelled", "a text and a label per line, separated by a tab"),
+        (Source(("-",)), "text", "plain text"),
+        (Source(("-",)), "images", "images (.npz)"),
+        (Source(("pairs.tsv",)), "pairs", None),
+        (Source(("pairs.tsv", "-")), "pairs", None),
+    ],
+)
+def test_standard_input_is_announced_in_the_words_of_the_task(source, reads, what, monkeypatch, capsys):
+    for stdin, spoken in ((Terminal(), what is not None), (io.StringIO(), False), (None, False)):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        announce_data(source, reads)
+        said = capsys.readouterr().err
+        assert said.startswith(f"reading standard input: {what}; Ctrl-D ends it") if spoken else said == ""
+
+
+def test_standard_input_is_announced_in_the_words_of_generate(lm, toy, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    prompts = {"prompts": True}
+    for run, options, what in (
+        (toy / "run", {}, "a source per line"),
+        (toy / "run", {"jsonl": True}, "a JSON object per line"),
+        (toy / "run", {"prefix_column": True}, "a source and a prefix per line, separated by a tab"),
+        (lm, prompts, "a text per line"),
+        (lm, {**prompts, "prefix_column": True}, "a text and a prefix per line, separated by a tab"),
+    ):
+        lines = InputLines("-", regard.load(run).codec, **options)
+        monkeypatch.setattr("regard.cli.input.read_lines", lambda path: iter(()))
+        assert list(lines.batches(1)) == []
+        assert capsys.readouterr().err.startswith(f"reading standard input: {what}; Ctrl-D ends it")

@@ -17,6 +17,7 @@ from regard.cli.input import (
     Target,
     Threads,
     Workers,
+    announce_data,
     chosen_options,
     field_options,
     open_runs,
@@ -166,6 +167,8 @@ def command(
         files = _files(table, target, columns, reference or [], named, prefix_column, ready)
     else:
         files = ParallelFiles(Source((table or STDIN,)))
+    if files.table is not None:
+        announce_data(files.table, reads)
     counter = LineCounter(strict)
     evaluation = evaluate_file(EvaluationRequest(systems, files, counter, judging, confusions, context, memory))
     skipped = [f"{files.name}: {counter.summary()}"] if counter.skipped else []

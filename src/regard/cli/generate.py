@@ -10,12 +10,14 @@ import typer
 from regard.cli.answers import GenerateJob, Show, links, no_output, one_line, shown_label
 from regard.cli.decoding import EngineName, Ensemble, PrefixColumn, decoding_options
 from regard.cli.input import (
+    IMAGES,
     Device,
     InputLines,
     Json,
     RunPath,
     Threads,
     Workers,
+    announce_stdin,
     chosen_options,
     option_name,
     with_options,
@@ -152,5 +154,6 @@ def _print_image_labels(run: Run, file: str, json: bool) -> None:
     from regard.data.images import read_images
     from regard.decode.classify import classify_images
 
+    announce_stdin(file, IMAGES)
     for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
         write(shown_label(answer.label, answer.as_dict(), json))

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
+from regard.cli.input import (
+    Columns,
+    Device,
+    Json,
+    OneThread,
+    RunPath,
+    Strict,
+    Target,
+    announce_data,
+    open_runs,
+    pairs_of,
+)
 from regard.cli.tables import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.decode.alignment import read_links, save_heads
@@ -52,8 +63,9 @@ def command(
     """
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
-    counter = LineCounter(strict)
-    data = read_task_data(opened, pairs_of(file, target, columns, opened.codec.columns), counter, examples)
+    counter, source = LineCounter(strict), pairs_of(file, target, columns, opened.codec.columns)
+    announce_data(source, "pairs" if opened.task.seq2seq else opened.task.reads)
+    data = read_task_data(opened, source, counter, examples)
     if counter.skipped:
         message(counter.summary())
     reference = None if links is None else read_links(links)[: len(data)]

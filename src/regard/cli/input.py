@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -44,6 +44,7 @@ from regard.errors import UserError, plural
 from regard.files import json_object
 from regard.recipe import Column, Data
 from regard.run import Run
+from regard.tasks import Reads
 from regard.text.codec import Codec, UnknownTokens
 
 if TYPE_CHECKING:
@@ -198,6 +199,34 @@ def with_workers(engine: TorchEngine, workers: int | None, threads: int | None) 
 # Lines
 
 
+IMAGES = "images (.npz)"
+# What a line of a table holds, by column, and where the texts of a table have labels.
+COLUMN_WORDS = {"source": "a source", "features": "features", "target": "a target"}
+COLUMN_WORDS |= {"text": "a text", "prefix": "a prefix"}  # further ones of `generate`
+LABELLED_WORDS = COLUMN_WORDS | {"source": "a text", "target": "a label"}
+
+
+def announce_stdin(path: str, what: str) -> None:
+    """Say at a terminal that standard input is read, and what it should hold; else a verb seems to hang."""
+    if path == STDIN and sys.stdin is not None and sys.stdin.isatty():
+        message(f"reading standard input: {what}; Ctrl-D ends it (or name a file after the run)")
+
+
+def announce_data(source: Source, reads: Reads) -> None:
+    """The same for the data of a task."""
+    names = [*(source.columns if len(source.paths) == 1 else ("source",)), *["prefix"] * source.prefix_column]
+    table = columns_in_words(names, LABELLED_WORDS if reads == "labelled" else COLUMN_WORDS)
+    announce_stdin(source.paths[0], {"text": "plain text", "images": IMAGES}.get(reads, table))
+
+
+def columns_in_words(names: Sequence[str], words: Mapping[str, str] = COLUMN_WORDS) -> str:
+    """What every line of a table holds: a source and a target per line, separated by a tab."""
+    *most, last = (words[name] for name in names)
+    if not most:
+        return f"{last} per line"
+    return f"{', '.join(most)} and {last} per line, separated by {'a tab' if len(names) == 2 else 'tabs'}"
+
+
 class InputLine(NamedTuple):
     """A line as a request; or, with an empty one, what is wrong with it."""
 
@@ -232,9 +261,8 @@ class InputLines:
 
     def batches(self, most: int) -> Iterator[list[InputLine]]:
         """The lines, `most` at a time; from a pipe, as many as have come, so that no line waits for the next."""
-        if self.path == STDIN and sys.stdin is not None and sys.stdin.isatty():
-            what = "a JSON object" if self.jsonl else "a source"
-            message(f"reading standard input: {what} per line; Ctrl-D ends it (or name a file after the run)")
+        names = [*(["text"] if self._prompts else self._names), *["prefix"] * self._prefix_column]
+        announce_stdin(self.path, "a JSON object per line" if self.jsonl else columns_in_words(names))
         lines = read_lines(self.path)
         for batch in windows(lines, most) if self.is_file else _available(lines, most):
             yield self.parse(batch)

@@ -17,6 +17,8 @@ from regard.cli.input import (
     Strict,
     Target,
     Threads,
+    announce_data,
+    announce_stdin,
     field_options,
     open_runs,
     pairs_of,
@@ -70,9 +72,11 @@ def command(
     counter, unknown = LineCounter(strict), UnknownParts(runs[0])
     if runs[0].task.name == "lm" and target is None and columns is None:
         source = Source((pairs,))
+        announce_stdin(pairs, "a text per line, or a prompt and its continuation, separated by a tab")
         located = _continuations(pairs, counter)
     else:
         source = pairs_of(pairs, target, columns, runs[0].codec.columns)
+        announce_data(source, "pairs")
         located = source.read(counter)
     ahead, behind = tee(_noted(located, unknown, chosen.window))
     printed = 0
