@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Literal, get_args, get_origin
 
 import pytest
 
-from regard.cli.app import VERBS
-from regard.cli.completion import READS_RUNS
+from regard.cli.app import VERBS, load_verb
+from regard.cli.completion import READS_RUNS, VALUES, VerbCompletion
 from regard.presets import PRESETS
-from regard.recipe import recipe_names
+from regard.recipe import Strategy, recipe_names
 from toykit import call
 
 CODE = """
@@ -31,11 +32,11 @@ def complete(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "runs" / "none").mkdir()
 
-    def ask(line: str) -> list[str]:
+    def ask(line: str, loads: bool = False) -> list[str]:
         asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1), "_REGARD_COMPLETE": "complete_bash"}
         command = [sys.executable, "-c", CODE]
         done = subprocess.run(command, cwd=tmp_path, env=os.environ | asked, capture_output=True, text=True, check=True)
-        assert not {"torch", "numpy", "sacrebleu", "tokenizers"} & set(done.stderr.split())
+        assert loads or not {"torch", "numpy", "sacrebleu", "tokenizers"} & set(done.stderr.split())
         return done.stdout.split()
 
     return ask
@@ -62,6 +63,51 @@ def test_runs(complete):
     assert complete("regard evaluate runs/one --against t") == ["three"]
     assert complete("regard generate runs/one words") == []
     assert set(READS_RUNS) == set(VERBS) - {"demo", "train"}
+
+
+def test_options(complete):
+    """Their names are in the verbs' own modules, and nowhere else."""
+    assert complete("regard generate runs/one --be", loads=True) == ["--beam"]
+    assert complete("regard generate runs/one --beam 5 --be", loads=True) == []
+
+
+def suggested(verb: str, *words: str) -> list[str]:
+    """What may follow, asked in this process; the last word is incomplete."""
+    stand_in = VerbCompletion(verb, load_verb)
+    with stand_in.make_context(verb, list(words[:-1]), resilient_parsing=True) as context:
+        return [item.value for item in stand_in.shell_complete(context, words[-1])]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_offered_until_it_is_given(verb):
+    options = [parameter for parameter in load_verb(verb).params if parameter.param_type_name == "option"]
+    names = [name for option in options for name in (*option.opts, *option.secondary_opts)]
+    assert suggested(verb, "-") == [*names, "-h", "--help"]
+    assert suggested(verb, "--") == [name for name in [*names, "--help"] if name.startswith("--")]
+    for option in options:
+        value = [] if option.is_flag else ["1"]
+        assert (option.opts[0] in suggested(verb, option.opts[0], *value, "--")) == option.multiple
+
+
+def test_what_was_mistaken_before_is_no_obstacle():
+    assert suggested("generate", "run", "--zzz", "--beam", "many", "--nb") == ["--nbest"]
+
+
+def test_choices(complete):
+    assert complete("regard info --strategy ") == list(get_args(Strategy))
+    assert complete("regard serve runs/one --engine c") == ["ctranslate2"]
+    assert complete("regard train --set schedule=co") == ["schedule=cosine", "schedule=constant"]
+    assert complete("regard train --set encoder.norm_at=p") == ["encoder.norm_at=pre", "encoder.norm_at=post"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_values_of_an_option_are_those_of_its_field(verb):
+    options = {parameter.name for parameter in load_verb(verb).params}
+    fields = {name: field for value in VALUES.get(verb, ()) for name, field in value.model_fields.items()}
+    literals = {name for name in fields if get_origin(fields[name].annotation) is Literal}
+    for name in literals & options:
+        assert suggested(verb, f"--{name.replace('_', '-')}", "") == list(get_args(fields[name].annotation))
+    assert (literals | {"columns"}) & options or verb not in VALUES
 
 
 def test_it_can_be_installed():

@@ -56,7 +56,7 @@ class LazyGroup(typer.core.TyperGroup):
         if name is not None and ctx.resilient_parsing:  # a shell asks what may follow
             from regard.cli.completion import VerbCompletion
 
-            return name, VerbCompletion(name), rest
+            return name, VerbCompletion(name, load_verb), rest
         command = command if name is None else load_verb(name)
         if not gc.isenabled():  # see main: what was imported lives as long as the process
             gc.freeze()

@@ -1,31 +1,55 @@
-"""Shell completion without the verbs' own modules, which import torch: names of presets, recipes, settings and runs."""
+"""Shell completion: names of presets, recipes, settings and runs without the verbs' own modules, which import torch.
+
+Only the names of a verb's options need its module, about a second.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer.core
+from pydantic import BaseModel
 from typer.completion import shell_completion  # type: ignore[attr-defined]
 
+from regard.config import Config, Stack
+from regard.decode.options import Options
 from regard.presets import PRESETS
-from regard.recipe import recipe_names, setting_names
-from regard.tasks import TASKS
+from regard.recipe import SECTIONS, Data, Recipe, Train, recipe_names, setting_names
+from regard.serve.settings import ServeSettings
 
 MOST_RUNS = 200  # listed at once
 READS_RUNS = ("generate", "score", "evaluate", "inspect", "heads", "prune", "convert", "serve", "average", "info")
+# The config values that a verb has options for; what may follow an option is known from its field.
+VALUES: dict[str, tuple[type[BaseModel], ...]] = {
+    "train": (Recipe, Data), "info": (Train,), "generate": (Options,), "score": (Data,), "evaluate": (Options, Data),
+    "heads": (Data,), "prune": (Data,), "serve": (ServeSettings,),
+}  # fmt: skip
+SETTINGS: tuple[type[BaseModel], ...] = (Recipe, Stack, Config, *SECTIONS.values())  # what --set changes
 
 
 class VerbCompletion(typer.core.TyperCommand):
     """Stands for a verb while a command line is completed. Without a suggestion the shell completes file names."""
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, load: Callable[[str], Any]) -> None:
+        """`load` makes the command of a verb."""
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
         super().__init__(verb, context_settings=settings, add_help_option=False)
+        self._load = load
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        if incomplete.startswith("-"):
+            return self._complete_option(ctx, incomplete)
         words = suggestions(str(self.name), ctx.args, incomplete)
         return [shell_completion.CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+    def _complete_option(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The verb's options that begin so, without those that were given and can be given once."""
+        command = self._load(str(self.name))
+        with command.make_context(self.name, list(ctx.args), parent=ctx.parent, resilient_parsing=True) as context:
+            found: list[Any] = command.shell_complete(context, incomplete)
+        return found
 
 
 def suggestions(verb: str, words: list[str], incomplete: str) -> list[str]:
@@ -33,18 +57,28 @@ def suggestions(verb: str, words: list[str], incomplete: str) -> list[str]:
     before = words[-1] if words else ""
     if before == "--preset":
         return list(PRESETS)
-    if before == "--task":
-        return list(TASKS)
     if before == "--set":
         key, equals, _ = incomplete.partition("=")
-        known = {"preset": PRESETS, "task": TASKS}.get(key, ())
+        known = list(PRESETS) if key == "preset" else choices(key.rpartition(".")[2], SETTINGS)
         return [f"{key}={name}" for name in known] if equals else [f"{name}=" for name in setting_names()]
     if before in ("--from", "--against", "--ensemble"):
         return find_runs(incomplete)
     if before.startswith("-"):
-        return []
+        return choices(before.lstrip("-").replace("-", "_"), VALUES.get(verb, ()))
     names = [*PRESETS, *recipe_names()] if verb == "info" else recipe_names() if verb == "train" else []
     return [*([] if words else names), *(find_runs(incomplete) if verb in READS_RUNS else [])]
+
+
+def choices(name: str, values: Iterable[type[BaseModel]]) -> list[str]:
+    """The words that a field of these config values may be, if it is a choice of words."""
+    fields = [value.model_fields[name] for value in values if name in value.model_fields]
+    return [word for field in fields for word in _words(field.annotation)]
+
+
+def _words(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for part in get_args(annotation) for word in _words(part)]
 
 
 def find_runs(incomplete: str) -> list[str]:
