@@ -136,7 +136,7 @@ def test_the_last_tenth_is_for_validation_and_not_learned_from(tmp_path: Path) -
     assert prepared.codec.source.decode(train) == text[:900]
     assert len(valid) == 103 and valid.count(prepared.codec.ids.unk) > 90
     message = "\n".join(prepared.notes)
-    assert "the last 10.1 % of the text" in message and "are unknown" in message
+    assert "the last 10.1 % of the text" in message and "unknown tokens (" in message
     assert prepared.codec.frame == "none" and prepared.codec.shared
     assert len(open_prepared(tmp_path / "data").train) == len(train)
 

@@ -21,7 +21,7 @@ from regard.data.encoding import dtype_for
 from regard.data.formats import named_columns, open_table
 from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source
 from regard.data.streams import open_bytes
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec
@@ -66,7 +66,7 @@ def make_text(
     for what, writer in (("training", train_writer), ("validation", valid_writer)):
         if writer.unknown:
             share = 100 * writer.unknown / writer.tokens
-            notes.append(f"{what}: {writer.unknown:,} tokens ({share:.2g} %) are unknown")
+            notes.append(f"{what}: {plural(writer.unknown, 'unknown token')} ({share:.2g} %)")
     counts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
     return {"text": codec.config.model_dump(), "labels": (), "notes": notes, "accounts": counts}
 

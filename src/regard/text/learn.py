@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from regard.errors import UserError
+from regard.errors import UserError, plural
 from regard.recipe import Text
 from regard.text.codec import Codec
 from regard.text.scheme import LEARNED, parse_scheme
@@ -104,7 +104,7 @@ def choose(sample: Sequence[str], lines: int | None = None) -> TokenizerChoice:
         reason = f"short lines (mean {words:.1f} words, {length:.1f} characters, {len(letters)} distinct)"
         return TokenizerChoice("char", reason)
     number = next((number for most, number in SIZES if lines <= most), LARGE)
-    reason = f"sentences (mean {words:.1f} words, {length:.0f} characters), {lines:,} lines"
+    reason = f"sentences (mean {words:.1f} words, {length:.0f} characters), {plural(lines, 'line')}"
     return TokenizerChoice(f"bpe:{number}", reason)
 
 
