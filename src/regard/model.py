@@ -19,11 +19,15 @@ from regard.nn.primitives import Linear
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
 from regard.nn.transformer import SegmentMemory, Transformer
+from regard.signatures import checked_call
+
+ONE_STACK = "model(tokens, None) gives the logits of a model with one of them"
 
 
 class Model(nn.Module):
     """An encoder, a decoder, or both, between embeddings and an output layer: LM head or classifier."""
 
+    @checked_call()
     def __init__(self, config: Config) -> None:
         super().__init__()
         if not isinstance(config, Config):
@@ -96,7 +100,7 @@ class Model(nn.Module):
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
         """Encode the source -> the decoding state before the first output token."""
         if self.encoder is None or self.decoder is None:
-            raise ValueError("only a model with an encoder and a decoder encodes a source for decoding")
+            raise UserError(f"encode: only a model with an encoder and a decoder encodes a source; {ONE_STACK}")
         encoded = self.encoder.encode(self._embed_source(source_BS, None), keep_BS)
         return self.decoder.start(encoded)
 
@@ -107,14 +111,15 @@ class Model(nn.Module):
 
     def read(self, tokens_NT: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
         """Feed tokens to the decoder -> a hidden state for each, and the decoding state after them."""
-        assert self.decoder is not None
+        if self.decoder is None:
+            raise UserError(f"read, step: this model is an encoder alone, without a decoder; {ONE_STACK}")
         out: tuple[Tensor, State] = self.decoder(self.embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
     def read_segment(self, tokens_BT: Tensor, memory: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
         """Read the next segment of a long text -> a hidden state per token, and the memory for the segment after."""
         if not isinstance(self.decoder, Transformer):
-            raise ValueError("only a Transformer decoder has a segment memory")
+            raise UserError("read_segment: only a Transformer decoder has a segment memory")
         return self.decoder.read_segment(self.embed(self.target_embedding, tokens_BT), memory)
 
     def hidden(
@@ -131,7 +136,8 @@ class Model(nn.Module):
         if self.encoder is None:
             tokens_BT, keep_BT = (source_BS, keep_BS) if input_BT is None else (input_BT, None)
             return self.read(tokens_BT, State(()), keep_BT)[0]
-        assert input_BT is not None
+        if input_BT is None:
+            raise UserError("a model with an encoder and a decoder also reads its output: model(source, keep, input)")
         return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
 
     def pool(self, x_BSD: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ R = TypeVar("R")
 def checked_call(
     value: type[BaseModel] | None = None, *names: str, hint: str = ""
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public function so that a call that does not fit its parameters raises a UserError.
+    """Decorate a public function or initialiser so that a call that does not fit its parameters raises a UserError.
 
     The function's `**settings` are fields of `value`, those with `names` or all. They stand in its signature with their
     types and defaults and in its docstring with their descriptions, so that completion and help know them. The `hint`
@@ -35,6 +35,7 @@ def checked_call(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = signature(function)
+        title = function.__qualname__.split(".")[-2] if function.__name__ == "__init__" else function.__name__
         own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
         own += [
             Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[name])
@@ -47,7 +48,7 @@ def checked_call(
             try:
                 shown.bind(*args, **keywords)
             except TypeError as error:
-                raise UserError(f"{function.__name__}: {_explain(str(error), keywords, own, hint)}") from None
+                raise UserError(f"{title}: {_explain(str(error), keywords, own, hint)}") from None
             return function(*args, **keywords)
 
         call.__signature__ = shown  # type: ignore[attr-defined]

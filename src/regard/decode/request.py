@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from regard.decode.options import Options, PhraseList
 from regard.decode.phrases import Phrases
 from regard.errors import UserError, explain, synonym
+from regard.signatures import checked_call
 from regard.text.codec import Example
 
 MISSPELT = 0.75  # similarity from which on a key is taken for another; lower, and keys of the user's own would be
@@ -53,6 +54,7 @@ class Request(BaseModel):
     max_length: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
     seed: Whole | None = None
 
+    @checked_call(hint="; options of the search, such as beam, go into generate(..., beam=5)")
     def __init__(
         self,
         source: str,
@@ -73,6 +75,12 @@ class Request(BaseModel):
         except ValidationError as error:
             lines = [explain(Request, dict(item)) for item in error.errors(include_url=False)]
             raise UserError("; ".join(lines)) from None
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """The fields that differ from their defaults."""
+        for name, field_info in type(self).model_fields.items():
+            if (value := getattr(self, name)) != field_info.default:
+                yield name, value
 
 
 ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output

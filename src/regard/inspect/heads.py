@@ -25,6 +25,7 @@ from regard.inspect.prune import HeadKey, ablation_importance, gradient_importan
 from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
+from regard.signatures import checked_call
 
 MAIN_SHARE = 0.5  # of a head's weight: enough to say what it does
 PART_SHARE, MOST_PARTS = 0.1, 3  # of all weight of a head: enough to be named as a part of it, and how many are
@@ -290,6 +291,7 @@ def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
 INDUCTION_TOKENS = 24  # that are then repeated
 
 
+@checked_call()
 @torch.no_grad()
 def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) -> dict[HeadKey, float]:
     """The weight of every head of a language model from a token to what followed it the last time.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from regard.errors import UserError, closest
+from regard.errors import UserError, closest, require_type, shown_value
+from regard.signatures import checked_call
 
 Change = Callable[[Tensor], Tensor]
 
@@ -32,6 +33,7 @@ def taps(model: nn.Module) -> dict[str, Tap]:
 
 def find_taps(model: nn.Module, pattern: str) -> dict[str, Tap]:
     """The taps whose names match a pattern with * and ?, at least one."""
+    require_type(pattern, str, "hook points are named by a pattern, such as '*.weights'")
     known = taps(model)
     matching = {name: tap for name, tap in known.items() if fnmatchcase(name, pattern)}
     if not matching:
@@ -73,24 +75,31 @@ class Recording(Mapping[str, Tensor]):
         return len(self._passes)
 
 
+@checked_call()
 @contextmanager
 def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
     """Record the taps that match the patterns (all by default) while the context is open.
 
     Attention whose weights are recorded takes its eager path meanwhile; its results stay the same.
     """
+    require_type(model, nn.Module, "record: takes a model, such as run.model")
     names = {tap: name for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
     recording = Recording()
     with _hooked(names, lambda tap, inputs, x: recording.add(names[tap], x)):
         yield recording
 
 
+@checked_call()
 @contextmanager
 def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
     """Replace the values of matching taps by a function of them, by pattern, while the context is open.
 
     A recording opened inside a patch has the patched values, one opened outside the original ones.
     """
+    require_type(model, nn.Module, "patch: takes a model, such as run.model")
+    if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
+        example = "{'*.mixed': lambda x: 0 * x}"
+        raise UserError(f"patch: takes functions by pattern, such as {example}, not {shown_value(changes)}")
     functions: dict[Tap, Change] = {}
     for pattern, change in changes.items():
         for name, tap in find_taps(model, pattern).items():
