@@ -8,13 +8,16 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
 
 import regard
 from regard import config
 from regard.decode.classify import Classification
 from regard.decode.hypothesis import Alignment, Hypothesis
 from regard.decode.scoring import Scored
-from regard.evaluate.results import Evaluation
+from regard.evaluate.confusions import ConfusedExample, Confusion
+from regard.evaluate.results import Evaluation, Outputs
+from regard.inspect.circuits import Attribution, Circuit
 from regard.inspect.trace import AttentionMap, AttentionMatrix
 from regard.metrics import Measurement
 from regard.notebook import MAX_ROWS, Results
@@ -52,12 +55,17 @@ class Reader(HTMLParser):
 
 ALIGNMENT = Alignment(np.array([[0.5, 0.5]]), (EVIL, "<eos>"), (EVIL,))
 HYPOTHESIS = Hypothesis(EVIL, -1.5, (EVIL, "<eos>"), (-1.0, -0.5), -0.75, (), ALIGNMENT, flags={"x": EVIL})
+CONFUSION = Confusion(EVIL, None, 3, ConfusedExample("x.tsv:1", EVIL, EVIL, ""))
 SHOWN = [
     HYPOTHESIS,
     ALIGNMENT,
     Scored(-1.5, (EVIL,), (-1.5,), {"x": EVIL}),
     Classification(EVIL, {EVIL: 0.75, "b": 0.25}),
     Evaluation(3, {EVIL: Measurement(12.5, 10.0, 15.0, EVIL)}, None, {EVIL: Measurement(1.0)}, {EVIL: 0.25}),
+    Evaluation(3, {"per": Measurement(12.5)}, confusions=[CONFUSION]),
+    Outputs([EVIL, "b"], [(EVIL, "a"), ("b",)], flags={0: "x" * 200}),
+    Attribution(EVIL, 1.0, torch.zeros(1, 2), torch.ones(1), 0.5, -0.5),
+    Circuit(torch.ones(300, 1), torch.ones(300, 1), (EVIL,) * 300),
     AttentionMap(EVIL, "cross", 0, np.zeros((2, 3, 4)), "output", "source", (0, 1)),
     AttentionMatrix(np.eye(1), ((EVIL,), (EVIL,)), ("output", "source")),
     TrainingReport(EVIL, Progress(step=7, best=Best(step=5, value=1.5, scores={})), "loss", 1000),  # type: ignore[arg-type]
@@ -103,6 +111,47 @@ def test_a_run_and_what_it_answers(toy):
     assert repr(trace).startswith("Trace('abc' -> ") and len(repr(trace)) < 120
     assert repr(trace.matrix()).startswith("AttentionMatrix(") and "<table>" in trace.matrix()._repr_html_()
     assert repr(run.evaluate(toy / "test.tsv", bootstrap=0, metrics=["wer"])).startswith("Evaluation(40 examples: wer ")
+
+
+def test_what_is_judged_and_confused_is_a_table():
+    page = Reader(Evaluation(3, {"per": Measurement(12.5)}, confusions=[CONFUSION])._repr_html_()).text
+    assert "most frequent confusions" in page and "∅" in page and f"x.tsv:1 {EVIL[:39]}…" in page
+    assert "confusions" not in Evaluation(3, {"per": Measurement(12.5)}, confusions=[])._repr_html_()
+    outputs = Outputs(["a", "b"], [("A", "AA"), ("B",)])
+    assert repr(outputs) == "Outputs(2 texts for 2 examples)"
+    page = Reader(outputs._repr_html_()).text
+    assert all(text in page for text in ("a", "b", "A\nAA", "B"))
+
+
+def test_circuits_are_tables_of_what_matters_most(monkeypatch):
+    circuit = Circuit(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), ("x", "y"))
+    assert repr(circuit) == "Circuit(2 tokens, rank 1 or less)"
+    assert Reader(circuit._repr_html_()).text.endswith("rowcolumnvalueyy8.000yx6.000xy4.000xx3.000")
+    monkeypatch.setattr("regard.inspect.circuits.MAX_PAIRS", 3)
+    assert "top() finds the largest entries" in circuit._repr_html_() and "8.000" not in circuit._repr_html_()
+    found = Attribution("a", 1.25, torch.tensor([[0.5, -2.0]]), torch.tensor([2.5]), 0.25, 0.0)
+    assert repr(found) == "Attribution('a', logit 1.250, 1 layer of 2 heads)"
+    rows = "layer 1 feed-forward2.500layer 1 head 2-2.000layer 1 head 10.500embedding0.250bias0.000"
+    assert Reader(found._repr_html_()).text == f"logit 1.250 of apartlogit{rows}"
+
+
+def test_an_attribute_of_a_result_is_not_one_of_the_list():
+    found = Results([Results([HYPOTHESIS])], ["a"])
+    with pytest.raises(AttributeError, match=r"one list of hypotheses per input; write results\[0\]\[0\]\.text"):
+        _ = found.text
+    with pytest.raises(AttributeError, match=r"a list; write results\[0\]\.text"):
+        _ = found[0].text
+    for results in (found, Results(), Results([Results()])):
+        with pytest.raises(AttributeError, match="'Results' object has no attribute 'txt'"):
+            _ = results.txt
+        assert repr(copy.deepcopy(results)) == repr(results)
+
+
+def test_a_request_is_shown_by_what_differs_from_the_defaults():
+    assert repr(regard.Request("abc")) == "Request(source='abc')"
+    request = regard.Request("abc", prefix="K", require=["a"], max_length=3)
+    assert repr(request) == "Request(source='abc', prefix='K', require=(('a',),), max_length=3)"
+    assert eval(repr(request), {"Request": regard.Request}) == request
 
 
 def test_a_long_list_is_cut():

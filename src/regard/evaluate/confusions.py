@@ -11,6 +11,8 @@ from rapidfuzz.distance import Levenshtein
 
 from regard.metrics import References, alternatives, closest
 
+LONGEST = 40  # characters of an example that are shown
+NOTHING = "∅"  # in place of a token that was inserted or deleted
 # What a text is compared by: as a whole, token by token (separated by spaces), or character by character.
 Unit = Literal["label", "token", "character"]
 _CUT: dict[Unit, Callable[[str], Sequence[Hashable]]] = {
@@ -38,8 +40,20 @@ class Confusion:
     count: int
     example: ConfusedExample
 
+    def cells(self) -> dict[str, str]:
+        """The row of a table; spaces are quoted, and a long example is cut."""
+        source = self.example.source
+        source = source if len(source) <= LONGEST else source[: LONGEST - 1] + "…"
+        place = f"{self.example.location} {source}".rstrip()
+        sides = {"reference": _visible(self.reference), "output": _visible(self.output)}
+        return {**sides, "count": f"{self.count:,}", "example": place}
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"example": self.example._asdict()}
+
+
+def _visible(token: str | None) -> str:
+    return NOTHING if token is None else repr(token) if token.isspace() else token or "''"
 
 
 def count_confusions(

@@ -18,6 +18,7 @@ from regard.metrics import (
     MetricSettings,
     References,
     Sums,
+    alternatives,
     compare,
     compare_sums,
     measure,
@@ -37,6 +38,13 @@ class Outputs:
     tokens: list[int] = field(default_factory=list)  # of these references, the end token included
     settings: MetricSettings = DEFAULTS
     flags: dict[int, str] = field(default_factory=dict)  # why an output is empty, by the number of the example
+
+    def __repr__(self) -> str:
+        return f"Outputs({plural(len(self.texts), 'text')} for {plural(len(self.references), 'example')})"
+
+    def _repr_html_(self) -> str:
+        pairs = zip(self.texts, alternatives(self.references), strict=False)
+        return table_of([{"output": text, "reference": "\n".join(several)} for text, several in pairs], repr(self))
 
     def has(self, name: str) -> bool:
         """Whether a metric can be computed."""
@@ -103,7 +111,9 @@ class Evaluation:
         for name, measured in self.metrics.items():
             compared = {"against": self.others[name].score, "p": self.p_values[name]} if name in self.others else {}
             rows.append({"metric": name, **measured.to_json(), **compared})
-        return table_of(rows, "\n".join([repr(self), *self.remarks]))
+        scores = table_of(rows, "\n".join([repr(self), *self.remarks]))
+        confusions = [each.cells() for each in self.confusions or ()]
+        return scores + (table_of(confusions, "most frequent confusions") if confusions else "")
 
     def to_json(self, skipped: dict[str, int] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = {

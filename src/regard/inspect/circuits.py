@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.errors import UserError, require_type
+from regard.errors import UserError, plural, require_type
 from regard.inspect.inputs import task_batches
 from regard.inspect.trace import Trace
 from regard.inspect.walk import has_plain_blocks
@@ -24,7 +24,9 @@ from regard.nn.block import Block, Residual
 from regard.nn.hooks import record, record_calls
 from regard.nn.position import NO_POSITION
 from regard.nn.transformer import Transformer
+from regard.notebook import table, table_of
 from regard.run import Run
+from regard.signatures import checked_call
 
 MAX_PAIRS = 25_000_000  # entries of a matrix over tokens that are computed at once
 CONTEXT = 12  # tokens shown before the one that activates a neuron
@@ -46,6 +48,15 @@ class Attribution:
     embedding: float
     bias: float  # of all layers and of normalisations
 
+    def __repr__(self) -> str:
+        layers, heads = self.heads_LH.shape
+        parts = f"{plural(layers, 'layer')} of {plural(heads, 'head')}"
+        return f"Attribution({self.token!r}, logit {self.logit:.3f}, {parts})"
+
+    def _repr_html_(self) -> str:
+        rows = [{"part": name, "logit": value} for name, value in self.table()]
+        return table_of(rows, f"logit {self.logit:.3f} of {self.token}")
+
     @property
     def total(self) -> float:
         """The sum of all parts, which is the logit."""
@@ -60,6 +71,7 @@ class Attribution:
         return sorted(parts.items(), key=lambda item: -abs(item[1]))
 
 
+@checked_call()
 @torch.no_grad()
 def attribute(run: Run, text: str, token: str | None = None, place: int = -1) -> Attribution:
     """The parts of the logit of a token after `text`, or at an earlier position (`place`) in it.
@@ -67,10 +79,13 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
     `token` is one token of the vocabulary; by default the most probable one.
     """
     require_type(run, Run, A_RUN)
+    require_type(text, str, "attribute: takes a text")
     model = run.model
     decoder = _plain_decoder(model)
     assert model.output is not None
     ids = [run.config.start_id, *run.codec.target.encode([text])[0]]
+    if place not in range(-len(ids), len(ids)):
+        raise UserError(f"attribute: place is a position from {-len(ids)} to {len(ids) - 1} here, not {place!r}")
     with record_calls(model) as calls:
         logits_V = model(torch.tensor([ids], device=model.device), None)[0, place].float()
     ids = [int(logits_V.argmax())] if token is None else run.codec.target.encode([token])[0]
@@ -146,6 +161,14 @@ class Circuit:
     right_VE: Tensor
     names: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"Circuit({plural(len(self.names), 'token')}, rank {self.left_VE.shape[1]} or less)"
+
+    def _repr_html_(self) -> str:
+        if len(self.names) ** 2 > MAX_PAIRS:  # to find them takes longer than a cell of a notebook should
+            return table([], caption=f"{self!r}; top() finds the largest entries")
+        return table(self.top(), TokenPair._fields, f"{self!r}: the largest entries")
+
     def matrix(self) -> Tensor:
         """The full matrix, (V, V)."""
         if len(self.left_VE) ** 2 > MAX_PAIRS:
@@ -171,6 +194,7 @@ class Circuit:
         return [TokenPair(self.names[row], self.names[column], value) for value, row, column in best]
 
 
+@checked_call()
 @torch.no_grad()
 def qk(run: Run, layer: int, head: int) -> Circuit:
     """The score that a query token (row) gives a key token (column), both as bare embeddings, without position.
@@ -185,6 +209,7 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
     return Circuit(attention.score.query(q_1HVE)[0, index] * attention.score.scale, k_VE, _token_names(run))
 
 
+@checked_call()
 @torch.no_grad()
 def ov(run: Run, layer: int, head: int) -> Circuit:
     """What attending to a token (row) adds to the logit of another (column), up to the last normalisation's scale."""
@@ -256,6 +281,7 @@ class Neuron:
     promotes: tuple[tuple[str, float], ...]  # tokens whose logits it raises most, per unit of its value
 
 
+@checked_call()
 @torch.no_grad()
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
     """The neurons of a layer (from 0) of a language model that stood out most in a text, each against its own mean."""
@@ -263,7 +289,8 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     model, decoder = run.model, run.model.decoder
     if not (model.decoder_only and isinstance(decoder, Transformer)):
         raise UserError("neurons are read off language models: a decoder alone")
-    if not 0 <= layer < len(decoder.blocks):
+    require_type(text, str, "top_neurons: takes a text")
+    if layer not in range(len(decoder.blocks)):
         raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, the first being 0")
     hook = f"decoder.blocks.{layer}.feed_forward.neurons"
     values, rows = [], list[list[int]]()
@@ -310,6 +337,7 @@ def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]
 # Attention rollout
 
 
+@checked_call()
 def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
     """After each layer, the share of every input in every position, (T, T): the products of (A + I) / 2.
 
