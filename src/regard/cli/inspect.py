@@ -13,7 +13,7 @@ from regard.arguments import check_example
 from regard.cli.input import Device, OneThread, RunPath, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
-from regard.errors import UserError, one_of
+from regard.errors import UserError, one_of, plural
 from regard.files import replace_file
 from regard.inspect.live import live_page
 from regard.inspect.plots import draw_all_heads, draw_in_colour, draw_in_shades, draw_matrix, save
@@ -119,7 +119,8 @@ def command(
 def _trace_image(run: Run, path: str, index: int, label: str | None) -> Trace:
     images = read_images(path, labelled=False)
     if index >= len(images.images_NCHW):
-        raise UserError(f"--index {index}: {path} has {len(images.images_NCHW):,} images, the first being 0")
+        count = plural(len(images.images_NCHW), "image")
+        raise UserError(f"--index {index}: {path} has {count}, the first being 0")
     if label is None and images.labels and images.labels[index] in run.labels:
         label = images.labels[index]
     traced = trace_image(run, images.images_NCHW[index], label, f"{Path(path).name}, {index}")
