@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import numpy as np
@@ -14,8 +16,9 @@ import torch
 import regard
 from regard.decode.classify import classify
 from regard.decode.options import BatchSettings, OptionSettings, ScoringSettings
+from regard.nn.cache import State
 from regard.recipe import Data, Recipe, Text, Train, assign
-from toykit import SMALL, call, small
+from toykit import SMALL, call, small, strict_json
 
 
 def test_importing_is_light():
@@ -93,6 +96,8 @@ def test_the_keywords_of_train_are_keys_of_a_recipe():
     assert next(iter(parameters)) == "recipe"
 
 
+A_LIST_OF_RUNS = "ensemble: takes a list of loaded runs, such as "
+ONE = [("a", "A")]
 WRONG_CALLS = [
     (lambda run: regard.load(123), "load: takes the path of a run directory, not int 123"),
     (lambda run: regard.load(run.path, device=3), "load: device is auto, cpu"),
@@ -101,8 +106,12 @@ WRONG_CALLS = [
     (lambda run: run.generate(["abc"], 5), "generate: too many positional arguments"),
     (lambda run: run.generate(["abc"], num_beams=5), "no option 'num_beams'; did you mean 'beam'"),
     (lambda run: run.generate(["abc"], beam="five"), "beam: input should be a valid integer, not 'five'"),
-    (lambda run: run.generate(["abc"], ensemble=run), "ensemble: takes loaded runs"),
-    (lambda run: run.generate(["abc"], ensemble="runs/x"), "ensemble: takes loaded runs"),
+    (lambda run: run.generate(["abc"], ensemble=run), A_LIST_OF_RUNS),
+    (lambda run: run.generate(["abc"], ensemble="runs/x"), A_LIST_OF_RUNS),
+    (lambda run: run.generate(["abc"], ensemble=["runs/x"]), f"{A_LIST_OF_RUNS}.*item 0 is str 'runs/x'"),
+    (lambda run: run.generate(["abc"], ensemble=5), f"{A_LIST_OF_RUNS}.*, not int 5"),
+    (lambda run: run.stream("abc", ensemble=5), f"{A_LIST_OF_RUNS}.*, not int 5"),
+    (lambda run: run.score([("a", "A")], ensemble=5), f"{A_LIST_OF_RUNS}.*, not int 5"),
     (lambda run: run.generate([regard.Example("abc", features=["N"])]), "item 0: features is a text, as in its"),
     (lambda run: run.generate([regard.Example(None)]), "item 0: source is a text, not NoneType"),
     (lambda run: run.stream(regard.Example("abc", features=["N"])), "stream: features is a text"),
@@ -114,10 +123,29 @@ WRONG_CALLS = [
     (lambda run: run.attention("abc", more=-1), "more is a number of tokens, not int -1"),
     (lambda run: run.attention("abc", more=2), "only a language model goes on"),
     (lambda run: run.evaluate(["abc"]), r"data\[0\]: one text, str 'abc'"),
-    (lambda run: run.evaluate([("a", "A")], metrics="wer"), "metrics are a list of names"),
-    (lambda run: run.evaluate([("a", "A")], against="runs/x"), "against: takes loaded runs"),
-    (lambda run: run.evaluate([("a", "A")], columns=["src", "target"]), "columns.0: 'src' is not known"),
-    (lambda run: run.evaluate([("a", "A")], bootstrap=-1), "bootstrap is a number of samples"),
+    (lambda run: run.evaluate(ONE, metrics="wer"), r"metrics: takes a list of texts, such as \['wer'\], not one text"),
+    (lambda run: run.evaluate(ONE, metrics=5), "evaluate: not valid\n  metrics: .*, not 5"),
+    (lambda run: run.evaluate(ONE, metrics=[5]), "metrics.0: .*, not 5"),
+    (lambda run: run.evaluate(ONE, ensemble=5), f"{A_LIST_OF_RUNS}.*, not int 5"),
+    (lambda run: run.evaluate(ONE, against="runs/x"), "against is a loaded run, .*not str 'runs/x'; there is no such"),
+    (lambda run: run.evaluate(ONE, against=5), "against is a loaded run, .*, not int 5"),
+    (lambda run: run.evaluate(ONE, columns=["src", "target"]), "columns: 'src' is not known; did you mean 'source'"),
+    (lambda run: run.evaluate(ONE, columns=5), "columns: '5' is not known"),
+    (lambda run: run.evaluate(ONE, columns=["target", "target"]), "columns target,target: name source once"),
+    (lambda run: run.evaluate(ONE, bootstrap=-1), "bootstrap: input should be greater than or equal to 0, not -1"),
+    (lambda run: run.evaluate(ONE, confusions=-1), "confusions: input should be greater"),
+    (lambda run: run.evaluate(ONE, bleu_tokenize="intel"), "'intel' is not known; did you mean 'intl'"),
+    (lambda run: run.evaluate(ONE, bleu_tokenize="intl"), "bleu_tokenize: bleu is not among the metrics"),
+    (lambda run: run.evaluate(ONE, engine="ct2"), "engine: 'ct2' is not known"),
+    (lambda run: run.evaluate(ONE, context=8, memory=3), "context, memory: no meaning for .* an encoder-decoder"),
+    (lambda run: run.evaluate(ONE, reference="test.ref"), "reference: takes a list of files or lists of texts"),
+    (lambda run: run.evaluate(ONE, reference=["AH B"]), r"reference\[0\] is a file .*'AH B'; there is no such file"),
+    (lambda run: run.evaluate(ONE, reference=[["A", "B"]]), r"data has 1 line but reference\[0\] has 2 lines"),
+    (lambda run: run.evaluate(ONE, outputs="none.txt"), "outputs is a file .*; there is no such file"),
+    (lambda run: run.evaluate(ONE, outputs=[3]), r"outputs is a file .*, not list \[3\]"),
+    (lambda run: run.evaluate(ONE, outputs=["A", "B"]), "data has 1 line but outputs has 2 lines"),
+    (lambda run: run.evaluate(ONE, outputs=["A"], beam=3), "beam: no meaning for outputs that are ready"),
+    (lambda run: run.evaluate(ONE, outputs=["A"], against=run, ensemble=[run]), "ensemble: of RUN, which is left out"),
     (lambda run: regard.train(), "train: no training data: give data="),
     (lambda run: regard.train(data="x.tsv", minuts=3), "no option 'minuts'; did you mean 'minutes'"),
     (lambda run: regard.train(data="x.tsv", lr=3), r"no option 'lr' .*settings=\{'lr': 1e-3\}"),
@@ -127,13 +155,30 @@ WRONG_CALLS = [
     (lambda run: regard.train(data="x.tsv", steps="many"), "train.steps: input should be a valid integer"),
     (lambda run: regard.train(data="x.tsv", out=3), "out is the path of a run directory"),
     (lambda run: regard.train(data="x.tsv", reporter=print), "reporter shows progress"),
+    (
+        lambda run: regard.train(data="x.tsv", reporter=SimpleNamespace(say=1, event=1, tick=1, close=1)),
+        "reporter shows progress",
+    ),
     (lambda run: regard.train({"train": 5}, data="x.tsv", steps=3), "train must be a table"),
     (lambda run: regard.preset("transformer-tinny"), "did you mean 'transformer-tiny'"),
     (lambda run: regard.preset(3), "preset: '3' is not known"),
     (lambda run: regard.preset("transformer-tiny", vocb=3), "no option 'vocb'; did you mean 'vocab'"),
     (lambda run: regard.preset("transformer-tiny", changes="width=3"), "changes are a table"),
     (lambda run: regard.Model("transformer-tiny"), r"Model: takes a regard.Config, such as regard.preset\("),
+    (lambda run: regard.Model(), "Model: missing a required argument: 'config'"),
+    (lambda run: regard.Request(), "Request: missing a required argument: 'source'"),
+    (lambda run: regard.Request("a", beam=5), r"Request: no option 'beam' .*go into generate\("),
+    (lambda run: regard.Request("a", max_len=5), "Request: no option 'max_len'; did you mean 'max_length'"),
+    (lambda run: run.model(torch.tensor([[5]]), None), r"also reads its output: model\(source, keep, input\)"),
+    (lambda run: regard.record(run).__enter__(), "record: takes a model, such as run.model, not LoadedRun"),
+    (lambda run: regard.record(run.model, 3).__enter__(), r"by a pattern, such as '\*.weights', not int 3"),
+    (lambda run: regard.record(), "record: missing a required argument: 'model'"),
+    (lambda run: regard.patch(run, {}).__enter__(), "patch: takes a model, such as run.model, not LoadedRun"),
+    (lambda run: regard.patch(run.model, {"*": 3}).__enter__(), "patch: takes functions by pattern, such as"),
+    (lambda run: regard.patch(run.model, None).__enter__(), "patch: takes functions by pattern, such as"),
     (lambda run: regard.rollout("x"), "rollout: takes a trace"),
+    (lambda run: regard.rollout(), "rollout: missing a required argument: 'trace'"),
+    (lambda run: regard.qk(run), "qk: missing a required argument: 'layer'"),
     (lambda run: regard.attribute("x", "abc"), "circuits are read off a run"),
     (lambda run: regard.qk("x", 0, 0), "circuits are read off a run"),
     (lambda run: regard.ov("x", 0, 0), "circuits are read off a run"),
@@ -199,6 +244,25 @@ def test_every_task_trains_from_memory(tmp_path):
         )
         if task == "classify":
             assert run.labels == ("0", "1")
+            assert run.evaluate(data, outputs=evaluation.outputs.texts, bootstrap=0).metrics == evaluation.metrics
+        if task == "lm":
+            check_text_options(run, tmp_path)
+
+
+def check_text_options(run, path):
+    """How a language model reads a text is asked as on the command line, and nothing else is."""
+    (path / "text.txt").write_text("the cat sat\non the mat\n" * 20)
+    told = call("evaluate", run.path, path / "text.txt", "--context", 8, "--bootstrap", 0, "--json")
+    assert told.code == 0, told.err
+    assert run.evaluate(path / "text.txt", context=8, bootstrap=0).to_json() == strict_json(told.out)
+    for wrong, message in (
+        ({"memory": 4}, "memory: .* does not remember earlier segments"),
+        ({"beam": 2}, "beam: no meaning for .* a language model"),
+        ({"outputs": ["a"]}, "outputs: no meaning for .* a language model"),
+        ({"against": ["a"]}, "against: no outputs that are ready; .* is compared with another run"),
+    ):
+        with pytest.raises(regard.UserError, match=message):
+            run.evaluate(path / "text.txt", **wrong)
 
 
 def test_features_come_with_their_names(tmp_path):
@@ -229,6 +293,75 @@ def test_evaluation_in_memory_is_that_of_the_file(toy):
     assert run.evaluate(rows, metrics=["wer"], against=run, bootstrap=0).p_values["wer"] == 1.0
 
 
+def test_another_run_is_compared_without_the_weights_of_the_ensemble(toy):
+    run = regard.load(toy / "run")
+    both = run.evaluate(toy / "test.tsv", ensemble=[run], weights=(1, 2), against=run, metrics=["wer"], bootstrap=0)
+    assert both.p_values == {"wer": 1.0}
+
+
+@pytest.fixture(scope="module")
+def mistaken(toy, tmp_path_factory):
+    """A run that makes mistakes."""
+    path, run = tmp_path_factory.mktemp("mistaken"), regard.load(toy / "run")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    run.save(path / "run")
+    return regard.load(path / "run")
+
+
+def test_evaluate_asks_what_the_command_line_asks(toy, mistaken, tmp_path):
+    rows = [tuple(line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
+    second = [target.replace("AH", "EH") for _, target in rows]
+    (tmp_path / "second.txt").write_text("".join(f"{text}\n" for text in second))
+    settings = ["--reference", tmp_path / "second.txt", "--metric", "bleu,per", "--bleu-tokenize", "intl"]
+    settings += ["--lowercase", "--confusions", 3, "--beam", 2, "--bootstrap", 20, "--json"]
+    told = call("evaluate", mistaken.path, toy / "test.tsv", *settings)
+    assert told.code == 0, told.err
+    common = {"metrics": ["bleu", "per"], "bleu_tokenize": "intl", "lowercase": True, "confusions": 3, "beam": 2}
+    of_file = mistaken.evaluate(toy / "test.tsv", reference=[second], bootstrap=20, **common)
+    assert json.loads(json.dumps(of_file.to_json())) == strict_json(told.out)
+    assert 0 < len(of_file.confusions) <= 3 and "most frequent confusions" in of_file._repr_html_()
+    for data, more in (
+        (rows, {"reference": [tmp_path / "second.txt"]}),
+        ([(*row, other) for row, other in zip(rows, second, strict=True)], {"columns": ["source", "target", "target"]}),
+        ([(source,) for source, _ in rows], {"columns": "source", "reference": [[t for _, t in rows], iter(second)]}),
+    ):
+        assert mistaken.evaluate(data, bootstrap=20, **more, **common).metrics == of_file.metrics
+
+
+def test_ready_outputs_are_judged_like_the_run_s_own(toy, mistaken, tmp_path):
+    rows = [tuple(line.split("\t")) for line in (toy / "test.tsv").read_text().splitlines()]
+    common = {"metrics": ["per", "wer"], "bootstrap": 20}
+    own = mistaken.evaluate(rows, beam=2, **common)
+    texts = own.outputs.texts
+    (tmp_path / "out.txt").write_text("".join(f"{text}\n" for text in texts))
+    for outputs in (texts, np.array(texts), tmp_path / "out.txt"):
+        ready = mistaken.evaluate(rows, outputs=outputs, **common)
+        assert (ready.metrics, ready.confusions) == (own.metrics, own.confusions)
+        assert mistaken.evaluate(rows, beam=2, against=outputs, **common).p_values == {"per": 1.0, "wer": 1.0}
+        assert mistaken.evaluate(rows, outputs=outputs, against=mistaken, beam=2, **common).p_values["per"] == 1.0
+    same = mistaken.evaluate(rows, outputs=tmp_path / "out.txt", against=tmp_path / "out.txt", **common)
+    assert same.others == same.metrics == own.metrics
+
+
+def test_the_other_engine_is_judged(toy, mistaken):
+    pytest.importorskip("ctranslate2")
+    options = ["--engine", "ctranslate2", "--precision", "int8", "--beam", 2]
+    printed = call("generate", mistaken.path, toy / "test.tsv", *options)
+    common = {"engine": "ctranslate2", "metrics": ["wer"], "bootstrap": 0}
+    told = mistaken.evaluate(toy / "test.tsv", precision="int8", beam=2, **common)
+    assert printed.code == 0 and told.outputs.texts == printed.lines
+    for wrong, message in (
+        ({"ensemble": [mistaken]}, "ctranslate2 decodes with one run"),
+        ({"precision": "bf16"}, "precision of engine ctranslate2: 'bf16' is not known"),
+        ({"forbid": ["K"]}, "forbid: the engine ctranslate2 cannot do this"),
+    ):
+        with pytest.raises(regard.UserError, match=message):
+            mistaken.evaluate(toy / "test.tsv", **common, **wrong)
+
+
 def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
     run = regard.load(toy / "run")
     expected = run.generate(["abc"])
@@ -238,6 +371,16 @@ def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
     assert heard[0].filename == __file__  # it points at the caller
     with pytest.warns(UserWarning, match="fp32 instead of bf16"):
         assert run.generate(["abc"], options=regard.Options(beam=2), precision="bf16") == run.generate(["abc"], beam=2)
+
+
+def test_stacks_that_a_model_lacks_are_named():
+    tokens = torch.tensor([[5, 6]])
+    with pytest.raises(regard.UserError, match="encode: only a model with an encoder and a decoder encodes a source"):
+        regard.Model(regard.preset("llama-tiny", vocab=20)).encode(tokens)
+    encoder = regard.Model(regard.preset("bert-tiny", vocab=20))
+    for wrong in (lambda: encoder.step(tokens[0], State(())), lambda: encoder.read(tokens, State(()))):
+        with pytest.raises(regard.UserError, match="read, step: this model is an encoder alone, without a decoder"):
+            wrong()
 
 
 def test_models_by_name():
@@ -317,6 +460,13 @@ def test_labels_of_texts_and_of_images(labelling):
         run.logits([[1, 2]], [[1, 2]])
 
 
+def test_a_file_of_one_image_has_one(labelling):
+    with np.load(labelling / "images.npz") as file:
+        np.savez(labelling / "one.npz", images=file["images"][:1])
+    result = call("inspect", labelling / "image", labelling / "one.npz", "--index", 1)
+    assert result.code == 2 and "one.npz has 1 image, the first being 0" in result.err
+
+
 @pytest.mark.parametrize(
     ("message", "wrong"),
     [
@@ -340,7 +490,7 @@ def test_labels_of_texts_and_of_images(labelling):
         ("equally long rows", lambda run: run.logits([["a"]], [[2]])),
         ("the ids of this vocabulary are 0 to", lambda run: run.logits([[4, 9999]], [[2]])),
         ("not -1", lambda run: run.logits([[4, 3]], [[-1]])),
-        ("1 rows of source_ids, but 2", lambda run: run.logits([[4, 3]], [[2], [2]])),
+        ("1 row of source_ids, but 2", lambda run: run.logits([[4, 3]], [[2], [2]])),
         ("device: is auto, cpu, cuda", lambda run: regard.load(run.path, device="gpu")),
         ("device: is auto, cpu, cuda", lambda run: regard.load(run.path, device="cpu:x")),
         ("train: takes a recipe", lambda run: regard.train(3)),

@@ -14,7 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.arguments import check_example, check_texts, checked_ids, checked_list
+from regard.arguments import (
+    Texts,
+    as_settings,
+    changed,
+    check_example,
+    check_texts,
+    checked_ids,
+    checked_list,
+    named_references,
+    named_texts,
+)
 from regard.config import parse
 from regard.data.memory import in_memory
 from regard.data.reader import MEMORY, LineCounter, Source
@@ -28,16 +38,15 @@ from regard.decode.scoring import Pair, Scored, score
 from regard.decode.stream import TokenStream, stream
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError, plural, shown_value
-from regard.evaluate.by_task import EvaluationRequest, evaluate_file
-from regard.evaluate.evaluator import Judging, System
+from regard.evaluate.by_task import evaluate_file
+from regard.evaluate.choices import EngineChoice, EvaluationOptions, check_given, engine_opener, parse_columns
+from regard.evaluate.evaluator import System
 from regard.evaluate.parallel import ParallelFiles
 from regard.evaluate.results import Evaluation
-from regard.files import to_toml
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
-from regard.metrics import SAMPLES
+from regard.metrics import SAMPLES, BleuTokenizer
 from regard.notebook import Results
-from regard.presets import changed_recipe
-from regard.recipe import Column, Data, Recipe, load_recipe
+from regard.recipe import Column, Recipe
 from regard.run import Run
 from regard.signatures import checked_call
 from regard.tasks import TASKS, TaskName
@@ -58,7 +67,7 @@ class LoadedRun(Run):
         self,
         inputs: Iterable[Input],
         *,
-        ensemble: Sequence[Run] = (),
+        ensemble: Sequence[Run] | None = None,
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> list[list[Hypothesis]]:
@@ -78,7 +87,7 @@ class LoadedRun(Run):
         self,
         item: Input,
         *,
-        ensemble: Sequence[Run] = (),
+        ensemble: Sequence[Run] | None = None,
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> TokenStream:
@@ -96,7 +105,7 @@ class LoadedRun(Run):
         self,
         pairs: Iterable[Pair],
         *,
-        ensemble: Sequence[Run] = (),
+        ensemble: Sequence[Run] | None = None,
         options: Options | None = None,
         **settings: Unpack[ScoringSettings],
     ) -> list[Scored]:
@@ -134,43 +143,61 @@ class LoadedRun(Run):
         data: Any,
         *,
         columns: Sequence[Column] | None = None,
-        metrics: Sequence[str] = (),
-        ensemble: Sequence[Run] = (),
-        against: Run | None = None,
+        reference: Sequence[Texts] | None = None,
+        outputs: Texts | None = None,
+        metrics: Sequence[str] | None = None,
+        bleu_tokenize: BleuTokenizer | None = None,
+        lowercase: bool = False,
+        ensemble: Sequence[Run] | None = None,
+        against: Run | Texts | None = None,
         bootstrap: int = SAMPLES,
+        confusions: int | None = None,
+        context: int | None = None,
+        memory: int | None = None,
+        engine: EngineChoice | None = None,
         strict: bool = False,
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
     ) -> Evaluation:
         """Scores on held-out data of the run's task: a file, or the same in memory, as `train` takes it.
 
-        Of pairs the sources are decoded, as the options say, with the runs of the `ensemble` if there are any. Without
-        `metrics` those are taken that fit; `against` is another run to compare with; `bootstrap` is the number of
-        samples for the 95 % intervals, 0 for none.
+        Of pairs the sources are decoded, as the options say, with the runs of the `ensemble` if there are any, and by
+        the `engine`. Each further `reference`, and `outputs` to judge in place of the run's own, is a file with a text
+        per line or a list of texts, one for each example. Without `metrics` those are taken that fit; `against` is
+        another run, or outputs, to compare with; `bootstrap` is the number of samples for the 95 % intervals, 0 for
+        none; `confusions` is how many to tell. `context` and `memory` are the tokens of plain text that a model reads
+        at a time and remembers.
         """
-        reads, chosen = self.task.reads, self._options(options, settings)
-        used = {"pairs": tuple(Options.model_fields), "labelled": BATCHING}.get(reads, ())
-        foreign = [name for name in settings if name not in used]
-        if foreign or (ensemble and reads != "pairs"):
-            foreign = foreign or ["ensemble"]
-            raise UserError(f"evaluate: {', '.join(foreign)}: no meaning for {self.task.model}")
-        if isinstance(metrics, str) or not all(isinstance(metric, str) for metric in metrics):
-            raise UserError(f'evaluate: metrics are a list of names, such as ["wer"], not {shown_value(metrics)}')
-        if isinstance(bootstrap, bool) or not isinstance(bootstrap, int) or bootstrap < 0:
-            raise UserError(f"evaluate: bootstrap is a number of samples, 0 or more, not {shown_value(bootstrap)}")
-        runs = self._runs([] if against is None else [against], "against")
-        if runs[-1].task != self.task:
-            raise UserError(f"against: {runs[-1].path} is {runs[-1].task.model}, {self.path} is {self.task.model}")
-        expected = self.codec.columns if columns is None else parse(Data, {"columns": columns}, "evaluate").columns
+        values = {
+            "metrics": metrics, "bleu_tokenize": bleu_tokenize, "lowercase": lowercase, "bootstrap": bootstrap,
+            "confusions": confusions, "context": context, "memory": memory, "engine": engine, "strict": strict,
+        }  # fmt: skip
+        asked = parse(EvaluationOptions, {name: x for name, x in values.items() if x is not None}, "evaluate")
+        texts: dict[str, list[str]] = {}
+        references = named_references(reference, texts)
+        ready = None if outputs is None else named_texts("outputs", outputs, texts)
+        ours, theirs = self._runs(ensemble), [against] if isinstance(against, Run) else []
+        compared = None if against is None or theirs else named_texts("against", against, texts)
+        named: tuple[Column, ...] = () if columns is None else parse_columns(columns, bool(references))
+        lines = {"columns": named, "reference": references, "outputs": ready, "ensemble": ours[1:]}
+        given = {*settings, *asked.given, *(name for name, value in lines.items() if value)}
+        reads = check_given(given, [self, *theirs], compared is not None)
+        if ready is not None:
+            check_given(given, theirs, False)  # by which runs there is anything to decode
+        precision = settings.pop("precision", "fp32") if asked.engine == "ctranslate2" else "fp32"
+        chosen = self._options(options, settings)
+        systems = [System(ours if ready is None else (), chosen, ready)]
+        if against is not None:  # which answers alone: weights are those of an ensemble
+            systems.append(System(theirs, chosen.model_copy(update={"weights": ()}), compared))
         counter = LineCounter(strict)
         with TemporaryDirectory() as temporary:
+            expected = named or self.codec.columns
             if isinstance(data, str | Path):
                 source = Source((str(data),), expected)
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
-            systems, judging = [System([run], chosen) for run in runs], Judging(metrics, bootstrap)
-            systems[0] = System(self._runs(ensemble), chosen)
-            evaluation = evaluate_file(EvaluationRequest(systems, ParallelFiles(source), counter, judging))
+            files = ParallelFiles(source, references, [*dict.fromkeys(filter(None, (ready, compared)))], texts)
+            evaluation = evaluate_file(asked.request(systems, files, counter, engine_opener(asked.engine, precision)))
         if not counter.skipped:
             return evaluation
         warnings.warn(skipped := f"{source.name}: {counter.summary()}", stacklevel=3)
@@ -205,10 +232,9 @@ class LoadedRun(Run):
             return trace_pair(self, example, target, beam)
         return trace_text(self, example.source, given, more, example.features)
 
-    def _runs(self, others: Sequence[Run], name: str = "ensemble") -> list[Run]:
-        if isinstance(others, str | bytes | Run) or not all(isinstance(run, Run) for run in others):
-            raise UserError(f"{name}: takes loaded runs, such as regard.load(...), not {shown_value(others)}")
-        return [self, *others]
+    def _runs(self, others: Sequence[Run] | None) -> list[Run]:
+        example = "[regard.load('runs/other')]"
+        return [self, *checked_list("ensemble", "loaded runs", () if others is None else others, (Run,), example)]
 
     def _options(self, options: Options | None, settings: Mapping[str, Any]) -> Options:
         if options is not None and not isinstance(options, Options):
@@ -240,7 +266,7 @@ class LoadedRun(Run):
         source_BS = checked_ids("source_ids", source_ids, vocab).to(device)
         input_BT = None if target_ids is None else checked_ids("target_ids", target_ids, config.target_vocab).to(device)
         if input_BT is not None and len(input_BT) != len(source_BS):
-            raise UserError(f"logits: {len(source_BS)} rows of source_ids, but {len(input_BT)} of target_ids")
+            raise UserError(f"logits: {plural(len(source_BS), 'row')} of source_ids, but {len(input_BT)} of target_ids")
         logits: Tensor = self.model(source_BS, None, input_BT)
         return logits
 
@@ -324,7 +350,7 @@ def train(
         )
     if not isinstance(out, str | Path):
         raise UserError(f"train: out is the path of a run directory, not {shown_value(out)}")
-    if reporter is not None and not all(hasattr(reporter, name) for name in ("say", "event", "tick", "close")):
+    if reporter is not None and not all(hasattr(reporter, name) for name in ("say", "event", "loss", "tick", "close")):
         raise UserError(f"train: reporter shows progress, as regard.make_reporter() does, not {shown_value(reporter)}")
     options = {
         "task": task,
@@ -341,10 +367,10 @@ def train(
         "train.device": device,
     }
     given = {key: value for key, value in options.items() if value is not None}
-    changes = _as_settings(settings)
+    changes = as_settings(settings)
     memory = {}
     # What data in memory is taken for depends on the task, which only the recipe may name.
-    plain = _changed(recipe, given, changes)
+    plain = changed(recipe, given, changes)
     if data is None and plain.data.train is None and plain.data.source is None and not resume:
         raise UserError("train: no training data: give data=, a file or examples in memory")
     fixed = "columns" in plain.data.model_fields_set or data is None or isinstance(data, str | Path)
@@ -356,32 +382,5 @@ def train(
             memory[role] = in_memory(each, TASKS[plain.task].reads, name, expected)
             given |= {f"data.{role}": MEMORY, "data.columns": memory[role].columns}
             expected = memory[role].columns
-    fit(_changed(recipe, given, changes), out, resume, Reporter() if reporter is None else reporter, memory)
+    fit(changed(recipe, given, changes), out, resume, Reporter() if reporter is None else reporter, memory)
     return load(out)
-
-
-def _changed(recipe: Mapping[str, Any] | str | Path | None, given: dict[str, Any], settings: list[str]) -> Recipe:
-    """A recipe with what was given instead, and settings."""
-    try:
-        tables = changed_recipe(recipe, given, settings)
-    except UserError as error:
-        raise UserError(str(error).replace("--set ", "settings: ")) from None
-    return load_recipe(tables, str(recipe) if isinstance(recipe, str | Path) else "recipe")
-
-
-def _as_settings(settings: Mapping[str, Any] | None) -> list[str]:
-    """Settings as they are written on a command line."""
-    if settings is None:
-        return []
-    if not isinstance(settings, Mapping):
-        raise UserError(f"train: settings are a mapping, such as {{'lr': 1e-3}}, not {shown_value(settings)}")
-    lines = []
-    for key, value in settings.items():
-        try:
-            text = "none" if value is None else to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]")
-        except TypeError:
-            raise UserError(f"train: settings: {key} cannot be {shown_value(value)}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"train: settings: {key}: this {type(value).__name__} is too large") from None
-        lines.append(f"{key}={text}")
-    return lines

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
-from regard.cli.decoding import FIELDS, Decoding, EngineName, Ensemble, PrefixColumn, decoding_options
+from regard.cli.decoding import Decoding, EngineName, Ensemble, PrefixColumn, decoding_options
 from regard.cli.input import (
     Device,
     Json,
@@ -29,31 +29,19 @@ from regard.config import parse
 from regard.data.reader import STDIN, LineCounter, Source, is_jsonl, shown
 from regard.decode.generate import Engine
 from regard.decode.options import Options
-from regard.errors import UserError, one_of, plural
-from regard.evaluate.by_task import EvaluationRequest, evaluate_file
-from regard.evaluate.evaluator import Judging, System
+from regard.errors import UserError, plural
+from regard.evaluate.by_task import evaluate_file
+from regard.evaluate.choices import EvaluationOptions, check_given, parse_columns
+from regard.evaluate.evaluator import System
 from regard.evaluate.parallel import ParallelFiles
 from regard.evaluate.results import Evaluation
 from regard.metrics import MetricSettings
 from regard.recipe import Column
 from regard.run import Run
-from regard.tasks import Reads
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
-LONGEST = 40  # characters of an example that are shown
-NOTHING = "∅"  # in place of a token that was inserted or deleted
 # fields of what is shown beside the one output that is judged
 ONE_OUTPUT = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
-SEARCH = tuple(name for names in FIELDS.values() for name in names if name not in ONE_OUTPUT)
-LINES = ("target", "columns", "reference", "strict", "confusions")
-READY = (*LINES, "outputs", *MetricSettings.model_fields)
-# The options of each kind of data, beside --metric, --against, --bootstrap, --json, --threads and --device.
-SUPPORTED: dict[str, tuple[str, ...]] = {
-    "pairs": (*READY, *SEARCH, "ensemble", "prefix_column", "engine", "workers"),
-    "labelled": (*LINES, "outputs", "max_source", "batch_tokens"),
-    "text": ("context", "memory", "strict"),
-    "images": ("confusions",),
-}
 
 
 @with_options("options", *decoding_options(*ONE_OUTPUT))
@@ -127,26 +115,22 @@ def command(
     if outputs is None and run is None:
         raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
     decoding = Decoding.of(options, engine, workers, threads, device)
-    judging = Judging(
-        [name for each in metric or [] for name in each.split(",")],
-        bootstrap,
-        parse(MetricSettings, settings, "options"),
-    )
+    metrics = [name for each in metric or [] for name in each.split(",")]
+    reading = chosen_options(confusions=confusions, context=context, memory=memory, strict=strict)
+    asked = parse(EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options")
     compared = against if against is not None and _is_file(against) else None  # ready outputs, too
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
-    ours = len(paths)
+    count = len(paths)
     if against is not None and compared is None:
         if not os.path.isdir(against):
             raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
         paths.append(against)
     runs = open_runs(paths, device, threads)
-    lines = dict(target=target, columns=columns, reference=reference, outputs=outputs, confusions=confusions)
+    ours, theirs = runs[:count], runs[count:]
+    lines = dict(target=target, columns=columns, reference=reference, outputs=outputs)
     rest = dict(ensemble=ensemble, prefix_column=prefix_column, engine=engine, workers=workers)
-    text = dict(context=context, memory=memory, strict=strict)
-    given = {*options, *settings, *chosen_options(**lines, **rest, **text)}
-    reads = _check_given(given, paths, runs, ours, compared)
-    if outputs is not None and (foreign := sorted({"ensemble", "weights"} & given)):
-        raise UserError(f"{', '.join(map(option_name, foreign))}: of RUN, which is left out with --outputs")
+    given = {*options, *settings, *reading, *chosen_options(**lines, **rest)}
+    reads = check_given(given, [*ours[:1], *theirs], compared is not None, option_name)
     if "length_penalty" in options and decoding.options.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
     if runs and reads == "pairs":
@@ -155,11 +139,10 @@ def command(
     def open_engine(runs: Sequence[Run], options: Options) -> Engine:
         return replace(decoding, options=options).open(runs, "none")
 
-    judging = replace(judging, open_engine=open_engine)
-    systems = [System(runs[:ours], decoding.options, outputs)]
+    systems = [System(ours, decoding.options, outputs)]
     if against is not None:  # which answers alone: weights are those of an ensemble
         alone = decoding.options.model_copy(update={"weights": ()})
-        systems.append(System(runs[ours:], alone, compared))
+        systems.append(System(theirs, alone, compared))
     table = run if outputs is not None else file or STDIN
     if reads in ("pairs", "labelled"):
         named = runs[0].codec.columns if runs else ("source", "target")
@@ -170,7 +153,7 @@ def command(
     if files.table is not None:
         announce_data(files.table, reads)
     counter = LineCounter(strict)
-    evaluation = evaluate_file(EvaluationRequest(systems, files, counter, judging, confusions, context, memory))
+    evaluation = evaluate_file(asked.request(systems, files, counter, open_engine))
     skipped = [f"{files.name}: {counter.summary()}"] if counter.skipped else []
     for remark in skipped + evaluation.remarks:
         message(remark)
@@ -182,24 +165,6 @@ def command(
 
 def _is_file(path: str) -> bool:
     return path == STDIN or os.path.isfile(path)
-
-
-def _check_given(given: set[str], paths: Sequence[str], runs: Sequence[Run], ours: int, compared: str | None) -> Reads:
-    """Refuse runs of different tasks, and options without a meaning for them -> what the runs read."""
-    if not runs:
-        if foreign := sorted(given - set(READY)):
-            names = ", ".join(map(option_name, foreign))
-            raise UserError(f"{names}: no meaning for outputs that are ready, without a run")
-        return "pairs"
-    task, path = runs[0].task, paths[0]
-    for other, each in list(zip(paths, runs, strict=True))[max(1, ours) :]:
-        if each.task != task:
-            raise UserError(f"--against: {other} is {each.task.model}, {path} is {task.model}")
-    if foreign := sorted(given - set(SUPPORTED[task.reads])):
-        raise UserError(f"{', '.join(map(option_name, foreign))}: no meaning for {path}, which is {task.model}")
-    if compared is not None and "outputs" not in SUPPORTED[task.reads]:
-        raise UserError(f"--against: {compared} is a file; {path}, {task.model}, is compared with another run")
-    return task.reads
 
 
 def _files(
@@ -222,24 +187,12 @@ def _files(
         return ParallelFiles(None, references, outputs)
     if is_jsonl(table) and (columns or prefix_column):
         raise UserError(f"--columns, --prefix-column: {table} has JSON objects in its lines, with keys")
-    names = _parse_columns(columns, bool(references)) if columns else tuple(of_run)
+    names = parse_columns(columns, bool(references), "--columns") if columns else tuple(of_run)
     if target is not None and columns and "target" in names:
         raise UserError(f"--columns: the targets are in {shown(target)}; name the columns of {shown(table)} without it")
     if target is not None:
         names = tuple(name for name in names if name != "target")
     return ParallelFiles(Source((table,), names, prefix_column=prefix_column), references, outputs)
-
-
-def _parse_columns(text: str, references: bool) -> tuple[Column, ...]:
-    """The columns that a text names: target may be there several times, or not at all if there are `references`."""
-    names: list[Column] = []
-    for word in text.split(","):
-        if word not in get_args(Column):
-            raise one_of("--columns", word, get_args(Column))
-        names.append(word)  # type: ignore[arg-type]
-    if names.count("source") != 1 or names.count("features") > 1 or not ("target" in names or references):
-        raise UserError(f"--columns {text}: name source once, target once or several times, and features if there are")
-    return tuple(names)
 
 
 def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> None:
@@ -258,14 +211,6 @@ def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> Non
             out(f"{metric}: {measured.signature}")
     if evaluation.confusions:
         out("")
-        rows = []
-        for each in evaluation.confusions:
-            source = each.example.source
-            shortened = source if len(source) <= LONGEST else source[: LONGEST - 1] + "…"
-            place = f"{each.example.location} {shortened}".rstrip()
-            rows.append([_visible(each.reference), _visible(each.output), f"{each.count:,}", place])
-        print_table(rows, ["reference", "output", "count", "example"], title="most frequent confusions", left=(0, 1, 3))
-
-
-def _visible(token: str | None) -> str:
-    return NOTHING if token is None else repr(token) if token.isspace() else token or "''"
+        cells = [each.cells() for each in evaluation.confusions]
+        rows = [list(row.values()) for row in cells]
+        print_table(rows, list(cells[0]), title="most frequent confusions", left=(0, 1, 3))

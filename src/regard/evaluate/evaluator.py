@@ -48,7 +48,7 @@ class System:
 
     runs: Sequence[Run] = ()
     options: Options = field(default_factory=Options)
-    outputs: str | None = None  # the file of ready outputs
+    outputs: str | None = None  # the file of ready outputs, or their name
     texts: Sequence[str] = ()  # what it holds
 
 
@@ -102,9 +102,7 @@ def evaluate_pairs(
     names = list(judging.metrics) or default_metrics(run, [several[0] for several in references])
     check_metrics(names, METRICS)
     if judging.settings.bleu_tokenize != DEFAULTS.bleu_tokenize and "bleu" not in names:
-        raise UserError(
-            f"bleu_tokenize: bleu is not among the metrics ({', '.join(names)}); ask for it (--metric bleu)"
-        )
+        raise UserError(f"bleu_tokenize: bleu is not among the metrics ({', '.join(names)}); ask for this metric too")
     if run is None and "perplexity" in names:
         raise UserError("metric: 'perplexity' is of a run; ready outputs have no probabilities")
     results = [_judged(system, inputs, references, names, judging) for system in systems]
@@ -164,7 +162,7 @@ def _pairs(inputs: Sequence[Request], references: Sequence[tuple[str, ...]]) -> 
 def judge_text(run: Run, units: TokenizedText, context: int | None = None, memory: int | None = None) -> TextScores:
     """Score the tokens of a text, or the masked ones, as the task has it."""
     if memory is not None and not run.config.has_memory:
-        raise UserError(f"--memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
+        raise UserError(f"memory: {run.path} does not remember earlier segments (decoder.memory is 0)")
     scores = score_text(run, units.ids, scoring_context(run, context), memory)
     lines = np.repeat(np.arange(len(units.tokens)), units.tokens)
     nll, correct, predicted = (np.bincount(lines, x, len(units.tokens)) for x in scores)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from regard.data.reader import BAD_REQUEST, EMPTY, STDIN, Line, LineCounter, Source, is_jsonl, read_lines, shown
@@ -35,6 +35,7 @@ class ParallelFiles:
     table: Source | None
     references: Sequence[str] = ()
     outputs: Sequence[str] = ()
+    in_memory: Mapping[str, Sequence[str]] = field(default_factory=dict)  # texts by a name in place of their file
 
     @property
     def name(self) -> str:
@@ -46,7 +47,7 @@ class ParallelFiles:
         paths = [*(self.table.paths if self.table else ()), *self.references, *self.outputs]
         if paths.count(STDIN) > 1:
             raise UserError("stdin can be read once: name a file for all but one of the table, references and outputs")
-        beside = {path: list(read_lines(path)) for path in (*self.references, *self.outputs)}
+        beside = {path: self._read(path) for path in (*self.references, *self.outputs)}
         rows = self._rows(counter, len(beside[self.references[0]]) if self.table is None else 0)
         for path, lines in beside.items():
             if len(lines) != counter.read:
@@ -72,6 +73,11 @@ class ParallelFiles:
         elif not counter.kept:
             raise UserError(f"{self.name}: no usable reference: {counter.summary()}")
         return data
+
+    def _read(self, path: str) -> list[Line]:
+        if path in self.in_memory:
+            return [Line(number, text) for number, text in enumerate(self.in_memory[path], 1)]
+        return list(read_lines(path))
 
     def _location(self, number: int) -> str:
         return self.table.location(number) if self.table else f"{self.name}:{number}"
