@@ -12,6 +12,7 @@ from torch import Tensor
 
 from familykit import BOTH, DECODERS, ENCODERS, TINY, VOCAB, build, close, left_padded, pixels, shrunk, watched
 from regard.config import Config, Stack
+from regard.errors import UserError
 from regard.model import Model, allocate, on_meta
 from regard.nn.cache import State
 from regard.run import load_weights, save_weights, weights_of
@@ -229,7 +230,7 @@ def test_encoder_padded_is_alone(name: str, top: str) -> None:
     for row, length in enumerate(LENGTHS):
         real = 1 if top == "classes" else length
         close(together[row, :real], model(SOURCE[row : row + 1, :length], None)[0])
-    with pytest.raises(ValueError, match="an encoder and a decoder"):
+    with pytest.raises(UserError, match="an encoder and a decoder"):
         model.encode(SOURCE)
 
 

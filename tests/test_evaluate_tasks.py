@@ -196,7 +196,7 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
     [
         (("lm", "text.txt", "--metric", "bleu"), "metric: 'bleu' is not known"),
         (("lm", "text.txt", "--memory", "9"), "does not remember"),
-        (("lm", "text.txt", "--context", "1"), "--context: 1 is out of range"),
+        (("lm", "text.txt", "--context", "1"), "context: 1 is out of range"),
         (("masked", "text.txt", "--context", "5000"), "from 2 to 512"),
         (("masked", "text.txt", "--memory", "9"), "does not remember"),
         (("span", "text.txt", "--metric", "bits_per_char"), "metric: 'bits_per_char' is not known"),

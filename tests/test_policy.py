@@ -219,8 +219,6 @@ NEVER_ONE = {
     # constants; positions and heads of a model that is of use; two numbers
     "training/plan.py: DEFAULT_MINUTES", "training/trainer.py: MOST_SKIPS", "api.py: limit", "inspect/trace.py: heads",
     "training/loader.py: tokens",
-    # these can be one, and are to be worded by `plural` too
-    "data/plain.py: writer.unknown", "inspect/heads.py: len(links)", "inspect/walk.py: heads", "text/learn.py: lines",
 }  # fmt: skip
 
 

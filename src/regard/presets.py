@@ -94,7 +94,7 @@ def preset(
     changes: Table | None = None,
 ) -> Config:
     """The config of a family, with vocabularies (`vocab` serves both sides) and changed keys."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"{one_of('preset', str(name), PRESETS)}\n  regard info says what each of them is")
     if changes is not None and not isinstance(changes, dict):
         raise UserError(

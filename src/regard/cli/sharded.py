@@ -91,11 +91,14 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
             except UserError as caught:
                 error = caught
         failed = group.broadcast(error is not None)
+        if not failed and directory is None:
+            directory = stack.enter_context(ShardDirectory(path))
+        group.broadcast(None)  # the first removes the directory at the end, not before all have opened it
     if error is not None:
         raise error
-    if failed:
+    if directory is None:
         raise typer.Exit(2)
-    return directory or stack.enter_context(ShardDirectory(path)), group.rank, group.size
+    return directory, group.rank, group.size
 
 
 def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> None:

@@ -238,7 +238,7 @@ def scoring_context(run: Run, context: int | None = None) -> int:
     if context is not None:
         if context < 2 or (positions is not None and context > positions):
             bound = "at least 2" if positions is None else f"from 2 to {positions}, the positions of the model"
-            raise UserError(f"--context: {context} is out of range; it goes {bound}")
+            raise UserError(f"context: {context} is out of range; it goes {bound}")
         return context
     return _train_settings(run).context or min(positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 

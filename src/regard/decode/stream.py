@@ -60,6 +60,9 @@ class TokenStream(Iterator[Piece]):
     def __next__(self) -> Piece:
         return next(self._pieces)
 
+    def __repr__(self) -> str:
+        return f"TokenStream({self._sent!r}, {'open' if self.hypothesis is None else 'ended'})"
+
     def close(self) -> None:
         """Decode no further; there are no more pieces."""
         self._pieces.close()

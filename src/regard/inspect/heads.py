@@ -18,7 +18,7 @@ from regard.batch import Batch
 from regard.config import PatchConfig
 from regard.data.objectives import text_ids
 from regard.decode.alignment import Links, alignment_merits, best_heads
-from regard.errors import UserError, require_type
+from regard.errors import UserError, plural, require_type
 from regard.inspect.inputs import TaskData, encode_pairs, task_batches
 from regard.inspect.logit_lens import entropy_bits
 from regard.inspect.prune import HeadKey, ablation_importance, gradient_importance
@@ -74,7 +74,7 @@ def measure_heads(
     if links is not None and not task.seq2seq:
         raise UserError("links are for models with a source and an output, which this is not")
     if links is not None and len(links) != len(data):
-        raise UserError(f"{len(links):,} lines of links for {len(data):,} pairs; there must be one for each")
+        raise UserError(f"{plural(len(links), 'line')} of links for {len(data):,} pairs; there must be one for each")
     batches = task_batches(run, data)
     gradient = gradient_importance(model, batches)
     ablated = ablation_importance(model, batches) if ablation else {}

@@ -158,7 +158,7 @@ def _attention_cards(
             f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}",
             text,
             f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value};"
-            f" all {heads} heads are one matrix",
+            f" {plural(heads, 'head')}, one matrix",
             vectors_of({x: calls.input(attention), "q": q_HTE}),
             scores,
             "qkv",
