@@ -26,6 +26,7 @@ from regard.training.plan import (
     Budget,
     Plan,
     choose_workers,
+    complete_rates,
     describe_plan,
     measure_step,
     plan_run,
@@ -222,6 +223,21 @@ def test_the_budget_that_is_recommended_is_enough(noun: str, count: int) -> None
 
     enough = re.search(rf"{plural(count, noun)}; with ([0-9,]+) {noun}s", lines(count)[-1])
     assert enough is not None and len(lines(int(enough[1].replace(",", "")))) == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "settings", [{}, {"start_from": "run"}, {"start_from": "run", "lora": 4}, {"schedule": "linear"}, {"l0": 0.1}]
+)
+@pytest.mark.parametrize("steps", [1, 60, 900, 1_000_000])
+def test_the_warm_up_is_a_share_of_the_steps_for_every_task(task: str, settings: dict[str, Any], steps: int) -> None:
+    order = load_recipe({"task": task, "train": settings})
+    loader: Any = SimpleNamespace(examples=640, batches_in=lambda epoch: 10)
+    plan = Plan(order, preset(TASKS[task].presets[0], 50), loader, "", steps, None)
+    assert complete_rates(order.train, plan).warmup == max(1, min(4_000, round(steps / 8)))
+    given = Train(warmup=3, **settings)
+    plan = plan._replace(recipe=order.model_copy(update={"train": given}))
+    assert complete_rates(given, plan).warmup == 3
 
 
 def test_time_for_many_steps_goes_into_larger_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
