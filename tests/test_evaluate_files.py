@@ -269,7 +269,7 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         ),
         (["run", "test.tsv", "--nbest", "2"], "--nbest"),
         (["run", "test.tsv", "--length-penalty", "2"], "give --beam too"),
-        (["run", "test.tsv", "--ensemble", "other", "--engine", "ctranslate2"], "--ensemble: the engine ctranslate2"),
+        (["run", "test.tsv", "--ensemble", "other", "--engine", "ctranslate2"], "ensemble: the engine ctranslate2"),
     ],
 )
 def test_mistakes(folder: Path, args: list[str], message: str) -> None:

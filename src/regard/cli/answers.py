@@ -39,7 +39,7 @@ class GenerateJob:
 
     def decoding(self) -> Decoding:
         """The options, checked."""
-        return Decoding.of(self.options, self.engine, self.workers, self.threads, self.device)
+        return Decoding.of(self.options, self.engine, self.workers, self.threads)
 
     def load(self) -> list[Run]:
         """The runs."""

@@ -13,7 +13,7 @@ from regard.cli.input import FieldOption, field_options, with_workers
 from regard.cli.tables import message
 from regard.decode.generate import Engine, TorchEngine
 from regard.decode.options import Options
-from regard.device import cores, usable_precision
+from regard.device import usable_precision
 from regard.errors import UserError, one_of
 from regard.run import Run
 
@@ -66,12 +66,9 @@ class Decoding:
     precision: str  # of the engine ctranslate2
     workers: int | None
     threads: int | None
-    device: str
 
     @classmethod
-    def of(
-        cls, given: dict[str, Any], engine: str | None, workers: int | None, threads: int | None, device: str
-    ) -> Decoding:
+    def of(cls, given: dict[str, Any], engine: str | None, workers: int | None, threads: int | None) -> Decoding:
         """Check the options that were given."""
         if engine == "regard":  # its name up to version 0.5
             message("--engine regard is now called --engine torch")
@@ -83,7 +80,7 @@ class Decoding:
         if "alignment_heads" in options:
             options["alignment_heads"] = [_head(pair) for pair in options["alignment_heads"]]
         precision = given.get("precision", "fp32") if ctranslate2 else "fp32"
-        return cls(Options.of(**options), ctranslate2, precision, workers, threads, device)
+        return cls(Options.of(**options), ctranslate2, precision, workers, threads)
 
     def on(self, device: torch.device) -> Decoding:
         """The same with a precision that works on a device; a message tells that outputs may differ with it."""
@@ -98,17 +95,7 @@ class Decoding:
             return with_workers(TorchEngine(runs, self.options), self.workers, self.threads)
         from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
 
-        if self.precision not in ("fp32", "int8"):
-            raise one_of("--precision of engine ctranslate2", self.precision, ["fp32", "int8"])
-        if len(runs) > 1:
-            raise UserError("--ensemble: the engine ctranslate2 decodes with one run; use the engine torch")
-        if self.device != "cpu":
-            raise UserError(
-                f"--device {self.device}: the engine ctranslate2 works on the CPU here; use the engine torch"
-            )
-        precision: Literal["fp32", "int8"] = "int8" if self.precision == "int8" else "fp32"
-        workers = self.workers or (1 if self.threads or self.options.sample else cores())
-        return CTranslate2Engine(runs[0], self.options, precision, workers, self.threads or 1, scores)
+        return CTranslate2Engine.open(runs, self.options, self.precision, scores, self.workers, self.threads)
 
 
 def _head(pair: str) -> tuple[int, int]:

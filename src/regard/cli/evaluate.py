@@ -114,7 +114,7 @@ def command(
         raise UserError(f"--outputs: {shown(outputs)} is judged as it is, without a run; leave out {run}")
     if outputs is None and run is None:
         raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
-    decoding = Decoding.of(options, engine, workers, threads, device)
+    decoding = Decoding.of(options, engine, workers, threads)
     metrics = [name for each in metric or [] for name in each.split(",")]
     reading = chosen_options(confusions=confusions, context=context, memory=memory, strict=strict)
     asked = parse(EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write_model
 from regard.decode.generate import Engine
@@ -22,7 +22,8 @@ from regard.decode.hypothesis import (
 from regard.decode.options import Options
 from regard.decode.preparer import UNBOUNDED, Preparer
 from regard.decode.request import SearchInput
-from regard.errors import UserError
+from regard.device import cores
+from regard.errors import UserError, one_of
 from regard.run import Run
 from regard.text.codec import Example
 
@@ -80,6 +81,26 @@ class CTranslate2Engine(Engine):
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
         self.translator = translator or _load(run, precision, workers, threads)
+
+    @classmethod
+    def open(
+        cls,
+        runs: Sequence[Run],
+        options: Options,
+        precision: str,
+        scores: Scores,
+        workers: int | None = None,
+        threads: int | None = None,
+    ) -> CTranslate2Engine:
+        """An engine for what a caller asks, with a worker per core by default; what it cannot do is refused."""
+        if precision not in get_args(Precision):
+            raise one_of("precision of engine ctranslate2", precision, get_args(Precision))
+        if len(runs) > 1:
+            raise UserError("ensemble: the engine ctranslate2 decodes with one run; use the engine torch")
+        if (device := runs[0].model.device.type) != "cpu":
+            raise UserError(f"device: {device}: the engine ctranslate2 works on the CPU here; use the engine torch")
+        workers = workers or (1 if threads or options.sample else cores())
+        return cls(runs[0], options, "int8" if precision == "int8" else "fp32", workers, threads or 1, scores)
 
     def _check_supported(self, workers: int) -> None:
         """Refuse options that would be ignored."""

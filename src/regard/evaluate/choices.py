@@ -8,10 +8,9 @@ from typing import Any, Literal, get_args
 
 from regard.config import Count
 from regard.data.reader import LineCounter
-from regard.decode.generate import Engine, TorchEngine
+from regard.decode.generate import TorchEngine
 from regard.decode.options import Options, PhraseList
 from regard.decode.request import Whole
-from regard.device import cores
 from regard.errors import UserError, one_of
 from regard.evaluate.by_task import EvaluationRequest
 from regard.evaluate.evaluator import Judging, OpenEngine, System
@@ -101,13 +100,4 @@ def engine_opener(engine: EngineChoice | None, precision: str) -> OpenEngine:
         return TorchEngine
     from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
 
-    if precision not in ("fp32", "int8"):
-        raise one_of("precision of engine ctranslate2", precision, ["fp32", "int8"])
-
-    def open_engine(runs: Sequence[Run], options: Options) -> Engine:
-        if len(runs) > 1 or runs[0].model.device.type != "cpu":
-            raise UserError("engine: ctranslate2 decodes with one run, on the CPU; use the engine torch")
-        workers = 1 if options.sample else cores()
-        return CTranslate2Engine(runs[0], options, "int8" if precision == "int8" else "fp32", workers, scores="none")
-
-    return open_engine
+    return lambda runs, options: CTranslate2Engine.open(runs, options, precision, "none")
