@@ -315,7 +315,7 @@ def test_the_command_line(toy):
     for wrong, message in (
         (["--engine", "ctranslate"], "did you mean 'ctranslate2'?"),
         (["--engine", "ctranslate2", "--precision", "bf16"], "allowed: fp32, int8"),
-        (["--engine", "ctranslate2", "--ensemble", toy / "run"], "--ensemble"),
+        (["--engine", "ctranslate2", "--ensemble", toy / "run"], "ensemble: the engine"),
         (["--engine", "ctranslate2", "--device", "cuda"], "cuda"),
         (["--engine", "ctranslate2", "--sample", "--workers", 2], "workers"),
         (["--precision", "int8"], "engine ctranslate2"),
