@@ -147,11 +147,12 @@ def test_two_hosts_train_as_one(
 ) -> None:
     order = recipe(**STEPS, strategy=strategy)
     environment = {**OWN_STORE, "GLOO_SOCKET_IFNAME": "regard"}  # the interface that leads to the other
-    endpoint = f"--rdzv-endpoint={next(iter(hosts.values()))}:29500"
+    endpoint = next(iter(hosts.values()))
     launchers = [
         launch(
-            order, tmp_path / "run", killed, *TWO_HOSTS, endpoint, f"--local-addr={address}", host=name, **environment
+            order, tmp_path / "run", killed, *TWO_HOSTS, f"--rdzv-endpoint={endpoint}:29500",
+            f"--local-addr={address}", f"--rdzv-conf=is_host={address == endpoint}", host=name, **environment,
         )
         for name, address in hosts.items()
-    ]
+    ]  # fmt: skip
     require_same_as_alone(launchers, order, tmp_path / "run", killed)
