@@ -112,6 +112,7 @@ WRONG_CALLS = [
     (lambda run: run.stream("abc", ensemble=5), f"{A_LIST_OF_RUNS}.*, not int 5"),
     (lambda run: run.score([("a", "A")], ensemble=5), f"{A_LIST_OF_RUNS}.*, not int 5"),
     (lambda run: run.generate([regard.Example("abc", features=["N"])]), "item 0: features is a text, as in its"),
+    (lambda run: regard.Example("abc", feature="N"), "Example: no option 'feature'; did you mean 'features'?"),
     (lambda run: run.generate([regard.Example(None)]), "item 0: source is a text, not NoneType"),
     (lambda run: run.stream(regard.Example("abc", features=["N"])), "stream: features is a text"),
     (lambda run: run.score([("a", "A")], beam=5), "score: no option 'beam'"),

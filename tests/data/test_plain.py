@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from regard.data import corpus
 from regard.data import plain as stream
-from regard.data.plain import Stream, StreamWriter, divide, read_pieces, split_at, tokenize_text
+from regard.data.plain import PieceEncoder, Stream, StreamWriter, divide, read_pieces, split_at, tokenize_text
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError
 from regard.recipe import load_recipe
+from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
 
 TEXT = "".join(f"line {n}: the  quick (brown) fox,\n\n" for n in range(60)) + "Ende: äöü \u2028 and on\n"
@@ -107,11 +108,12 @@ def test_what_is_written_is_what_was_read(
     scheme: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "SMALL", small)
-    monkeypatch.setattr(stream, "CHUNK_TEXT", 200)
-    tokenizer = Tokenizer.train(scheme, TEXT.splitlines(keepends=True))
+    lines = TEXT.splitlines(keepends=True)
+    tokenizer = Tokenizer.train(scheme, lines)
     writer = StreamWriter(tmp_path / "s", tokenizer)
-    for line in TEXT.splitlines(keepends=True):
-        writer.add(line)
+    for few in (lines[:1], lines[1:-1], lines[-1:]):
+        shard = PieceEncoder(Codec(tokenizer)).make(stream._request(few, False, 0))
+        writer.write(shard.parts[0], len("".join(few)))
     writer.finish()
     opened = Stream.open(tmp_path / "s")
     (ids,) = opened.windows(np.asarray([0]), len(opened))

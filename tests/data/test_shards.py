@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from regard.data import pairs, reader, shards
+from regard.data import encoding, pairs, plain, reader, shards
 from regard.data import prepare as prepared
 from regard.data.prepare import prepare
 from regard.errors import UserError
@@ -47,7 +48,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def in_blocks(monkeypatch, size: int = 5000) -> None:
     monkeypatch.setattr(reader, "CHUNK", 1000)
-    monkeypatch.setattr(shards, "BLOCK", size)
+    monkeypatch.setattr(encoding, "BLOCK", size)
+    monkeypatch.setattr(plain, "BLOCK", size)
     monkeypatch.setattr(shards, "PAYS", 0)
 
 
@@ -76,7 +78,7 @@ def test_little_text_starts_no_process(order, tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     prepare(load_recipe(order), tmp_path / "one", processes=8)
     monkeypatch.setattr(reader, "CHUNK", 1000)
-    monkeypatch.setattr(shards, "BLOCK", 5000)
+    monkeypatch.setattr(encoding, "BLOCK", 5000)
     prepare(load_recipe(order), tmp_path / "blocks", processes=8)
     assert contents(tmp_path / "one") == contents(tmp_path / "blocks")
 
@@ -166,27 +168,88 @@ def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> N
 def test_half_a_block_makes_no_shard(order, tmp_path: Path, monkeypatch) -> None:
     """The process that asks may be killed while it writes a block, whose name is the hash of all of it."""
     in_blocks(monkeypatch)
-    requests: list[bytes] = []
+    requests: list[shards.Message] = []
 
-    def record(stream: Any, header: dict[str, Any], parts: Any) -> None:
-        requests.append(b"".join([json.dumps(header).encode() + b"\n", *parts]))
-        send(stream, header, parts)
+    def record(stream: Any, message: shards.Message) -> None:
+        requests.append(message)
+        send(stream, message)
 
     send = shards._send
     monkeypatch.setattr(shards, "_send", record)
     keep_shards(monkeypatch)
-    pools: list[shards._Pool] = []
-    start = shards._Pool._start
-    monkeypatch.setattr(shards._Pool, "_start", lambda pool: (pools.append(pool), start(pool))[1])
     prepare(load_recipe(order), tmp_path / "data", processes=2)
     made = {path.name for path in (tmp_path / "data.shards").iterdir()}
-    settings = json.loads(pools[0]._settings) | {"codec_at": str(tmp_path / "data")}
     for path in (tmp_path / "data.shards").iterdir():
         path.unlink()
     monkeypatch.setattr(shards, "_send", send)
     monkeypatch.setattr(shards.signal, "signal", lambda *_: None)
-    begin = json.dumps(settings).encode() + b"\n"
-    shards.main(BytesIO(begin + requests[0][:-7]), BytesIO())
-    assert not list((tmp_path / "data.shards").iterdir())
-    shards.main(BytesIO(begin + requests[0]), BytesIO())
+    settings = next(message for message in requests if "codec_at" in message.header)
+    settings.header["codec_at"] = str(tmp_path / "data")  # where it is in the end
+    asked = BytesIO()
+    send(asked, settings)
+    send(asked, next(message for message in requests if "request" in message.header))
+    restore = encoding.BlockEncoder.restore
+    for missing in (7, 1):
+        shards.serve(restore, BytesIO(asked.getvalue()[:-missing]), BytesIO())
+        assert not list((tmp_path / "data.shards").iterdir())
+    shards.serve(restore, BytesIO(asked.getvalue()), BytesIO())
     assert {path.name for path in (tmp_path / "data.shards").iterdir()} < made
+
+
+# Plain text
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "a.txt").write_bytes(b"\n".join(LINES[:900]))
+    (tmp_path / "b.txt").write_text("".join(f"{text()}\n" for _ in range(300)) + "x" * 9000)
+    (tmp_path / "c.txt").write_text("the end, all of it held out\n")
+    data = {"train": [str(tmp_path / f"{name}.txt") for name in "abc"]}
+    return {"task": "lm", "data": data, "text": {"source_tokens": "bpe:400"}}
+
+
+@pytest.mark.parametrize("scheme", ["bpe:400", "char", "word"])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_plain_text_is_the_same_in_parts_and_processes(processes, scheme, texts, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "valid.txt").write_text("".join(f"{text()}\n" for _ in range(100)))
+    for valid in ({}, {"valid": str(tmp_path / "valid.txt")}):
+        recipe = load_recipe({**texts, "text": {"source_tokens": scheme}, "data": {**texts["data"], **valid}})
+        with monkeypatch.context() as patches:
+            prepare(recipe, tmp_path / "whole")
+            in_blocks(patches)
+            prepare(recipe, tmp_path / "parts", processes=processes)
+        assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+        corpora = json.loads((tmp_path / "parts" / "train" / "meta.json").read_text())["corpora"]
+        assert len(corpora) == 3 and 0 < corpora[0] < corpora[1]
+        assert (corpora[1] == corpora[2]) == (not valid)  # else the last one is in training
+        assert not list(tmp_path.glob("*.shards"))
+        for made in ("whole", "parts"):
+            shutil.rmtree(tmp_path / made)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_plain_text_goes_on_after_a_kill(processes, texts, tmp_path: Path, monkeypatch) -> None:
+    recipe = load_recipe(texts)
+    prepare(recipe, tmp_path / "expected")
+    in_blocks(monkeypatch)
+    write, calls = plain.StreamWriter.write, []
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self: Any, *arguments: Any) -> None:
+        write(self, *arguments)
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise Killed
+
+    monkeypatch.setattr(plain.StreamWriter, "write", killed)
+    with pytest.raises(Killed):
+        prepare(recipe, tmp_path / "data", processes=processes)
+    left = {path: path.stat().st_mtime_ns for path in (tmp_path / "data.shards").glob("*.shard")}
+    assert len(left) >= 4 and not (tmp_path / "data").exists()
+    keep_shards(monkeypatch)
+    prepare(recipe, tmp_path / "data", processes=processes)
+    assert contents(tmp_path / "data") == contents(tmp_path / "expected")
+    assert {path: path.stat().st_mtime_ns for path in left} == left  # none was made again
+    assert len(list((tmp_path / "data.shards").glob("*.shard"))) > len(left)

@@ -7,9 +7,11 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,111 +21,159 @@ from backwards import MakeRecipe
 from test_resume import result
 
 import regard.run
-import regard.training.checkpoint
 from regard.errors import UserError
+from regard.recipe import Recipe
+from regard.training.checkpoint import CheckpointManager
+from regard.training.distributed import STORE
 from regard.training.fit import fit
-from regard.training.report import Event, Reporter
+from regard.training.report import Reporter
 
 OPERATIONS: dict[str, list[tuple[Any, str]]] = {
     "write": [(regard.run, "save_file"), (dcp_files.FileSystem, "create_stream")],  # of either strategy
     "fsync": [(os, "fsync")],
     "rename": [(os, "rename")],
 }
+KILLED = "killed"
+Save = Callable[[CheckpointManager, Any], None]
 
 
-class AtValidation(Reporter):
-    """Does something before the checkpoint of a validation is saved."""
+def train(order: Recipe, run: Path, processes: int, saving: Callable[[int, Save], Save] | None = None) -> list[str]:
+    """Train or resume in forked processes -> how each ended: a message, nothing, or that it was killed.
 
-    def __init__(self, step: int, act: Callable[[], object]) -> None:
-        self._step, self._act = step, act
+    `saving` may replace the function that saves a checkpoint in the process of a rank.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        children = []
+        for rank in range(processes):
+            if not (child := os.fork()):
+                message = _take_part(order, run, rank, processes, f"{directory}/store", saving)
+                Path(directory, f"{rank}.txt").write_text(message)
+                os._exit(0)
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        return [
+            KILLED if os.WIFSIGNALED(status) else Path(directory, f"{rank}.txt").read_text()
+            for rank, status in enumerate(statuses)
+        ]
 
-    def event(self, event: Event) -> None:
-        if event["event"] == "valid" and event["step"] == self._step:
-            self._act()
+
+def _take_part(
+    order: Recipe, run: Path, rank: int, processes: int, store: str, saving: Callable[[int, Save], Save] | None
+) -> str:
+    if processes > 1:
+        os.environ.update({"WORLD_SIZE": str(processes), "RANK": str(rank), STORE: store})
+    if saving is not None:
+        CheckpointManager.save = saving(rank, CheckpointManager.save)  # type: ignore[method-assign]
+    try:
+        fit(order, run, resume=True, reporter=Reporter())
+    except UserError as error:
+        return str(error)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The results of runs that nothing has happened to, by strategy."""
+def ends() -> dict[tuple[str, int], dict[str, Any]]:
+    """The results of runs that nothing has happened to, by strategy and number of processes."""
     return {}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("operation", OPERATIONS)
+def cases() -> list[Any]:
+    """With one process all; with two those in which either fails, the first alone if it alone writes."""
+    one = [
+        (1, 0, strategy, operation, code) for strategy in ("ddp", "fsdp") for operation in OPERATIONS for code in CODES
+    ]
+    two = [(2, 0, "ddp", operation, errno.ENOSPC) for operation in OPERATIONS]
+    two += [(2, rank, "fsdp", operation, errno.EIO) for operation, rank in (("write", 1), ("fsync", 1), ("rename", 0))]
+    many = [
+        (2, rank, strategy, operation, code)
+        for strategy, ranks in (("ddp", (0,)), ("fsdp", (0, 1)))
+        for rank in ranks
+        for operation in OPERATIONS
+        for code in CODES
+        if (operation, rank) != ("rename", 1)
+    ]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in many if case not in two]
+    return [*one, *two, *slow]
+
+
+CODES = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+@pytest.mark.parametrize(("processes", "failing", "strategy", "operation", "code"), cases())
 def test_a_failed_save_is_an_error_and_the_old_checkpoint_loads(
     recipe: MakeRecipe,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: dict[str, dict[str, Any]],
+    ends: dict[tuple[str, int], dict[str, Any]],
+    processes: int,
+    failing: int,
+    strategy: str,
     operation: str,
     code: int,
-    strategy: str,
 ) -> None:
-    order = recipe(steps=12, validate_every=4, strategy=strategy, ema=0.5)
-    if strategy not in ends:
-        fit(order, tmp_path / "alone", reporter=Reporter())
-        ends[strategy] = result(tmp_path / "alone")
-    armed = False
+    order = recipe(steps=12, validate_every=4, strategy=strategy, ema=0.5, workers=processes)
+    kind, run = (strategy, processes), tmp_path / "run"
+    if kind not in ends:
+        assert train(order, tmp_path / "alone", processes) == [""] * processes
+        ends[kind] = result(tmp_path / "alone")
 
-    def arm() -> None:
-        nonlocal armed
-        armed = True
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(code, os.strerror(code))
 
-    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if armed:
-                raise OSError(code, os.strerror(code))
-            return original(*args, **kwargs)
+    def saving(rank: int, save: Save) -> Save:
+        def save_or_fail(manager: CheckpointManager, progress: Any) -> None:
+            if rank == failing and progress.step == 8:
+                for module, name in OPERATIONS[operation]:
+                    setattr(module, name, fail)
+            save(manager, progress)
 
-        return call
+        return save_or_fail
 
-    with monkeypatch.context() as patch:
-        for module, name in OPERATIONS[operation]:
-            patch.setattr(module, name, failing(getattr(module, name)))
-        with pytest.raises(UserError, match=os.strerror(code)):
-            fit(order, tmp_path / "run", reporter=AtValidation(8, arm))
-    assert [p.name for p in (tmp_path / "run/training").glob("step-*")] == ["step-00000004"]
-    fit(order, tmp_path / "run", resume=True, reporter=Reporter())
-    again = result(tmp_path / "run")
-    assert {what: again[what] for what in ("tensors", "log")} == {
-        what: ends[strategy][what] for what in ("tensors", "log")
-    }
-    assert not [p for p in (tmp_path / "run").rglob("*") if p.name.endswith((".tmp", ".old"))]
+    messages = train(order, run, processes, saving)
+    assert os.strerror(code) in messages[0], messages
+    assert all(message and "Traceback" not in message for message in messages), messages
+    assert [p.name for p in (run / "training").glob("step-*")] == ["step-00000004"]
+    assert train(order, run, processes) == [""] * processes
+    again = result(run)
+    assert {what: again[what] for what in ("tensors", "log")} == {what: ends[kind][what] for what in ("tensors", "log")}
+    assert not [p for p in run.rglob("*") if p.name.endswith((".tmp", ".old"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "kills"), [("ddp", 200), ("fsdp", 200)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_kills_inside_a_save(
-    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, kills: int
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, strategy: str
 ) -> None:
-    """Each resumed process saves after every step and is killed in one of its saves; the end is always the same."""
+    """Every start saves after each step, and one of its processes is killed in a save; the end is always the same."""
     monkeypatch.setattr("regard.training.trainer.CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr("regard.training.trainer.SAVING_SHARE", 1.0)
+    kills = 200
     steps = 4 * kills + 10  # a process is killed in its fourth save at the latest
-    order = recipe(steps=steps, validate_every=50, strategy=strategy, ema=0.5)
-    fit(order, tmp_path / "alone", reporter=Reporter())
+    order = recipe(steps=steps, validate_every=50, strategy=strategy, ema=0.5, workers=processes)
+    assert train(order, tmp_path / "alone", processes) == [""] * processes
     run = tmp_path / "run"
     shutil.copytree(tmp_path / "alone/training/data", run / "training/data")
-    killed = 0
-    while killed < kills:
-        child = os.fork()
-        if child == 0:
-            _train_and_be_killed(order, run, random.Random(killed))
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        killed += 1
-    fit(order, run, resume=True, reporter=Reporter())
+    for kill in range(kills):
+        draw = random.Random(kill)
+        victim, dying = draw.randrange(processes), partial(_dying, draw.randint(1, 4), draw.random() * 0.02)
+        ended = train(order, run, processes, partial(_in_process, victim, dying))
+        assert ended[victim] == KILLED, ended
+        assert all("another training process has ended" in other for other in ended if other != KILLED), ended
+    assert train(order, run, processes) == [""] * processes
     end, alone = result(run), result(tmp_path / "alone")
     assert (end["tensors"], end["log"], end["names"]) == (alone["tensors"], alone["log"], alone["names"])
 
 
-def _train_and_be_killed(order: Any, run: Path, draw: random.Random) -> None:
-    """In a forked process: kill it at a random moment of one of the first saves."""
-    save = regard.training.checkpoint.CheckpointManager.save
-    number, delay = draw.randint(1, 4), draw.random() * 0.02
+def _in_process(victim: int, dying: Callable[[Save], Save], rank: int, save: Save) -> Save:
+    return dying(save) if rank == victim else save
 
-    def save_and_die(self: Any, progress: Any) -> None:
+
+def _dying(number: int, delay: float, save: Save) -> Save:
+    """A function that saves, until the process is killed in the save with this number, so long after its beginning."""
+
+    def save_and_die(manager: CheckpointManager, progress: Any) -> None:
         nonlocal number
         number -= 1
         last = number == 0
@@ -132,14 +182,8 @@ def _train_and_be_killed(order: Any, run: Path, draw: random.Random) -> None:
             time.sleep(delay)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
-        save(self, progress)
+        save(manager, progress)
         if last:  # it was quicker than the kill
             time.sleep(1)
 
-    regard.training.checkpoint.CheckpointManager.save = save_and_die  # type: ignore[method-assign]
-    try:
-        fit(order, run, resume=True, reporter=Reporter())
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    return save_and_die

@@ -16,7 +16,7 @@ from backwards import MakeRecipe
 from regard.errors import UserError
 from regard.training.fit import fit
 from regard.training.report import LOG, Event, Reporter, read_log
-from regard.training.sinks import SINKS, TENSORBOARD, Reporters, Sink, numbers_of, reporter_with_sinks
+from regard.training.sinks import SINKS, TENSORBOARD, Reporters, Sink, numbers_of, with_sinks
 from regard.training.trainer import Stopped
 
 Numbers = set[tuple[str, int, float]]
@@ -140,12 +140,12 @@ def test_a_missing_library_is_named_with_its_command(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     with pytest.raises(UserError, match=f"--log {name}: needs the package {name}: pip install "):
-        reporter_with_sinks([name], tmp_path)
+        with_sinks(Reporter(), [name], tmp_path)
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):
-        reporter_with_sinks(["tensorbord"], tmp_path)
+        with_sinks(Reporter(), ["tensorbord"], tmp_path)
 
 
 @pytest.mark.parametrize("fake", ["mlflow"], indirect=True)

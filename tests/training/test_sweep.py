@@ -21,9 +21,11 @@ from regard.data import prepare as preparing
 from regard.errors import UserError
 from regard.recipe import Recipe, assign, load_recipe
 from regard.run import WEIGHTS
-from regard.training import sweep as sweeping
+from regard.training import ray_tune, sinks
 from regard.training.fit import fit
+from regard.training.ray_tune import choose_cluster, run_on_ray
 from regard.training.report import Reporter
+from regard.training.sinks import Sink
 from regard.training.sweep import SWEEP, Point, describe_sweep, make_points, run_sweep, split_values
 from regard.training.trainer import Stopped
 from toykit import call, small
@@ -44,8 +46,7 @@ def make(recipe: MakeRecipe) -> Make:
     return changed
 
 
-def quiet(run: Path) -> Reporter:
-    return Reporter()
+quiet = Reporter
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -121,13 +122,16 @@ def test_a_run_that_diverges_is_a_row(make: Make, tmp_path: Path) -> None:
 
 
 class StopAt(Reporter):
-    """Sends a signal in a step of one of the runs."""
+    """Sends a signal in a step of the second run."""
 
-    def __init__(self, run: Path, number: int) -> None:
-        self._number = number if run.name == "seed=2" else 0
+    def __init__(self, number: int) -> None:
+        self._number, self._second = number, False
+
+    def say(self, text: str) -> None:
+        self._second |= text.startswith("run 2 of ")
 
     def tick(self, step: int, done: float, seconds: float) -> None:
-        if self._number and step == 2:
+        if self._second and step == 2:
             os.kill(os.getpid(), self._number)
 
 
@@ -137,7 +141,7 @@ def test_a_signal_stops_the_sweep_and_resuming_ends_it_the_same(
 ) -> None:
     points = make_points(["seed=1,2,3"], make)
     with pytest.raises(Stopped) as stop:
-        run_sweep(points, tmp_path / "sweep", False, lambda run: StopAt(run, number))
+        run_sweep(points, tmp_path / "sweep", False, lambda: StopAt(number))
     states = [row["state"] for row in json.loads((tmp_path / "sweep" / SWEEP).read_text())["runs"]]
     assert stop.value.code == code and states == ["finished", "stopped", "waiting"]
     with pytest.raises(UserError, match="there is a sweep already"):
@@ -152,25 +156,44 @@ def test_a_signal_stops_the_sweep_and_resuming_ends_it_the_same(
 
 def test_the_command_line_shows_the_table(make: Make, tmp_path: Path) -> None:
     (data,), out = make([]).data.train or (), tmp_path / "sweep"
-    order = ("train", "--data", data, "--out", out, "--steps", 2, "--workers", 1, *small())
+    order = ("train", "--data", data, "--out", out, "--steps", 2, "--workers", 1, "--ray", "off", *small())
     result = call(*order, "--sweep", "dropout=0.1,0", "--sweep", "seed=1,2", "--sweep-random", 3)
     assert result.code == 0, result.err
     header, *rows = [line.split("\t") for line in result.lines]
     assert header == ["dropout", "seed", "result", "steps", "time", "run"] and len(rows) == 3
     assert all((out / row[-1] / WEIGHTS).is_file() and row[3] == "2" for row in rows)
     assert f"best: {out}/dropout=" in result.err
-    assert "holds a sweep" in call(*order, "--resume").err
     assert "did you mean 'dropout'?" in call(*order, "--sweep", "dropuot=1").err
+    order = order[: order.index("--ray")]
+    assert "holds a sweep" in call(*order, "--resume").err
     assert "belongs to --sweep" in call(*order, "--sweep-random", 3).err
     stdin = ("train", "--data", "-", "--out", tmp_path / "stdin", "--sweep", "seed=1,2", "--task", "lm")
     assert "which stdin (-) gives once" in call(*stdin, "--preset", "gpt-tiny").err
+
+
+def test_ray_tune_is_used_where_it_is_installed_and_pays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*settings: str, asked: str | None = None, runs: int = 3) -> str | None:
+        seeds = ",".join(map(str, range(runs)))
+        return choose_cluster(make_points([f"seed={seeds}"], lambda more: make([*more, *settings])), asked)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_tune, "cores", lambda: 4)
+    monkeypatch.setattr(ray_tune, "find_spec", lambda name: None)
+    assert (chosen("workers=1"), chosen(asked="local"), chosen(asked="off")) == (None, "local", None)
+    monkeypatch.setattr(ray_tune, "find_spec", lambda name: name == "ray")
+    assert (chosen(), chosen("workers=2"), chosen("workers=3")) == ("local", "local", None)
+    assert (chosen(asked="off"), chosen(asked="auto"), chosen(runs=1)) == (None, "auto", None)
+    monkeypatch.setattr(ray_tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ray_tune.torch.cuda, "device_count", lambda: 2)
+    assert (chosen(), chosen("device=cuda"), chosen("device=cuda", "workers=2")) == (None, "local", None)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert (chosen("workers=3"), chosen(asked="off")) == ("auto", None)
 
 
 def test_only_a_sweep_goes_to_a_cluster(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (data,) = make([]).data.train or ()
     order = ("train", "--data", data, "--out", tmp_path / "sweep", "--ray", "local")
     assert "--ray: belongs to --sweep" in call(*order).err
-    assert "--log: runs on a Ray cluster" in call(*order, "--sweep", "seed=1,2", "--log", "tensorboard").err
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "--ray needs ray, which is not installed" in call(*order, "--sweep", "seed=1,2").err
 
@@ -254,7 +277,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> SetUp:
     def set_up(*endings: str, **resources: int) -> tuple[FakeRay, list[list[str]]]:
         fake = FakeRay(*endings, **resources)
         monkeypatch.setitem(sys.modules, "ray", fake)
-        monkeypatch.setattr(sweeping, "_train", train)
+        monkeypatch.setattr(ray_tune, "train_point", train)
         return fake, seen
 
     return set_up
@@ -263,7 +286,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> SetUp:
 def test_on_ray_rows_are_written_as_trials_end(make: Make, tmp_path: Path, ray: SetUp) -> None:
     fake, seen = ray("report", "crash", "early", "report")
     points, out = make_points(["seed=1,2,3,4"], make), tmp_path / "sweep"
-    sweep = run_sweep(points, out, False, quiet, "local")
+    sweep = run_on_ray(points, out, False, quiet(), "local")
     assert seen == [["waiting"] * 4, ["finished", "failed", "failed", "waiting"]]
     assert states(out) == ["finished", "failed", "failed", "finished"] and not fake.connected
     assert [row.error for row in sweep.rows[1:3]] == ["killed by signal 9", "its process has ended"]
@@ -284,21 +307,47 @@ def test_on_ray_a_signal_stops_the_sweep(make: Make, tmp_path: Path, ray: SetUp,
     fake, _ = ray("report", number.name, "report")
     points, out = make_points(["seed=1,2,3"], make), tmp_path / "sweep"
     with pytest.raises(Stopped) as stop:
-        run_sweep(points, out, False, lambda run: Said(messages), "local")
+        run_on_ray(points, out, False, Said(messages), "local")
     assert stop.value.code == 128 + number and not fake.connected
     assert states(out) == ["finished", "stopped", "waiting"]
-    assert messages == ["the sweep stopped; the same command with --resume goes on"]
+    assert messages[0].startswith("Ray Tune trains 3 runs, as many at once as there is room for, each with 1 process ")
+    assert messages[1:] == ["the sweep stopped; the same command with --resume goes on"]
     assert [signal.getsignal(each) for each in (number, signal.SIGINT)] == handlers
     ray("report", "report", "report")
-    run_sweep(points, out, True, quiet, "local")
+    run_on_ray(points, out, True, quiet(), "local")
     assert states(out) == ["finished"] * 3
+
+
+def test_on_ray_events_go_to_sinks(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[str]] = {}
+
+    class Sent(Sink):
+        name, package, module, command = "sent", "json", "json", ""
+
+        def start(self, library: Any) -> None:
+            seen[self.run.name] = []
+
+        def facts(self, facts: Any) -> None:
+            seen[self.run.name].append("start")
+
+        def numbers(self, numbers: Any, step: int) -> None:
+            seen[self.run.name].append(f"{step}")
+
+        def finish(self) -> None:
+            seen[self.run.name].append("end")
+
+    monkeypatch.setattr(sinks, "SINKS", {"sent": Sent})
+    monkeypatch.setitem(sys.modules, "ray", FakeRay("report", "report"))
+    run_on_ray(make_points(["seed=1,2"], make), tmp_path / "sweep", False, quiet(), "local", ["sent"])
+    assert seen.keys() == {"seed=1", "seed=2"}
+    assert all(events[0] == "start" and "4" in events and events[-1] == "end" for events in seen.values())
 
 
 def test_on_ray_trials_without_a_result_were_stopped(make: Make, tmp_path: Path, ray: SetUp) -> None:
     """As Ray Tune returns them when it was interrupted in its own way; the last one had not begun."""
     ray("report", "stopped")
     with pytest.raises(Stopped) as stop:
-        run_sweep(make_points(["seed=1,2,3"], make), tmp_path / "sweep", False, quiet, "local")
+        run_on_ray(make_points(["seed=1,2,3"], make), tmp_path / "sweep", False, quiet(), "local")
     assert stop.value.code == 130 and states(tmp_path / "sweep") == ["finished", "stopped", "waiting"]
 
 
@@ -306,13 +355,13 @@ def test_on_ray_a_process_has_a_processor_and_with_cuda_a_gpu(make: Make, tmp_pa
     for settings, wanted in ((["workers=2"], (2, 0)), (["workers=2", "device=cuda"], (2, 2)), (["workers=0"], (1, 0))):
         fake, _ = ray("report", gpus=2)
         points = make_points(["seed=1"], lambda more, settings=settings: make([*more, *settings]))
-        run_sweep(points, tmp_path / ",".join(settings), False, quiet, "local")
+        run_on_ray(points, tmp_path / ",".join(settings), False, quiet(), "local")
         assert fake.asked == dict(zip(("cpu", "gpu"), wanted, strict=True))
     for settings, message in ((["workers=8"], "8 processors, and .* has 4"), (["device=cuda"], "1 GPU, and .* has 0")):
         fake, _ = ray("report")
         points = make_points(["seed=1"], lambda more, settings=settings: make([*more, *settings]))
         with pytest.raises(UserError, match=f"--ray local: a run takes {message}"):
-            run_sweep(points, tmp_path / message[:1], False, quiet, "local")
+            run_on_ray(points, tmp_path / message[:1], False, quiet(), "local")
         assert not fake.connected
 
 

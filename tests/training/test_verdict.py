@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from regard.data.plain import Stream
 from regard.decode.hypothesis import Hypothesis
-from regard.recipe import Train
-from regard.training.verdict import at_chance, degenerate, still_improving
+from regard.recipe import Train, load_recipe
+from regard.training import verdict
+from regard.training.fit import fit
+from regard.training.report import Reporter
+from regard.training.verdict import at_chance, degenerate, no_better_than_frequencies, still_improving
 
 
 def log(values: list[float], metric: str) -> list[dict[str, Any]]:
@@ -58,3 +65,42 @@ def test_a_classifier_at_chance() -> None:
     assert "hardly better" in str(at_chance(10.0, labels))
     assert at_chance(70.0, labels) is None
     assert at_chance(100.0, ["a"] * 5) is None
+
+
+def test_a_language_model_that_knows_only_how_often_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = np.asarray([0.5, 0.25, 0.125, 0.125])
+    entropy = float(-(shares * np.log(shares)).sum())
+    ids = np.random.default_rng(1).choice(4, 40_000, p=shares).astype(np.uint16)
+    train, valid = Stream(ids[:30_000], 30_000), Stream(ids[30_000:], 10_000)
+    remark = no_better_than_frequencies(entropy, train, valid)
+    assert f"its loss is {entropy:.2f}, that of the frequencies of tokens {entropy:.2f}" in str(remark)
+    assert no_better_than_frequencies(2 * entropy, train, valid) is not None
+    assert no_better_than_frequencies(0.9 * entropy, train, valid) is None
+    monkeypatch.setattr(verdict, "WINDOW", 100)  # a long text is counted in parts
+    assert no_better_than_frequencies(entropy, train, valid) is not None
+    assert no_better_than_frequencies(0.9 * entropy, train, valid) is None
+    one = Stream(np.zeros(50, np.uint16), 50)
+    assert no_better_than_frequencies(0.001, one, one) is None  # nothing can be better
+    unseen = Stream(np.asarray([9, 9], np.uint16), 2)
+    assert no_better_than_frequencies(1.0, one, unseen) is None
+
+
+def test_a_run_on_plain_text_is_judged(tmp_path: Path) -> None:
+    """Random letters cannot be predicted; letters in a fixed order can."""
+    chance = random.Random(3)
+    for name, text in (("noise", "".join(chance.choices("abcdefgh", k=4000))), ("order", "abcdefgh" * 500)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        data = {"task": "lm", "data": {"train": str(tmp_path / f"{name}.txt")}, "text": {"source_tokens": "char"}}
+        train = {"steps": 40, "lr": 1e-2, "batch_tokens": 512, "context": 32, "workers": 1, "metric": "loss"}
+        reporter = Said()
+        fit(load_recipe({**data, "preset": "llama-tiny", "train": train}), tmp_path / name, reporter=reporter)
+        told = [line for line in reporter.lines if "hardly better than one that does not read the text" in line]
+        assert len(told) == (name == "noise"), (name, reporter.lines)
+
+
+class Said(Reporter):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)

@@ -14,8 +14,9 @@ from regard.errors import UserError
 from regard.presets import changed_recipe
 from regard.recipe import Data, Recipe, Text, Train, load_recipe
 from regard.training.fit import fit
-from regard.training.report import format_duration, format_score
-from regard.training.sinks import reporter_with_sinks
+from regard.training.ray_tune import choose_cluster, run_on_ray
+from regard.training.report import format_duration, format_score, make_reporter
+from regard.training.sinks import with_sinks
 from regard.training.sweep import SWEEP, Sweep, describe_sweep, make_points, run_sweep
 
 EXAMPLE = "regard train --data pairs.tsv --out runs/first --minutes 5"
@@ -58,7 +59,7 @@ def command(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Train the runs of --sweep by Ray Tune, on a cluster: local, auto or HOST:PORT.",
+            help="Where Ray Tune trains the runs of --sweep: local, auto or HOST:PORT; off: one after the other, here.",
             rich_help_panel=EXPERIMENTS,
         ),
     ] = None,
@@ -82,12 +83,14 @@ def command(
         changed = f"{recipe} and the command line" if options or settings or more else recipe
         return load_recipe(tables, "command line" if recipe is None else str(changed))
 
-    reporter = reporter_with_sinks(log or [], Path(out))
+    reporter = with_sinks(make_reporter(), log or [], Path(out))
     if sweep:
         points = make_points(sweep, make_recipe, sweep_random)
-        if ray is not None and log:
-            raise UserError("--log: runs on a Ray cluster have their log.jsonl alone; leave out --log or --ray")
-        result = run_sweep(points, out, resume, lambda run: reporter_with_sinks(log or [], run), ray)
+        cluster = choose_cluster(points, ray)
+        if cluster is None:
+            result = run_sweep(points, out, resume, make_reporter, log or [])
+        else:
+            result = run_on_ray(points, out, resume, make_reporter(), cluster, log or [])
         _print_sweep(result)
         if all(row.state == "failed" for row in result.rows):
             raise UserError(f"{out}: every run of the sweep failed")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from hashlib import blake2b
-from os.path import exists, isfile
+from os.path import exists, getsize, isfile
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ PART = 1 << 40  # the position of an example is the number of its line, plus so 
 DUPLICATE = "pair that came before"
 PARTITIONS = 64  # of hashes sorted at a time
 NAMED = 3  # entries in messages
+PACKED = 3  # bytes of text in a byte of a compressed file, or so
 
 Mask = NDArray[np.bool_]
 
@@ -90,6 +91,12 @@ class Corpora:
             return self.parts[0].name
         more = len(self.entries) - NAMED
         return ", ".join(self.entries[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+    @property
+    def text_size(self) -> int:
+        """About how many bytes of text there are."""
+        packed = (".gz", ".zst", ".parquet")
+        return sum(getsize(path) * (PACKED if path.endswith(packed) else 1) for path in self.paths)
 
     def corpora(self) -> list[range]:
         """The numbers of the files of each corpus."""

@@ -1,17 +1,24 @@
-"""Examples as ids, many at a time: rows of bytes that are written as they are, and a count of what does not fit."""
+"""Examples as ids, many at a time: rows of bytes that are written as they are, and a count of what does not fit.
+
+Blocks of the corpora become shards, by other processes if there are many; this module is the one that these run.
+"""
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regard.data.corpora import Block, Corpora
+from regard.data.formats import SOURCES
 from regard.data.holdout import Splitter
 from regard.data.reader import LONG, LineCounter, Located
+from regard.data.shards import BLOCK, Message, codec_settings, make_shards, serve
 from regard.errors import plural
 from regard.recipe import Data
 from regard.text.codec import Codec, Example
@@ -201,6 +208,9 @@ class ExampleEncoder:
         return np.flatnonzero(~bad).tolist()
 
 
+# Shards
+
+
 class Shard(NamedTuple):
     """A block as ids: what is for training, what was held out, as examples too, and the count of its lines."""
 
@@ -209,12 +219,43 @@ class Shard(NamedTuple):
     examples: list[Example]
     counts: dict[str, Any]
 
+    def message(self) -> Message:
+        parts = [
+            part
+            for rows in (self.train, self.valid)
+            for part in (rows.source, rows.target, *(each.tobytes() for each in rows[2:]))
+        ]
+        return Message({"examples": self.examples, "counts": self.counts}, parts)
+
+    @classmethod
+    def of(cls, message: Message) -> Shard:
+        parts = message.parts
+        train, valid = (
+            Rows(source, target, *(np.frombuffer(each, np.int64) for each in numbers))
+            for source, target, *numbers in (parts[:5], parts[5:])
+        )
+        return cls(train, valid, [Example(*row) for row in message.header["examples"]], message.header["counts"])
+
 
 class BlockEncoder:
     """Reads a block, holds out what is for validation, and makes a shard of it."""
 
+    module = "regard.data.encoding"
+
     def __init__(self, corpora: Corpora, encoder: ExampleEncoder, splitter: Splitter | None, strict: bool) -> None:
         self.corpora, self.encoder, self.splitter, self.strict = corpora, encoder, splitter, strict
+
+    def encode_all(self, path: Path, processes: int) -> Iterator[Shard]:
+        """The shards of all blocks, in order, by up to so many processes; the codec was saved in `path`."""
+        requests = map(_request, self.corpora.blocks(BLOCK))
+        for _, shard in make_shards(self, requests, path, processes, self.corpora.text_size):
+            yield Shard.of(shard)
+
+    def make(self, request: Message) -> Message:
+        """Make the shard of a block."""
+        *texts, mask = request.parts
+        duplicates = np.frombuffer(mask, np.bool_) if request.header["marked"] else None
+        return self.encode(Block(request.header["part"], (request.header["first"], tuple(texts)), duplicates)).message()
 
     def encode(self, block: Block) -> Shard:
         counter = LineCounter(self.strict)
@@ -229,3 +270,47 @@ class BlockEncoder:
         for position, reason, detail in sorted(skipped):
             counter.skip(reason, self.corpora.location(position), detail)
         return Shard(train_rows, valid_rows, [valid[index].example for index in kept], counter.counts())
+
+    def settings(self) -> dict[str, Any]:
+        chosen = sorted(self.splitter.chosen) if self.splitter else None
+        return {
+            **codec_settings(self.encoder.codec),
+            "labels": self.encoder.labels,
+            "limits": self.encoder.limits,
+            "held_out": chosen and [[checksum, digest.hex()] for checksum, digest in chosen],
+            "strict": self.strict,
+            "parts": [[type(part).__name__, *part] for part in self.corpora.parts],
+            # Of these a block has the numbers alone, not the text.
+            "row_groups": [_stamp(part.paths[0]) for part in self.corpora.parts if not part.in_blocks],
+        }
+
+    @classmethod
+    def restore(cls, settings: dict[str, Any], codec: Codec) -> BlockEncoder:
+        """The encoder that settings describe."""
+        parts = []
+        for kind, *fields in settings["parts"]:
+            fields = [tuple(field) if isinstance(field, list) else field for field in fields]
+            parts.append(SOURCES[kind](*fields))
+        corpora = Corpora(tuple(parts), (len(parts),), ())
+        held_out = settings["held_out"]
+        splitter = None
+        if held_out is not None:
+            splitter = Splitter((checksum, bytes.fromhex(digest)) for checksum, digest in held_out)
+        encoder = ExampleEncoder(codec, Limits(*settings["limits"]), settings["labels"])
+        return cls(corpora, encoder, splitter, settings["strict"])
+
+
+def _request(block: Block) -> Message:
+    first, texts = block.chunk
+    mask = b"" if block.duplicates is None else block.duplicates.tobytes()
+    header = {"part": block.part, "first": first, "marked": block.duplicates is not None}
+    return Message(header, (*texts, mask))
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    state = os.stat(path)
+    return state.st_size, state.st_mtime_ns
+
+
+if __name__ == "__main__":
+    serve(BlockEncoder.restore)

@@ -16,7 +16,6 @@ from regard.data.encoding import RATIO, SHORT, BlockEncoder, ExampleEncoder, Lim
 from regard.data.formats import named_columns
 from regard.data.holdout import MAX_VALID, Splitter
 from regard.data.reader import CHUNK, LineCounter, read_lines
-from regard.data.shards import encode_blocks, text_size
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
@@ -88,7 +87,7 @@ def make_pairs(
     # Validation data of the user's own is not filtered; but what is too long for training is so for validation.
     valid_encoder = ExampleEncoder(codec, Limits(limits.max_length), labels) if valid else encoder
     valid_writer = CorpusWriter(path / "valid", valid_encoder)
-    for shard in encode_blocks(BlockEncoder(train, encoder, splitter, strict), path, shards_of(path), processes):
+    for shard in BlockEncoder(train, encoder, splitter, strict).encode_all(path, processes):
         counter.add(shard.counts)
         train_writer.write(shard.train)
         valid_writer.write(shard.valid)
@@ -116,11 +115,6 @@ def make_pairs(
     notes.extend(_unknown_notes(codec, train_writer, examples, labelled))
     counts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
     return {"text": codec.config.model_dump(), "labels": labels, "notes": notes, "accounts": counts}
-
-
-def shards_of(path: Path) -> Path:
-    """Where the shards are kept while data is prepared in `path`, so that the next one finds them if it is killed."""
-    return path.with_name(path.name.removesuffix(".tmp") + ".shards")
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -176,7 +170,7 @@ def _blocks_per_sample(train: Corpora, lines: int, wanted: int) -> int:
     It is 1 if the blocks that are left would be too few to stand for all.
     """
     every = max(1, lines // max(1, wanted))
-    return every if text_size(train) // CHUNK >= MANY_BLOCKS * every else 1
+    return every if train.text_size // CHUNK >= MANY_BLOCKS * every else 1
 
 
 def _require_examples(what: str, writer: CorpusWriter, source: Corpora, counter: LineCounter, limits: Limits) -> None:

@@ -1,14 +1,15 @@
 """Plain text: files become a tokenizer and two streams of ids, for training and for validation.
 
-The rows of a JSONL or Parquet file are texts that follow each other, each of one line or several.
+The rows of a JSONL or Parquet file are texts that follow each other, each of one line or several. Parts of a long text
+become shards, by other processes if there are many; this module is the one that these run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.data.corpora import Corpora
-from regard.data.corpus import CHUNK_TEXT, Flat, Row, append
+from regard.data.corpus import Flat, Row, append
 from regard.data.encoding import dtype_for
 from regard.data.formats import named_columns, open_table
 from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source
+from regard.data.shards import BLOCK, Message, codec_settings, make_shards, serve
 from regard.data.streams import open_bytes
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
@@ -38,7 +40,7 @@ MAX_VALID = 1_000_000  # characters
 def make_text(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write a tokenizer and two streams into `path`; return the record of it. The tokenizer has threads of its own."""
+    """Write a tokenizer and two streams into `path`, with up to so many processes; return the record of it."""
     strict = recipe.data.strict
     counter, valid_counter = LineCounter(strict), LineCounter(strict)
     sample, characters = scan_text(train, counter)
@@ -49,11 +51,15 @@ def make_text(
     codec.save(path)
     train_writer = StreamWriter(path / "train", codec.source)
     valid_writer = StreamWriter(path / "valid", codec.source)
-    for piece, held_out in divide(_corpus_by_corpus(train, train_writer.end_corpus), split):
-        (valid_writer if held_out else train_writer).add(piece)
-    for piece in read_pieces(valid, valid_counter) if valid else ():
-        valid_writer.add(piece)
-    train_writer.finish()
+    requests = _requests(_divided(train, valid, split, valid_counter))
+    total = train.text_size + (valid.text_size if valid else 0)
+    for request, shard in make_shards(PieceEncoder(codec), requests, path, processes, total):
+        (ids,), size = shard.parts, request.header["characters"]
+        if request.header["held_out"]:
+            valid_writer.write(ids, size)
+        else:
+            train_writer.write(ids, size, request.header["corpus"])
+    train_writer.finish(len(train.sizes))
     valid_writer.finish()
     notes.append(f"training: {train_writer.summary()} from {train.name}, {counter.summary()}")
     if valid:
@@ -138,13 +144,6 @@ def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]
                     counter.skip(ENCODING, part.location(number))
 
 
-def _corpus_by_corpus(train: Corpora, ended: Callable[[], None]) -> Iterator[str]:
-    """The pieces of all corpora; `ended` is called when all of one have been taken."""
-    for files in train.corpora():
-        yield from read_pieces(replace(train, parts=train.parts[files.start : files.stop]), LineCounter())
-        ended()
-
-
 def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:
     """Lines or parts of long lines, with the number of the line, and whether it begins and ends here."""
     rest, number, begins = b"", 1, True
@@ -189,49 +188,101 @@ def divide(pieces: Iterator[str], at: int) -> Iterator[tuple[str, bool]]:
             yield piece[before:], True
 
 
+Part = tuple[str, bool, int]  # a piece of the text, whether it is held out, and the number of its corpus
+
+
+def _divided(train: Corpora, valid: Corpora | None, split: int, counter: LineCounter) -> Iterator[Part]:
+    """The pieces of all texts: of the first `split` characters for training, then of what is held out."""
+    left = split
+    for number, files in enumerate(train.corpora()):
+        corpus = replace(train, parts=train.parts[files.start : files.stop])
+        for piece, held_out in divide(read_pieces(corpus, LineCounter()), left):
+            left -= 0 if held_out else len(piece)
+            yield piece, held_out, number
+    for piece in read_pieces(valid, counter) if valid else ():
+        yield piece, True, len(train.sizes)
+
+
+def _requests(parts: Iterator[Part]) -> Iterator[Message]:
+    """Pieces that follow each other and have the same place, about as many as a shard holds."""
+    for (held_out, corpus), same in groupby(parts, key=lambda part: part[1:]):
+        pieces: list[str] = []
+        characters = 0
+        for piece, *_ in same:
+            pieces.append(piece)
+            characters += len(piece)
+            if characters >= BLOCK:
+                yield _request(pieces, held_out, corpus)
+                pieces, characters = [], 0
+        if pieces:
+            yield _request(pieces, held_out, corpus)
+
+
+def _request(pieces: Sequence[str], held_out: bool, corpus: int) -> Message:
+    text = "".join(pieces)
+    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    header = {"held_out": held_out, "corpus": corpus, "characters": len(text)}
+    return Message(header, (text.encode(), lengths.tobytes()))
+
+
+class PieceEncoder:
+    """Makes shards of pieces: their ids, one after the other."""
+
+    module = "regard.data.plain"
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._dtype = dtype_for(codec.source.size)
+
+    def make(self, request: Message) -> Message:
+        text, lengths = request.parts[0].decode(), np.frombuffer(request.parts[1], np.int64)
+        ends = np.cumsum(lengths)
+        pieces = [text[begin:end] for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+        ids = np.fromiter(chain.from_iterable(self.codec.source.encode(pieces)), self._dtype)
+        return Message({}, (ids.tobytes(),))
+
+    def settings(self) -> dict[str, Any]:
+        return codec_settings(self.codec)
+
+    @classmethod
+    def restore(cls, settings: dict[str, Any], codec: Codec) -> PieceEncoder:
+        return cls(codec)
+
+
 class StreamWriter:
-    """Tokenise a text and write it, chunk by chunk, between two end tokens; after `finish` it is complete."""
+    """Writes ids between two end tokens; after `finish` they are complete."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         self.path = directory
         self.path.mkdir(parents=True)
         self.tokens = self.characters = self.unknown = 0  # counts of what was written
         self._corpora: list[int] = []  # how many tokens there are up to the end of each
-        self._tokenizer = tokenizer
+        self._ids = tokenizer.ids
         self._dtype = dtype_for(tokenizer.size)
-        self._waiting: list[str] = []
-        self._text = 0  # characters waiting
-        self._write([tokenizer.ids.eos])
+        self._write(np.asarray([self._ids.eos], self._dtype))
 
     def summary(self) -> str:
         return f"{self.tokens:,} tokens ({self.characters:,} characters)"
 
-    def add(self, piece: str) -> None:
-        self._waiting.append(piece)
-        self._text += len(piece)
-        if self._text >= CHUNK_TEXT:
-            self._flush()
+    def write(self, ids: bytes, characters: int, corpus: int = 0) -> None:
+        """Write ids of the corpus with this number, none of which is below that of the last ones."""
+        self._end_corpora(corpus)
+        self._write(np.frombuffer(ids, self._dtype))
+        self.characters += characters
 
-    def end_corpus(self) -> None:
-        """Note that a corpus has ended."""
-        self._flush()
-        self._corpora.append(self.tokens)
+    def _end_corpora(self, count: int) -> None:
+        """Note that so many corpora have ended."""
+        self._corpora += [self.tokens] * (count - len(self._corpora))
 
-    def _flush(self) -> None:
-        waiting, self._waiting, self._text = self._waiting, [], 0
-        with threads():
-            self._write(chain.from_iterable(self._tokenizer.encode(waiting)))
-        self.characters += sum(map(len, waiting))
+    def _write(self, ids: NDArray[Any]) -> None:
+        append(self.path / "text.bin", ids)
+        self.tokens += len(ids)
+        self.unknown += int(np.count_nonzero(ids == self._ids.unk))
 
-    def _write(self, ids: Iterable[int]) -> None:
-        flat = np.fromiter(ids, dtype=self._dtype)
-        append(self.path / "text.bin", flat)
-        self.tokens += len(flat)
-        self.unknown += int(np.count_nonzero(flat == self._tokenizer.ids.unk))
-
-    def finish(self) -> None:
-        self._flush()
-        self._write([self._tokenizer.ids.eos])
+    def finish(self, corpora: int = 1) -> None:
+        """Write the end of the text, which is that of so many corpora."""
+        self._end_corpora(corpora)
+        self._write(np.asarray([self._ids.eos], self._dtype))
         meta: dict[str, Any] = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
         if len(self._corpora) > 1:
             meta["corpora"] = self._corpora
@@ -284,3 +335,7 @@ def tokenize_text(pieces: Sequence[str], tokenizer: Tokenizer, name: str) -> Tok
     first = np.asarray([tokenizer.ids.eos], np.uint32)
     tokens, characters = (np.asarray(list(map(len, x)), np.int64) for x in (rows, pieces))
     return TokenizedText(np.concatenate([first, *rows]), tokens, characters)
+
+
+if __name__ == "__main__":
+    serve(PieceEncoder.restore)

@@ -27,9 +27,10 @@ from regard.data.corpora import Corpora
 from regard.data.corpus import Corpus
 from regard.data.images import Images, make_images
 from regard.data.memory import InMemory
-from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples, shards_of
+from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples
 from regard.data.plain import TEXT, Stream, make_text
 from regard.data.reader import MEMORY, Source
+from regard.data.shards import shards_of
 from regard.data.streams import STDIN, open_raw
 from regard.errors import UserError, plural
 from regard.files import LockHeld, hold_lock, replace_directory

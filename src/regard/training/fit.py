@@ -62,7 +62,7 @@ from regard.training.start import (
 from regard.training.step import unused_settings
 from regard.training.trainer import CAUGHT, Signals, Trainer
 from regard.training.validation import Validation, make_validation
-from regard.training.verdict import at_chance, judge_outputs, still_improving
+from regard.training.verdict import at_chance, judge_outputs, no_better_than_frequencies, still_improving
 
 
 class TrainingReport(NamedTuple):
@@ -306,6 +306,8 @@ def _finish(
     if best is not None and TASKS[recipe.task].labels:
         labels = [example.target for example in prepared.valid_examples] or prepared.valid.labels.tolist()
         remarks.append(at_chance(best.scores["accuracy"], labels))
+    if best is not None and TASKS[recipe.task].reads == "text" and not TASKS[recipe.task].seq2seq:
+        remarks.append(no_better_than_frequencies(best.scores["loss"], prepared.train, prepared.valid))
     for remark in filter(None, remarks):
         reporter.say(f"warning: {remark}")
     value = "" if best is None else f": {format_score(train.metric, best.value)} on the validation examples"

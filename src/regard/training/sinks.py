@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from regard.errors import UserError, install, one_of
-from regard.training.report import LOG, Event, Reporter, make_reporter, read_log
+from regard.training.report import LOG, Event, Reporter, read_log
 
 TENSORBOARD = "tensorboard"  # the directory of its files, in that of the run
 
@@ -183,10 +183,10 @@ class Reporters(Reporter):
             self.say(f"warning: --log {sink.name}: nothing more is sent: {type(error).__name__}: {error}")
 
 
-def reporter_with_sinks(names: Sequence[str], run: Path) -> Reporter:
-    """The display of the terminal and the sinks with these names; a missing library is a UserError."""
+def with_sinks(display: Reporter, names: Sequence[str], run: Path) -> Reporter:
+    """A display with the sinks of these names for a run; a missing library is a UserError."""
     for name in names:
         if name not in SINKS:
             raise one_of("--log", name, SINKS)
     sinks = [SINKS[name](run) for name in dict.fromkeys(names)]
-    return Reporters(make_reporter(), sinks) if sinks else make_reporter()
+    return Reporters(display, sinks) if sinks else display

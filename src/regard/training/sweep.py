@@ -1,29 +1,23 @@
 """A sweep: one run for each combination of some settings, and a table of what came out.
 
-Runs are trained one after the other, or as trials of Ray Tune on the machines of a cluster.
+Here runs are trained one after the other, by `training/ray_tune.py` as trials of Ray Tune.
 
 Every run is a directory of its own below that of the sweep and can be resumed, evaluated and continued like any other.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
-import signal
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from regard.data.streams import STDIN
-from regard.engines.ray_data import connected
 from regard.errors import UserError, is_out_of_memory, plural
 from regard.files import write_json
 from regard.metrics import LOWER_IS_BETTER
@@ -32,8 +26,8 @@ from regard.training.configure import check_model
 from regard.training.fit import TrainingReport, fit
 from regard.training.launch import has_launcher
 from regard.training.report import Reporter, format_score
+from regard.training.sinks import with_sinks
 from regard.training.start import open_base
-from regard.training.trainer import Signals, Stopped
 
 SWEEP = "sweep.json"
 CACHE = "data"  # below the directory of the sweep
@@ -179,15 +173,8 @@ def _check(point: Point) -> None:
         raise UserError(f"{', '.join(point.settings)}: {error}") from None
 
 
-def run_sweep(
-    points: Sequence[Point], out: str | Path, resume: bool, reporter: Callable[[Path], Reporter], ray: str | None = None
-) -> Sweep:
-    """Train every point; one that fails is noted in the table, and the others go on.
-
-    With `resume`, finished runs are left as they are, and one that was interrupted goes on. `reporter` makes that of a
-    run. A signal stops the run as `fit` does, and the sweep: Stopped is raised. `ray` is the address of a cluster to
-    train on; there a signal ends runs as a kill does, and they go on from their last checkpoints.
-    """
+def open_sweep(points: Sequence[Point], out: str | Path, resume: bool) -> tuple[Sweep, list[Point]]:
+    """Begin a sweep in a directory, or go on with the one there -> its table, and the points that share their data."""
     if has_launcher():
         raise UserError("--sweep: starts its runs itself; under torchrun start one run at a time")
     path = Path(out)
@@ -201,28 +188,34 @@ def run_sweep(
         raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
     sweep = Sweep(path, [Row(point.name, point.values()) for point in points])
     sweep.save()
-    points = [replace(point, recipe=_with_cache(point.recipe, path / CACHE)) for point in points]
-    if ray is not None:
-        try:
-            _train_on_ray(sweep, points, resume, ray)
-        except (SystemExit, KeyboardInterrupt):  # a signal
-            reporter(path).say("the sweep stopped; the same command with --resume goes on")
-            raise
-        return sweep
+    return sweep, [replace(point, recipe=_with_cache(point.recipe, path / CACHE)) for point in points]
+
+
+def run_sweep(
+    points: Sequence[Point], out: str | Path, resume: bool, display: Callable[[], Reporter], log: Sequence[str] = ()
+) -> Sweep:
+    """Train every point, one after the other; one that fails is noted in the table, and the others go on.
+
+    With `resume`, finished runs are left as they are, and one that was interrupted goes on. `display` makes that of a
+    run, and `log` names the sinks of its events. A signal stops the run, as `fit` does, and the sweep.
+    """
+    sweep, points = open_sweep(points, out, resume)
     for index, point in enumerate(points):
-        run = path / point.name
-        report = reporter(run)
-        report.say(f"run {index + 1} of {len(points)}: {point.name}")
+        run = sweep.path / point.name
+        reporter = with_sinks(display(), log, run)
+        reporter.say(f"run {index + 1} of {len(points)}: {point.name}")
         try:
-            sweep.update(index, **_train(point.recipe, run, resume, report))
+            sweep.update(index, **train_point(point.recipe, run, resume, reporter))
         except (SystemExit, KeyboardInterrupt):  # a signal
             sweep.update(index, state="stopped")
-            report.say(f"the sweep stopped at run {index + 1} of {len(points)}; the same command with --resume goes on")
+            reporter.say(
+                f"the sweep stopped at run {index + 1} of {len(points)}; the same command with --resume goes on"
+            )
             raise
     return sweep
 
 
-def _train(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
+def train_point(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
     """Train a run -> what its row says, also if it fails."""
     try:
         return _result(fit(recipe, run, resume, reporter))
@@ -236,108 +229,11 @@ def _train(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[
     return {"state": "failed", "error": problem}
 
 
-def _train_on_ray(sweep: Sweep, points: Sequence[Point], resume: bool, address: str) -> None:
-    """Train the points as trials of Ray Tune, as many at once as the cluster has processors, or GPUs, for.
-
-    All machines have the data and the directory of the sweep at the same paths. A run that does not say how many
-    processes it takes gets one. Each process gets a processor, and a GPU too if the device is cuda.
-    """
-    path = sweep.path.resolve()
-    recipes = [_with_workers(point.recipe, point.recipe.train.workers or 1) for point in points]
-    names = [point.name for point in points]
-    cpus = max(recipe.train.workers for recipe in recipes)
-    gpus = max(recipe.train.workers * recipe.train.device.startswith("cuda") for recipe in recipes)
-    running: set[int] = set()
-
-    def trial(config: dict[str, Any]) -> None:
-        import torch
-        from ray import tune
-
-        recipe, name = recipes[config["index"]], names[config["index"]]
-        torch.set_num_threads(1)
-        tune.report({"row": json.dumps(_train(recipe, path / name, resume, Reporter()))})
-
-    # What Ray keeps about trials is not needed afterwards; it may still write there until it is shut down.
-    with TemporaryDirectory(ignore_cleanup_errors=True) as storage, connected(address) as ray, Signals() as signals:
-        from ray import tune
-
-        if address == "local":  # elsewhere machines may join, for which Ray Tune waits
-            _require_room(ray.cluster_resources(), cpus, gpus)
-        os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # every signal has the same handler, which is ours
-        trainable = tune.with_resources(trial, {"cpu": cpus, "gpu": gpus})
-        space = {"index": tune.grid_search(list(range(len(points))))}
-        table = _table_callback(replace(sweep, path=path), running)
-        settings = tune.RunConfig(storage_path=storage, verbose=0, callbacks=[table])
-        try:
-            with signals.at_once():
-                results = list(tune.Tuner(trainable, param_space=space, run_config=settings).fit())
-        except (SystemExit, KeyboardInterrupt):
-            for index in sorted(running):
-                sweep.update(index, state="stopped")
-            if signals.received:  # Ray may have made a SystemExit(1) of what the handler raised
-                raise Stopped(signals.received) from None
-            raise
-    _take_results(sweep, results)
-
-
-def _require_room(resources: Mapping[str, float], cpus: int, gpus: int) -> None:
-    """Refuse runs that take more than all there is: Ray Tune would wait for it for ever."""
-    for name, noun, wanted in (("CPU", "processor", cpus), ("GPU", "GPU", gpus)):
-        if wanted > (there := int(resources.get(name, 0))):
-            raise UserError(f"--ray local: a run takes {plural(wanted, noun)}, and this machine has {there}")
-
-
-def _table_callback(sweep: Sweep, running: set[int]) -> Any:
-    """A callback of Ray Tune that writes the row of a trial when it ends, and keeps the indices of those that run.
-
-    With an address ray://HOST:PORT it works on a copy in the cluster, which writes to the same file.
-    """
-    from ray import tune
-
-    class TableCallback(tune.Callback):
-        def on_trial_start(self, *, trial: Any, **_: Any) -> None:
-            running.add(trial.config["index"])
-
-        def on_trial_result(self, *, trial: Any, result: dict[str, Any], **_: Any) -> None:
-            self._end(trial, **json.loads(result["row"]))
-
-        def on_trial_error(self, *, trial: Any, **_: Any) -> None:
-            self._end(trial, state="failed", error="its process has ended")
-
-        def _end(self, trial: Any, **changes: Any) -> None:
-            running.discard(trial.config["index"])
-            with suppress(UserError):  # a full disk: all rows are written again at the end
-                sweep.update(trial.config["index"], **changes)
-
-    return TableCallback()
-
-
-def _take_results(sweep: Sweep, results: Sequence[Any]) -> None:
-    """Write the rows of all trials; one that has neither a row nor an error was stopped, and so was the sweep."""
-    for result in results:
-        index = (result.config or {}).get("index")
-        if index is None:  # it ended before it could say anything
-            continue
-        if (row := (result.metrics or {}).get("row")) is not None:
-            sweep.update(index, **json.loads(row))
-        elif result.error is not None:
-            lines = str(result.error).strip().splitlines() or [type(result.error).__name__]
-            sweep.update(index, state="failed", error=lines[-1])
-        else:
-            sweep.update(index, state="stopped")
-    if any(row.state == "stopped" for row in sweep.rows):
-        raise Stopped(signal.SIGINT)
-
-
 def _with_cache(recipe: Recipe, cache: Path) -> Recipe:
     """Let the runs of a sweep share what is prepared of their data, unless the recipe names a cache."""
     if recipe.data.cache is not None:
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": str(cache.resolve())})})
-
-
-def _with_workers(recipe: Recipe, workers: int) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"workers": workers})})
 
 
 def _result(report: TrainingReport) -> dict[str, Any]:

@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.data.plain import Stream
 from regard.decode.generate import generate
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis
 from regard.decode.options import Options
@@ -18,6 +22,9 @@ LAST_PART = 0.25  # of the run
 FAST = 0.1  # improvement of the metric within it, as a share of its value
 CHANCE = 2.0  # percent by which a classifier must beat the most frequent label
 JUDGED = 100  # examples that are decoded to look at the outputs
+HARDLY = 0.05  # the share by which the loss of a language model must be below that of the frequencies of tokens
+WINDOWS = 64  # of a text from which tokens are counted
+WINDOW = 1 << 14  # tokens
 
 
 def still_improving(events: Sequence[dict[str, Any]], train: Train) -> str | None:
@@ -72,3 +79,24 @@ def at_chance(accuracy: float, labels: Sequence[Any]) -> str | None:
         return None
     always = f"the answer {label!r} to everything is right in {share:.1f} %"
     return f"the model is hardly better than chance ({always}); give it more time or data"
+
+
+def no_better_than_frequencies(loss: float, train: Stream, valid: Stream) -> str | None:
+    """A remark if a model of plain text predicts tokens hardly better than how often they come in the training text.
+
+    Its greedy outputs tell less: those of a good language model repeat themselves too.
+    """
+    seen, new = _some_tokens(train), _some_tokens(valid)
+    counts = np.bincount(seen, minlength=int(new.max()) + 1) + 1  # one more each: none has probability zero
+    frequencies = float(-np.log(counts[new] / counts.sum()).mean())
+    if loss < max((1 - HARDLY) * frequencies, HARDLY):  # of a text that is the same token everywhere both are zero
+        return None
+    how = f"its loss is {loss:.2f}, that of the frequencies of tokens {frequencies:.2f}"
+    return f"the model predicts hardly better than one that does not read the text ({how}); give it more time or data"
+
+
+def _some_tokens(stream: Stream) -> NDArray[np.int64]:
+    """Tokens from windows that are evenly spread over a text, or all of a short one."""
+    if len(stream) <= WINDOWS * WINDOW:
+        return stream.windows(np.zeros(1, np.int64), len(stream)).ravel()
+    return stream.windows(np.arange(WINDOWS) * ((len(stream) - WINDOW) // (WINDOWS - 1)), WINDOW).ravel()
