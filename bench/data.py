@@ -1,12 +1,13 @@
 """Large corpora: time and memory of preparing N pairs, of opening what is prepared, and of ordering and reading it.
 
     python bench/data.py --pairs 20000000
+    python bench/data.py --pairs 4000000 --task lm
 
 Writes tables of made-up sentences (about 60 bytes a side) with an eighth and all of the pairs, and for each of them
 prepares it as `regard train` does with a cache, then as a second run does that finds it there, orders epochs and reads
 batches, each in a process of its own. The table shows the peak of resident memory beyond that after the imports,
 a bound on that of the largest process that it started (Linux counts what the parent had then), the time, the CPU time
-of all, and pairs per second.
+of all, and pairs per second. With `--task lm` each pair is two lines of plain text, which is prepared and found again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ LINES = 10_000  # drawn at a time
 
 
 def write(path: Path, pairs: int) -> None:
+    """Sides with a tab between them, or as lines of a text."""
+    between = "\t" if path.suffix == ".tsv" else "\n"
     draw = np.random.default_rng(1)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(draw.choice(list(letters), draw.integers(2, 10))) for _ in range(WORDS)]
@@ -38,16 +41,20 @@ def write(path: Path, pairs: int) -> None:
             ranks = (WORDS ** (draw.random(lengths.sum()) ** 2)).astype(int) - 1  # few words are frequent
             drawn = map(words.__getitem__, ranks.tolist())
             sides = [" ".join(islice(drawn, length)) for length in lengths.tolist()]
-            file.writelines(f"{source}\t{target}\n" for source, target in zip(sides[::2], sides[1::2], strict=True))
+            file.writelines(
+                f"{source}{between}{target}\n" for source, target in zip(sides[::2], sides[1::2], strict=True)
+            )
 
 
 def recipe(path: Path):
     from regard.recipe import load_recipe
 
+    sides = ("source", "target") if path.suffix == ".tsv" else ("source",)
     return load_recipe(
         {
+            "task": "pairs" if path.suffix == ".tsv" else "lm",
             "data": {"train": str(path), "cache": str(path.parent / "cache")},
-            "text": {"source_tokens": "bpe:8000", "target_tokens": "bpe:8000"},
+            "text": {f"{side}_tokens": "bpe:8000" for side in sides},
         }
     )
 
@@ -109,6 +116,7 @@ def cpu_seconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1_000_000)
+    parser.add_argument("--task", choices=("pairs", "lm"), default="pairs")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that tokenise (default: one per core)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
@@ -119,9 +127,9 @@ def main() -> None:
     print(f"{'pairs':>12}  {'':11}  {'memory':>12}  {'of others':>12}  {'time':>10}  {'CPU':>10}  {'pairs/s':>11}")
     for pairs in (arguments.pairs // 8, arguments.pairs):
         with tempfile.TemporaryDirectory() as work:
-            path = Path(work) / "pairs.tsv"
+            path = Path(work) / ("pairs.tsv" if arguments.task == "pairs" else "text.txt")
             write(path, pairs)
-            for part in PARTS:
+            for part in [part for part in PARTS if arguments.task == "pairs" or part != "order, read"]:
                 command = [sys.executable, __file__, "--part", part, "--path", str(path), "--pairs", str(pairs)]
                 subprocess.run([*command, "--processes", str(arguments.processes)], check=True)
 

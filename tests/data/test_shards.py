@@ -208,8 +208,7 @@ def texts(tmp_path: Path) -> dict[str, Any]:
     return {"task": "lm", "data": data, "text": {"source_tokens": "bpe:400"}}
 
 
-@pytest.mark.parametrize("scheme", ["bpe:400", "char", "word"])
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize(("processes", "scheme"), [(1, "bpe:400"), (1, "char"), (1, "word"), (3, "bpe:400")])
 def test_plain_text_is_the_same_in_parts_and_processes(processes, scheme, texts, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "valid.txt").write_text("".join(f"{text()}\n" for _ in range(100)))
     for valid in ({}, {"valid": str(tmp_path / "valid.txt")}):
