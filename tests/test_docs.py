@@ -134,8 +134,10 @@ def short_training(words: list[str]) -> list[str]:
     if "--resume" in words:
         return ["--steps", "3"]
     shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+    here = ["--ray", "off"] if "--sweep" in words and "--ray" not in words else []  # no cluster inside of a test
     refused = ("heads=2", "ff=64") if "rnn-luong" in words else ()  # recurrent stacks refuse them
-    return ["--steps", "2", "--workers", "1", *(f"--set={setting}" for setting in SMALL if setting not in refused)]
+    small = [f"--set={setting}" for setting in SMALL if setting not in refused]
+    return ["--steps", "2", "--workers", "1", *here, *small]
 
 
 @pytest.mark.parametrize(

@@ -35,21 +35,31 @@ def checked_call(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = signature(function)
-        title = function.__qualname__.split(".")[-2] if function.__name__ == "__init__" else function.__name__
+        makes = function.__name__ in ("__init__", "__new__")
+        title = function.__qualname__.split(".")[-2] if makes else function.__name__
         own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        takes_any = len(own) < len(plain.parameters)
         own += [
             Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[name])
             for name, field in fields.items()
         ]
         shown = plain.replace(parameters=own)
 
-        @wraps(function)
-        def call(*args: P.args, **keywords: P.kwargs) -> R:
+        def check(*args: P.args, **keywords: P.kwargs) -> None:
             try:
                 shown.bind(*args, **keywords)
             except TypeError as error:
                 raise UserError(f"{title}: {_explain(str(error), keywords, own, hint)}") from None
-            return function(*args, **keywords)
+
+        @wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            if takes_any:
+                check(*args, **keywords)
+            try:
+                return function(*args, **keywords)
+            except TypeError:
+                check(*args, **keywords)
+                raise
 
         call.__signature__ = shown  # type: ignore[attr-defined]
         if fields:
@@ -62,7 +72,8 @@ def checked_call(
 
 def _explain(message: str, keywords: dict[str, object], parameters: list[Parameter], hint: str) -> str:
     """Why a call does not fit."""
-    named = [each.name for each in parameters if each.name != "self" and each.kind is not Parameter.POSITIONAL_ONLY]
+    callers = [each for each in parameters if each.name not in ("self", "_cls")]
+    named = [each.name for each in callers if each.kind is not Parameter.POSITIONAL_ONLY]
     unknown = [name for name in keywords if name not in named]
     if not unknown:
         return message

@@ -19,9 +19,8 @@ TOKENIZERS = {
 words = st.sampled_from(
     ["the", "cat", "don't", "'s", "'", "42", "(or", "文字", "\u0301", "_", "x" * 50, "ß"]
 ) | st.text(max_size=4)
-spaces = st.sampled_from(
-    [" "] * 8 + ["  ", "", "\t", "\u00a0", "\u3000", "\u2028", "\x0b", "\x1c", "\x85", "\u180e", "\n", "\ufeff"]
-)
+rare = ["  ", "", "\t", "\u00a0", "\u3000", "\u2028", "\x0b", "\x1c", "\x85", "\u180e", "\ufeff", " \n", "\n "]
+spaces = st.sampled_from([" "] * 8 + ["\n"] * 3 + rare)
 texts = st.lists(st.tuples(words, spaces)).map(lambda parts: "".join(word + space for word, space in parts))
 
 

@@ -112,7 +112,7 @@ def test_what_is_written_is_what_was_read(
     tokenizer = Tokenizer.train(scheme, lines)
     writer = StreamWriter(tmp_path / "s", tokenizer)
     for few in (lines[:1], lines[1:-1], lines[-1:]):
-        shard = PieceEncoder(Codec(tokenizer)).make(stream._request(few, False, 0))
+        shard = PieceEncoder(Codec(tokenizer)).make(next(stream._requests((line, False, 0) for line in few)))
         writer.write(shard.parts[0], len("".join(few)))
     writer.finish()
     opened = Stream.open(tmp_path / "s")
@@ -129,6 +129,14 @@ def made(path: Path, content: str, **settings: object) -> Prepared[Stream]:
     (path / "text.txt").write_text(content)
     tables = {"task": "lm", "data": {"train": str(path / "text.txt")}, "text": {"source_tokens": "char"}}
     return prepare(load_recipe(tables | settings), path / "data")
+
+
+def test_a_missing_text_is_named(tmp_path: Path) -> None:
+    for data in ({"valid": str(tmp_path / "missing.txt")}, {"train": str(tmp_path / "missing*.txt")}):
+        (tmp_path / "text.txt").write_text(TEXT)
+        tables = {"task": "lm", "data": {"train": str(tmp_path / "text.txt"), **data}}
+        with pytest.raises(UserError, match=r"missing\*?\.txt: no (such file|file matches this pattern)"):
+            prepare(load_recipe(tables), tmp_path / "data")
 
 
 def test_the_last_tenth_is_for_validation_and_not_learned_from(tmp_path: Path) -> None:

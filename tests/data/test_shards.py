@@ -58,6 +58,13 @@ def keep_shards(monkeypatch) -> None:
     monkeypatch.setattr(prepared, "shards_of", lambda path: path / "nothing")
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """A list that gets the arguments of every call of a function."""
+    function, calls = getattr(owner, name), []
+    monkeypatch.setattr(owner, name, lambda *arguments: (calls.append(arguments), function(*arguments))[1])
+    return calls
+
+
 @pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("processes", [1, 3])
 def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_path: Path, monkeypatch) -> None:
@@ -216,14 +223,16 @@ def test_plain_text_is_the_same_in_parts_and_processes(processes, scheme, texts,
         with monkeypatch.context() as patches:
             prepare(recipe, tmp_path / "whole")
             in_blocks(patches)
+            started, made = count_calls(patches, shards._Pool, "_start"), count_calls(patches, shards, "_load")
             prepare(recipe, tmp_path / "parts", processes=processes)
+        assert len(made) >= 2 * 5 and (len(started) > 1) == (processes > 1)
         assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
         corpora = json.loads((tmp_path / "parts" / "train" / "meta.json").read_text())["corpora"]
         assert len(corpora) == 3 and 0 < corpora[0] < corpora[1]
         assert (corpora[1] == corpora[2]) == (not valid)  # else the last one is in training
         assert not list(tmp_path.glob("*.shards"))
-        for made in ("whole", "parts"):
-            shutil.rmtree(tmp_path / made)
+        for name in ("whole", "parts"):
+            shutil.rmtree(tmp_path / name)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -248,7 +257,9 @@ def test_plain_text_goes_on_after_a_kill(processes, texts, tmp_path: Path, monke
     left = {path: path.stat().st_mtime_ns for path in (tmp_path / "data.shards").glob("*.shard")}
     assert len(left) >= 4 and not (tmp_path / "data").exists()
     keep_shards(monkeypatch)
+    started = count_calls(monkeypatch, shards._Pool, "_start")
     prepare(recipe, tmp_path / "data", processes=processes)
+    assert bool(started) == (processes > 1)
     assert contents(tmp_path / "data") == contents(tmp_path / "expected")
     assert {path: path.stat().st_mtime_ns for path in left} == left  # none was made again
     assert len(list((tmp_path / "data.shards").glob("*.shard"))) > len(left)

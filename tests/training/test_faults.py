@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ OPERATIONS: dict[str, list[tuple[Any, str]]] = {
     "rename": [(os, "rename")],
 }
 KILLED = "killed"
+PATIENCE = 300  # seconds until a process that waits for another is a failure
 Save = Callable[[CheckpointManager, Any], None]
 
 
@@ -50,11 +52,25 @@ def train(order: Recipe, run: Path, processes: int, saving: Callable[[int, Save]
                 Path(directory, f"{rank}.txt").write_text(message)
                 os._exit(0)
             children.append(child)
-        statuses = [os.waitpid(child, 0)[1] for child in children]
+        statuses = [_wait(child, children) for child in children]
         return [
             KILLED if os.WIFSIGNALED(status) else Path(directory, f"{rank}.txt").read_text()
             for rank, status in enumerate(statuses)
         ]
+
+
+def _wait(child: int, children: list[int]) -> int:
+    """The status of a process; if it does not end, all are killed."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.005)
+    for each in children:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+    pytest.fail(f"a training process has not ended after {PATIENCE} seconds")
 
 
 def _take_part(

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from backwards import MakeRecipe
 from safetensors.torch import load_file
 
@@ -171,23 +172,49 @@ def test_the_command_line_shows_the_table(make: Make, tmp_path: Path) -> None:
     assert "which stdin (-) gives once" in call(*stdin, "--preset", "gpt-tiny").err
 
 
-def test_ray_tune_is_used_where_it_is_installed_and_pays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_tune_is_used_where_it_is_installed_and_pays(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chosen(*settings: str, asked: str | None = None, runs: int = 3) -> str | None:
         seeds = ",".join(map(str, range(runs)))
-        return choose_cluster(make_points([f"seed={seeds}"], lambda more: make([*more, *settings])), asked)
+        points = make_points([f"seed={seeds}"], lambda more: make([*more, *settings]))
+        return choose_cluster(points, asked, tmp_path)
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_tune, "cores", lambda: 4)
-    monkeypatch.setattr(ray_tune, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_tune, "_is_installed", lambda: False)
     assert (chosen("workers=1"), chosen(asked="local"), chosen(asked="off")) == (None, "local", None)
-    monkeypatch.setattr(ray_tune, "find_spec", lambda name: name == "ray")
+    monkeypatch.setattr(ray_tune, "_is_installed", lambda: True)
     assert (chosen(), chosen("workers=2"), chosen("workers=3")) == ("local", "local", None)
     assert (chosen(asked="off"), chosen(asked="auto"), chosen(runs=1)) == (None, "auto", None)
-    monkeypatch.setattr(ray_tune.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ray_tune.torch.cuda, "device_count", lambda: 2)
-    assert (chosen(), chosen("device=cuda"), chosen("device=cuda", "workers=2")) == (None, "local", None)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert (chosen("workers=3"), chosen(asked="off")) == ("auto", None)
+    monkeypatch.setattr(ray_tune, "choose_device", lambda request: torch.device("cuda"))
+    monkeypatch.setattr(ray_tune.torch.cuda, "device_count", lambda: 3)
+    assert (chosen(), chosen("device=cpu"), chosen("device=cuda:1")) == (None, "local", None)
+    assert (chosen("device=cuda"), chosen("device=cuda", "workers=2")) == ("local", None)
+    monkeypatch.setattr(ray_tune, "cores", lambda: 1)
+    assert chosen("device=cuda") is None  # a run needs a processor too
+    for on_ray in (True, False):  # a sweep goes on as it began
+        (tmp_path / SWEEP).write_text(json.dumps({"ray": on_ray, "runs": []}))
+        assert (chosen(), chosen(asked="off"), chosen(asked="auto")) == ("local" if on_ray else None, None, "auto")
+
+
+def test_without_a_cluster_that_was_not_asked_for_runs_are_trained_here(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(**_: Any) -> None:
+        raise RuntimeError("no shared memory")
+
+    fake = FakeRay()
+    monkeypatch.setattr(fake, "init", no_memory)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(ray_tune, "_is_installed", lambda: True)
+    monkeypatch.setattr(ray_tune, "cores", lambda: 2)
+    (data,), out = make([]).data.train or (), tmp_path / "sweep"
+    order = ("train", "--data", data, "--steps", 2, "--workers", 1, *small(), "--sweep", "seed=1,2", "--out", out)
+    refused = call(*order, "--ray", "local")
+    assert refused.code == 2 and "no cluster there: no shared memory" in refused.err and not out.exists()
+    done = call(*order)
+    assert done.code == 0 and "one after the other, for Ray does not start: --ray local: no cluster" in done.err
+    assert states(out) == ["finished"] * 2 and json.loads((out / SWEEP).read_text())["ray"] is False
 
 
 def test_only_a_sweep_goes_to_a_cluster(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,15 +396,18 @@ def test_on_ray_a_process_has_a_processor_and_with_cuda_a_gpu(make: Make, tmp_pa
 def test_trials_of_ray_tune_are_the_runs_of_the_sequence(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     (data,) = make([]).data.train or ()
-    order = ["train", "--data", data, "--steps", "4", "--workers", "1", *map(str, small())]
+    order = ["train", "--steps", "4", "--workers", "1", *map(str, small())]
     order += ["--sweep", "seed=1,2", "--sweep", "lr=1e-3,1e30", "--set", "warmup=0", "--set", "clip=0"]
     (tmp_path / "home").mkdir()  # Ray keeps files of its own there
+    here = ["--data", Path(data).name, "--out", "ray"]  # relative paths, and Ray Tune because it is installed
     done = subprocess.run(
-        [sys.executable, "-m", "regard", *order, "--out", tmp_path / "ray", "--ray", "local"],
+        [sys.executable, "-m", "regard", *order, *here], cwd=tmp_path,
         env={**os.environ, "HOME": str(tmp_path / "home")}, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert call(*order, "--out", tmp_path / "sequence").code == 0
+    assert done.returncode == 0 and "Ray Tune trains 4 runs" in done.stderr, done.stderr
+    said = sorted((tmp_path / "ray").glob("*.txt"))
+    assert len(said) == 4 and all("plan: 4 steps" in path.read_text() for path in said)
+    assert call(*order, "--data", data, "--out", tmp_path / "sequence", "--ray", "off").code == 0
     rows = [json.loads((tmp_path / name / SWEEP).read_text())["runs"] for name in ("ray", "sequence")]
     for one, other in zip(*rows, strict=True):
         assert {**one, "seconds": None} == {**other, "seconds": None}

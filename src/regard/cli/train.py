@@ -10,6 +10,7 @@ import typer
 
 from regard.cli.input import Set, field_options, with_options
 from regard.cli.tables import message, print_table
+from regard.engines.ray_data import NoCluster
 from regard.errors import UserError
 from regard.presets import changed_recipe
 from regard.recipe import Data, Recipe, Text, Train, load_recipe
@@ -83,14 +84,19 @@ def command(
         changed = f"{recipe} and the command line" if options or settings or more else recipe
         return load_recipe(tables, "command line" if recipe is None else str(changed))
 
-    reporter = with_sinks(make_reporter(), log or [], Path(out))
+    reporter = with_sinks(make_reporter(), log or [], Path(out))  # which also tells wrong names before anything begins
     if sweep:
         points = make_points(sweep, make_recipe, sweep_random)
-        cluster = choose_cluster(points, ray)
-        if cluster is None:
+        result = None
+        if (cluster := choose_cluster(points, ray, out)) is not None:
+            try:
+                result = run_on_ray(points, out, resume, make_reporter(), cluster, log or [])
+            except NoCluster as error:
+                if ray is not None:
+                    raise
+                message(f"warning: runs are trained one after the other, for Ray does not start: {error}")
+        if result is None:
             result = run_sweep(points, out, resume, make_reporter, log or [])
-        else:
-            result = run_on_ray(points, out, resume, make_reporter(), cluster, log or [])
         _print_sweep(result)
         if all(row.state == "failed" for row in result.rows):
             raise UserError(f"{out}: every run of the sweep failed")

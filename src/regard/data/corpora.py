@@ -94,9 +94,9 @@ class Corpora:
 
     @property
     def text_size(self) -> int:
-        """About how many bytes of text there are."""
+        """About how many bytes of text there are; a missing file is told when it is read."""
         packed = (".gz", ".zst", ".parquet")
-        return sum(getsize(path) * (PACKED if path.endswith(packed) else 1) for path in self.paths)
+        return sum(getsize(path) * (PACKED if path.endswith(packed) else 1) for path in self.paths if exists(path))
 
     def corpora(self) -> list[range]:
         """The numbers of the files of each corpus."""

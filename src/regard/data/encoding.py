@@ -79,14 +79,14 @@ class TextEncoder:
             return None
 
     def _learn(self, texts: Sequence[str]) -> None:
-        """Remember the words of texts, unless white space at an end could be one token with its neighbour."""
+        """Remember the words of texts that have the same tokens everywhere."""
         first, later = set(), set()
         for text in texts:
             word, *words = text.split(" ")
             first.add(word)
             later.update(words)
         new = [
-            [word for word in words - known.keys() if len(word) <= LONGEST_WORD and word.split() == [word]]
+            [word for word in words - known.keys() if len(word) <= LONGEST_WORD and _has_own_tokens(word)]
             for words, known in ((first, self._first), (later, self._later))
         ]
         if len(self._first) + len(self._later) + len(new[0]) + len(new[1]) > WORDS:
@@ -95,6 +95,12 @@ class TextEncoder:
         rows = self._encode([*new[0], *(f" {word}" for word in new[1])])
         self._first.update(zip(new[0], rows, strict=False))
         self._later.update(zip(new[1], rows[len(new[0]) :], strict=True))
+
+
+def _has_own_tokens(word: str) -> bool:
+    """Whether no token of a word can reach into the next one, as white space at its end could; a line end does not."""
+    text = word.removesuffix("\n")
+    return word == "\n" or text.split() == [text]
 
 
 class Limits(NamedTuple):

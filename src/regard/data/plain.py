@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, groupby, takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from regard.data.corpora import Corpora
 from regard.data.corpus import Flat, Row, append
-from regard.data.encoding import dtype_for
+from regard.data.encoding import TextEncoder, dtype_for
 from regard.data.formats import named_columns, open_table
 from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source
 from regard.data.shards import BLOCK, Message, codec_settings, make_shards, serve
@@ -53,12 +53,11 @@ def make_text(
     valid_writer = StreamWriter(path / "valid", codec.source)
     requests = _requests(_divided(train, valid, split, valid_counter))
     total = train.text_size + (valid.text_size if valid else 0)
-    for request, shard in make_shards(PieceEncoder(codec), requests, path, processes, total):
-        (ids,), size = shard.parts, request.header["characters"]
-        if request.header["held_out"]:
-            valid_writer.write(ids, size)
+    for place, shard in make_shards(PieceEncoder(codec), requests, path, processes, total):
+        if place["held_out"]:
+            valid_writer.write(shard.parts[0], place["characters"])
         else:
-            train_writer.write(ids, size, request.header["corpus"])
+            train_writer.write(shard.parts[0], place["characters"], place["corpus"])
     train_writer.finish(len(train.sizes))
     valid_writer.finish()
     notes.append(f"training: {train_writer.summary()} from {train.name}, {counter.summary()}")
@@ -206,23 +205,22 @@ def _divided(train: Corpora, valid: Corpora | None, split: int, counter: LineCou
 def _requests(parts: Iterator[Part]) -> Iterator[Message]:
     """Pieces that follow each other and have the same place, about as many as a shard holds."""
     for (held_out, corpus), same in groupby(parts, key=lambda part: part[1:]):
-        pieces: list[str] = []
-        characters = 0
+        pieces: list[bytes] = []
+        size = characters = 0
         for piece, *_ in same:
-            pieces.append(piece)
-            characters += len(piece)
-            if characters >= BLOCK:
-                yield _request(pieces, held_out, corpus)
-                pieces, characters = [], 0
+            pieces.append(piece.encode())
+            size, characters = size + len(pieces[-1]), characters + len(piece)
+            if size >= BLOCK:
+                yield _request(pieces, characters, held_out, corpus)
+                pieces, size, characters = [], 0, 0
         if pieces:
-            yield _request(pieces, held_out, corpus)
+            yield _request(pieces, characters, held_out, corpus)
 
 
-def _request(pieces: Sequence[str], held_out: bool, corpus: int) -> Message:
-    text = "".join(pieces)
+def _request(pieces: Sequence[bytes], characters: int, held_out: bool, corpus: int) -> Message:
     lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    header = {"held_out": held_out, "corpus": corpus, "characters": len(text)}
-    return Message(header, (text.encode(), lengths.tobytes()))
+    header = {"held_out": held_out, "corpus": corpus, "characters": characters}
+    return Message(header, (b"".join(pieces), lengths.tobytes()))
 
 
 class PieceEncoder:
@@ -232,14 +230,14 @@ class PieceEncoder:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._dtype = dtype_for(codec.source.size)
+        self._encoder = TextEncoder(codec.source, dtype_for(codec.source.size))
 
     def make(self, request: Message) -> Message:
-        text, lengths = request.parts[0].decode(), np.frombuffer(request.parts[1], np.int64)
+        text, lengths = request.parts[0], np.frombuffer(request.parts[1], np.int64)
         ends = np.cumsum(lengths)
-        pieces = [text[begin:end] for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
-        ids = np.fromiter(chain.from_iterable(self.codec.source.encode(pieces)), self._dtype)
-        return Message({}, (ids.tobytes(),))
+        spans = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+        pieces = [text[begin:end].decode() for begin, end in spans]
+        return Message({}, (b"".join(self._encoder.encode(pieces)),))
 
     def settings(self) -> dict[str, Any]:
         return codec_settings(self.codec)

@@ -30,11 +30,13 @@ BLOCK = 4 << 20  # bytes of text in a shard, about
 PAYS = 48 << 20  # bytes of text from which on other processes pay: they start in a second
 FORMAT = 2
 
+Header = dict[str, Any]  # what can be JSON
+
 
 class Message(NamedTuple):
-    """A part of the text that is to become a shard, or the shard: what can be JSON, and bytes."""
+    """A part of the text that is to become a shard, or the shard."""
 
-    header: dict[str, Any]
+    header: Header
     parts: Sequence[bytes]
 
 
@@ -64,16 +66,16 @@ def codec_settings(codec: Codec) -> dict[str, Any]:
 
 def make_shards(
     maker: ShardMaker, requests: Iterable[Message], path: Path, processes: int, size: int
-) -> Iterator[tuple[Message, Message]]:
-    """All parts of a text with their shards, in order; by up to `processes` processes, if `size` bytes of text pay.
+) -> Iterator[tuple[Header, Message]]:
+    """The headers of all requests with their shards, in order; by up to `processes` processes, if `size` bytes pay.
 
-    The codec was saved in `path`. Shards are kept beside it; of a single part there is none.
+    The codec was saved in `path`. Shards are kept beside it; of a single part of the text there is none.
     """
     rest = iter(requests)
     few = list(islice(rest, 2))
     if len(few) < 2:
         with threads():
-            yield from ((request, maker.make(request)) for request in few)
+            yield from ((request.header, maker.make(request)) for request in few)
         return
     shards = shards_of(path)
     shards.mkdir(parents=True, exist_ok=True)
@@ -89,10 +91,10 @@ def make_shards(
 
 def _in_order(
     maker: ShardMaker, requests: Iterator[Message], shards: Path, settings: dict[str, Any], pool: _Pool | None
-) -> Iterator[tuple[Message, Message]]:
+) -> Iterator[tuple[Header, Message]]:
     key = blake2b(json.dumps(settings).encode(), digest_size=16).digest()
 
-    def make(request: Message) -> tuple[Message, Message]:
+    def make(request: Message) -> tuple[Header, Message]:
         path = shards / f"{_hash(key, request)}.shard"
         if (shard := _load(path)) is None:
             if pool is None:
@@ -103,12 +105,12 @@ def _in_order(
             shard = _load(path)
             if shard is None:
                 raise UserError(f"{path}: was removed or changed while it was needed")
-        return request, shard
+        return request.header, shard  # the text is needed no more
 
     if pool is None:
         yield from map(make, requests)
         return
-    waiting: deque[Future[tuple[Message, Message]]] = deque()
+    waiting: deque[Future[tuple[Header, Message]]] = deque()
     with ThreadPoolExecutor(pool.processes) as executor:
         try:
             for request in requests:

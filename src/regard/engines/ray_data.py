@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.decode.sharded_output import POLL, Answer, ShardDirectory
+from regard.device import cores
 from regard.errors import UserError, missing_extra
 
 CONNECT = 10.0  # seconds to reach a cluster
@@ -79,6 +80,10 @@ def answer_shards(
                 raise UserError(row["error"])
 
 
+class NoCluster(UserError):
+    """There is no cluster at an address, or none could be started."""
+
+
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
     """The module `ray`, connected to a cluster until the end: at an address, `auto` or `local`."""
@@ -88,9 +93,11 @@ def connected(address: str) -> Iterator[Any]:
         raise missing_extra("--ray", error.name or "ray", "ray") from None
     try:
         _require_listener(address)
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+        # Here Ray would count threads of processors, and those that this process may not use.
+        resources = {"num_cpus": cores()} if address == "local" else {}
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False, **resources)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
+        raise NoCluster(
             f"--ray {address}: no cluster there: {error}\n  local starts one here, auto finds the one of this machine"
         ) from None
     try:

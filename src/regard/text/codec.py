@@ -8,31 +8,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from regard.config import Frame, SpecialIds, Tokens, Value
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, plural
 from regard.recipe import Column
+from regard.signatures import checked_call
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
 TOKENIZERS = SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
 
 
-class _Columns(NamedTuple):
-    source: str
-    target: str | None
-    features: str | None
-
-
-class Example(_Columns):
+class Example(NamedTuple):
     """A source text, its target if there is one, and the features as written in their column."""
 
-    __slots__ = ()
+    source: str
+    target: str | None = None
+    features: str | None = None
 
-    def __new__(cls, source: str, target: str | None = None, features: str | None = None, **unknown: object) -> Example:
-        if unknown:  # all that is checked here: millions are made
-            name = next(iter(unknown))
-            raise UserError(
-                f"Example: no option {name!r}{closest(name, cls._fields)} (known: {', '.join(cls._fields)})"
-            )
-        return tuple.__new__(cls, (source, target, features))
+
+Example.__new__ = staticmethod(checked_call()(Example.__new__))  # type: ignore[method-assign]
 
 
 class TextConfig(Value):

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,35 +16,53 @@ from typing import Any
 
 import torch
 
-from regard.device import cores
+from regard.device import choose_device, cores
 from regard.engines.ray_data import connected
-from regard.errors import UserError, plural
+from regard.errors import UserError, missing_extra, plural
 from regard.recipe import Recipe
-from regard.training.report import LOG, Reporter
+from regard.training.report import Lines, Reporter
 from regard.training.sinks import with_sinks
-from regard.training.sweep import Point, Sweep, open_sweep, train_point
+from regard.training.sweep import Point, Sweep, check_sweep, open_sweep, train_point, was_on_ray
 from regard.training.trainer import Signals, Stopped
 
 OFF = "off"  # instead of the address of a cluster
+MESSAGES = ".txt"  # after the name of a run: what it would say on a screen
+SINK_VARIABLES = ("MLFLOW_", "WANDB_")  # of the environment, which say where sinks send events
 
 
-def choose_cluster(points: Sequence[Point], asked: str | None) -> str | None:
+def choose_cluster(points: Sequence[Point], asked: str | None, out: str | Path) -> str | None:
     """The address of the cluster that trains the runs, or None if they are trained one after the other, here.
 
-    It is what the user asked for (`off` is None). By default it is Ray Tune, if Ray is installed and this machine has
-    room for two runs at once: with room for one it could only do the same.
+    It is what the user asked for (`off` is None). By default a sweep goes on as it began. A new one is trained on this
+    machine by Ray Tune, if that is installed and there is room for two runs at once; else it could only do the same.
     """
     if asked is not None:
         return None if asked == OFF else asked
+    began_on_ray = was_on_ray(out)
+    if began_on_ray is None:
+        began_on_ray = _room([point.recipe for point in points]) > 1 and len(points) > 1
+    return "local" if began_on_ray and _is_installed() else None
+
+
+def _room(recipes: Sequence[Recipe]) -> int:
+    """How many runs this machine can train at once, each with the processors and GPUs that it would take alone."""
+    cpus, gpus = _resources(recipes)
+    devices = {recipe.train.device for recipe in recipes}
+    if devices == {"cuda"}:
+        return min(cores() // cpus, torch.cuda.device_count() // gpus)
+    on_cpu = devices == {"cpu"} or (devices <= {"auto", "cpu"} and choose_device("auto").type == "cpu")
+    return cores() // cpus if on_cpu else 1  # alone a run would take the GPU, which others may not
+
+
+def _is_installed() -> bool:
+    """Whether Ray is installed with all that Ray Tune needs."""
     if find_spec("ray") is None:
-        return None
-    if os.environ.get("RAY_ADDRESS"):
-        return "auto"
-    cpus, gpus = _resources([point.recipe for point in points])
-    room = cores() // cpus
-    if torch.cuda.is_available():  # a run takes a GPU by itself, a trial if that is said
-        room = torch.cuda.device_count() // gpus if gpus else 0
-    return "local" if min(room, len(points)) > 1 else None
+        return False
+    try:
+        import_module("ray.tune")
+    except ImportError:
+        return False
+    return True
 
 
 def run_on_ray(
@@ -53,18 +72,24 @@ def run_on_ray(
 
     All machines of the cluster have the data and the directory of the sweep at the same paths. `log` names the sinks of
     the events of a run. A signal ends runs as a kill does (they go on from their last checkpoints): Stopped is raised.
+    Without a cluster NoCluster is raised, and nothing has begun.
     """
-    sweep, points = open_sweep(points, out, resume)
-    processes = plural(_resources([point.recipe for point in points])[0], "process")
-    display.say(
-        f"Ray Tune trains {plural(len(points), 'run')}, as many at once as there is room for, each with {processes} "
-        f"(--ray {OFF}: one after the other); their progress is in {sweep.path}/*/{LOG}"
-    )
-    try:
-        _train(sweep, points, resume, address, log)
-    except (SystemExit, KeyboardInterrupt):  # a signal
-        display.say("the sweep stopped; the same command with --resume goes on")
-        raise
+    check_sweep(out, resume)
+    cpus, gpus = _resources([point.recipe for point in points])
+    with connected(address) as ray:
+        if address == "local":  # elsewhere machines may join, for which Ray Tune waits
+            _require_room(ray.cluster_resources(), cpus, gpus)
+        sweep, points = open_sweep(points, out, resume, on_ray=True)
+        display.say(
+            f"Ray Tune trains {plural(len(points), 'run')}, as many at once as there is room for, each with "
+            f"{plural(cpus, 'process')} (--ray {OFF}: one after the other); what they say is in "
+            f"{sweep.path}/*{MESSAGES}"
+        )
+        try:
+            _take_results(sweep, _train(sweep, points, resume, (cpus, gpus), log))
+        except (SystemExit, KeyboardInterrupt):  # a signal
+            display.say("the sweep stopped; the same command with --resume goes on")
+            raise
     return sweep
 
 
@@ -75,46 +100,52 @@ def _resources(recipes: Sequence[Recipe]) -> tuple[int, int]:
     return max(processes), max(count * gpu for count, gpu in zip(processes, on_gpu, strict=True))
 
 
-def _train(sweep: Sweep, points: Sequence[Point], resume: bool, address: str, log: Sequence[str]) -> None:
-    """Train the points, as many at once as the cluster has processors, or GPUs, for.
+def _train(
+    sweep: Sweep, points: Sequence[Point], resume: bool, resources: tuple[int, int], log: Sequence[str]
+) -> list[Any]:
+    """Train the points, as many at once as the cluster has processors, or GPUs, for -> the results of Ray Tune.
 
     A run that does not say how many processes it takes gets one. Each process gets a processor, and a GPU too if the
     device is cuda.
     """
-    path = sweep.path.resolve()
+    try:
+        from ray import tune
+    except ImportError as error:  # Ray alone does not have all that it needs
+        raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
+    path, here = sweep.path.resolve(), Path.cwd()
     recipes = [_with_workers(point.recipe, point.recipe.train.workers or 1) for point in points]
     names = [point.name for point in points]
-    cpus, gpus = _resources(recipes)
+    variables = {name: value for name, value in os.environ.items() if name.startswith(SINK_VARIABLES)}
     running: set[int] = set()
 
     def trial(config: dict[str, Any]) -> None:
         from ray import tune
 
-        recipe, run = recipes[config["index"]], path / names[config["index"]]
+        recipe, name = recipes[config["index"]], names[config["index"]]
+        with suppress(OSError):  # a machine of a cluster may not have it
+            os.chdir(here)  # paths are relative to it; Ray Tune gives each trial a directory of its own
+        os.environ.update(variables)
         torch.set_num_threads(1)
-        tune.report({"row": json.dumps(train_point(recipe, run, resume, with_sinks(Reporter(), log, run)))})
+        with (path / f"{name}{MESSAGES}").open("a", encoding="utf-8") as stream:
+            reporter = with_sinks(Lines(stream), log, path / name)
+            tune.report({"row": json.dumps(train_point(recipe, path / name, resume, reporter))})
 
     # What Ray keeps about trials is not needed afterwards; it may still write there until it is shut down.
-    with TemporaryDirectory(ignore_cleanup_errors=True) as storage, connected(address) as ray, Signals() as signals:
-        from ray import tune
-
-        if address == "local":  # elsewhere machines may join, for which Ray Tune waits
-            _require_room(ray.cluster_resources(), cpus, gpus)
+    with TemporaryDirectory(ignore_cleanup_errors=True) as storage, Signals() as signals:
         os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # every signal has the same handler, which is ours
-        trainable = tune.with_resources(trial, {"cpu": cpus, "gpu": gpus})
+        trainable = tune.with_resources(trial, dict(zip(("cpu", "gpu"), resources, strict=True)))
         space = {"index": tune.grid_search(list(range(len(points))))}
         table = _table_callback(replace(sweep, path=path), running)
         settings = tune.RunConfig(storage_path=storage, verbose=0, callbacks=[table])
         try:
             with signals.at_once():
-                results = list(tune.Tuner(trainable, param_space=space, run_config=settings).fit())
+                return list(tune.Tuner(trainable, param_space=space, run_config=settings).fit())
         except (SystemExit, KeyboardInterrupt):
             for index in sorted(running):
                 sweep.update(index, state="stopped")
             if signals.received:  # Ray may have made a SystemExit(1) of what the handler raised
                 raise Stopped(signals.received) from None
             raise
-    _take_results(sweep, results)
 
 
 def _require_room(resources: Mapping[str, float], cpus: int, gpus: int) -> None:

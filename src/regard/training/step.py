@@ -97,7 +97,9 @@ class Stepper:
             shard(self.objective, group, bf16=train.precision == "bf16" and not on_cpu, offload=train.offload)
         elif group.size > 1:
             # Not DistributedDataParallel: it sends gradients while they are computed, so a process whose memory runs
-            # out could not begin again. On two cores a step with it takes 1.01 times as long in fp32.
+            # out could not begin again. And after its first step it sends them in another order: of three processes or
+            # more the sums then have other bits, and a resumed run would not end like one that was not interrupted.
+            # On two cores a step with it takes 1.01 times as long in fp32.
             self._all_reduce = GradientAllReduce(model.parameters(), bf16=bool(self._matmuls))
         self._parameters = list(model.parameters())
         self.optimizer = make_optimizer(model, train)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from regard.data.streams import STDIN
 from regard.errors import UserError, is_out_of_memory, plural
-from regard.files import write_json
+from regard.files import read_json, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.recipe import FILES, Recipe, split_setting
 from regard.training.configure import check_model
@@ -80,6 +80,7 @@ class Sweep:
 
     path: Path
     rows: list[Row] = field(default_factory=list)
+    on_ray: bool = False  # runs have the same number of processes when the sweep goes on
 
     @property
     def best(self) -> Row | None:
@@ -96,7 +97,8 @@ class Sweep:
 
     def save(self) -> None:
         best = self.best
-        write_json(self.path / SWEEP, {"best": best and best.run, "runs": [asdict(row) for row in self.rows]})
+        runs = [asdict(row) for row in self.rows]
+        write_json(self.path / SWEEP, {"best": best and best.run, "ray": self.on_ray, "runs": runs})
 
 
 def make_points(
@@ -173,20 +175,33 @@ def _check(point: Point) -> None:
         raise UserError(f"{', '.join(point.settings)}: {error}") from None
 
 
-def open_sweep(points: Sequence[Point], out: str | Path, resume: bool) -> tuple[Sweep, list[Point]]:
-    """Begin a sweep in a directory, or go on with the one there -> its table, and the points that share their data."""
+def check_sweep(out: str | Path, resume: bool) -> None:
+    """Refuse a directory in which no sweep can begin, or go on with `resume`."""
     if has_launcher():
         raise UserError("--sweep: starts its runs itself; under torchrun start one run at a time")
-    path = Path(out)
     if not str(out):
         raise UserError("--out: is empty; name the directory that the sweep is written to")
-    if not resume and (path / SWEEP).exists():
-        raise UserError(f"{path}: there is a sweep already; continue it with --resume, or choose another --out")
+    if not resume and (Path(out) / SWEEP).exists():
+        raise UserError(f"{out}: there is a sweep already; continue it with --resume, or choose another --out")
+
+
+def was_on_ray(out: str | Path) -> bool | None:
+    """Whether the sweep in a directory was begun on Ray; None if there is none."""
+    path = Path(out) / SWEEP
+    return bool(read_json(path).get("ray")) if path.is_file() else None
+
+
+def open_sweep(
+    points: Sequence[Point], out: str | Path, resume: bool, on_ray: bool = False
+) -> tuple[Sweep, list[Point]]:
+    """Begin a sweep in a directory, or go on with the one there -> its table, and the points that share their data."""
+    check_sweep(out, resume)
+    path = Path(out)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot make this directory: {error.strerror or error}") from None
-    sweep = Sweep(path, [Row(point.name, point.values()) for point in points])
+    sweep = Sweep(path, [Row(point.name, point.values()) for point in points], on_ray)
     sweep.save()
     return sweep, [replace(point, recipe=_with_cache(point.recipe, path / CACHE)) for point in points]
 
