@@ -295,6 +295,7 @@ def states(sweep: Path) -> list[str]:
 def ray(monkeypatch: pytest.MonkeyPatch) -> SetUp:
     """A function that sets up a FakeRay with some endings -> it, and the states of all runs whenever one is trained."""
     monkeypatch.setenv("TUNE_DISABLE_SIGINT_HANDLER", "0")
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "1")
     seen: list[list[str]] = []
 
     def train(recipe: Recipe, run: Path, resume: bool, reporter: Reporter) -> dict[str, Any]:
@@ -405,6 +406,7 @@ def test_trials_of_ray_tune_are_the_runs_of_the_sequence(make: Make, tmp_path: P
         env={**os.environ, "HOME": str(tmp_path / "home")}, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0 and "Ray Tune trains 4 runs" in done.stderr, done.stderr
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["seed", "1", "1", "2", "2"]
     said = sorted((tmp_path / "ray").glob("*.txt"))
     assert len(said) == 4 and all("plan: 4 steps" in path.read_text() for path in said)
     assert call(*order, "--data", data, "--out", tmp_path / "sequence", "--ray", "off").code == 0

@@ -133,6 +133,7 @@ def _train(
     # What Ray keeps about trials is not needed afterwards; it may still write there until it is shut down.
     with TemporaryDirectory(ignore_cleanup_errors=True) as storage, Signals() as signals:
         os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # every signal has the same handler, which is ours
+        os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # it would print to stdout, even with verbose=0
         trainable = tune.with_resources(trial, dict(zip(("cpu", "gpu"), resources, strict=True)))
         space = {"index": tune.grid_search(list(range(len(points))))}
         table = _table_callback(replace(sweep, path=path), running)
