@@ -10,6 +10,7 @@ import torch
 
 import regard
 from familykit import build, shrunk
+from regard.api import LoadedRun
 from regard.convert.hf import from_hf, to_hf
 from regard.errors import UserError
 from regard.text.codec import Codec
@@ -65,10 +66,10 @@ def test_sentences_get_the_vectors_of_the_original(minilm, tmp_path):
     np.testing.assert_allclose(expected(tmp_path / "hf", SENTENCES), vectors, atol=1e-5)
 
 
-def encoder(tmp_path, name="bert-base", **changes) -> regard.api.LoadedRun:
+def encoder(tmp_path, name="bert-base", **changes) -> LoadedRun:
     config = shrunk(name, changes=changes)
     codec = Codec(Tokenizer.train("char", ["abcdefg"]), frame="both")
-    return regard.api.LoadedRun(config, codec, build(config), tmp_path)
+    return LoadedRun(config, codec, build(config), tmp_path)
 
 
 def test_a_vector_is_the_mean_over_tokens_in_any_batch(tmp_path):
