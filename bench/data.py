@@ -1,7 +1,7 @@
 """Large corpora: time and memory of preparing N pairs, of opening what is prepared, and of ordering and reading it.
 
     python bench/data.py --pairs 20000000
-    python bench/data.py --pairs 4000000 --task lm
+    python bench/data.py --pairs 2000000 --task lm
 
 Writes tables of made-up sentences (about 60 bytes a side) with an eighth and all of the pairs, and for each of them
 prepares it as `regard train` does with a cache, then as a second run does that finds it there, orders epochs and reads

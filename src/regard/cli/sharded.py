@@ -80,7 +80,7 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
 
 
 def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
-    """Let the first rank begin, and the others open what it has made; an error is told once."""
+    """Let the first rank begin, and the others open what it has made; an error is reported once."""
     from regard.training.launch import join_group
 
     directory, error = None, None

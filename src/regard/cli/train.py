@@ -84,7 +84,7 @@ def command(
         changed = f"{recipe} and the command line" if options or settings or more else recipe
         return load_recipe(tables, "command line" if recipe is None else str(changed))
 
-    reporter = with_sinks(make_reporter(), log or [], Path(out))  # which also tells wrong names before anything begins
+    reporter = with_sinks(make_reporter(), log or [], Path(out))  # wrong names are refused before training
     if sweep:
         points = make_points(sweep, make_recipe, sweep_random)
         result = None

@@ -94,7 +94,7 @@ class Corpora:
 
     @property
     def text_size(self) -> int:
-        """About how many bytes of text there are; a missing file is told when it is read."""
+        """About how many bytes of text there are; a missing file is reported when it is read."""
         packed = (".gz", ".zst", ".parquet")
         return sum(getsize(path) * (PACKED if path.endswith(packed) else 1) for path in self.paths if exists(path))
 

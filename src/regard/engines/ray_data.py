@@ -32,7 +32,7 @@ class ShardActor:
 
     @cached_property
     def opened(self) -> tuple[ShardDirectory, Answer]:
-        """Opened by the first shard, so that an error can be told as one of a shard."""
+        """Opened by the first shard, so that an error is reported as one of a shard."""
         return ShardDirectory(self.out), self.make()
 
     def __call__(self, numbers: Rows) -> Rows:
@@ -93,7 +93,7 @@ def connected(address: str) -> Iterator[Any]:
         raise missing_extra("--ray", error.name or "ray", "ray") from None
     try:
         _require_listener(address)
-        # Here Ray would count threads of processors, and those that this process may not use.
+        # Ray itself would count hardware threads, also those that this process may not run on.
         resources = {"num_cpus": cores()} if address == "local" else {}
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False, **resources)
     except (OSError, ValueError, RuntimeError) as error:

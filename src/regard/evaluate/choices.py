@@ -33,7 +33,7 @@ SUPPORTED: Mapping[Reads, Sequence[str]] = {
 
 
 class EvaluationOptions(MetricSettings):
-    """How outputs are judged, and what is told of them."""
+    """How outputs are judged, and what is reported of them."""
 
     metrics: PhraseList = ()  # without any, those that fit
     bootstrap: Whole = SAMPLES  # samples; 0: no intervals

@@ -92,7 +92,7 @@ class Pool:
         """`on_message` gets what workers send, `on_end` each worker that has ended."""
         self.settings, self._on_message, self._on_end = settings, on_message, on_end
         self.workers: list[WorkerConnection] = []
-        self.runs: dict[str, dict[str, Any]] = {}  # what clients are told about each
+        self.runs: dict[str, dict[str, Any]] = {}  # what clients can ask about each
         self._template: asyncio.subprocess.Process | None = None
         self._control: Channel | None = None
         self._forking = asyncio.Lock()

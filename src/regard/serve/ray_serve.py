@@ -134,7 +134,7 @@ def app(arguments: dict[str, Any]) -> Any:
     settings.check(Keys.load(settings.keys))
     runs = {name: str(Path(path).resolve()) for name, path in named_runs(list(settings.runs)).items()}
     for path in runs.values():
-        read_config(Path(path))  # a mistake is told here, and not in the log of a replica
+        read_config(Path(path))  # a mistake is reported here, and not in the log of a replica
     try:
         from ray import serve
     except ModuleNotFoundError as error:

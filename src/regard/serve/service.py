@@ -58,7 +58,7 @@ class Service:
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
-        """What clients are told about each run."""
+        """What clients can ask about each run."""
         return self._pool.runs
 
     @property

@@ -261,7 +261,7 @@ def _failure(error: Exception, path: Path, name: str) -> Result:
 
 
 def describe(name: str, run: LoadedRun) -> Result:
-    """What clients are told about a run."""
+    """What clients can ask about a run."""
     model, task = run.model, run.task
     return {
         "name": name,

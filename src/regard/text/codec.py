@@ -24,6 +24,7 @@ class Example(NamedTuple):
     features: str | None = None
 
 
+# A call that does not fit is the mistake of a user of the library.
 Example.__new__ = staticmethod(checked_call()(Example.__new__))  # type: ignore[method-assign]
 
 

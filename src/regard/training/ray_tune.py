@@ -45,13 +45,13 @@ def choose_cluster(points: Sequence[Point], asked: str | None, out: str | Path) 
 
 
 def _room(recipes: Sequence[Recipe]) -> int:
-    """How many runs this machine can train at once, each with the processors and GPUs that it would take alone."""
+    """How many runs this machine can train at once, each with its own processors and GPUs."""
     cpus, gpus = _resources(recipes)
     devices = {recipe.train.device for recipe in recipes}
     if devices == {"cuda"}:
         return min(cores() // cpus, torch.cuda.device_count() // gpus)
     on_cpu = devices == {"cpu"} or (devices <= {"auto", "cpu"} and choose_device("auto").type == "cpu")
-    return cores() // cpus if on_cpu else 1  # alone a run would take the GPU, which others may not
+    return cores() // cpus if on_cpu else 1  # all would use the same GPU
 
 
 def _is_installed() -> bool:
@@ -74,11 +74,12 @@ def run_on_ray(
     the events of a run. A signal ends runs as a kill does (they go on from their last checkpoints): Stopped is raised.
     Without a cluster NoCluster is raised, and nothing has begun.
     """
-    check_sweep(out, resume)
+    check_sweep(out, resume)  # before a cluster is started
     cpus, gpus = _resources([point.recipe for point in points])
     with connected(address) as ray:
         if address == "local":  # elsewhere machines may join, for which Ray Tune waits
             _require_room(ray.cluster_resources(), cpus, gpus)
+        _require_tune()
         sweep, points = open_sweep(points, out, resume, on_ray=True)
         display.say(
             f"Ray Tune trains {plural(len(points), 'run')}, as many at once as there is room for, each with "
@@ -108,10 +109,8 @@ def _train(
     A run that does not say how many processes it takes gets one. Each process gets a processor, and a GPU too if the
     device is cuda.
     """
-    try:
-        from ray import tune
-    except ImportError as error:  # Ray alone does not have all that it needs
-        raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
+    from ray import tune
+
     path, here = sweep.path.resolve(), Path.cwd()
     recipes = [_with_workers(point.recipe, point.recipe.train.workers or 1) for point in points]
     names = [point.name for point in points]
@@ -147,6 +146,14 @@ def _train(
             if signals.received:  # Ray may have made a SystemExit(1) of what the handler raised
                 raise Stopped(signals.received) from None
             raise
+
+
+def _require_tune() -> None:
+    """Refuse an installation of Ray without the packages that Ray Tune needs."""
+    try:
+        from ray import tune  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("--ray: a sweep", error.name or "Ray Tune", "ray") from None
 
 
 def _require_room(resources: Mapping[str, float], cpus: int, gpus: int) -> None:
