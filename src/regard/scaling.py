@@ -1,14 +1,15 @@
 """What training costs in each of several processes: memory, communication and time, counted without building a model.
 
-The collectives are those of `training.step`: with ddp one all-reduce of the gradients after the last backward pass of a
-step; with fsdp, for each batch, all-gathers and reduce-scatters of every Transformer layer, and of all other weights as
-one more unit, which stays gathered from the forward to the backward pass.
+The collectives are those of `training.step`: with ddp an all-reduce of every bucket of gradients during the last
+backward pass of a step; with fsdp, for each batch, all-gathers and reduce-scatters of every Transformer layer, and of
+all other weights as one more unit, which stays gathered from the forward to the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from regard.nn.reversible import ReversibleBlock
 from regard.recipe import Train
 
 BF16 = 2  # bytes of a number
+LAST_BUCKET = 1 << 20  # bytes of gradients, at least, that ddp sends when all are computed
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Memory:
     gradients: int
     moments: int
     average: int  # the moving average of the weights
-    all_reduce: int  # ddp: the buffers in which gradients are summed
+    all_reduce: int  # ddp: gradients that are not in a bucket yet, and what is sent in bfloat16
     gathered: int  # fsdp: the weights outside of layers, one layer, and the next one, which is on its way
     unreduced: int  # fsdp: gradients of gathered weights, and of a layer what is sent
     activations: int
@@ -49,12 +51,12 @@ class Memory:
     @property
     def step(self) -> int:
         """On the device, at the peak of a step."""
-        return self.kept + (self.all_reduce and self.gradients) + self.gathered + self.unreduced + self.activations
+        return self.kept + self.all_reduce + self.gathered + self.unreduced + self.activations
 
     @property
     def kept(self) -> int:
-        """On the device, between two steps; gradients that were summed are in the buffer of the all-reduce."""
-        return self.weights + self.moments + self.average + (self.all_reduce or self.gradients) - self.host
+        """On the device, between two steps."""
+        return self.weights + self.moments + self.average + self.gradients - self.host
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Communication:
     all_reduce: int = 0
     all_gather: int = 0
     reduce_scatter: int = 0
-    exposed: int = 0  # of the last two, what no computation overlaps with
+    exposed: int = 0  # of these, what no computation overlaps with; of an all-reduce twice its size
 
     def sent(self, ranks: int, exposed: bool = False) -> float:
         """Bytes that a process sends in a step, and receives, by the ring algorithm."""
@@ -83,6 +85,7 @@ class Scaling:
     start: int  # bytes on the device before a model is sharded: all weights
     validation: int  # bytes on the device while validating, without what decoding needs
     flops: float  # of a step, in each process
+    overlapping: float  # the share of computing in which something is sent
     hardware: Hardware | None = None
 
     @property
@@ -96,13 +99,14 @@ class Scaling:
         return self.flops / self.hardware.flops
 
     def seconds(self, overlap: bool = True) -> float:
-        """The time of a step: of computing and of sending, with fsdp the longer of both where they overlap."""
+        """The time of a step: of computing and of sending, where they overlap the longer of both."""
         assert self.hardware is not None
         sending = self.sent / self.hardware.bandwidth
-        if not overlap or self.train.strategy == "ddp":  # gradients are sent when all are there
+        if not overlap:
             return self.compute_seconds + sending
         exposed = self.communication.sent(self.ranks, exposed=True) / self.hardware.bandwidth
-        return max(self.compute_seconds, sending - exposed) + exposed
+        overlapping = self.overlapping * self.compute_seconds
+        return self.compute_seconds - overlapping + max(overlapping, sending - exposed) + exposed
 
     def efficiency(self, overlap: bool = True) -> float:
         """The share of a step in which a process computes."""
@@ -179,7 +183,7 @@ def plan_scaling(
     bf16 = train.precision == "bf16"
     root, layers = sharding_units(model)
     held = sum(unit.shard(ranks) for unit in (root, *layers)) if sharded else info.total
-    gathered, unreduced, buffers = 0, 0, 0
+    gathered, unreduced, outside_buckets = 0, 0, 0
     if sharded:
         width = BF16 if bf16 and not on_cpu else BYTES
         largest = max((unit.padded(ranks) for unit in layers), default=0)
@@ -187,9 +191,11 @@ def plan_scaling(
         unreduced = width * root.padded(ranks) + (width + BYTES) * largest
         communication = _fsdp(root, layers, ranks, train.accumulate, width)
     elif shared:
-        sent_in_bf16 = bf16 and on_cpu
-        buffers = (BYTES + BF16 * sent_in_bf16) * info.total
-        communication = Communication(all_reduce=(BF16 if sent_in_bf16 else BYTES) * info.total)
+        in_bf16 = bf16 and on_cpu
+        # Of one batch a gradient is in its bucket as soon as it is computed; those of earlier batches are kept apart.
+        largest = max(p.numel() for p in model.parameters())
+        outside_buckets = BYTES * (info.total if train.accumulate > 1 else largest) + BF16 * in_bf16 * info.total
+        communication = _ddp(list(model.parameters()), BF16 if in_bf16 else BYTES)
     else:
         communication = Communication()
     tokens = max(1, workload.batch_tokens // ranks)
@@ -200,7 +206,7 @@ def plan_scaling(
         gradients=BYTES * held,
         moments=2 * BYTES * held,
         average=average,
-        all_reduce=buffers,
+        all_reduce=outside_buckets,
         gathered=gathered,
         unreduced=unreduced,
         activations=count_activations(
@@ -217,8 +223,21 @@ def plan_scaling(
         start=info.weights,
         validation=memory.kept + (info.weights if sharded else 0),
         flops=passes * info.flops_per_token * workload.batch_tokens / ranks * train.accumulate,
+        # ddp sends in the last backward pass of a step, which is all but a forward pass
+        overlapping=1.0 if sharded else (passes - 1) / passes / train.accumulate,
         hardware=hardware,
     )
+
+
+def _ddp(parameters: list[Tensor], width: int) -> Communication:
+    """The collectives of a step: gradients as numbers of `width` bytes, and for each tensor whether it was used.
+
+    The last bucket, with the first parameters, is sent when nothing is left to compute. `DDPModule` adds to it a
+    parameter of one number, which is not used.
+    """
+    sizes = list(accumulate((p.numel() for p in parameters), initial=1))
+    last = next((size for size in sizes if BYTES * size >= LAST_BUCKET), sizes[-1])
+    return Communication(all_reduce=width * sizes[-1] + BYTES * len(sizes), exposed=2 * width * last)
 
 
 def _fsdp(root: Unit, layers: list[Unit], ranks: int, batches: int, width: int) -> Communication:

@@ -3,73 +3,140 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from regard.training.distributed import (
-    CHUNK,
-    GradientAllReduce,
-    WorkerDied,
-    Workers,
-    broadcast_weights,
-    form_group,
-)
+from regard.training.distributed import DDPModule, WorkerDied, Workers, broadcast_weights, form_group
 
-WIDTH = 2100  # two matrices of this width are more than one chunk
+WIDTH = 520  # gradients of the first layer, a megabyte, are sent after those of the others
+UNUSED_BY_ONE, UNUSED = "2.weight", "3.weight"
 
 
-def gradient(rank: int, index: int, shape: torch.Size) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * rank + index))
+class Layers(nn.ModuleList):
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        for layer in list(self)[:used]:
+            x = layer(x)
+        return x.square().mean()
 
 
-def parameters(rank: int) -> list[nn.Parameter]:
-    torch.manual_seed(rank)
-    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(5), nn.Linear(WIDTH, 3)])
-    made = list(model.parameters())
-    made[2].requires_grad_(False)
-    return made
+def make_layers(seed: int) -> Layers:
+    torch.manual_seed(seed)
+    layers = Layers(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    layers[0].bias.requires_grad_(False)
+    return layers
 
 
-def take_part(rank: int, store: str, bf16: bool, out: str) -> None:
-    torch.set_num_threads(1)
-    with form_group(rank, 2, torch.device("cpu"), store):
-        mine = parameters(rank)
-        broadcast_weights(mine)
-        all_reduce = GradientAllReduce(mine, bf16)
-        for index, p in enumerate(mine):
-            if p.requires_grad and (rank, index) != (1, 3):  # one that the second process has no gradient of
-                p.grad = gradient(rank, index, p.shape)
-        all_reduce()
-        torch.save([(p.detach(), p.grad) for p in mine], out)
+def losses(call: Callable[[torch.Tensor, int], Any], rank: int) -> list[Callable[[], Any]]:
+    """Two batches; the second process does not use the third layer, and none the fourth."""
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return [lambda: call(x[0], 2), lambda: call(x[1], 2 if rank == 1 else 3)]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_all_ranks_have_the_first_weights_and_the_sum_of_gradients(tmp_path: Path, bf16: bool) -> None:
-    outs = [tmp_path / "0", tmp_path / "1"]
+def step(layers: Layers, module: DDPModule, rank: int) -> dict[str, torch.Tensor]:
+    layers.zero_grad()
+    module.begin()
+    for loss, last in zip(losses(module, rank), (False, True), strict=True):
+        with module.sending(last):
+            loss().backward()
+    return {name: p.grad.clone() for name, p in layers.named_parameters() if p.grad is not None}
+
+
+def expected_gradients(ranks: int) -> dict[str, torch.Tensor]:
+    layers = make_layers(0)
+    for rank in range(ranks):
+        for loss in losses(layers, rank):
+            loss().backward()
+    return {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+
+
+def run_ranks(size: int, target: Callable[..., None], directory: Path, *arguments: object) -> list[Any]:
+    """What each of several processes saves; `target` gets its rank, their number, a store and a file."""
+    files = [str(directory / str(rank)) for rank in range(size)]
     processes = [
-        get_context("spawn").Process(target=take_part, args=(rank, str(tmp_path / "store"), bf16, str(out)))
-        for rank, out in enumerate(outs)
+        get_context("spawn").Process(target=target, args=(rank, size, str(directory / "store"), file, *arguments))
+        for rank, file in enumerate(files)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    first, second = (torch.load(out, weights_only=True) for out in outs)
-    start = parameters(0)
-    assert sum(p.numel() for p in start if p.requires_grad) > CHUNK
-    for index, (p, (weight, grad), (other_weight, other_grad)) in enumerate(zip(start, first, second, strict=True)):
-        assert torch.equal(p, weight) and torch.equal(p, other_weight)
-        if not p.requires_grad:
-            assert grad is None and other_grad is None
-            continue
-        parts = [gradient(rank, index, p.shape) for rank in (0, 1) if (rank, index) != (1, 3)]
-        expected = sum(part.bfloat16() if bf16 else part for part in parts)
-        assert isinstance(expected, torch.Tensor)
-        assert torch.equal(grad, expected.float()) and torch.equal(other_grad, grad)
+    return [torch.load(file, weights_only=True) for file in files]
+
+
+def take_steps(rank: int, size: int, store: str, out: str) -> None:
+    """Three equal steps in fp32, and three in bfloat16."""
+    torch.set_num_threads(1)
+    with form_group(rank, size, torch.device("cpu"), store):
+        steps = []
+        for bf16 in (False, True):
+            layers = make_layers(rank)
+            broadcast_weights(layers.parameters())
+            module = DDPModule(layers, bf16)
+            steps.append([step(layers, module, rank) for _ in range(3)])
+        torch.save(steps, out)
+
+
+def test_gradients_are_summed_over_all_processes(tmp_path: Path) -> None:
+    """To the same bits in every step, also the first: a resumed run takes first steps where another takes later ones.
+
+    What no process uses has no gradient, as in one process alone; what is frozen neither.
+    """
+    expected = expected_gradients(3)
+    ranks = run_ranks(3, take_steps, tmp_path)
+    for precision, rtol, atol in ((0, 1e-5, 1e-8), (1, 2e-2, 1e-4)):
+        first, *others = (each for steps in ranks for each in steps[precision])
+        assert first.keys() == expected.keys() and UNUSED_BY_ONE in first and UNUSED not in first
+        for name, x in expected.items():
+            torch.testing.assert_close(first[name], x, rtol=rtol, atol=atol)
+            assert all(torch.equal(other[name], first[name]) for other in others), name
+
+
+FAILING = {"1.bias": False, "0.weight": True}  # parameters, and whether others were sent before their gradient is there
+
+
+def fail_once(rank: int, size: int, store: str, out: str) -> None:
+    """The second process fails in the last pass of a step, before it has the gradient of a parameter."""
+    torch.set_num_threads(1)
+    outcomes = []
+    with form_group(rank, size, torch.device("cpu"), store):
+        layers = make_layers(0)
+        module = DDPModule(layers, bf16=False)
+        for name in FAILING:
+            if rank == 1:
+                calls = iter(range(2))
+                hook = layers.get_parameter(name).register_hook(
+                    lambda _, calls=calls: run_out() if next(calls) else None
+                )
+                with pytest.raises(RuntimeError, match="memory"):
+                    step(layers, module, rank)
+                hook.remove()
+                again = module.give_up()
+                gradients = {} if again else step(layers, module, rank)
+            else:
+                gradients = step(layers, module, rank)
+                again = any(x.isnan().any().item() for x in gradients.values())
+            outcomes.append((again, step(layers, module, rank) if again else gradients))
+    torch.save(outcomes, out)
+
+
+def run_out() -> None:
+    torch.empty(1 << 60)  # what torch raises on a CPU
+
+
+def test_a_process_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    """They wait until it has begun again if it had sent nothing; else their gradients are NaN, and all begin again."""
+    expected = expected_gradients(2)
+    for outcomes in run_ranks(2, fail_once, tmp_path):
+        for sent, (again, gradients) in zip(FAILING.values(), outcomes, strict=True):
+            assert again == sent
+            for name, x in expected.items():
+                torch.testing.assert_close(gradients[name], x, rtol=1e-5, atol=1e-8)
 
 
 SLEEP = ["-n1", "-r1", "import sys; sys.stdin.read()"]

@@ -61,10 +61,17 @@ def forbid(ours: Stepper, too_large: Callable[[Batch], bool], in_backward: bool 
         return original(batch)
 
     ours.objective.forward = forward  # type: ignore[method-assign]
+
+    def fail(_: object) -> None:
+        nonlocal failing
+        if failing:
+            failing = False
+            run_out()
+
     if in_backward:
         assert model.encoder is not None
         for parameter in model.encoder.parameters():  # the decoder has its gradient by then
-            parameter.register_post_accumulate_grad_hook(lambda _: run_out() if failing else None)
+            parameter.register_post_accumulate_grad_hook(fail)
 
 
 def gradient(ours: Stepper) -> torch.Tensor:
@@ -163,17 +170,29 @@ def test_validation_in_parts_gives_the_same(name: str, monkeypatch: pytest.Monke
         mean_scores(model, batches, ProcessGroup())
 
 
+LARGE = {**TINY, "width": 128, "ff": 512}  # the decoder's gradients are sent while the encoder's are computed
+SHAPES = [config(), preset("transformer-tiny", 12, changes={"encoder": LARGE, "decoder": LARGE})]
+
+
 def take_part(rank: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
+    outcomes = []
     with form_group(rank, 2, torch.device("cpu"), store) as group:
-        ours = stepper(group=group)
-        if rank == 1:
-            forbid(ours, lambda batch: batch.size > 60, in_backward=True)
-        sums = ours.backward(1, shares(ROWS[rank::2]))
-        torch.save((sums, gradient(ours), ours.memory_failures.count), out)
+        for shape in SHAPES:
+            ours, sizes = stepper(shape, group), []
+
+            def too_large(batch: Batch, sizes: list[int] = sizes) -> bool:
+                sizes.append(batch.size)
+                return rank == 1 and batch.size > 60
+
+            forbid(ours, too_large, in_backward=True)
+            sums = ours.backward(1, shares(ROWS[rank::2]))
+            outcomes.append((sums, gradient(ours), ours.memory_failures.count, len(sizes)))
+    torch.save(outcomes, out)
 
 
-def test_one_of_two_processes_splits_alone(tmp_path: Path) -> None:
+def test_one_of_two_processes_splits_its_batch(tmp_path: Path) -> None:
+    """By itself before it has sent gradients of the batch, and with the other beginning again after that."""
     outs = [tmp_path / "0", tmp_path / "1"]
     processes = [
         get_context("spawn").Process(target=take_part, args=(rank, str(tmp_path / "store"), str(out)))
@@ -183,13 +202,15 @@ def test_one_of_two_processes_splits_alone(tmp_path: Path) -> None:
         process.start()
     for process in processes:
         process.join()
-    (first, left, none), (second, right, some) = (torch.load(out, weights_only=True) for out in outs)
-    whole = stepper()
-    nll, smoothed, norm = whole.backward(1, shares())
-    assert none == 0 and some > 0
-    assert [first[0] + second[0], first[1] + second[1], first[2]] == pytest.approx([nll, smoothed, norm], rel=1e-5)
-    assert torch.equal(left, right) and first[2] == second[2]
-    torch.testing.assert_close(left, gradient(whole), rtol=1e-4, atol=1e-7)
+    ranks = [torch.load(out, weights_only=True) for out in outs]
+    for passes, shape, (first, left, none, read), (second, right, some, _) in zip((1, 2), SHAPES, *ranks, strict=True):
+        whole = stepper(shape)
+        assert read == passes
+        nll, smoothed, norm = whole.backward(1, shares())
+        assert none == 0 and some > 0
+        assert [first[0] + second[0], first[1] + second[1], first[2]] == pytest.approx([nll, smoothed, norm], rel=1e-5)
+        assert torch.equal(left, right) and first[2] == second[2]
+        torch.testing.assert_close(left, gradient(whole), rtol=1e-4, atol=1e-6)
 
 
 # A run

@@ -36,6 +36,7 @@ FAMILIES = {
     "tied": ("transformer-tiny", {"share_embeddings": True, "tie_output": True}),
     "lm": ("gpt-tiny", {}),
     "rnn": ("rnn-luong", {}),
+    "reversible": ("gpt-tiny", {"decoder": STACK | {"residual": "reversible"}, "tie_output": False}),
 }
 ROWS = [([5, 6, 3], [7, 3]), ([4, 3], [4, 5, 6, 3]), ([9, 9, 9, 3], [3]), ([8, 3], [10, 3]), ([7, 7, 3], [5, 4, 3])]
 STEPS = 3
@@ -100,9 +101,12 @@ def take_part(rank: int, size: int, cases: list[tuple[str, dict[str, Any]]], dir
 CASES = [
     (family, {"strategy": strategy, "precision": precision})
     for family, strategy, precision in product(FAMILIES, ("ddp", "fsdp"), ("fp32", "bf16"))
-    if (family, precision) != ("tied", "bf16")
+    if (family, precision) not in (("tied", "bf16"), ("reversible", "bf16"))
 ]
-CASES += [(family, {"strategy": "fsdp", "recompute": True}) for family in ("pairs", "lm")]
+CASES += [
+    (family, {"strategy": strategy, "recompute": True})
+    for family, strategy in product(("pairs", "lm"), ("ddp", "fsdp"))
+]
 MIXED: tuple[str, dict[str, Any]] = ("pairs", {})
 
 

@@ -94,7 +94,14 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "precision", "strategy"),
-    [(1, "fp32", "ddp"), (2, "fp32", "ddp"), (2, "bf16", "ddp"), (1, "fp32", "fsdp"), (2, "fp32", "fsdp")],
+    [
+        (1, "fp32", "ddp"),
+        (2, "fp32", "ddp"),
+        (3, "fp32", "ddp"),
+        (2, "bf16", "ddp"),
+        (1, "fp32", "fsdp"),
+        (2, "fp32", "fsdp"),
+    ],
 )
 def test_interrupted_runs_end_like_uninterrupted_ones(
     recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, precision: str, strategy: str
@@ -135,7 +142,7 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
     assert not others(run)
 
     if workers > 1:
-        with pytest.raises(WorkerDied, match="process 1 of 2 was killed by signal 9"):
+        with pytest.raises(WorkerDied, match=f"process 1 of {workers} was killed by signal 9"):
             fit(order, run, resume=True, reporter=At(32, lambda: started[-1]._processes[0].kill()))
 
     fit(order, run, resume=True, reporter=Reporter())

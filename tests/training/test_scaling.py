@@ -23,7 +23,7 @@ from regard.nn.transformer import Transformer
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
 from regard.scaling import Hardware, Scaling, plan_scaling
-from regard.training.distributed import ProcessGroup, form_group, local
+from regard.training.distributed import DDPModule, ProcessGroup, form_group, local
 from regard.training.step import Stepper
 from toykit import call
 
@@ -152,12 +152,45 @@ def test_time_is_that_of_computing_and_sending() -> None:
     alone = plan_scaling(model, info, Train(), 1, hardware)
     assert alone.efficiency() == 1 and alone.seconds() == info.training_seconds(1 << 20, 4e14)
     ddp, fsdp = (plan_scaling(model, info, Train(strategy=name), 64, hardware) for name in ("ddp", "fsdp"))
-    assert ddp.seconds() == ddp.compute_seconds + ddp.sent / 5e10 == ddp.seconds(overlap=False)
-    assert fsdp.compute_seconds < fsdp.seconds() < fsdp.seconds(overlap=False)
+    for several in (ddp, fsdp):
+        assert several.seconds(overlap=False) == several.compute_seconds + several.sent / 5e10
+        assert several.compute_seconds < several.seconds() < several.seconds(overlap=False)
+    slow = plan_scaling(model, info, Train(), 64, Hardware(flops=4e14, bandwidth=1e9))
+    assert slow.seconds() == pytest.approx(slow.compute_seconds / 3 + slow.sent / 1e9)  # more than a backward pass
     again = plan_scaling(model, info, Train(strategy="fsdp", recompute=True), 64, hardware)
     assert again.compute_seconds == pytest.approx(fsdp.compute_seconds * 4 / 3)
     offloaded = plan_scaling(model, info, Train(strategy="fsdp", offload=True), 64, hardware).memory
     assert offloaded.step + offloaded.host == fsdp.memory.step
+
+
+class Buckets(list[int]):
+    """The numbers of every bucket that DistributedDataParallel sends, in one process."""
+
+    def __init__(self, model: Model, directory: Path) -> None:
+        form_group(0, 1, torch.device("cpu"), f"{directory}/store")
+        try:
+            module = DDPModule(model, bf16=False)
+            send = module._all_reduce
+
+            def count(bucket: Any) -> Any:
+                self.append(bucket.buffer().numel())
+                return send(bucket)
+
+            module._all_reduce = count  # type: ignore[method-assign]
+            module.finish()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_last_bucket_is_the_one_that_torch_sends_last(tmp_path: Path, tied: bool) -> None:
+    settings = {"share_embeddings": tied, "tie_output": tied}
+    shape = preset("transformer-mini", 2000, changes={**settings, "encoder": {"layers": 3}})
+    info = describe(shape, Workload(length=4, batch_tokens=16))
+    counted = plan_scaling(shape, info, Train(), 2).communication
+    *others, last = Buckets(Model(shape), tmp_path)
+    assert others and counted.exposed == 2 * 4 * last
+    assert counted.all_reduce == 4 * (sum(others) + last) + 4 * (1 + len(list(Model(shape).parameters())))
 
 
 def test_the_command_line_shows_each_process() -> None:

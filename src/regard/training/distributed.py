@@ -1,9 +1,10 @@
-"""Data-parallel training: the process group, the workers that this machine starts, and the all-reduce of gradients."""
+"""Data-parallel training: the process group, the workers that this machine starts, and the sum of their gradients."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,13 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from regard.errors import UserError
 
@@ -28,7 +30,6 @@ FOREVER = datetime.timedelta(days=30)
 STORE = "REGARD_STORE"  # names the rendezvous file of the workers that `Workers` starts
 EXIT_SECONDS = 5.0  # that the workers have to exit before they are killed
 LAST = b"\0"  # no signal has this number
-CHUNK = 1 << 22  # numbers per all-reduce: while one chunk is summed, the next is on its way
 
 
 class ProcessGroup:
@@ -247,34 +248,88 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="exit-with-parent").start()
 
 
-class GradientAllReduce:
-    """Sums the gradients of all processes. With `bf16` they are sent in bfloat16."""
+class DDPModule:
+    """A module in DistributedDataParallel: gradients are summed over all processes while they are computed.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bf16: bool) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
-        device = self._parameters[0].device if self._parameters else None
-        self.total = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
-        self._sent = self.total.bfloat16() if bf16 else self.total
-        self._sent_views, self._total_views = self._views(self._sent), self._views(self.total)
+    Of the backward passes of a step only the last one sends gradients. A process whose memory runs out in it can give
+    the step up without leaving the others waiting. With `bf16`, gradients are sent in bfloat16.
+    """
 
-    def __call__(self) -> None:
-        """Replace the gradients of this process by the sum over all."""
-        for view, parameter in zip(self._sent_views, self._parameters, strict=True):
-            if parameter.grad is None:  # not used by this process's share of the batch
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-        for pending in [dist.all_reduce(chunk, async_op=True) for chunk in self._sent.split(CHUNK)]:
+    def __init__(self, module: nn.Module, bf16: bool) -> None:
+        self._bf16 = bf16
+        self._sums: list[torch.futures.Future[Tensor]] = []  # of the buckets of gradients that this step has sent
+        self.sent_all = False
+        self._ddp = DistributedDataParallel(
+            _ModuleOrFill(module),
+            init_sync=False,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            # Not only for parameters that a step does not use: without it buckets are laid out anew after the first
+            # step. Of three processes or more the sums have other bits then, and a resumed run would not end like one
+            # that was not interrupted.
+            find_unused_parameters=True,
+        )
+        self._ddp.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
+
+    def begin(self) -> None:
+        """Begin a step: nothing was sent yet."""
+        self._sums.clear()
+        self.sent_all = False
+
+    def sending(self, last: bool) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass: gradients are sent if it is the last one of the step."""
+        return nullcontext() if last else self._ddp.no_sync()
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._ddp(*inputs)
+
+    def finish(self) -> None:
+        """Send the gradients that were added up so far: the last pass of a process that has nothing left to read."""
+        self._ddp(fill=0.0).backward()
+
+    def give_up(self) -> bool:
+        """End a pass that failed -> whether other processes have gradients from it; the rest of them becomes NaN.
+
+        If not, the others wait, and this process can begin its step again.
+        """
+        for pending in self._sums:
             pending.wait()
-        if self._sent is not self.total:
-            self.total.copy_(self._sent)
-        for view, parameter in zip(self._total_views, self._parameters, strict=True):
-            parameter.grad = view
+        self._ddp.reducer._reset_state()  # lets a forward pass follow a backward pass that failed
+        if self._sums:
+            self._ddp(fill=math.nan).backward()  # sends the buckets that the others wait for
+        return bool(self._sums)
 
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        """The slice of a buffer that belongs to each parameter, in its shape."""
-        pieces = buffer.split([p.numel() for p in self._parameters])
-        return [piece.view_as(p) for piece, p in zip(pieces, self._parameters, strict=True)]
+    def _all_reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Sum a bucket over all processes: a mean would be wrong, for the loss is divided by the tokens of all."""
+        index: int = bucket.index()
+        if index < len(self._sums):  # the pass that failed has sent it
+            return self._sums[index]
+        gradients: Tensor = bucket.buffer()
+        sent = gradients.bfloat16() if self._bf16 else gradients
+
+        def received(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            (total,) = done.value()  # raises what went wrong
+            return gradients.copy_(total) if self._bf16 else total
+
+        summed: torch.futures.Future[Tensor] = dist.all_reduce(sent, async_op=True).get_future().then(received)
+        self._sums.append(summed)
+        self.sent_all = bucket.is_last()
+        return summed
+
+
+class _ModuleOrFill(nn.Module):
+    """A module, which can also be called without inputs for a loss whose gradient is `fill` everywhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        # DistributedDataParallel prints a warning in every process if it looks for unused parameters and finds none.
+        self._unused = nn.Parameter(next(module.parameters()).new_zeros(1))
+
+    def forward(self, *inputs: Any, fill: float | None = None) -> Any:
+        if fill is None:
+            return self._module(*inputs)
+        return fill * torch.stack([p.sum() for p in self._module.parameters() if p.requires_grad]).sum()
 
 
 @torch.no_grad()

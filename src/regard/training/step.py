@@ -1,14 +1,14 @@
 """One training step: forward, backward, all-reduce, update; with the optimizer, the schedule and the moving average.
 
-A batch that does not fit into memory is split, with the same gradient. No process talks to the others before it has its
-own gradient, so each can split on its own.
+A batch that does not fit into memory is split, with the same gradient: by the process that it does not fit, while the
+others wait, or begin the step again if they have parts of its gradient already.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +25,7 @@ from regard.nn.primitives import MaskPool, bf16_matmuls, use_matmuls, use_pool
 from regard.nn.transformer import Transformer
 from regard.recipe import Train
 from regard.run import weights_of
-from regard.training.distributed import GradientAllReduce, ProcessGroup, broadcast_weights, local, whole
+from regard.training.distributed import DDPModule, ProcessGroup, broadcast_weights, local, whole
 
 if TYPE_CHECKING:
     from regard.training.sharding import Blueprint
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 TOO_LARGE = (
-    "not enough memory for a batch; with train.strategy=fsdp it cannot be split on the way\n"
+    "not enough memory for a batch, which cannot be split any more: other processes have parts of its gradient\n"
     "  take smaller batches (train.batch_tokens, and train.accumulate to make up for it), let layers be computed again "
     "(train.recompute=true), or use more processes"
 )
@@ -86,7 +86,7 @@ class Stepper:
                 module.recompute = train.recompute
         # On a CPU bfloat16 is for the matrix products alone; their gradients lose nothing when sent so.
         self._matmuls = bf16_matmuls(model) if train.precision == "bf16" and on_cpu else {}
-        self._all_reduce: GradientAllReduce | None = None
+        self._ddp: DDPModule | None = None  # of a model that all processes have
         self._blueprint: Blueprint | None = None  # of a model that is sharded
         if group.size > 1:
             broadcast_weights(model.parameters())
@@ -96,11 +96,7 @@ class Stepper:
             self._blueprint = Blueprint(model)
             shard(self.objective, group, bf16=train.precision == "bf16" and not on_cpu, offload=train.offload)
         elif group.size > 1:
-            # Not DistributedDataParallel: it sends gradients while they are computed, so a process whose memory runs
-            # out could not begin again. And after its first step it sends them in another order: of three processes or
-            # more the sums then have other bits, and a resumed run would not end like one that was not interrupted.
-            # On two cores a step with it takes 1.01 times as long in fp32.
-            self._all_reduce = GradientAllReduce(model.parameters(), bf16=bool(self._matmuls))
+            self._ddp = DDPModule(self.objective, bf16=bool(self._matmuls))
         self._parameters = list(model.parameters())
         self.optimizer = make_optimizer(model, train)
         self._pool = MaskPool(train.seed * _RANKS + group.rank) if on_cpu else None
@@ -144,17 +140,27 @@ class Stepper:
             for share, (batch, weight) in enumerate(shares)
         ]
         pieces = self._fitting(pieces)
-        while isinstance(sums := self._accumulate(step, pieces), BatchPart):
+        while True:
             self.objective.segment_memory = remembered
-            pieces = self._without(pieces, sums)
+            sums = self._accumulate(step, pieces)
+            if failed := isinstance(sums, BatchPart):
+                pieces = self._without(pieces, sums)
+                if self._ddp is None or not self._ddp.give_up():
+                    continue
+            numbers = [0.0, 0.0, math.nan] if failed else self._numbers(*sums)
+            # A step that one process gives up has gradients of NaN in all of them, and all begin it again.
+            if math.isfinite(numbers[-1]) or not any(given_up for (given_up,) in self.group.gather([float(failed)])):
+                break
         if failures.examples:
             self.objective.segment_memory = None  # it has fewer rows now
         failures.pieces = len(pieces)
-        if self._all_reduce is not None:
-            self._all_reduce()
+        return numbers
+
+    def _numbers(self, nll: Tensor, smoothed: Tensor) -> list[float]:
+        """The sums and the norm of the gradients, by the one host sync per step."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True)).to(self.group.device)
-        numbers: list[float] = torch.stack((*sums, norm)).double().tolist()  # the one host sync per step
+        numbers: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()
         return numbers
 
     def _accumulate(self, step: int, pieces: Sequence[BatchPart]) -> tuple[Tensor, Tensor] | BatchPart:
@@ -163,35 +169,47 @@ class Stepper:
         torch.manual_seed((self.train.seed * 1_000_003 + step) * _RANKS + self.group.rank)
         if self._pool is not None:
             self._pool.begin(step)
+        if self._ddp is not None:
+            self._ddp.begin()
         nll, smoothed = (torch.zeros((), device=self.group.device) for _ in range(2))
         for _, share in groupby(pieces, key=lambda piece: piece.share):
             before, after = self.objective.segment_memory, []
             for piece in share:
                 self.objective.segment_memory = memory_rows(before, piece.rows)
-                try:
-                    loss = self._backward(piece)
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    if self.sharded:  # the others wait for this process in the middle of a layer
-                        raise UserError(TOO_LARGE) from None
+                loss = self._backward(piece, last=piece is pieces[-1])
+                if loss is None:
                     return piece
                 after.append(self.objective.segment_memory)
                 nll += piece.weight * loss.nll
                 smoothed += piece.weight * loss.smoothed.detach()
             self.objective.segment_memory = join_memories(after)
+        if not pieces and self._ddp is not None:
+            self._ddp.finish()
         return nll, smoothed
 
-    def _backward(self, piece: BatchPart) -> Loss:
-        """Add the gradient of a piece to those of the step."""
+    def _backward(self, piece: BatchPart, last: bool) -> Loss | None:
+        """Add the gradient of a piece to those of the step, and after the last those of all processes.
+
+        None if memory ran out.
+        """
         device, autocast = self.group.device, self.train.precision == "bf16" and not self._matmuls
-        with use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss: Loss = self.objective(piece.batch.to(device))
-            # A loss that is not finite makes its gradients NaN, whatever they were: then every process sees it in the
-            # norm.
-            scale = piece.weight / piece.batch.total + loss.smoothed.detach() * 0
-            (loss.smoothed * scale).backward()
+        forward = self.objective if self._ddp is None else self._ddp
+        sends = nullcontext() if self._ddp is None else self._ddp.sending(last)
+        try:
+            with sends, use_matmuls(self._matmuls):  # a reversible model computes forward in backward again
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                    loss: Loss = forward(piece.batch.to(device))
+                # A loss that is not finite makes its gradients NaN, whatever they were: then every process sees it in
+                # the norm.
+                scale = piece.weight / piece.batch.total + loss.smoothed.detach() * 0
+                (loss.smoothed * scale).backward()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # The others wait for this process in the middle of a layer, or have gone on with the sums.
+            if self.sharded or (self._ddp is not None and self._ddp.sent_all):
+                raise UserError(TOO_LARGE) from None
+            return None
         return loss
 
     def _without(self, pieces: Sequence[BatchPart], failed: BatchPart) -> list[BatchPart]:
