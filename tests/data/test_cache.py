@@ -7,6 +7,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from test_prepare import PAIRS, contents, made, table
@@ -70,11 +71,22 @@ def test_what_can_be_read_once_is_not_cached(tmp_path: Path, monkeypatch: pytest
 
 def test_one_process_prepares_and_others_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"train": table(tmp_path / "t.tsv", PAIRS), "cache": str(tmp_path / "cache")}
+    messages: list[str] = []
+    all_wait = Event()
+    write = module._write
+    monkeypatch.setattr(module, "_write", lambda **given: (all_wait.wait(20), write(**given)))
     written = counted(monkeypatch)
     monkeypatch.setattr(module, "WAITING", 0.01)
+
+    def say(message: str) -> None:
+        messages.append(message)
+        if len(messages) == 3:
+            all_wait.set()
+
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda i: made(tmp_path / f"run-{i}", data), range(4)))
+        list(threads.map(lambda i: made(tmp_path / f"run-{i}", data, say=say), range(4)))
     assert len(written) == 1
+    assert len(messages) == 3 and all("waiting for another training" in message for message in messages)
     assert all(contents(tmp_path / f"run-{i}") == contents(tmp_path / "run-0") for i in range(4))
     assert len(list((tmp_path / "cache").iterdir())) == 1  # no lock is left
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from regard.data import formats
 from regard.data.corpora import DUPLICATE, Corpora
 from regard.data.encoding import RATIO, SHORT
 from regard.data.prepare import Prepared, changed_files, prepare
@@ -105,6 +106,32 @@ def test_rows_of_parquet_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(Path(path).read_bytes()[:-9])
     with pytest.raises(UserError, match=r"broken\.parquet: not a readable Parquet file"):
         list(Corpora.of_tables([str(tmp_path / "broken.parquet")], ("source", "target"), None).read(LineCounter()))
+
+
+@pytest.mark.parametrize("group", [1, 13, 50, 1000])
+@pytest.mark.parametrize("size", [0, 1, 300, 2000, 1 << 20])
+def test_large_row_groups_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, size: int
+) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(formats, "ROWS", 7)
+    pairs = [*PAIRS[:20], (None, "x"), *PAIRS[20:40], ("x", None), *PAIRS[40:]]
+    table = arrow.table({"source": [source for source, _ in pairs], "target": [target for _, target in pairs]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
+    corpora, counter = Corpora.of_tables([str(tmp_path / "a.parquet")], ("source", "target"), None), LineCounter()
+    blocks = list(corpora.blocks(size))
+    located = [each for block in blocks for each in corpora.read_block(block, counter)]
+    assert located == list(corpora.read(LineCounter()))
+    assert [example for _, example in located] == [(*pair, None) for pair in PAIRS]
+    assert counter.read == len(pairs) and counter.skipped["empty side"] == 2
+    lines = [corpora.parts[0].chunk_lines(block.chunk) for block in blocks]
+    assert sum(lines) == len(pairs) and (size != 1 or max(lines) <= 7)
+
+
+def test_files_with_both_sides_are_not_one_of_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", PAIRS)
+    with pytest.raises(UserError, match=r"a\.jsonl: has both sides of a pair, by name; give it with --data"):
+        made(tmp_path / "data", {"source": [path], "target": [path]})
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.tsv.zst", "zstandard")])

@@ -81,15 +81,18 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
 
 def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
     """Let the first rank begin, and the others open what it has made; an error is reported once."""
-    from regard.training.launch import join_group
+    from regard.training.launch import join_group, restart_problem
 
     directory, error = None, None
     with join_group(torch.device("cpu")) as group:  # shards are files: nothing else goes over the network
         if group.first:
+            if warning := restart_problem():
+                message(f"warning: {warning}")
             try:
                 directory = stack.enter_context(begin())
             except UserError as caught:
                 error = caught
+        group.wait_for_first()  # which reads the whole input
         failed = group.broadcast(error is not None)
         if not failed and directory is None:
             directory = stack.enter_context(ShardDirectory(path))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.data.formats import open_table
+from regard.data.formats import named_columns, open_table
 from regard.data.reader import MEMORY, Chunk, LineCounter, Located, Source
 from regard.data.streams import STDIN
 from regard.errors import UserError, plural
@@ -69,6 +69,11 @@ class Corpora:
             left, right = expand(source), expand(target)
             if len(left) != len(right):
                 raise UserError(f"{source} matches {plural(len(left), 'file')} but {target} matches {len(right)}")
+            if named := [path for path in (*left, *right) if named_columns(path)]:
+                raise UserError(
+                    f"{named[0]}: has both sides of a pair, by name; give it with --data, and the names of its columns "
+                    "with --set column_names=[...]"
+                )
             parts += [Source(pair) for pair in zip(left, right, strict=True)]
             sizes.append(len(left))
         return cls(tuple(parts), tuple(sizes), tuple(" + ".join(pair) for pair in zip(sources, targets, strict=True)))

@@ -89,7 +89,7 @@ class JsonlSource(Source):
 
 
 class ParquetSource(JsonlSource):
-    """A Parquet file, read row group by row group."""
+    """A Parquet file. A chunk of it is some of the rows of some row groups, and holds their numbers."""
 
     __slots__ = ()
 
@@ -97,28 +97,34 @@ class ParquetSource(JsonlSource):
         return f"{self.file_names[file]}[{number - 1}]"
 
     def chunks(self, size: int = 0) -> Iterator[Chunk]:
-        """Yield row groups, several small ones together, as their numbers and how many rows they have."""
+        """Yield row groups, several small ones together; with a `size` in bytes, large ones in parts."""
         with self._open() as file:
             begin, first, rows, bytes_ = 0, 1, 0, 0
             for group in range(file.num_row_groups):
                 rows += file.metadata.row_group(group).num_rows
                 bytes_ += file.metadata.row_group(group).total_byte_size
                 if bytes_ >= max(size, 1) or group == file.num_row_groups - 1:
-                    yield first, (f"{begin} {group + 1} {rows}".encode(),)
+                    part = max(ROWS, rows * size // max(bytes_, 1)) if size else rows
+                    for skipped in range(0, rows, max(part, 1)):
+                        count = min(part, rows - skipped)
+                        yield first + skipped, (f"{begin} {group + 1} {skipped} {count}".encode(),)
                     begin, first, rows, bytes_ = group + 1, first + rows, 0, 0
 
     def chunk_lines(self, chunk: Chunk) -> int:
-        return int(chunk[1][0].split()[2])
+        return int(chunk[1][0].split()[-1])
 
     def rows(self, chunk: Chunk) -> Iterator[Cells]:
-        first, (groups,) = chunk
-        number = first
+        number, (numbers,) = chunk
+        begin, end, skipped, count = map(int, numbers.split())
         with self._open() as file:
-            row_groups = list(range(*map(int, groups.split()[:2])))
-            for batch in file.iter_batches(ROWS, row_groups, columns=list(self.keys), use_threads=False):
-                for row in batch.to_pylist():
+            for batch in file.iter_batches(ROWS, list(range(begin, end)), columns=list(self.keys), use_threads=False):
+                for row in batch.slice(min(skipped, len(batch)), count).to_pylist():
                     yield self._named_cells(number, row)
                     number += 1
+                count -= max(0, min(count, len(batch) - skipped))
+                skipped = max(0, skipped - len(batch))
+                if not count:
+                    return
 
     @contextmanager
     def _open(self) -> Iterator[Any]:

@@ -94,12 +94,13 @@ def prepare(
     base: BaseText | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
     processes: int = 1,
+    say: Callable[[str], None] | None = None,
 ) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
     What is there is used if it was made from the same text with the same settings. With a `base`, text becomes ids as
     it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`. Up to so many `processes`
-    tokenise, if they pay; they change nothing else.
+    tokenise, if they pay; they change nothing else. `say` gets a message if another process has to be waited for.
     """
     path = Path(directory)
     train, valid = sources(recipe)
@@ -117,7 +118,7 @@ def prepare(
         make(path)
         return open_prepared(path)
     entry = Path(recipe.data.cache) / _cache_key(now, base)
-    found = _take_from_cache(entry, now, path, make)
+    found = _take_from_cache(entry, now, path, make, say)
     prepared = open_prepared(path)
     return replace(prepared, notes=[f"data: prepared before, in {entry}", *prepared.notes]) if found else prepared
 
@@ -141,7 +142,13 @@ def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
     return blake2b(json.dumps(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _take_from_cache(entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None]) -> bool:
+def _take_from_cache(
+    entry: Path,
+    made_from: dict[str, str | None],
+    path: Path,
+    make: Callable[[Path], None],
+    say: Callable[[str], None] | None,
+) -> bool:
     """Share an entry of the cache with a run, and make it first if it is not there -> whether it was.
 
     One process makes it, others wait. On a file system without locks the run prepares its own data. An entry that was
@@ -163,6 +170,9 @@ def _take_from_cache(entry: Path, made_from: dict[str, str | None], path: Path, 
                     _share(entry, path)
                 return found
         except LockHeld:
+            if say is not None:
+                say(f"data: waiting for another training, which prepares it in {entry}")
+                say = None
             time.sleep(WAITING)
 
 
@@ -337,6 +347,9 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
 def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
     """What has become of files since data was prepared from them; those that cannot be read now are left out."""
     record = _read_record(Path(directory)) or {}
+    if not record:
+        return
+    prepared_at = os.stat(Path(directory) / RECORD).st_mtime
     train, valid = sources(recipe)
     for kind, corpora in zip(ROLES, (train, valid), strict=True):
         count = sum(role.startswith(f"{kind} file ") for role in record.get("made_from", {}))
@@ -345,16 +358,24 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
             return
     for role, name, path in _files(train, valid):
         then, now = record.get("made_from", {}).get(role), None
+        size = record.get("files", {}).get(role, {}).get("bytes")
         with suppress(UserError):
-            now = _digest(path, then)
+            now = then if _untouched(path, size, prepared_at) else _digest(path, then)
         if now is None or then in (None, now):
             continue
-        size = record.get("files", {}).get(role, {}).get("bytes")
         before, kind = "" if size is None else f"{size:,} bytes, ", "SHA-256" if len(then) == 64 else "BLAKE2b"
         yield (
             f"{name}: has changed since the run began: then {before}{kind} {then[:12]}..., "
             f"now {os.stat(path).st_size:,} bytes, {kind} {now[:12]}..."
         )
+
+
+def _untouched(path: str, size: int | None, since: float) -> bool:
+    """Whether a file has this size and was not written, replaced or renamed since: large ones take long to hash."""
+    if not _regular(path):
+        return False
+    stat = os.stat(path)
+    return stat.st_size == size and max(stat.st_mtime, stat.st_ctime) < since
 
 
 def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) -> Corpora:

@@ -106,7 +106,8 @@ def ready_file(store_file: str, rank: int) -> Path:
 
 def form_group(rank: int, size: int, device: torch.device, store: Any) -> ProcessGroup:
     """Form the process group; the processes meet in a store, or in the file of that name."""
-    backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    # Offloaded shards are summed on the CPU, which NCCL cannot.
+    backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
     if bound is not None:
         torch.cuda.set_device(bound)  # FSDP2 shards onto the current GPU, which would be the first one for all
     if isinstance(store, str):

@@ -232,7 +232,9 @@ def _set_up(
         raise UserError(f"train.workers: {workers} asked for, but {launch.processes} processes were started")
     base, base_text = open_base(recipe)
     check_model(recipe, base)
-    prepared = prepare(recipe, path / TRAINING / DATA, base=base_text, memory=memory, processes=cores())
+    prepared = prepare(
+        recipe, path / TRAINING / DATA, base=base_text, memory=memory, processes=cores(), say=reporter.say
+    )
     for note in prepared.notes:
         reporter.say(note)
     plan = plan_run(recipe, base, prepared, device, launch.processes, reporter)
