@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -133,6 +134,55 @@ def test_arguments_are_checked_before_anything_starts(
     ):
         with pytest.raises(UserError, match=message):
             app(arguments)
+
+
+class FakeServe(ModuleType):
+    """What `app` uses of ray.serve; keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__("ray.serve")
+        self.settings: dict[str, Any] = {}
+        self.bound: tuple[Any, ...] = ()
+
+    def deployment(self, kind: type) -> FakeServe:
+        assert kind is Replica
+        return self
+
+    def options(self, **settings: Any) -> FakeServe:
+        self.settings = settings
+        return self
+
+    def bind(self, *arguments: Any) -> FakeServe:
+        self.bound = arguments
+        return self
+
+
+def test_the_settings_of_a_deployment_reach_ray(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, ray = FakeServe(), ModuleType("ray")
+    ray.serve = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    scaling = {"min_replicas": "0", "max_replicas": "9", "target_ongoing_requests": "2.5"}
+    delays = {"upscale_delay": "3", "downscale_delay": "60.5"}
+    app(
+        {
+            "runs": f"toy={toy / 'run'}",
+            **scaling,
+            **delays,
+            "max_ongoing_requests": "7",
+            "cpus": "1.5",
+            "max_inputs": "3",
+        }
+    )
+    assert fake.settings.pop("autoscaling_config") == {
+        "min_replicas": 0,
+        "max_replicas": 9,
+        "target_ongoing_requests": 2.5,
+        "upscale_delay_s": 3,
+        "downscale_delay_s": 60.5,
+    }
+    assert fake.settings == {"name": "regard", "max_ongoing_requests": 7, "ray_actor_options": {"num_cpus": 1.5}}
+    runs, settings = fake.bound
+    assert runs == {"toy": str((toy / "run").resolve())} and settings["max_inputs"] == 3
 
 
 SCRIPT = """

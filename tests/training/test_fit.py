@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -12,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from regard.errors import UserError
+from regard.files import to_toml
 from regard.recipe import Recipe, load_recipe
-from regard.run import Run
+from regard.run import WEIGHTS, Run
 from regard.training.fit import fit
 from regard.training.report import Reporter, read_log
 
@@ -194,27 +195,39 @@ def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
         assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
 
 
-TOGETHER = """
-import json, sys
-from regard.training.fit import fit
-from regard.recipe import load_recipe
-from regard.training.report import Reporter
-print(fit(load_recipe(json.loads(sys.argv[1])), sys.argv[2], reporter=Reporter()).progress.step)
-"""
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "regard",
+    "train",
+]
+
+
+def test_torchrun_and_workers_are_the_same(pairs: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(tables(pairs, workers=0)))
+    done = subprocess.run(
+        [*TORCHRUN, recipe, "--out", tmp_path / "launched"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the model is in") == 1  # one process speaks for all
+    fit(load_recipe(tables(pairs, workers=2)), tmp_path / "run", reporter=Reporter())
+    launched, started = (load_file(tmp_path / name / WEIGHTS) for name in ("launched", "run"))
+    assert launched.keys() == started.keys()
+    assert all(torch.equal(x, started[name]) for name, x in launched.items())
+    assert "workers = 2" in (tmp_path / "launched/recipe.toml").read_text()
 
 
 @pytest.mark.slow
-def test_processes_started_by_torchrun(pairs: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TOGETHER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    order = json.dumps(tables(pairs, workers=0))
-    done = subprocess.run([*command, script, order, tmp_path / "run"], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["4", "4"], done.stderr
-    assert "workers = 2" in (tmp_path / "run/recipe.toml").read_text()
-    order = json.dumps(tables(pairs, workers=3))
-    done = subprocess.run([*command, script, order, tmp_path / "new"], capture_output=True, text=True, check=False)
-    assert "train.workers: 3 asked for, but 2 processes were started" in done.stderr
+def test_a_mistake_under_torchrun_is_reported_once(pairs: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(tables(pairs, workers=3)))
+    done = subprocess.run([*TORCHRUN, recipe, "--out", tmp_path / "new"], capture_output=True, text=True, check=False)
+    assert done.stderr.count("train.workers: 3 asked for, but 2 processes were started") == 1
     assert not (tmp_path / "new").exists()
 
 

@@ -103,6 +103,7 @@ def test_a_signal_to_the_launcher_saves_once(recipe: MakeRecipe, tmp_path: Path,
     process.send_signal(signal.SIGTERM)
     _, messages = process.communicate(timeout=60)
     assert messages.count("SIGTERM: saved at step") == 1, messages
+    assert process.returncode == 1  # torchrun's own way; `regard train --workers` ends with 143
     (saved,) = (tmp_path / "run/training").glob("step-*")
     more = load_recipe({"train": {"steps": int(saved.name[5:]) + 5}})
     assert fit(more, tmp_path / "run", resume=True, reporter=Reporter()).progress.finished == "steps"
