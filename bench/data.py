@@ -4,10 +4,11 @@
     python bench/data.py --pairs 2000000 --task lm
 
 Writes tables of made-up sentences (about 60 bytes a side) with an eighth and all of the pairs, and for each of them
-prepares it as `regard train` does with a cache, then as a second run does that finds it there, orders epochs and reads
-batches, each in a process of its own. The table shows the peak of resident memory beyond that after the imports,
-a bound on that of the largest process that it started (Linux counts what the parent had then), the time, the CPU time
-of all, and pairs per second. With `--task lm` each pair is two lines of plain text, which is prepared and found again.
+prepares it as `regard train` does with a cache, then as a second run does that finds it there, trains another run until
+its first step is done, orders epochs and reads batches, each in a process of its own. The table shows the peak of
+resident memory beyond that after the imports, a bound on that of the largest process that it started (Linux counts what
+the parent had then), the time, the CPU time of all, and pairs per second. With `--task lm` each pair is two lines of
+plain text, which is not ordered and read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -82,17 +84,41 @@ def read_some(path: Path, processes: int) -> None:
             corpus.batch(rows, config)
 
 
+def take_a_step(path: Path, processes: int) -> None:
+    """Train until the first step is done, with one process per core."""
+    from regard.training.fit import fit
+    from regard.training.report import Reporter
+
+    class Done(Exception):
+        pass
+
+    class FirstStep(Reporter):
+        def tick(self, step: int, done: float, seconds: float) -> None:
+            raise Done
+
+    train = {"steps": 1000, "workers": processes}
+    order = recipe(path).model_copy(update={"preset": "transformer-mini"})
+    with suppress(Done):
+        fit(
+            order.model_copy(update={"train": order.train.model_copy(update=train)}),
+            path.parent / "run",
+            reporter=FirstStep(),
+        )
+
+
 # A second run on the same data finds it in the cache by the hashes of the files: the time until training can start.
 PARTS: dict[str, Callable[[Path, int], None]] = {
     "prepare": prepare_all,
     "second run": prepare_again,
+    "first step": take_a_step,
     "order, read": read_some,
 }
 
 
 def measure(part: str, path: Path, pairs: int, processes: int) -> None:
     import regard.data.prepare
-    import regard.presets  # noqa: F401
+    import regard.presets
+    import regard.training.fit  # noqa: F401
 
     own, others = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     before = resource.getrusage(own).ru_maxrss

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,12 @@ def test_no_two_modules_have_the_same_name():
     verbs = [SOURCE / "cli" / f"{verb}.py" for verb in VERBS]  # named for what the user types
     stems = [file.stem for file in FILES if file not in verbs and file.stem != "__init__"]
     assert sorted({stem for stem in stems if stems.count(stem) > 1}) == []
+
+
+def test_no_two_public_classes_have_the_same_name():
+    nodes = [node for file in FILES for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    assert len(names) > 100 and [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_module_is_long():

@@ -34,7 +34,7 @@ def expand(entry: str) -> list[str]:
     return sorted(path for path in glob(entry, recursive=True) if isfile(path)) or [entry]
 
 
-class Block(NamedTuple):
+class LineBlock(NamedTuple):
     """A part of the corpora to be read by itself: the number of the file, some of its lines, the duplicates there."""
 
     part: int
@@ -118,17 +118,17 @@ class Corpora:
         for block in self.blocks():
             yield from self.read_block(block, counter)
 
-    def blocks(self, size: int = 0) -> Iterator[Block]:
+    def blocks(self, size: int = 0) -> Iterator[LineBlock]:
         """Cut the files into blocks of about `size` bytes."""
         for index, part in enumerate(self.parts):
             for chunk in part.chunks(size):
                 if self.duplicates is None:
-                    yield Block(index, chunk)
+                    yield LineBlock(index, chunk)
                 else:
                     mask = self.duplicates.among(index, chunk[0], part.chunk_lines(chunk))
-                    yield Block(index, chunk, mask)
+                    yield LineBlock(index, chunk, mask)
 
-    def read_block(self, block: Block, counter: LineCounter) -> Iterator[Located]:
+    def read_block(self, block: LineBlock, counter: LineCounter) -> Iterator[Located]:
         """Yield the good examples of a block."""
         part, first = self.parts[block.part], PART * block.part
         examples = part.read_chunk(block.chunk, counter)
@@ -136,7 +136,7 @@ class Corpora:
             return self._unique(examples, block, counter)
         return (Located(first + number, example) for number, example in examples) if first else examples
 
-    def _unique(self, examples: Iterator[Located], block: Block, counter: LineCounter) -> Iterator[Located]:
+    def _unique(self, examples: Iterator[Located], block: LineBlock, counter: LineCounter) -> Iterator[Located]:
         assert block.duplicates is not None
         begin = block.chunk[0]
         for number, example in examples:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.data.corpora import Block, Corpora
+from regard.data.corpora import Corpora, LineBlock
 from regard.data.formats import SOURCES
 from regard.data.holdout import Splitter
 from regard.data.reader import LONG, LineCounter, Located
@@ -217,7 +217,7 @@ class ExampleEncoder:
 # Shards
 
 
-class Shard(NamedTuple):
+class EncodedBlock(NamedTuple):
     """A block as ids: what is for training, what was held out, as examples too, and the count of its lines."""
 
     train: Rows
@@ -234,7 +234,7 @@ class Shard(NamedTuple):
         return Message({"examples": self.examples, "counts": self.counts}, parts)
 
     @classmethod
-    def of(cls, message: Message) -> Shard:
+    def of(cls, message: Message) -> EncodedBlock:
         parts = message.parts
         train, valid = (
             Rows(source, target, *(np.frombuffer(each, np.int64) for each in numbers))
@@ -251,19 +251,21 @@ class BlockEncoder:
     def __init__(self, corpora: Corpora, encoder: ExampleEncoder, splitter: Splitter | None, strict: bool) -> None:
         self.corpora, self.encoder, self.splitter, self.strict = corpora, encoder, splitter, strict
 
-    def encode_all(self, path: Path, processes: int) -> Iterator[Shard]:
+    def encode_all(self, path: Path, processes: int) -> Iterator[EncodedBlock]:
         """The shards of all blocks, in order, by up to so many processes; the codec was saved in `path`."""
         requests = map(_request, self.corpora.blocks(BLOCK))
         for _, shard in make_shards(self, requests, path, processes, self.corpora.text_size):
-            yield Shard.of(shard)
+            yield EncodedBlock.of(shard)
 
     def make(self, request: Message) -> Message:
         """Make the shard of a block."""
         *texts, mask = request.parts
         duplicates = np.frombuffer(mask, np.bool_) if request.header["marked"] else None
-        return self.encode(Block(request.header["part"], (request.header["first"], tuple(texts)), duplicates)).message()
+        return self.encode(
+            LineBlock(request.header["part"], (request.header["first"], tuple(texts)), duplicates)
+        ).message()
 
-    def encode(self, block: Block) -> Shard:
+    def encode(self, block: LineBlock) -> EncodedBlock:
         counter = LineCounter(self.strict)
         train: list[Located] = []
         valid: list[Located] = []
@@ -275,7 +277,7 @@ class BlockEncoder:
         valid_rows, kept = self.encoder.encode(valid, lambda *skip: skipped.append(skip))
         for position, reason, detail in sorted(skipped):
             counter.skip(reason, self.corpora.location(position), detail)
-        return Shard(train_rows, valid_rows, [valid[index].example for index in kept], counter.counts())
+        return EncodedBlock(train_rows, valid_rows, [valid[index].example for index in kept], counter.counts())
 
     def settings(self) -> dict[str, Any]:
         chosen = sorted(self.splitter.chosen) if self.splitter else None
@@ -306,7 +308,7 @@ class BlockEncoder:
         return cls(corpora, encoder, splitter, settings["strict"])
 
 
-def _request(block: Block) -> Message:
+def _request(block: LineBlock) -> Message:
     first, texts = block.chunk
     mask = b"" if block.duplicates is None else block.duplicates.tobytes()
     header = {"part": block.part, "first": first, "marked": block.duplicates is not None}

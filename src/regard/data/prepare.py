@@ -47,6 +47,7 @@ WAITING = 0.5  # seconds between two looks whether another process has made an e
 ROLES = ("training", "validation")
 NOUNS: dict[Reads, str] = {"pairs": "pairs", "labelled": "texts with labels", "text": "plain text", "images": "images"}
 Kind = TypeVar("Kind", bound=Corpus | Stream | Images)
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def prepare(
     base: BaseText | None = None,
     memory: Mapping[str, InMemory] = NOTHING,
     processes: int = 1,
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
 ) -> Prepared[Any]:
     """Make the data of a recipe ready in `directory`, or find it there.
 
@@ -143,11 +144,7 @@ def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
 
 
 def _take_from_cache(
-    entry: Path,
-    made_from: dict[str, str | None],
-    path: Path,
-    make: Callable[[Path], None],
-    say: Callable[[str], None] | None,
+    entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None], say: Say | None
 ) -> bool:
     """Share an entry of the cache with a run, and make it first if it is not there -> whether it was.
 
@@ -346,8 +343,7 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
 
 def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
     """What has become of files since data was prepared from them; those that cannot be read now are left out."""
-    record = _read_record(Path(directory)) or {}
-    if not record:
+    if (record := _read_record(Path(directory))) is None:
         return
     prepared_at = os.stat(Path(directory) / RECORD).st_mtime
     train, valid = sources(recipe)
@@ -372,10 +368,8 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
 
 def _untouched(path: str, size: int | None, since: float) -> bool:
     """Whether a file has this size and was not written, replaced or renamed since: large ones take long to hash."""
-    if not _regular(path):
-        return False
-    stat = os.stat(path)
-    return stat.st_size == size and max(stat.st_mtime, stat.st_ctime) < since
+    stat = os.stat(path) if _regular(path) else None
+    return stat is not None and stat.st_size == size and max(stat.st_mtime, stat.st_ctime) < since
 
 
 def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) -> Corpora:

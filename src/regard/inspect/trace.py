@@ -73,7 +73,7 @@ class AttentionMap:
 
 
 @dataclass(frozen=True)
-class Attribution:
+class InputAttribution:
     """Gradient x input of every output token; `rows` and `columns` name its token rows."""
 
     values_TS: np.ndarray
@@ -117,7 +117,7 @@ class Trace:
     unit: str = "token"  # what a step predicts: a token or a class
     image: ImageInput | None = None
     distances: dict[str, np.ndarray] = field(default_factory=dict)  # of an image: pixels per head, by map
-    attribution: Attribution | None = None  # of short outputs
+    attribution: InputAttribution | None = None  # of short outputs
     importance: dict[str, list[float]] = field(default_factory=dict)  # log-probability lost without each head, by map
 
     def __repr__(self) -> str:
@@ -315,14 +315,14 @@ MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions that are m
 
 def _attribution(
     model: Model, inputs: InspectionInput, labels: Sequence[int], masked: MaskedText | None
-) -> Attribution | None:
+) -> InputAttribution | None:
     """What a short output, a class, or the masked tokens of a short text are attributed to."""
     if not 0 < len(labels) <= MAX_ATTRIBUTED:
         return None
     if masked is not None:
-        return Attribution(masked_attribution(model, *masked).cpu().numpy(), "source", "source")
+        return InputAttribution(masked_attribution(model, *masked).cpu().numpy(), "source", "source")
     columns = "input" if model.decoder_only else "source"
-    return Attribution(attribution(model, inputs.arguments, labels).cpu().numpy(), "output", columns)
+    return InputAttribution(attribution(model, inputs.arguments, labels).cpu().numpy(), "output", columns)
 
 
 def _importance(

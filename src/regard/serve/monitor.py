@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from regard.serve.schedule import Batch
+from regard.serve.schedule import InputBatch
 from regard.serve.service import Service
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -57,7 +57,7 @@ class Monitor:
         self._requests[path, status] += 1
         self._seconds[path,].add(seconds)
 
-    def _batch(self, batch: Batch, seconds: float) -> None:
+    def _batch(self, batch: InputBatch, seconds: float) -> None:
         labels = batch.group.run, batch.group.kind
         self._batches[labels].add(len(batch.entries))
         self._work[labels] += seconds

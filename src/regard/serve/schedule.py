@@ -111,7 +111,7 @@ class Job:
 
 
 @dataclass
-class Batch:
+class InputBatch:
     """Inputs that are answered together."""
 
     group: Group
@@ -181,7 +181,7 @@ class Queue:
             job.remaining = 0
             job.waiting.clear()
 
-    def take(self, now: float = 0.0, free: int = 2, workers: int = 2) -> Batch | None:
+    def take(self, now: float = 0.0, free: int = 2, workers: int = 2) -> InputBatch | None:
         """The next batch, or None if nothing waits; `free` of the `workers` have no long batch.
 
         The last of them gets few inputs of large requests, or none if it is kept for small ones.
@@ -195,7 +195,7 @@ class Queue:
         oldest = self._taken % OLDEST == 0
         jobs = sorted(waiting, key=lambda job: (0 if oldest else job.served, job.arrived))
         first = jobs[0]
-        batch = Batch(first.group)
+        batch = InputBatch(first.group)
         if first.waiting[-1] in first.retried or first.group.alone:
             self._move(batch, first)
             return batch
@@ -211,7 +211,7 @@ class Queue:
                 most -= 1
         return batch
 
-    def measure(self, batch: Batch, seconds: float) -> None:
+    def measure(self, batch: InputBatch, seconds: float) -> None:
         """Learn from the time that a batch took how large the next ones of its kind should be."""
         speed, count = self._speed(batch.group), len(batch.entries)
         longest = max(job.costs[index] for job, index in batch.entries)
@@ -225,7 +225,7 @@ class Queue:
     def _speed(self, group: Group) -> BatchSpeed:
         return self._speeds.setdefault((group.run, group.kind), BatchSpeed())
 
-    def _move(self, batch: Batch, job: Job) -> None:
+    def _move(self, batch: InputBatch, job: Job) -> None:
         index = job.waiting.pop()
         job.remaining -= job.costs[index]
         job.served += job.costs[index]

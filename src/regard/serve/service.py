@@ -13,7 +13,7 @@ from typing import Any
 from regard.errors import UserError, plural
 from regard.serve.pool import Pool, PoolSettings, WorkerConnection
 from regard.serve.protocol import Message
-from regard.serve.schedule import Batch, Job, Queue
+from regard.serve.schedule import InputBatch, Job, Queue
 
 log = logging.getLogger("regard.serve")
 HANGING = 5.0  # seconds after its deadline until a batch that does not stop costs its worker the life
@@ -35,7 +35,7 @@ class Numbers:
 class RunningBatch:
     """A batch that a worker has."""
 
-    batch: Batch
+    batch: InputBatch
     began: float
 
 
@@ -46,7 +46,7 @@ class Service:
         self.settings, self.deadline = settings, deadline
         self.queue = Queue(capacity, batch_cost)
         self.numbers = Numbers()
-        self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
+        self.on_batch: Callable[[InputBatch, float], None] = lambda batch, seconds: None
         self._pool = self._new_pool()
         self._jobs: set[Job] = set()  # that somebody waits for
         self._running: dict[WorkerConnection, RunningBatch] = {}
@@ -186,7 +186,7 @@ class Service:
             self._begin(self._replace_until_done(self._pool))
         self._dispatch()
 
-    def _take_back(self, worker: WorkerConnection) -> tuple[Batch, float]:
+    def _take_back(self, worker: WorkerConnection) -> tuple[InputBatch, float]:
         """The batch of a worker that has finished or ended, and the seconds that it took."""
         running = self._running.pop(worker)
         return running.batch, time.monotonic() - running.began
@@ -209,7 +209,7 @@ class Service:
                 self._dispatch()
                 return
 
-    def _measure(self, batch: Batch, seconds: float) -> None:
+    def _measure(self, batch: InputBatch, seconds: float) -> None:
         numbers = self.numbers
         self.queue.measure(batch, seconds)
         numbers.batches += 1
