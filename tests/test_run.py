@@ -158,6 +158,11 @@ def test_what_is_missing(tmp_path: Path) -> None:
         Run.load(tmp_path / "none")
     with pytest.raises(UserError, match=r"not a run directory: it has no config\.json"):
         Run.load(tmp_path)
+    saved(tmp_path / "first")
+    with pytest.raises(UserError, match=r"no such run directory; did you mean '.*/first'\?$"):
+        Run.load(tmp_path / "frist")
+    with pytest.raises(UserError, match=r"it has no config\.json; there are runs in it: .*/first$"):
+        Run.load(tmp_path)
     saved(tmp_path)
     (tmp_path / "target.tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"target\.tokenizer\.json"):

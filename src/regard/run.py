@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
-from regard.errors import UserError, plural
+from regard.errors import UserError, closest, plural
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.manifest import (
     MANIFEST,
@@ -224,12 +224,12 @@ def read_config(path: Path) -> RunConfig:
     if path.is_file():
         raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
-        raise UserError(f"{path}: no such run directory")
+        raise UserError(f"{path}: no such run directory{closest(str(path), _runs_in(path.parent))}")
     require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     if not (path / CONFIG).is_file():
-        raise UserError(
-            f"{path}: not a run directory: it has no config.json (was the training stopped before its start?)"
-        )
+        inside = _runs_in(path)
+        hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else " (was the training stopped early?)"
+        raise UserError(f"{path}: not a run directory: it has no {CONFIG}{hint}")
     data = read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         number = data.get("format") if isinstance(data, dict) else None
@@ -242,6 +242,10 @@ def read_config(path: Path) -> RunConfig:
         with suppress(UserError):
             task = saved_recipe(path).task
     return config.model_copy(update={"task": task})
+
+
+def _runs_in(directory: Path) -> list[str]:
+    return sorted(str(file.parent) for file in directory.glob(f"*/{CONFIG}"))
 
 
 def saved_recipe(run: Path) -> Recipe:
