@@ -159,8 +159,12 @@ def test_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a run directory: it has no config\.json"):
         Run.load(tmp_path)
     saved(tmp_path / "first")
-    with pytest.raises(UserError, match=r"no such run directory; did you mean '.*/first'\?$"):
+    (tmp_path / "frits").mkdir()
+    (tmp_path / "frits/config.json").write_text('{"model_type": "bert"}')  # of another library
+    with pytest.raises(UserError, match=r"no such run directory; did you mean .*/first\?$"):
         Run.load(tmp_path / "frist")
+    with pytest.raises(UserError, match=r"no such run directory$"):
+        Run.load(tmp_path / "second")
     with pytest.raises(UserError, match=r"it has no config\.json; there are runs in it: .*/first$"):
         Run.load(tmp_path)
     saved(tmp_path)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, nearest, plural
 from regard.files import read_json, replace_directory, replace_file, write_json
 from regard.manifest import (
     MANIFEST,
@@ -37,6 +37,7 @@ from regard.recipe import Recipe, load_recipe, read_recipe
 from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import TOKENIZERS, Codec, TextConfig
 
+NAMED = 5  # runs in a message
 FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -224,11 +225,14 @@ def read_config(path: Path) -> RunConfig:
     if path.is_file():
         raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
-        raise UserError(f"{path}: no such run directory{closest(str(path), _runs_in(path.parent))}")
+        near = nearest(path.name, _runs_in(path.parent))
+        raise UserError(f"{path}: no such run directory" + (f"; did you mean {path.parent / near}?" if near else ""))
     require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     if not (path / CONFIG).is_file():
-        inside = _runs_in(path)
-        hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else " (was the training stopped early?)"
+        inside = [str(path / name) for name in _runs_in(path)]
+        more = f" and {len(inside) - NAMED:,} more" if len(inside) > NAMED else ""
+        hint = f"; there are runs in it: {', '.join(inside[:NAMED])}{more}"
+        hint = hint if inside else " (was the training stopped before its start?)"
         raise UserError(f"{path}: not a run directory: it has no {CONFIG}{hint}")
     data = read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -245,7 +249,14 @@ def read_config(path: Path) -> RunConfig:
 
 
 def _runs_in(directory: Path) -> list[str]:
-    return sorted(str(file.parent) for file in directory.glob(f"*/{CONFIG}"))
+    """The names of the runs in a directory, as far as it can be read."""
+    names = []
+    with suppress(OSError, UserError):
+        for file in sorted(directory.glob(f"[!.]*/{CONFIG}")):
+            data = read_json(file)
+            if isinstance(data, dict) and data.get("format") == FORMAT:  # other libraries have files of this name
+                names.append(file.parent.name)
+    return names
 
 
 def saved_recipe(run: Path) -> Recipe:

@@ -42,16 +42,17 @@ class Memory:
     gradients: int
     moments: int
     average: int  # the moving average of the weights
-    all_reduce: int  # ddp: gradients that are not in a bucket yet, and what is sent in bfloat16
     gathered: int  # fsdp: the weights outside of layers, one layer, and the next one, which is on its way
-    unreduced: int  # fsdp: gradients of gathered weights, and of a layer what is sent
+    # fsdp: gradients of gathered weights, and of a layer what is sent; ddp: gradients outside of the buckets in which
+    # they are summed, and what is sent in bfloat16
+    unreduced: int
     activations: int
     host: int = 0  # with offloading: weights, gradients, moments and average are in the memory of the CPU
 
     @property
     def step(self) -> int:
         """On the device, at the peak of a step."""
-        return self.kept + self.all_reduce + self.gathered + self.unreduced + self.activations
+        return self.kept + self.gathered + self.unreduced + self.activations
 
     @property
     def kept(self) -> int:
@@ -183,7 +184,7 @@ def plan_scaling(
     bf16 = train.precision == "bf16"
     root, layers = sharding_units(model)
     held = sum(unit.shard(ranks) for unit in (root, *layers)) if sharded else info.total
-    gathered, unreduced, outside_buckets = 0, 0, 0
+    gathered, unreduced = 0, 0
     if sharded:
         width = BF16 if bf16 and not on_cpu else BYTES
         largest = max((unit.padded(ranks) for unit in layers), default=0)
@@ -194,7 +195,7 @@ def plan_scaling(
         in_bf16 = bf16 and on_cpu
         # Of one batch a gradient is in its bucket as soon as it is computed; those of earlier batches are kept apart.
         largest = max(p.numel() for p in model.parameters())
-        outside_buckets = BYTES * (info.total if train.accumulate > 1 else largest) + BF16 * in_bf16 * info.total
+        unreduced = BYTES * (info.total if train.accumulate > 1 else largest) + BF16 * in_bf16 * info.total
         communication = _ddp(list(model.parameters()), BF16 if in_bf16 else BYTES)
     else:
         communication = Communication()
@@ -206,7 +207,6 @@ def plan_scaling(
         gradients=BYTES * held,
         moments=2 * BYTES * held,
         average=average,
-        all_reduce=outside_buckets,
         gathered=gathered,
         unreduced=unreduced,
         activations=count_activations(

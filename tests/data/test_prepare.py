@@ -113,7 +113,8 @@ def test_files_that_changed_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     order, sizes = load_recipe({"data": data}), [path.stat().st_size for path in paths]
     files = prepare(order, tmp_path / "data").files
     assert list(files.values()) == [
-        (path.name, len(path.read_bytes()), hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths
+        (path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in paths
     ]
     if earlier:
         record = json.loads((tmp_path / "data/prepared.json").read_text())

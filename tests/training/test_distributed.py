@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from regard.training.distributed import DDPModule, WorkerDied, Workers, broadcast_weights, form_group
@@ -53,20 +53,6 @@ def expected_gradients(ranks: int) -> dict[str, torch.Tensor]:
         for loss in losses(layers, rank):
             loss().backward()
     return {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
-
-
-def run_ranks(size: int, target: Callable[..., None], directory: Path, *arguments: object) -> list[Any]:
-    """What each of several processes saves; `target` gets its rank, their number, a store and a file."""
-    files = [str(directory / str(rank)) for rank in range(size)]
-    processes = [
-        get_context("spawn").Process(target=target, args=(rank, size, str(directory / "store"), file, *arguments))
-        for rank, file in enumerate(files)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [torch.load(file, weights_only=True) for file in files]
 
 
 def take_steps(rank: int, size: int, store: str, out: str) -> None:

@@ -153,7 +153,9 @@ def test_each_process_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 1)
     group = form_group(1, 2, device, dist.HashStore())  # type: ignore[attr-defined]
     assert told[0] == device and group.device == device
-    assert told[1][0] == "cpu:gloo,cuda:nccl" and told[1][1]["device_id"] == device
+    assert told[1][0] == "nccl" and told[1][1]["device_id"] == device
+    form_group(1, 2, device, dist.HashStore(), offload=True)  # type: ignore[attr-defined]
+    assert told[3][0] == "cpu:gloo,cuda:nccl"
 
 
 def test_waiting_for_the_first() -> None:

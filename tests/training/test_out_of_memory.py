@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing import get_context
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backwards import MakeRecipe
+from ranks import run_ranks
 
 from regard.batch import Batch, collate
 from regard.config import Config
@@ -114,6 +115,36 @@ def test_if_nothing_fits_there_is_no_gradient() -> None:
     assert len(ours.memory_failures.examples) == len(ROWS) and ours.memory_failures.tokens == TOTAL
 
 
+def test_where_a_batch_cannot_be_split_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = stepper()
+    forbid(ours, lambda batch: True)
+    monkeypatch.setattr(Stepper, "sharded", True)
+    with pytest.raises(UserError, match=r"with train\.strategy=fsdp it cannot be split.*\n.*train\.batch_tokens"):
+        ours.backward(1, shares())
+    monkeypatch.undo()
+    ours._ddp = DDPAfterFailure()  # type: ignore[assignment]
+    forbid(ours, lambda batch: True)
+    with pytest.raises(UserError, match=r"nor for trying it again in parts\n.*train\.batch_tokens"):
+        ours.backward(1, shares())
+
+
+class DDPAfterFailure:
+    """A process that has no memory even for giving up."""
+
+    sent_all = False
+
+    def begin(self) -> None:
+        pass
+
+    def sending(self, last: bool) -> nullcontext[None]:
+        return nullcontext()
+
+    def __call__(self, batch: Batch) -> Loss:
+        return run_out()  # type: ignore[return-value]
+
+    give_up = run_out
+
+
 def test_another_error_is_not_taken_for_it() -> None:
     ours = stepper()
 
@@ -174,10 +205,10 @@ LARGE = {**TINY, "width": 128, "ff": 512}  # the decoder's gradients are sent wh
 SHAPES = [config(), preset("transformer-tiny", 12, changes={"encoder": LARGE, "decoder": LARGE})]
 
 
-def take_part(rank: int, store: str, out: str) -> None:
+def take_part(rank: int, size: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     outcomes = []
-    with form_group(rank, 2, torch.device("cpu"), store) as group:
+    with form_group(rank, size, torch.device("cpu"), store) as group:
         for shape in SHAPES:
             ours, sizes = stepper(shape, group), []
 
@@ -193,16 +224,7 @@ def take_part(rank: int, store: str, out: str) -> None:
 
 def test_one_of_two_processes_splits_its_batch(tmp_path: Path) -> None:
     """By itself before it has sent gradients of the batch, and with the other beginning again after that."""
-    outs = [tmp_path / "0", tmp_path / "1"]
-    processes = [
-        get_context("spawn").Process(target=take_part, args=(rank, str(tmp_path / "store"), str(out)))
-        for rank, out in enumerate(outs)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    ranks = [torch.load(out, weights_only=True) for out in outs]
+    ranks = run_ranks(2, take_part, tmp_path)
     for passes, shape, (first, left, none, read), (second, right, some, _) in zip((1, 2), SHAPES, *ranks, strict=True):
         whole = stepper(shape)
         assert read == passes

@@ -6,13 +6,13 @@ import os
 import signal
 import traceback
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backwards import TINY, MakeRecipe
+from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -87,15 +87,17 @@ def mixed_gradients(rank: int, size: int, group: ProcessGroup) -> dict[str, Tens
     return {"mixed": torch.cat([x.flatten() for x in whole_weights(gradients).values()])}
 
 
-def take_part(rank: int, size: int, cases: list[tuple[str, dict[str, Any]]], directory: str) -> None:
+def take_part(rank: int, size: int, store: str, out: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
-    with form_group(rank, size, torch.device("cpu"), f"{directory}/store") as group:
-        for number, (family, settings) in enumerate(cases):
+    results = []
+    with form_group(rank, size, torch.device("cpu"), store) as group:
+        for family, settings in cases:
             try:
                 weights = train(rank, size, family, settings, group) if settings else mixed_gradients(rank, size, group)
             except Exception:
                 weights = {"error": torch.tensor(list(traceback.format_exc().encode()), dtype=torch.uint8)}
-            torch.save(weights, f"{directory}/{number}.{rank}")
+            results.append(weights)
+    torch.save(results, out)
 
 
 CASES = [
@@ -113,16 +115,11 @@ MIXED: tuple[str, dict[str, Any]] = ("pairs", {})
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_take_the_steps_of_one_process(tmp_path: Path, size: int) -> None:
     """Within the rounding of sums in another order; all ranks agree to the bit."""
-    context, cases = get_context("spawn"), [*CASES, MIXED]
-    processes = [context.Process(target=take_part, args=(rank, size, cases, str(tmp_path))) for rank in range(size)]
-    for process in processes:
-        process.start()
+    cases = [*CASES, MIXED]
     expected = [train(0, 1, family, {**settings, "recompute": False}, ProcessGroup()) for family, settings in CASES]
     expected.append(mixed_gradients(0, 1, ProcessGroup()))
-    for process in processes:
-        process.join()
-    for number, (case, alone) in enumerate(zip(cases, expected, strict=True)):
-        ranks = [torch.load(tmp_path / f"{number}.{rank}", weights_only=True) for rank in range(size)]
+    saved = run_ranks(size, take_part, tmp_path, cases)
+    for case, alone, *ranks in zip(cases, expected, *saved, strict=True):
         for rank in ranks:
             assert "error" not in rank, bytes(rank["error"].tolist()).decode()
         tolerance = 2e-5 if case[1].get("precision") == "fp32" or "recompute" in case[1] else 3e-2

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import traceback
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from test_ranks import FAMILIES, ROWS, config, share
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,15 +65,17 @@ def measure(rank: int, size: int, family: str, settings: dict[str, Any], group: 
     return counted.bytes | {name: sum(4 * local(x).numel() for x in tensors) for name, tensors in held.items()}
 
 
-def take_part(rank: int, size: int, directory: str) -> None:
+def take_part(rank: int, size: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
-    with form_group(rank, size, torch.device("cpu"), f"{directory}/store") as group:
-        for number, (family, settings) in enumerate(CASES):
+    results = []
+    with form_group(rank, size, torch.device("cpu"), store) as group:
+        for family, settings in CASES:
             try:
                 numbers: Any = measure(rank, size, family, settings, group)
             except Exception:
                 numbers = traceback.format_exc()
-            Path(directory, f"{number}.{rank}").write_text(json.dumps(numbers))
+            results.append(numbers)
+    torch.save(results, out)
 
 
 def planned(family: str, ranks: int, **settings: Any) -> Scaling:
@@ -84,14 +86,7 @@ def planned(family: str, ranks: int, **settings: Any) -> Scaling:
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_hold_and_send_what_is_counted(tmp_path: Path, size: int) -> None:
     """Every collective to the byte; memory exactly for the first process, which no other exceeds."""
-    context = get_context("spawn")
-    processes = [context.Process(target=take_part, args=(rank, size, str(tmp_path))) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    for number, (family, settings) in enumerate(CASES):
-        first, *others = (json.loads((tmp_path / f"{number}.{rank}").read_text()) for rank in range(size))
+    for (family, settings), first, *others in zip(CASES, *run_ranks(size, take_part, tmp_path), strict=True):
         for measured in (first, *others):
             assert isinstance(measured, dict), measured
         scaling = planned(family, size, **settings)
@@ -177,7 +172,7 @@ class Buckets(list[int]):
                 return send(bucket)
 
             module._all_reduce = count  # type: ignore[method-assign]
-            module.finish()
+            module.add_nothing()
         finally:
             torch.distributed.destroy_process_group()
 

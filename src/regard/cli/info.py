@@ -199,7 +199,7 @@ def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
     train, memory, sizes = scaling.train, scaling.memory, scaling.communication
     names = {
         "weights": "weights", "gradients": "gradients", "moments": "Adam", "average": "moving average",
-        "all_reduce": "all-reduce", "gathered": "gathered weights", "unreduced": "their gradients",
+        "gathered": "gathered weights", "unreduced": "gradients before they are summed",
         "activations": f"activations of {plural(info.workload.batch_tokens // scaling.ranks, 'token')}",
     }  # fmt: skip
     parts = [f"{name} {si(size, 'B')}" for key, name in names.items() if (size := getattr(memory, key))]

@@ -92,7 +92,7 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
                 directory = stack.enter_context(begin())
             except UserError as caught:
                 error = caught
-        group.wait_for_first()  # which reads the whole input
+        group.wait_for_first()  # which reads the whole input: a collective would give up after half an hour
         failed = group.broadcast(error is not None)
         if not failed and directory is None:
             directory = stack.enter_context(ShardDirectory(path))

@@ -26,6 +26,7 @@ from regard.recipe import Column
 
 PARQUET = (".parquet", ".pq")
 ROWS = 8192  # of a Parquet file read at a time
+BUFFER = 1 << 20  # bytes of a column of it; by default all of a row group are read at once
 
 
 def is_parquet(path: str) -> bool:
@@ -89,7 +90,7 @@ class JsonlSource(Source):
 
 
 class ParquetSource(JsonlSource):
-    """A Parquet file. A chunk of it is some of the rows of some row groups, and holds their numbers."""
+    """A Parquet file. Its chunks hold rows in Arrow's format for streams: it is read once, a few rows at a time."""
 
     __slots__ = ()
 
@@ -97,34 +98,26 @@ class ParquetSource(JsonlSource):
         return f"{self.file_names[file]}[{number - 1}]"
 
     def chunks(self, size: int = 0) -> Iterator[Chunk]:
-        """Yield row groups, several small ones together; with a `size` in bytes, large ones in parts."""
+        """Yield some rows at a time, of at least `size` bytes; row groups may be of any size."""
+        first, batches, bytes_ = 1, [], 0
         with self._open() as file:
-            begin, first, rows, bytes_ = 0, 1, 0, 0
-            for group in range(file.num_row_groups):
-                rows += file.metadata.row_group(group).num_rows
-                bytes_ += file.metadata.row_group(group).total_byte_size
-                if bytes_ >= max(size, 1) or group == file.num_row_groups - 1:
-                    part = max(ROWS, rows * size // max(bytes_, 1)) if size else rows
-                    for skipped in range(0, rows, max(part, 1)):
-                        count = min(part, rows - skipped)
-                        yield first + skipped, (f"{begin} {group + 1} {skipped} {count}".encode(),)
-                    begin, first, rows, bytes_ = group + 1, first + rows, 0, 0
+            for batch in file.iter_batches(ROWS, columns=list(self.keys), use_threads=False):
+                batches.append(batch)
+                bytes_ += batch.nbytes
+                if bytes_ >= size:
+                    yield first, (_pack(batches),)
+                    first, batches, bytes_ = first + sum(map(len, batches)), [], 0
+        if batches:
+            yield first, (_pack(batches),)
 
     def chunk_lines(self, chunk: Chunk) -> int:
-        return int(chunk[1][0].split()[-1])
+        return sum(map(len, _unpack(chunk[1][0])))
 
     def rows(self, chunk: Chunk) -> Iterator[Cells]:
-        number, (numbers,) = chunk
-        begin, end, skipped, count = map(int, numbers.split())
-        with self._open() as file:
-            for batch in file.iter_batches(ROWS, list(range(begin, end)), columns=list(self.keys), use_threads=False):
-                for row in batch.slice(min(skipped, len(batch)), count).to_pylist():
-                    yield self._named_cells(number, row)
-                    number += 1
-                count -= max(0, min(count, len(batch) - skipped))
-                skipped = max(0, skipped - len(batch))
-                if not count:
-                    return
+        first, (packed,) = chunk
+        rows = (row for batch in _unpack(packed) for row in batch.to_pylist())
+        for number, row in enumerate(rows, first):
+            yield self._named_cells(number, row)
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -135,7 +128,7 @@ class ParquetSource(JsonlSource):
             raise missing_extra(f"{self.name}: a Parquet file", "pyarrow", "corpora") from None
         with open_raw(self.paths[0]) as raw:
             try:
-                with parquet.ParquetFile(raw) as file:
+                with parquet.ParquetFile(raw, buffer_size=BUFFER, pre_buffer=False) as file:
                     self._require_columns(file.schema_arrow.names)
                     yield file
             except (arrow.ArrowException, OSError) as error:
@@ -155,6 +148,22 @@ class ParquetSource(JsonlSource):
 
     def hint(self, counter: LineCounter) -> str:
         return ""
+
+
+def _pack(batches: list[Any]) -> bytes:
+    arrow = import_module("pyarrow")
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, batches[0].schema) as stream:
+        for batch in batches:
+            stream.write_batch(batch)
+    packed: bytes = sink.getvalue().to_pybytes()
+    return packed
+
+
+def _unpack(packed: bytes) -> Iterator[Any]:
+    """The batches of `_pack`."""
+    with import_module("pyarrow").ipc.open_stream(packed) as stream:
+        yield from stream
 
 
 def _is_unicode(text: str) -> bool:

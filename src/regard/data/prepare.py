@@ -70,6 +70,7 @@ class DataFile(NamedTuple):
     name: str  # without its directory
     bytes: int
     sha256: str | None
+    mtime_ns: int | None = None  # when it was last written; versions before 0.15 did not record it
 
 
 class _Kind(NamedTuple):
@@ -168,7 +169,7 @@ def _take_from_cache(
                 return found
         except LockHeld:
             if say is not None:
-                say(f"data: waiting for another training, which prepares it in {entry}")
+                say(f"data: waiting for another training, which uses {entry}")
                 say = None
             time.sleep(WAITING)
 
@@ -205,7 +206,7 @@ def _write(
         raise UserError(f"{train.name}: changed while it was read; start again when it is complete")
     record["made_from"] = made_from = fingerprint(recipe, train, valid)
     record["files"] = {
-        role: DataFile(Path(name).name, os.stat(file).st_size, made_from[role])._asdict()
+        role: DataFile(Path(name).name, before[file][0], made_from[role], before[file][1])._asdict()
         for role, name, file in _files(train, valid)
     }
     digests = [[made_from[role] for role in record["files"] if role.startswith(kind)] for kind in ROLES]
@@ -343,10 +344,11 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
 
 def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
     """What has become of files since data was prepared from them; those that cannot be read now are left out."""
-    if (record := _read_record(Path(directory))) is None:
+    record = _read_record(Path(directory)) or {}
+    try:
+        train, valid = sources(recipe)
+    except UserError:  # data that this version would refuse
         return
-    prepared_at = os.stat(Path(directory) / RECORD).st_mtime
-    train, valid = sources(recipe)
     for kind, corpora in zip(ROLES, (train, valid), strict=True):
         count = sum(role.startswith(f"{kind} file ") for role in record.get("made_from", {}))
         if corpora and count and len(corpora.paths) != count:  # a pattern that matches others now
@@ -354,22 +356,16 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
             return
     for role, name, path in _files(train, valid):
         then, now = record.get("made_from", {}).get(role), None
-        size = record.get("files", {}).get(role, {}).get("bytes")
-        with suppress(UserError):
-            now = then if _untouched(path, size, prepared_at) else _digest(path, then)
+        known = record.get("files", {}).get(role, {})
+        with suppress(UserError):  # large files take long to hash
+            now = then if _stamp(path) == (known.get("bytes"), known.get("mtime_ns")) else _digest(path, then)
         if now is None or then in (None, now):
             continue
-        before, kind = "" if size is None else f"{size:,} bytes, ", "SHA-256" if len(then) == 64 else "BLAKE2b"
+        before, kind = f"{known['bytes']:,} bytes, " if known else "", "SHA-256" if len(then) == 64 else "BLAKE2b"
         yield (
             f"{name}: has changed since the run began: then {before}{kind} {then[:12]}..., "
             f"now {os.stat(path).st_size:,} bytes, {kind} {now[:12]}..."
         )
-
-
-def _untouched(path: str, size: int | None, since: float) -> bool:
-    """Whether a file has this size and was not written, replaced or renamed since: large ones take long to hash."""
-    stat = os.stat(path) if _regular(path) else None
-    return stat is not None and stat.st_size == size and max(stat.st_mtime, stat.st_ctime) < since
 
 
 def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) -> Corpora:
@@ -394,7 +390,11 @@ def _spool_part(source: Source, directory: Path) -> Source:
     return source._replace(paths=tuple(paths), names=source.file_names)
 
 
-def _stamps(*files: Corpora | None) -> list[tuple[int, int]]:
-    """Sizes and times of the files, by which a change is noticed."""
-    states = [os.stat(path) for corpora in files if corpora for path in corpora.paths if _regular(path)]
-    return [(state.st_size, state.st_mtime_ns) for state in states]
+def _stamps(*files: Corpora | None) -> dict[str, tuple[int, int]]:
+    """The size and the time of every file, by which a change is noticed."""
+    return {path: stamp for corpora in files if corpora for path in corpora.paths if (stamp := _stamp(path))}
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    state = os.stat(path) if _regular(path) else None
+    return state and (state.st_size, state.st_mtime_ns)

@@ -104,10 +104,13 @@ def ready_file(store_file: str, rank: int) -> Path:
     return Path(f"{store_file}.{rank}")
 
 
-def form_group(rank: int, size: int, device: torch.device, store: Any) -> ProcessGroup:
+def form_group(rank: int, size: int, device: torch.device, store: Any, offload: bool = False) -> ProcessGroup:
     """Form the process group; the processes meet in a store, or in the file of that name."""
-    # Offloaded shards are summed on the CPU, which NCCL cannot.
-    backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    if offload and bound is not None:
+        backend = (
+            "cpu:gloo,cuda:nccl"  # the norm of offloaded gradients is summed, and weights are gathered, on the CPU
+        )
     if bound is not None:
         torch.cuda.set_device(bound)  # FSDP2 shards onto the current GPU, which would be the first one for all
     if isinstance(store, str):
@@ -284,8 +287,8 @@ class DDPModule:
     def __call__(self, *inputs: Any) -> Any:
         return self._ddp(*inputs)
 
-    def finish(self) -> None:
-        """Send the gradients that were added up so far: the last pass of a process that has nothing left to read."""
+    def add_nothing(self) -> None:
+        """Take part in the sum of a step in which this process has nothing to read."""
         self._ddp(fill=0.0).backward()
 
     def give_up(self) -> bool:
@@ -319,18 +322,23 @@ class DDPModule:
 
 
 class _ModuleOrFill(nn.Module):
-    """A module, which can also be called without inputs for a loss whose gradient is `fill` everywhere."""
+    """A module, which can also be called without inputs, for a loss whose gradient is `fill`.
+
+    With 0 it is that of one parameter, for a parameter that no process uses is to have none.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = module
         # DistributedDataParallel prints a warning in every process if it looks for unused parameters and finds none.
+        # With one, a GPU is waited for at the end of a backward pass; the norm is asked for right after it anyway.
         self._unused = nn.Parameter(next(module.parameters()).new_zeros(1))
 
     def forward(self, *inputs: Any, fill: float | None = None) -> Any:
         if fill is None:
             return self._module(*inputs)
-        return fill * torch.stack([p.sum() for p in self._module.parameters() if p.requires_grad]).sum()
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        return fill * torch.stack([p.sum() for p in (trained if fill else trained[:1])]).sum()
 
 
 @torch.no_grad()

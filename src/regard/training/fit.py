@@ -23,7 +23,7 @@ from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
 from regard.notebook import table
-from regard.recipe import Recipe
+from regard.recipe import Recipe, Train
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
 from regard.training.checkpoint import TRAINING, Progress
@@ -135,7 +135,7 @@ def _fit(
     recipe: Recipe, path: Path, resume: bool, reporter: Reporter, memory: Mapping[str, InMemory]
 ) -> TrainingReport:
     """Train in this process, or as the first of several that are started here."""
-    device = _device(recipe, path, resume)
+    device = process_device(_train_settings(recipe, path, resume).device)
     launch = Launch.of(ProcessGroup())  # torchrun may have started a single process
     with claim_run(path) as locked:
         setup = _set_up(recipe, path, resume, device, reporter, memory, locked, launch)
@@ -149,7 +149,7 @@ def _fit(
             return _train(setup, ProcessGroup(device=device), reporter)
         with Workers(size, "regard.training.fit", [str(path)]) as workers:
             workers.wait()
-            group = form_group(0, size, device, workers.store_file)
+            group = form_group(0, size, device, workers.store_file, setup.recipe.train.offload)
             with group, workers.name_failures(), workers.continued_by(CAUGHT):
                 return _train(setup, group, reporter)
 
@@ -158,8 +158,9 @@ def _fit_launched(
     recipe: Recipe, path: Path, resume: bool, reporter: Reporter, memory: Mapping[str, InMemory]
 ) -> TrainingReport:
     """Train as one of several processes that a launcher such as torchrun has started."""
-    device = _device(recipe, path, resume)
-    with join_group(device) as group, name_lost_connection(), ExitStack() as stack:
+    train = _train_settings(recipe, path, resume)
+    device = process_device(train.device)
+    with join_group(device, train.offload) as group, name_lost_connection(), ExitStack() as stack:
         launch = Launch.of(group)
         reporter = reporter if group.first else Reporter()
         if warning := restart_problem():
@@ -180,10 +181,10 @@ def _fit_launched(
         return _finished(path) or _train(setup or _open_setup(path), group, reporter)
 
 
-def _device(recipe: Recipe, path: Path, resume: bool) -> torch.device:
-    """The device to train on: the one that the recipe asks for, or that a resumed run began on."""
+def _train_settings(recipe: Recipe, path: Path, resume: bool) -> Train:
+    """How to train: as the recipe says, or as a resumed run began."""
     resume = (resume or was_restarted()) and is_run(path)
-    return process_device((saved_recipe(path) if resume else recipe).train.device)
+    return (saved_recipe(path) if resume else recipe).train
 
 
 def _finished(path: Path) -> TrainingReport | None:
@@ -323,7 +324,8 @@ def main() -> None:
     path = Path(sys.argv[1])
     try:
         setup = _open_setup(path)
-        with join_group(process_device(setup.recipe.train.device)) as group:
+        train = setup.recipe.train
+        with join_group(process_device(train.device), train.offload) as group:
             _train(setup, group, Reporter())
     except UserError as error:
         sys.exit(str(error))

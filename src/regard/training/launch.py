@@ -73,7 +73,7 @@ def process_device(request: str) -> torch.device:
     return choose_device(request, _number("LOCAL_RANK", _number("RANK", 0)))
 
 
-def join_group(device: torch.device) -> ProcessGroup:
+def join_group(device: torch.device, offload: bool = False) -> ProcessGroup:
     """Join the process group that the environment describes (rank, size, address)."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if rank >= size:
@@ -84,7 +84,7 @@ def join_group(device: torch.device) -> ProcessGroup:
         raise UserError(f"{missing[0]}: is not set, so the {size} processes of WORLD_SIZE cannot meet; use torchrun")
     if store_file is not None:
         ready_file(store_file, rank).touch()
-    return form_group(rank, size, device, store_file or _launcher_store())
+    return form_group(rank, size, device, store_file or _launcher_store(), offload)
 
 
 def _launcher_store() -> Any:

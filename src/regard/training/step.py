@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 _RANKS = 4096  # more processes than will ever train together: keeps their random numbers apart
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-TOO_LARGE = (
-    "not enough memory for a batch, which cannot be split any more: other processes have parts of its gradient\n"
-    "  take smaller batches (train.batch_tokens, and train.accumulate to make up for it), let layers be computed again "
+SMALLER = (
+    "take smaller batches (train.batch_tokens, and train.accumulate to make up for it), let layers be computed again "
     "(train.recompute=true), or use more processes"
 )
+NOT_SHARDED = f"not enough memory for a batch; with train.strategy=fsdp it cannot be split on the way\n  {SMALLER}"
+NOT_GIVEN_UP = f"not enough memory for a batch, nor for trying it again in parts\n  {SMALLER}"
 
 
 class BatchPart(NamedTuple):
@@ -145,7 +146,9 @@ class Stepper:
             sums = self._accumulate(step, pieces)
             if failed := isinstance(sums, BatchPart):
                 pieces = self._without(pieces, sums)
-                if self._ddp is None or not self._ddp.give_up():
+                with _memory_required():
+                    others_know = self._ddp is not None and self._ddp.give_up()
+                if not others_know:
                     continue
             numbers = [0.0, 0.0, math.nan] if failed else self._numbers(*sums)
             # A step that one process gives up has gradients of NaN in all of them, and all begin it again.
@@ -157,7 +160,7 @@ class Stepper:
         return numbers
 
     def _numbers(self, nll: Tensor, smoothed: Tensor) -> list[float]:
-        """The sums and the norm of the gradients, by the one host sync per step."""
+        """The sums and the norm of the gradients, by one host sync."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True)).to(self.group.device)
         numbers: list[float] = torch.stack((nll, smoothed, norm)).double().tolist()
@@ -184,7 +187,8 @@ class Stepper:
                 smoothed += piece.weight * loss.smoothed.detach()
             self.objective.segment_memory = join_memories(after)
         if not pieces and self._ddp is not None:
-            self._ddp.finish()
+            with _memory_required():
+                self._ddp.add_nothing()
         return nll, smoothed
 
     def _backward(self, piece: BatchPart, last: bool) -> Loss | None:
@@ -206,9 +210,10 @@ class Stepper:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # The others wait for this process in the middle of a layer, or have gone on with the sums.
-            if self.sharded or (self._ddp is not None and self._ddp.sent_all):
-                raise UserError(TOO_LARGE) from None
+            if self.sharded:  # the others wait for this process in the middle of a layer
+                raise UserError(NOT_SHARDED) from None
+            if self._ddp is not None and self._ddp.sent_all:  # the others have gone on with the sums
+                raise UserError(NOT_GIVEN_UP) from None
             return None
         return loss
 
@@ -257,6 +262,17 @@ class Stepper:
         if self.ema is not None:
             self.ema.update(self.model, step)
         return True
+
+
+@contextmanager
+def _memory_required() -> Iterator[None]:
+    """Inside, memory that runs out is a UserError."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(NOT_GIVEN_UP) from None
 
 
 def unused_settings(model: Model, train: Train, group: ProcessGroup) -> list[str]:
