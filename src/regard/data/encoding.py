@@ -214,7 +214,7 @@ class ExampleEncoder:
         return np.flatnonzero(~bad).tolist()
 
 
-# Shards
+# Blocks
 
 
 class EncodedBlock(NamedTuple):
@@ -252,13 +252,13 @@ class BlockEncoder:
         self.corpora, self.encoder, self.splitter, self.strict = corpora, encoder, splitter, strict
 
     def encode_all(self, path: Path, processes: int) -> Iterator[EncodedBlock]:
-        """The shards of all blocks, in order, by up to so many processes; the codec was saved in `path`."""
+        """All blocks as ids, in order, by up to so many processes; the codec was saved in `path`."""
         requests = map(_request, self.corpora.blocks(BLOCK))
         for _, shard in make_shards(self, requests, path, processes, self.corpora.text_size):
             yield EncodedBlock.of(shard)
 
     def make(self, request: Message) -> Message:
-        """Make the shard of a block."""
+        """Make the shard that holds a block as ids."""
         *texts, mask = request.parts
         duplicates = np.frombuffer(mask, np.bool_) if request.header["marked"] else None
         return self.encode(
