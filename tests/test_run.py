@@ -159,6 +159,8 @@ def test_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a run directory: it has no config\.json"):
         Run.load(tmp_path)
     saved(tmp_path / "first")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
     (tmp_path / "frits").mkdir()
     (tmp_path / "frits/config.json").write_text('{"model_type": "bert"}')  # of another library
     with pytest.raises(UserError, match=r"no such run directory; did you mean .*/first\?$"):

@@ -229,10 +229,10 @@ def read_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: no such run directory" + (f"; did you mean {path.parent / near}?" if near else ""))
     require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     if not (path / CONFIG).is_file():
-        inside = [str(path / name) for name in _runs_in(path)]
-        more = f" and {len(inside) - NAMED:,} more" if len(inside) > NAMED else ""
-        hint = f"; there are runs in it: {', '.join(inside[:NAMED])}{more}"
-        hint = hint if inside else " (was the training stopped before its start?)"
+        hint = " (was the training stopped before its start?)"
+        if inside := [str(path / name) for name in _runs_in(path)]:
+            more = f" and {len(inside) - NAMED:,} more" if len(inside) > NAMED else ""
+            hint = f"; there are runs in it: {', '.join(inside[:NAMED])}{more}"
         raise UserError(f"{path}: not a run directory: it has no {CONFIG}{hint}")
     data = read_json(path / CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -251,11 +251,12 @@ def read_config(path: Path) -> RunConfig:
 def _runs_in(directory: Path) -> list[str]:
     """The names of the runs in a directory, as far as it can be read."""
     names = []
-    with suppress(OSError, UserError):
+    with suppress(OSError):
         for file in sorted(directory.glob(f"[!.]*/{CONFIG}")):
-            data = read_json(file)
-            if isinstance(data, dict) and data.get("format") == FORMAT:  # other libraries have files of this name
-                names.append(file.parent.name)
+            with suppress(UserError):
+                data = read_json(file)
+                if isinstance(data, dict) and data.get("format") == FORMAT:  # other libraries have files of this name
+                    names.append(file.parent.name)
     return names
 
 

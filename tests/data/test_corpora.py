@@ -128,9 +128,19 @@ def test_row_groups_of_any_size_are_read_in_parts(
     assert sum(lines) == len(pairs) and (size or max(lines) <= 7) and (size < 1 << 20 or len(lines) == 1)
 
 
+def test_blocks_of_parquet_hold_their_text(tmp_path: Path) -> None:
+    """By it a shard is found again after a kill, so one of a file that changed is not."""
+    paths = [write(tmp_path / f"{name}.parquet", [(name, name.upper())] * 60) for name in ("a", "b", "a-again")]
+    Path(paths[2]).write_bytes(Path(paths[0]).read_bytes())
+    one, other, same = ([b.chunk for b in Corpora.of_tables([p], ("source", "target"), None).blocks()] for p in paths)
+    assert one == same != other
+
+
 def test_files_with_both_sides_are_not_one_of_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", PAIRS)
-    with pytest.raises(UserError, match=r"a\.jsonl: has both sides of a pair, by name; give it with --data"):
+    with pytest.raises(
+        UserError, match=r"a\.jsonl: JSONL and Parquet have both sides in one file, .*; give it with --data"
+    ):
         made(tmp_path / "data", {"source": [path], "target": [path]})
 
 

@@ -71,8 +71,8 @@ class Corpora:
                 raise UserError(f"{source} matches {plural(len(left), 'file')} but {target} matches {len(right)}")
             if named := [path for path in (*left, *right) if named_columns(path)]:
                 raise UserError(
-                    f"{named[0]}: has both sides of a pair, by name; give it with --data, and the names of its columns "
-                    "with --set column_names=[...]"
+                    f"{named[0]}: JSONL and Parquet have both sides in one file, in columns with names; give it with "
+                    "--data, and the names with --set column_names=[...]"
                 )
             parts += [Source(pair) for pair in zip(left, right, strict=True)]
             sizes.append(len(left))

@@ -107,10 +107,8 @@ def ready_file(store_file: str, rank: int) -> Path:
 def form_group(rank: int, size: int, device: torch.device, store: Any, offload: bool = False) -> ProcessGroup:
     """Form the process group; the processes meet in a store, or in the file of that name."""
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    if offload and bound is not None:
-        backend = (
-            "cpu:gloo,cuda:nccl"  # the norm of offloaded gradients is summed, and weights are gathered, on the CPU
-        )
+    if offload and bound is not None:  # the norm and whole copies of offloaded shards are computed on the CPU
+        backend = "cpu:gloo,cuda:nccl"
     if bound is not None:
         torch.cuda.set_device(bound)  # FSDP2 shards onto the current GPU, which would be the first one for all
     if isinstance(store, str):
