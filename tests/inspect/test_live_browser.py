@@ -140,8 +140,9 @@ def test_sampling_by_temperature_and_seed(browser: chromium.Chromium, pairs: Run
     browser.click(".wishes summary")
     browser.click("[aria-label=search] button", 2)
     texts = "Array.from(document.querySelectorAll('.hypothesis bdi'), n => n.textContent).join('|')"
-    browser.until("location.hash.includes('search=sample')")
+    settle(browser)  # the address may follow before: it waits for what was shown last, not for what was asked
     first = browser.run(texts)
+    browser.until("location.hash.includes('search=sample')")
     browser.click("[aria-label=seed] ~ .quiet")
     browser.until(f"{texts} !== {json.dumps(first)}")
     assert "seed 2" in browser.run("document.querySelector('.wishes summary').textContent")
