@@ -418,7 +418,7 @@ def test_sigterm_saves_and_resume_goes_on(toy, tmp_path):
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
-        assert process.wait(20) == 143 and time.monotonic() - began < 10
+        assert process.wait(60) == 143 and time.monotonic() - began < 60
     args[-1] = 1
     result = call(*args, "--resume", *small())
     assert result.code == 0, result.err

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 SECONDS = 240  # one that waits longer waits for ever
+# Processes are forked from one that has imported what takes longest: most of these tests would be spent on imports.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "regard.training.fit"])
 
 
 def run_ranks(size: int, target: Callable[..., None], directory: Path, *arguments: object) -> list[Any]:
     """What each process saves; `target` gets its rank, their number, a store, a file to save to, and `arguments`."""
     files = [str(directory / f"saved-{rank}") for rank in range(size)]
     processes = [
-        get_context("spawn").Process(target=target, args=(rank, size, str(directory / "store"), file, *arguments))
+        CONTEXT.Process(target=target, args=(rank, size, str(directory / "store"), file, *arguments))
         for rank, file in enumerate(files)
     ]
     for process in processes:

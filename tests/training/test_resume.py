@@ -96,11 +96,11 @@ def send(number: int) -> None:
     ("workers", "precision", "strategy"),
     [
         (1, "fp32", "ddp"),
-        (2, "fp32", "ddp"),
-        (3, "fp32", "ddp"),
-        (2, "bf16", "ddp"),
-        (1, "fp32", "fsdp"),
+        (3, "fp32", "ddp"),  # the bits of a sum of three depend on their order
         (2, "fp32", "fsdp"),
+        pytest.param(2, "fp32", "ddp", marks=pytest.mark.slow),
+        pytest.param(2, "bf16", "ddp", marks=pytest.mark.slow),
+        pytest.param(1, "fp32", "fsdp", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_runs_end_like_uninterrupted_ones(
@@ -111,11 +111,11 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
     A worker that was stopped itself does not keep the signal waiting, though the step waits for it.
     """
     settings = {"average": 2, "ema": 0.9, "metric": "wer", "accumulate": 2, "precision": precision}
-    order = recipe(steps=40, validate_every=6, workers=workers, strategy=strategy, **settings)
+    order = recipe(steps=24, validate_every=6, workers=workers, strategy=strategy, **settings)
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
     fit(order, uninterrupted, reporter=Reporter())
 
-    at, delay = random.randint(1, 20), random.random() / 50
+    at, delay = random.randint(1, 12), random.random() / 50
     assert run_and_kill(order, run, at, delay) == -signal.SIGKILL
     deadline = time.monotonic() + 10
     while (left := others(run)) and time.monotonic() < deadline:
@@ -131,19 +131,19 @@ def test_interrupted_runs_end_like_uninterrupted_ones(
         threading.Timer(0.5, send, (signal.SIGTERM,)).start()
 
     if workers == 1:
-        assert run_and_kill(order, run, 26, 0.0, signal.SIGTERM) == 143
+        assert run_and_kill(order, run, 15, 0.0, signal.SIGTERM) == 143
     else:
         with pytest.raises(Stopped) as stopped:
-            fit(order, run, resume=True, reporter=At(26, terminate))
+            fit(order, run, resume=True, reporter=At(15, terminate))
         assert stopped.value.code == 143
         assert signal.set_wakeup_fd(-1) == -1
     saved = [p.name for p in (run / "training").glob("step-*")]
-    assert len(saved) == 1 and saved[0] >= "step-00000027"  # the step was finished
+    assert len(saved) == 1 and saved[0] >= "step-00000016"  # the step was finished
     assert not others(run)
 
     if workers > 1:
         with pytest.raises(WorkerDied, match=f"process 1 of {workers} was killed by signal 9"):
-            fit(order, run, resume=True, reporter=At(32, lambda: started[-1]._processes[0].kill()))
+            fit(order, run, resume=True, reporter=At(20, lambda: started[-1]._processes[0].kill()))
 
     fit(order, run, resume=True, reporter=Reporter())
     assert result(run) == result(uninterrupted), f"killed {delay} s after step {at}"
