@@ -20,6 +20,7 @@ from regard.cost import Info
 from regard.model import Model, on_meta
 from regard.nn.block import Block
 from regard.nn.reversible import ReversibleBlock
+from regard.nn.transformer import Transformer
 from regard.recipe import Train
 
 BF16 = 2  # bytes of a number
@@ -194,8 +195,8 @@ def plan_scaling(
     elif shared:
         in_bf16 = bf16 and on_cpu
         # Of one batch a gradient is in its bucket as soon as it is computed; those of earlier batches are kept apart.
-        largest = max(p.numel() for p in model.parameters())
-        unreduced = BYTES * (info.total if train.accumulate > 1 else largest) + BF16 * in_bf16 * info.total
+        apart = info.total if train.accumulate > 1 else _computed_at_once(model)
+        unreduced = BYTES * apart + BF16 * in_bf16 * info.total
         communication = _ddp(list(model.parameters()), BF16 if in_bf16 else BYTES)
     else:
         communication = Communication()
@@ -227,6 +228,16 @@ def plan_scaling(
         overlapping=1.0 if sharded else (passes - 1) / passes / train.accumulate,
         hardware=hardware,
     )
+
+
+def _computed_at_once(model: Model) -> int:
+    """Numbers of the gradients that are computed together: of one tensor, or of all reversible layers of a stack."""
+    stacks = [
+        sum(p.numel() for p in stack.blocks.parameters())
+        for stack in model.modules()
+        if isinstance(stack, Transformer) and stack.reversible
+    ]
+    return max([*stacks, *(p.numel() for p in model.parameters())])
 
 
 def _ddp(parameters: list[Tensor], width: int) -> Communication:

@@ -144,10 +144,14 @@ PEAKS: list[tuple[str, dict[str, Any]]] = [
     )
     if family != "rnn-luong" or "accumulate" in settings
 ]
+PEAKS += [("reversible", {"strategy": strategy}) for strategy in ("ddp", "fsdp")]
 
 
 def larger(family: str) -> Config:
     """Large enough that weights and activations outweigh single tensors."""
+    if family == "reversible":
+        stack = LARGER | {"layers": 12, "residual": "reversible"}
+        return preset("gpt-tiny", 200, changes={"decoder": stack, "tie_output": False})
     stack = LARGER if family != "rnn-luong" else {"width": 128, "dropout": 0.0}
     return preset(family, 2000, changes={"encoder": stack, "decoder": stack})
 
