@@ -131,7 +131,8 @@ def fairness(options: argparse.Namespace, lines: list[str]) -> None:
         return load.seconds
 
     rows = []
-    with process(regard(options.runs, port, "--beam", options.beam), port):
+    # 1,000 lines may take longer than a server lets a request take by default
+    with process(regard(options.runs, port, "--beam", options.beam, "--deadline", 600), port):
         for _ in range(options.rounds):
             alone, beside = quantiles(measure(False)), quantiles(measure(True))
             rows.append({"alone": alone, "beside_1000": beside, "p99_ratio": beside["p99_ms"] / alone["p99_ms"]})
