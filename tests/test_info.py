@@ -271,3 +271,9 @@ def test_the_list_fits_a_narrow_terminal(monkeypatch):
     shown = re.sub(r"\x1b\[[0-9;]*m", "", call("info").out)
     assert max(map(len, shown.splitlines())) <= 80
     assert set(ABOUT["transformer-base"].split()) <= set(shown.split())  # no word is broken
+
+
+def test_what_was_probably_meant_is_named(toy):
+    for wrong, meant in ((toy / "rum", f"{toy / 'run'}?"), ("transformer-bas", "'transformer-base'?")):
+        result = call("info", wrong)
+        assert result.code == 2 and f"{wrong}: no run directory, preset or recipe; did you mean {meant}" in result.err

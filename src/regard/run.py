@@ -225,8 +225,7 @@ def read_config(path: Path) -> RunConfig:
     if path.is_file():
         raise UserError(f"{path}: is a file, not a run directory; a run is named first, files after it")
     if not path.is_dir():
-        near = nearest(path.name, _runs_in(path.parent))
-        raise UserError(f"{path}: no such run directory" + (f"; did you mean {path.parent / near}?" if near else ""))
+        raise UserError(f"{path}: no such run directory{closest_run(path)}")
     require_own_files(path, (*READ, RECIPE, CHAT_TEMPLATE))
     if not (path / CONFIG).is_file():
         hint = " (was the training stopped before its start?)"
@@ -246,6 +245,12 @@ def read_config(path: Path) -> RunConfig:
         with suppress(UserError):
             task = saved_recipe(path).task
     return config.model_copy(update={"task": task})
+
+
+def closest_run(path: Path) -> str:
+    """`; did you mean x?` with the run beside it that is probably meant, or an empty string."""
+    near = nearest(path.name, _runs_in(path.parent))
+    return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def _runs_in(directory: Path) -> list[str]:

@@ -16,7 +16,7 @@ from regard.errors import UserError, closest, plural
 from regard.model import on_meta
 from regard.presets import ABOUT, PRESETS, changed_recipe, model_without_data, preset
 from regard.recipe import Train, load_recipe, recipe_names, recipe_summary
-from regard.run import accept_run, read_config, verify_run
+from regard.run import accept_run, closest_run, read_config, verify_run
 from regard.scaling import Hardware, Scaling, plan_scaling
 from regard.tasks import infer_task
 
@@ -129,9 +129,8 @@ def find_config(
         tables = changed_recipe(what, options, settings)
     else:
         names = [*PRESETS, *recipe_names()]
-        raise UserError(
-            f"{what}: no run directory, preset or recipe{closest(what, names)}\n  known: {', '.join(names)}"
-        )
+        hint = closest(what, names) or closest_run(Path(what))
+        raise UserError(f"{what}: no run directory, preset or recipe{hint}\n  known: {', '.join(names)}")
     recipe = load_recipe(tables, what)
     return model_without_data(recipe, vocab, what), recipe.train
 
