@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
 from regard.batch import pad
-from regard.decode.options import Options
-from regard.decode.scorer import Scorer, SearchInput
+from regard.decode.ensemble import Scorer, SearchInput
+from regard.decode.request import Options
 from regard.decode.search import search
 from regard.device import tune_allocator
 from regard.model import Model

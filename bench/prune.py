@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from regard.data.reader import LineCounter, Source
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.inspect.inputs import read_task_data
 from regard.inspect.prune import PruneAmount
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.tune import prune, split_data
+from regard.training.pruning import prune, split_data
 
 
 def read(run: Run, path: str) -> list[Example]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import regard
-from regard.decode.classify import classify
-from regard.decode.options import BatchSettings, OptionSettings, ScoringSettings
+from regard.decode.encoder_only import classify
+from regard.decode.request import BatchSettings, OptionSettings, ScoringSettings
 from regard.nn.cache import State
 from regard.recipe import Data, Recipe, Text, Train, assign
 from toykit import SMALL, call, small, strict_json

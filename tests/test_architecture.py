@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "regard"
 SCRIPT = ROOT / "docs" / "pictures" / "architecture.py"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PATHS = sorted(set(re.findall(r"`([\w/-]+(?:\.py|\.md|/))`", PAGE)))
-# `Rule` in `decode/rules.py`
+# `Rule` in `decode/constraints.py`
 DEFINITIONS = sorted(set(re.findall(r"`(\w+)`\s+in\s+`([\w/]+\.py)`", PAGE)))
 
 

@@ -187,7 +187,7 @@ def test_pre_commit_runs_the_checks_of_ci():
     ],
 )
 def test_the_table_of_variations(settings, millions):
-    from regard.cost import count_parameters
+    from regard.cost.describe import count_parameters
     from regard.model import on_meta
     from regard.presets import changed_recipe, model_without_data
     from regard.recipe import load_recipe

@@ -15,13 +15,13 @@ import typer
 
 from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.device import choose_device
 from regard.errors import SYNONYMS, UserError, closest, is_out_of_memory, nearest, plural
 from regard.metrics import METRICS
 from regard.recipe import Data, Metric, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
 from regard.tasks import BOTH, TASKS
-from regard.text.scheme import LEARNED, SIMPLE, parse_scheme
+from regard.text.tokenizer import LEARNED, SIMPLE, parse_scheme
 from toykit import call
 
 ROOT = Path(__file__).parent.parent

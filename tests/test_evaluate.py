@@ -8,7 +8,7 @@ import pytest
 
 import regard
 from regard import metrics
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.errors import UserError
 from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.text.codec import Example

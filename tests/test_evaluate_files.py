@@ -12,7 +12,7 @@ import torch
 
 from ct2kit import random_run, tokenizer, words
 from regard.cli.app import load_verb
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.metrics import METRICS, measure
 from regard.run import Run
 from regard.text.codec import Codec

@@ -13,10 +13,10 @@ import torch
 
 from regard.config import Config, parse
 from regard.data.objectives import SpanCorruption
-from regard.data.plain import Stream, TokenizedText, read_pieces, tokenize_text
+from regard.data.plain_text import Stream, TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LineCounter, Source
-from regard.decode.classify import classify, classify_images
-from regard.decode.scoring import score_text, scoring_context
+from regard.decode.encoder_only import classify, classify_images
+from regard.decode.forced import score_text, scoring_context
 from regard.errors import UserError
 from regard.evaluate.evaluator import evaluate_text, judge_text
 from regard.model import Model

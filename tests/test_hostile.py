@@ -19,7 +19,7 @@ from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from fuzzkit import attack, in_child
 from regard.config import SpecialIds
 from regard.errors import UserError
-from regard.manifest import MANIFEST
+from regard.files import MANIFEST
 from regard.run import Run
 from regard.text.codec import Codec
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
@@ -175,7 +175,7 @@ def test_every_flipped_bit_is_named(run: Path, name: str) -> None:
 
 
 def test_large_weights_are_compared_on_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.manifest.HASHED", 10)
+    monkeypatch.setattr("regard.files.HASHED", 10)
     path = run / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

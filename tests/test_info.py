@@ -10,9 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.activations import MemoryTracker, count_activations
 from regard.config import Config
-from regard.cost import (
+from regard.cost.activations import MemoryTracker, count_activations
+from regard.cost.describe import (
     cache_bytes,
     count_flops,
     count_parameters,

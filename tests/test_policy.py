@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from regard.cli.app import VERBS, load_verb
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.model import on_meta
 from regard.presets import model_without_data
 from regard.recipe import load_recipe, recipe_names, recipe_tables
@@ -26,14 +26,14 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A module imports from its own layer or a lower one; a second test forbids cycles, so that a layer has an order too.
 LAYERS = {
-    "errors": 0, "files": 0, "config": 0, "tasks": 0, "recipe": 0, "signatures": 0, "notebook": 0, "manifest": 0,
-    "nn": 1, "text": 1, "metrics": 1, "batch": 1, "device": 1,
-    "model": 2, "presets": 2, "loss": 2, "data": 2, "activations": 2, "cost": 2, "scaling": 2,
+    "errors": 0, "suggest": 0, "files": 0, "config": 0, "tasks": 0, "recipe": 0, "signatures": 0, "notebook": 0,
+    "parallel": 1, "nn": 1, "text": 1, "metrics": 1, "batch": 1, "device": 1,
+    "model": 2, "presets": 2, "loss": 2, "data": 2, "cost": 2,
     "run": 3,
-    "decode": 4, "engines": 4, "convert": 4,
+    "decode": 4, "convert": 4,
     "inspect": 5, "evaluate": 5,
-    "training": 6,
-    "serve": 7, "api": 7, "arguments": 7,
+    "training": 6, "answers": 6,
+    "serve": 7, "api": 7,
     "cli": 8, "__init__": 8, "__main__": 8,
 }  # fmt: skip
 FAMILIES = r"\b(bert|roberta|bart|gpt\d?|llama|mistral|t5|marian|reformer|vit|transformer-?xl|vaswani|bahdanau|luong)\b"
@@ -122,7 +122,7 @@ def test_no_two_public_classes_have_the_same_name():
 
 
 def test_no_module_is_long():
-    assert [name for name, file in MODULES.items() if len(file.read_text(encoding="utf-8").splitlines()) > 400] == []
+    assert [name for name, file in MODULES.items() if len(file.read_text(encoding="utf-8").splitlines()) > 600] == []
 
 
 def test_no_family_has_a_name_outside_presets_and_convert():
@@ -214,15 +214,15 @@ def test_counts_are_worded_in_one_place():
 COUNTED = "tokens|steps|epochs|rows|heads|layers|minutes|lines|runs|images"
 NEVER_ONE = {
     # more than a limit of at least one
-    "convert/tokenizers.py: size", "decode/classify.py: tokens", "decode/preparer.py: length",
+    "convert/tokenizers.py: size", "decode/encoder_only.py: tokens", "decode/search_inputs.py: length",
     "inspect/inputs.py: len(ids)", "nn/position.py: longest", "run.py: tokens", "text/tokenizer.py: count",
-    "training/configure.py: longest",
+    "training/plan.py: longest",
     # a vocabulary has special tokens, and so have the texts of a corpus
-    "data/plain.py: self.tokens", "inspect/circuits.py: len(self.left_VE)", "run.py: config.output_vocab",
+    "data/plain_text.py: self.tokens", "inspect/circuits.py: len(self.left_VE)", "run.py: config.output_vocab",
     "text/learn.py: self.codec.source_vocab", "text/learn.py: tokenizer.size", "training/plan.py: data.tokens",
     # one is excluded by a test before
     "inspect/circuits.py: len(ids)", "inspect/prune.py: count", "inspect/prune.py: len(importance)",
-    "training/tune.py: count_heads(model)",
+    "training/pruning.py: count_heads(model)",
     # constants; positions and heads of a model that is of use; two numbers
     "training/plan.py: DEFAULT_MINUTES", "training/trainer.py: MOST_SKIPS", "api.py: limit", "inspect/trace.py: heads",
     "training/loader.py: tokens",

@@ -32,7 +32,7 @@ from regard.model import Model
 from regard.nn.hooks import patch, without
 from regard.run import Run
 from regard.text.codec import Example
-from regard.training.tune import fair_rates, prune, quality_curve, save_pruned, split_data, tune
+from regard.training.pruning import fair_rates, prune, quality_curve, save_pruned, split_data, tune
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0]])
 KEEP = SOURCE != 0
@@ -272,7 +272,7 @@ def test_speed_is_a_median_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr("regard.training.tune.time.process_time", lambda: now)
+    monkeypatch.setattr("regard.training.pruning.time.process_time", lambda: now)
     rates = fair_rates([work("before", 2.0), work("after", 1.0)], 8, torch.device("cpu"))
     assert rates == pytest.approx([4.0, 8.0])
     turns = [calls[i : i + 2] for i in range(2, len(calls), 2)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.files import to_toml
+from regard.config import to_toml
 
 scalars = (
     st.booleans()
@@ -35,5 +35,5 @@ def test_none_has_no_key_and_half_characters_are_replaced() -> None:
 
 
 def test_what_toml_cannot_say_is_refused() -> None:
-    with pytest.raises(TypeError, match="not a TOML value"):
+    with pytest.raises(TypeError, match="not TOML serializable"):
         to_toml({"x": object()})

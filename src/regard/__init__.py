@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from regard.api import train as train
     from regard.config import Config as Config
     from regard.config import Stack as Stack
-    from regard.decode.options import Options as Options
+    from regard.decode.request import Options as Options
     from regard.decode.request import Request as Request
     from regard.errors import UserError as UserError
     from regard.inspect.circuits import attribute as attribute
@@ -36,8 +36,7 @@ __version__ = "0.15.0"
 _NAMES = {
     "api": ("LoadedRun", "load", "train"),
     "config": ("Config", "Stack"),
-    "decode.options": ("Options",),
-    "decode.request": ("Request",),
+    "decode.request": ("Options", "Request"),
     "errors": ("UserError",),
     "inspect.circuits": ("attribute", "ov", "qk", "rollout", "top_neurons"),
     "inspect.heads": ("induction_scores",),

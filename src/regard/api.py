@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,45 +15,139 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.arguments import (
-    Texts,
-    as_settings,
-    changed,
-    check_example,
-    check_texts,
-    checked_ids,
-    checked_list,
-    named_references,
-    named_texts,
-)
-from regard.config import parse
-from regard.data.memory import in_memory
+from regard.config import parse, to_toml
+from regard.data.in_memory import in_memory
 from regard.data.reader import MEMORY, LineCounter, Source
-from regard.decode.classify import Classification, classify, classify_images
-from regard.decode.generate import generate
-from regard.decode.hypothesis import Hypothesis
-from regard.decode.masked import embed, fill_masks
-from regard.decode.options import BatchSettings, Options, OptionSettings, ScoringSettings
-from regard.decode.request import Input, Request
-from regard.decode.scoring import Pair, Scored, score
-from regard.decode.stream import TokenStream, stream
+from regard.decode.encoder_only import Classification, classify, classify_images, embed, fill_masks
+from regard.decode.engine import TokenStream, generate, stream
+from regard.decode.forced import Pair, Scored, score
+from regard.decode.hypothesis import Hypothesis, unknown_flags
+from regard.decode.request import BatchSettings, Input, Options, OptionSettings, Request, ScoringSettings
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError, plural, shown_value
-from regard.evaluate.by_task import evaluate_file
-from regard.evaluate.choices import EngineChoice, EvaluationOptions, check_given, engine_opener, parse_columns
-from regard.evaluate.evaluator import System
-from regard.evaluate.parallel import ParallelFiles
-from regard.evaluate.results import Evaluation
+from regard.evaluate.by_task import (
+    EngineChoice,
+    EvaluationOptions,
+    check_given,
+    engine_opener,
+    evaluate_file,
+    parse_columns,
+)
+from regard.evaluate.evaluator import Evaluation, System
+from regard.evaluate.test_data import ParallelFiles
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.metrics import SAMPLES, BleuTokenizer
 from regard.notebook import Results
-from regard.recipe import Column, Recipe
+from regard.presets import changed_recipe
+from regard.recipe import Column, Recipe, load_recipe
 from regard.run import Run
 from regard.signatures import checked_call
 from regard.tasks import TASKS, TaskName
-from regard.text.codec import Example
+from regard.text.codec import Codec, Example
 from regard.training.fit import fit
 from regard.training.report import Reporter
+
+Texts = str | Path | Sequence[str]  # a file with a text per line, or the texts
+
+
+def checked_list(verb: str, what: str, items: Any, kinds: tuple[type, ...], example: str) -> list[Any]:
+    """A list of what a verb takes; one text alone would be taken for a list of its letters."""
+    if isinstance(items, str | bytes | Example | Request | dict) or not isinstance(items, Iterable):
+        raise UserError(f"{verb}: takes a list of {what}, such as {example}, not {shown_value(items)}")
+    checked = list(items)
+    for index, item in enumerate(checked):
+        if not isinstance(item, kinds):
+            raise UserError(f"{verb}: takes a list of {what}, such as {example}; item {index} is {shown_value(item)}")
+        check_texts(f"{verb}: item {index}", item)
+    return checked
+
+
+def check_texts(where: str, item: Any) -> None:
+    """Check the fields of an Example: they are texts as in their columns. A Request checks itself."""
+    for name in Example._fields if isinstance(item, Example) else ():
+        value = getattr(item, name)
+        if not isinstance(value, str) and (value is not None or name == "source"):
+            hint = ", as in its column: 'N;PL'" if name == "features" else ""
+            raise UserError(f"{where}: {name} is a text{hint}, not {shown_value(value)}")
+
+
+def named_references(references: Any, texts: dict[str, list[str]]) -> list[str]:
+    """Each of several references, as `named_texts` has one."""
+    given = () if references is None else references
+    several = checked_list("evaluate: reference", "files or lists of texts", given, (object,), '["test.ref"]')
+    return [named_texts(f"reference[{index}]", each, texts) for index, each in enumerate(several)]
+
+
+def named_texts(name: str, given: Any, texts: dict[str, list[str]]) -> str:
+    """The file with a text per line; if the texts are given themselves, they go into `texts` under their name."""
+    if isinstance(given, str | Path) and os.path.isfile(given):
+        return str(given)
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        items = list(given)
+        if all(isinstance(item, str) for item in items):
+            texts[name] = items
+            return name
+    missing = "; there is no such file" if isinstance(given, str | Path) else ""
+    run = "a loaded run, such as regard.load(...), " if name == "against" else ""
+    what = f"{run}a file with a text per line or a list of texts"
+    raise UserError(f"evaluate: {name} is {what}, not {shown_value(given)}{missing}")
+
+
+def check_example(codec: Codec, example: Example) -> str:
+    """Refuse features that do not fit a run -> a remark on what the run does not know in the example, if anything."""
+    if problem := codec.features_problem(example):
+        raise UserError(problem)
+    target = codec.target.encode([example.target])[0] if example.target else []
+    unknown = codec.unknown_tokens(example, codec.encode_source([example])[0], target)
+    return unknown_flags(unknown).get("unknown", "")
+
+
+def checked_ids(name: str, ids: Any, vocab: int) -> Tensor:
+    """A table of ids as a tensor, checked."""
+    try:
+        table = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        table = torch.empty(0)
+    if table.ndim != 2 or table.numel() == 0 or table.dtype.is_floating_point or table.dtype == torch.bool:
+        raise UserError(f"logits: {name} are equally long rows of whole numbers, not {shown_value(ids)}")
+    least, most = int(table.min()), int(table.max())
+    if least < 0 or most >= vocab:
+        wrong = least if least < 0 else most
+        raise UserError(f"logits: {name}: the ids of this vocabulary are 0 to {vocab - 1}, not {wrong}")
+    return table.long()
+
+
+def changed(recipe: Mapping[str, Any] | str | Path | None, given: dict[str, Any], settings: list[str]) -> Recipe:
+    """A recipe with what was given instead, and settings."""
+    try:
+        tables = changed_recipe(recipe, given, settings)
+    except UserError as error:
+        raise UserError(str(error).replace("--set ", "settings: ")) from None
+    return load_recipe(tables, str(recipe) if isinstance(recipe, str | Path) else "recipe")
+
+
+def _setting_text(value: Any) -> str:
+    """A value as TOML, on one line where TOML allows it."""
+    return to_toml({"": [value]}).strip().removeprefix('"" = [').removesuffix("]").strip().removesuffix(",")
+
+
+def as_settings(settings: Mapping[str, Any] | None) -> list[str]:
+    """Settings as they are written on a command line."""
+    if settings is None:
+        return []
+    if not isinstance(settings, Mapping):
+        raise UserError(f"train: settings are a mapping, such as {{'lr': 1e-3}}, not {shown_value(settings)}")
+    lines = []
+    for key, value in settings.items():
+        try:
+            text = "none" if value is None else _setting_text(value)
+        except TypeError:
+            raise UserError(f"train: settings: {key} cannot be {shown_value(value)}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"train: settings: {key}: this {type(value).__name__} is too large") from None
+        lines.append(f"{key}={text}")
+    return lines
+
 
 SCORING = tuple(ScoringSettings.__annotations__)
 BATCHING = tuple(BatchSettings.__annotations__)

@@ -6,13 +6,13 @@ A decoder is causal, an encoder is not. A decoder attends to the encoder if ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from regard.files import to_toml
 from regard.signatures import ReportsMistakes, mistakes
 
 ScoreName = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
@@ -380,3 +380,18 @@ def parse(kind: type[V], data: dict[str, Any], where: str) -> V:
         return kind.model_validate(data)
     except ValidationError as error:
         raise mistakes(kind, error, where) from None
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """TOML that `tomllib` reads back as `tables`. TOML has no null: keys whose value is None are left out."""
+    return tomli_w.dumps(_toml_value(tables))
+
+
+def _toml_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _toml_value(x) for key, x in value.items() if x is not None}
+    if isinstance(value, list | tuple):
+        return [_toml_value(x) for x in value]
+    if isinstance(value, str):  # lone surrogates cannot be encoded
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value

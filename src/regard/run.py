@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
 from regard.errors import UserError, nearest, plural
-from regard.files import read_json, replace_directory, replace_file, write_json
-from regard.manifest import (
+from regard.files import (
     MANIFEST,
     accept_files,
     changed_files,
+    read_json,
     read_manifest,
+    replace_directory,
+    replace_file,
     require_own_files,
     require_unchanged,
     rewriting,
     update_manifest,
+    write_json,
 )
 from regard.model import Model, allocate, on_meta
 from regard.nn.primitives import PackedWeights

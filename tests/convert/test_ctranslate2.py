@@ -14,7 +14,7 @@ from ct2kit import LETTERS, random_run, tokenizer, words
 from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
 from regard.convert.to_ctranslate2 import largest_difference, misfits, names_of, open_translator, to_ctranslate2
-from regard.decode.generate import TorchEngine
+from regard.decode.engine import TorchEngine
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec

@@ -13,8 +13,7 @@ from hfkit import V, make, quiet
 
 import regard
 from familykit import build, shrunk
-from regard.convert.generation import CHAT_TEMPLATE
-from regard.convert.hf import from_hf, to_hf
+from regard.convert.hf import CHAT_TEMPLATE, from_hf, to_hf
 from regard.errors import UserError
 from regard.run import Generation, Run
 from regard.text.codec import Codec

@@ -16,8 +16,7 @@ from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
 from regard.config import Config
 from regard.convert.family import ACTIVATIONS
 from regard.convert.hf import RECORD, from_hf, to_hf
-from regard.convert.probe import draw_samples
-from regard.convert.proof import our_outputs, their_outputs
+from regard.convert.proof import draw_samples, our_outputs, their_outputs
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec

@@ -14,18 +14,19 @@ from pydantic import BaseModel, ValidationError
 
 import regard.convert.family as family
 from regard.config import Config
-from regard.convert.generation import write_generation
 from regard.convert.hf import effective_fields, from_hf, open_model, their_tensors, to_hf
-from regard.convert.probe import draw_samples, fill_weights
 from regard.convert.proof import (
     TOLERANCE,
     Proof,
     compare_greedy,
+    draw_samples,
+    fill_weights,
     largest_difference,
     load_theirs,
     our_outputs,
     their_outputs,
 )
+from regard.convert.read import write_generation
 from regard.errors import UserError
 from regard.model import Model, allocate, on_meta
 from regard.presets import merge
@@ -101,7 +102,7 @@ def shapes(config: Config) -> dict[str, torch.Size]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_is_noticed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("regard.convert.probe.LONG", 128)  # faster
+    monkeypatch.setattr("regard.convert.proof.LONG", 128)  # faster
     model_class = type(make(name, tmp_path))
     opened = open_model(tmp_path, quiet)
     config, batches = opened.config, draw_samples(opened.config, 3)

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import SpecialIds, parse
-from regard.convert.tokenizers import read_tokenizers, write_tokenizers
-from regard.convert.vocabularies import read_sentencepiece
+from regard.convert.tokenizers import read_sentencepiece, read_tokenizers, write_tokenizers
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.tokenizer import HIDDEN, Tokenizer

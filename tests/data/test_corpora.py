@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data import formats
-from regard.data.corpora import DUPLICATE, Corpora
-from regard.data.encoding import RATIO, SHORT
+from regard.data import tables as formats
+from regard.data.encode import RATIO, SHORT
 from regard.data.prepare import Prepared, changed_files, prepare
 from regard.data.reader import LineCounter, Located
+from regard.data.tables import DUPLICATE, Corpora
 from regard.errors import UserError
 from regard.presets import preset
 from regard.recipe import load_recipe

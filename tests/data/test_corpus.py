@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from regard.config import Config, Stack
-from regard.data import corpus as module
-from regard.data.corpus import Corpus, CorpusWriter
-from regard.data.encoding import ExampleEncoder, Limits
+from regard.data import store as module
+from regard.data.encode import ExampleEncoder, Limits
 from regard.data.reader import LineCounter, Located, Source
+from regard.data.store import Corpus, CorpusWriter
 from regard.errors import UserError
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer

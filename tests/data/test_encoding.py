@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.data import encoding
-from regard.data.encoding import TextEncoder, dtype_for
+from regard.data import encode as encoding
+from regard.data.encode import TextEncoder, dtype_for
 from regard.text.tokenizer import Tokenizer
 
 TEXTS = ["the cat sat on the mat", "don't we'll it's 42 times (or 43)", "Ünïcode: 文字 と かな", "a-b_c d.e,f"]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.memory import in_memory
-from regard.data.plain import read_pieces
+from regard.data.in_memory import in_memory
+from regard.data.plain_text import read_pieces
 from regard.data.reader import EMPTY, LineCounter
 from regard.errors import UserError
 from regard.text.codec import Example

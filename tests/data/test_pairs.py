@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.data import holdout
-from regard.data.holdout import Splitter, valid_count
+from regard.data import tables as holdout
 from regard.data.pairs import find_features
+from regard.data.tables import Splitter, valid_count
 from regard.recipe import Data, Recipe
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data import corpus
-from regard.data import plain as stream
-from regard.data.plain import PieceEncoder, Stream, StreamWriter, divide, read_pieces, split_at, tokenize_text
+from regard.data import plain_text as stream
+from regard.data import store as corpus
+from regard.data.plain_text import PieceEncoder, Stream, StreamWriter, divide, read_pieces, split_at, tokenize_text
 from regard.data.prepare import Prepared, open_prepared, prepare
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from regard import files
-from regard.data import corpora, pairs, reader
+from regard.data import pairs, reader, tables
 from regard.data import prepare as module
 from regard.data.prepare import Prepared, changed_files, open_prepared, prepare
 from regard.errors import UserError
@@ -246,8 +246,8 @@ def test_of_very_much_text_some_blocks_are_read(
     for part, name, value in ((reader, "CHUNK", 100), (pairs, "CHUNK", 100), (pairs, "MANY_BLOCKS", 4)):
         monkeypatch.setattr(part, name, value)
     read: list[int] = []
-    blocks = corpora.Corpora.read_block
-    monkeypatch.setattr(corpora.Corpora, "read_block", lambda *args: (read.append(1), blocks(*args))[1])
+    blocks = tables.Corpora.read_block
+    monkeypatch.setattr(tables.Corpora, "read_block", lambda *args: (read.append(1), blocks(*args))[1])
     rows = [(f"{source}{part}", f"{target} {part}") for part in range(10) for source, target in PAIRS]
     data = {"train": table(tmp_path / "t", rows), "valid": table(tmp_path / "v", PAIRS[:3])}
     made(tmp_path / "data", data, {"source_tokens": "bpe:270", "target_tokens": "bpe:270"})

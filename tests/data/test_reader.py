@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.data import reader as module
-from regard.data import streams
-from regard.data.reader import LineCounter, Located, Source, read_lines
-from regard.data.streams import open_bytes
+from regard.data import reader as streams
+from regard.data.reader import LineCounter, Located, Source, open_bytes, read_lines
 from regard.errors import UserError
 from regard.text.codec import Example
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from regard.data import encoding, pairs, plain, reader, shards
+from regard.data import encode, pairs, plain_text, reader
 from regard.data import prepare as prepared
 from regard.data.prepare import prepare
 from regard.errors import UserError
@@ -48,9 +48,9 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def in_blocks(monkeypatch, size: int = 5000) -> None:
     monkeypatch.setattr(reader, "CHUNK", 1000)
-    monkeypatch.setattr(encoding, "BLOCK", size)
-    monkeypatch.setattr(plain, "BLOCK", size)
-    monkeypatch.setattr(shards, "PAYS", 0)
+    monkeypatch.setattr(encode, "BLOCK", size)
+    monkeypatch.setattr(plain_text, "BLOCK", size)
+    monkeypatch.setattr(encode, "PAYS", 0)
 
 
 def keep_shards(monkeypatch) -> None:
@@ -72,8 +72,8 @@ def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_
     prepare(recipe, tmp_path / "whole")
     in_blocks(monkeypatch)
     started: list[Any] = []
-    start = shards._Pool._start
-    monkeypatch.setattr(shards._Pool, "_start", lambda pool: (process := start(pool), started.append(process))[0])
+    start = encode._Pool._start
+    monkeypatch.setattr(encode._Pool, "_start", lambda pool: (process := start(pool), started.append(process))[0])
     prepare(recipe, tmp_path / "blocks", processes=processes)
     assert contents(tmp_path / "blocks") == contents(tmp_path / "whole")
     assert (len(started) > 1) == (processes > 1)
@@ -85,7 +85,7 @@ def test_little_text_starts_no_process(order, tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     prepare(load_recipe(order), tmp_path / "one", processes=8)
     monkeypatch.setattr(reader, "CHUNK", 1000)
-    monkeypatch.setattr(encoding, "BLOCK", 5000)
+    monkeypatch.setattr(encode, "BLOCK", 5000)
     prepare(load_recipe(order), tmp_path / "blocks", processes=8)
     assert contents(tmp_path / "one") == contents(tmp_path / "blocks")
 
@@ -128,8 +128,8 @@ def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, m
     left[0].write_bytes(left[0].read_bytes()[:-1])  # not all of it was on disk when the machine stopped
     before = {path: path.stat().st_mtime_ns for path in left[1:]}
     saved: list[Path] = []
-    save = shards._save
-    monkeypatch.setattr(shards, "_save", lambda shard, path: (saved.append(path), save(shard, path))[1])
+    save = encode._save
+    monkeypatch.setattr(encode, "_save", lambda shard, path: (saved.append(path), save(shard, path))[1])
     keep_shards(monkeypatch)
     prepare(recipe, tmp_path / "data", processes=processes)
     assert contents(tmp_path / "data") == contents(tmp_path / "expected")
@@ -165,8 +165,8 @@ def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> N
         process.kill()
         return process
 
-    start = shards._Pool._start
-    monkeypatch.setattr(shards._Pool, "_start", dies)
+    start = encode._Pool._start
+    monkeypatch.setattr(encode._Pool, "_start", dies)
     recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 600}})
     with pytest.raises(UserError, match="a process that turns text into tokens has ended"):
         prepare(recipe, tmp_path / "data", processes=2)
@@ -175,31 +175,31 @@ def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> N
 def test_half_a_block_makes_no_shard(order, tmp_path: Path, monkeypatch) -> None:
     """The process that asks may be killed while it writes a block, whose name is the hash of all of it."""
     in_blocks(monkeypatch)
-    requests: list[shards.Message] = []
+    requests: list[encode.Message] = []
 
-    def record(stream: Any, message: shards.Message) -> None:
+    def record(stream: Any, message: encode.Message) -> None:
         requests.append(message)
         send(stream, message)
 
-    send = shards._send
-    monkeypatch.setattr(shards, "_send", record)
+    send = encode._send
+    monkeypatch.setattr(encode, "_send", record)
     keep_shards(monkeypatch)
     prepare(load_recipe(order), tmp_path / "data", processes=2)
     made = {path.name for path in (tmp_path / "data.shards").iterdir()}
     for path in (tmp_path / "data.shards").iterdir():
         path.unlink()
-    monkeypatch.setattr(shards, "_send", send)
-    monkeypatch.setattr(shards.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(encode, "_send", send)
+    monkeypatch.setattr(encode.signal, "signal", lambda *_: None)
     settings = next(message for message in requests if "codec_at" in message.header)
     settings.header["codec_at"] = str(tmp_path / "data")  # where it is in the end
     asked = BytesIO()
     send(asked, settings)
     send(asked, next(message for message in requests if "request" in message.header))
-    restore = encoding.BlockEncoder.restore
+    restore = encode.BlockEncoder.restore
     for missing in (7, 1):
-        shards.serve(restore, BytesIO(asked.getvalue()[:-missing]), BytesIO())
+        encode.serve(restore, BytesIO(asked.getvalue()[:-missing]), BytesIO())
         assert not list((tmp_path / "data.shards").iterdir())
-    shards.serve(restore, BytesIO(asked.getvalue()), BytesIO())
+    encode.serve(restore, BytesIO(asked.getvalue()), BytesIO())
     assert {path.name for path in (tmp_path / "data.shards").iterdir()} < made
 
 
@@ -223,7 +223,7 @@ def test_plain_text_is_the_same_in_parts_and_processes(processes, scheme, texts,
         with monkeypatch.context() as patches:
             prepare(recipe, tmp_path / "whole")
             in_blocks(patches)
-            started, made = count_calls(patches, shards._Pool, "_start"), count_calls(patches, shards, "_load")
+            started, made = count_calls(patches, encode._Pool, "_start"), count_calls(patches, encode, "_load")
             prepare(recipe, tmp_path / "parts", processes=processes)
         assert len(made) >= 2 * 5 and (len(started) > 1) == (processes > 1)
         assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
@@ -240,7 +240,7 @@ def test_plain_text_goes_on_after_a_kill(processes, texts, tmp_path: Path, monke
     recipe = load_recipe(texts)
     prepare(recipe, tmp_path / "expected")
     in_blocks(monkeypatch)
-    write, calls = plain.StreamWriter.write, []
+    write, calls = plain_text.StreamWriter.write, []
 
     class Killed(BaseException):
         pass
@@ -251,13 +251,13 @@ def test_plain_text_goes_on_after_a_kill(processes, texts, tmp_path: Path, monke
         if len(calls) == 4:
             raise Killed
 
-    monkeypatch.setattr(plain.StreamWriter, "write", killed)
+    monkeypatch.setattr(plain_text.StreamWriter, "write", killed)
     with pytest.raises(Killed):
         prepare(recipe, tmp_path / "data", processes=processes)
     left = {path: path.stat().st_mtime_ns for path in (tmp_path / "data.shards").glob("*.shard")}
     assert len(left) >= 4 and not (tmp_path / "data").exists()
     keep_shards(monkeypatch)
-    started = count_calls(monkeypatch, shards._Pool, "_start")
+    started = count_calls(monkeypatch, encode._Pool, "_start")
     prepare(recipe, tmp_path / "data", processes=processes)
     assert bool(started) == (processes > 1)
     assert contents(tmp_path / "data") == contents(tmp_path / "expected")

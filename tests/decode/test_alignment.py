@@ -11,8 +11,8 @@ import torch
 from decode_kit import NAMES, run_of, sources, trained
 
 from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, save_heads, weight_taps
-from regard.decode.generate import TorchEngine, generate
-from regard.decode.options import Options
+from regard.decode.engine import TorchEngine, generate
+from regard.decode.request import Options
 from regard.decode.search import search
 from regard.errors import UserError
 from regard.nn.hooks import record, taps

@@ -9,9 +9,8 @@ from decode_kit import NAMES, names, run_of, same, seeds, sources, trained, word
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.request import Request
+from regard.decode.engine import generate
+from regard.decode.request import Options, Request
 from regard.run import Run
 
 STRATEGIES: dict[str, dict[str, object]] = {

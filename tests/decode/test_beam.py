@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard.decode.beam import beam_search
-from regard.decode.generate import TorchEngine, generate
+from regard.decode.constraints import SearchInput
+from regard.decode.engine import TorchEngine, generate
+from regard.decode.ensemble import Scorer, States, best
+from regard.decode.forced import force
 from regard.decode.hypothesis import DecodedIds
-from regard.decode.options import Options
-from regard.decode.request import SearchInput
-from regard.decode.scorer import Scorer, States, best
-from regard.decode.scoring import force
-from regard.decode.search import decode_paths, make_rules, search
+from regard.decode.request import Options
+from regard.decode.search import beam_search, decode_paths, make_rules, search
 from regard.nn.cache import KV, KVCache
 from regard.run import Run
 

@@ -9,7 +9,7 @@ import torch
 from decode_kit import run_of, sources, tokenizer
 
 from regard.config import Config, parse
-from regard.decode.classify import classify, classify_ids, classify_images
+from regard.decode.encoder_only import classify, classify_ids, classify_images
 from regard.errors import UserError
 from regard.model import Model
 from regard.run import Run

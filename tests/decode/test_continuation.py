@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch_independence import STRATEGIES
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.request import Request
-from regard.decode.scoring import score
-from regard.decode.stream import stream
+from regard.decode.engine import generate, stream
+from regard.decode.forced import score
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.model import Model
 from regard.nn.cache import State

@@ -8,11 +8,10 @@ import pytest
 import torch
 from decode_kit import language_model, run_of, same, sources
 
-from regard.decode.generate import Engine, TorchEngine, generate
+from regard.decode.engine import Engine, TorchEngine, generate
+from regard.decode.forced import score
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
-from regard.decode.request import Request
-from regard.decode.scoring import score
+from regard.decode.request import Options, Request
 from regard.inspect.prune import prune_heads
 from regard.nn import primitives
 from regard.nn.primitives import Linear, linears

@@ -8,9 +8,9 @@ import pytest
 import torch
 from decode_kit import NAMES, blank, run_of, same, sources, tokenizer
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.scoring import score
+from regard.decode.engine import generate
+from regard.decode.forced import score
+from regard.decode.request import Options
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example

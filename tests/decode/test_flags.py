@@ -8,9 +8,9 @@ from decode_kit import run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.decode.generate import generate
+from regard.decode.engine import generate
 from regard.decode.hypothesis import Alignment, attention_flags, longest_loop, output_flags
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.errors import plural
 
 

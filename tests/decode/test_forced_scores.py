@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch_independence import STRATEGIES
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.scoring import score
+from regard.decode.engine import generate
+from regard.decode.forced import score
+from regard.decode.request import Options
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Example

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.batch import by_length, windows
-from regard.decode.generate import TorchEngine, generate
-from regard.decode.options import Options
-from regard.decode.request import Request
-from regard.decode.scoring import score
+from regard.decode.engine import TorchEngine, generate
+from regard.decode.forced import score
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset

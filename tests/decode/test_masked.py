@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from regard.api import LoadedRun
 from regard.config import Config, parse
-from regard.decode.masked import MaskFiller, fill_masks
-from regard.decode.options import Options
-from regard.decode.request import Request
+from regard.decode.encoder_only import MaskFiller, fill_masks
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.model import Model
 from regard.text.codec import Codec, Example

@@ -9,9 +9,9 @@ from decode_kit import NAMES, run_of, sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import generate
+from regard.decode.engine import generate
 from regard.decode.hypothesis import expected_utility, probability_shares
-from regard.decode.options import Options
+from regard.decode.request import Options
 
 UTILITIES = ("chrf", "bleu", "edit", "exact")
 

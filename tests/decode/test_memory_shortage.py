@@ -10,10 +10,10 @@ import torch
 from decode_kit import run_of, same, sources
 from test_classify import classifier
 
-from regard.decode.classify import classify
-from regard.decode.generate import TorchEngine
-from regard.decode.options import Options
-from regard.decode.scoring import score
+from regard.decode.encoder_only import classify
+from regard.decode.engine import TorchEngine
+from regard.decode.forced import score
+from regard.decode.request import Options
 from regard.decode.workers import WorkerPool
 from regard.model import Model
 from regard.run import Run

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from decode_kit import blank, run_of, tokenizer
 
-from regard.decode.generate import TorchEngine, generate
-from regard.decode.options import Options
-from regard.decode.request import Request
+from regard.decode.engine import TorchEngine, generate
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec

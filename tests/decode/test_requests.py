@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.request import Request, parse_request
-from regard.decode.scoring import score as force
+from regard.decode.engine import generate
+from regard.decode.forced import score as force
+from regard.decode.request import Options, Request, parse_request
 from regard.errors import UserError
 
 short = st.text(LETTERS, min_size=1, max_size=2)

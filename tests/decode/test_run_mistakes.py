@@ -10,8 +10,8 @@ from decode_kit import blank, run_of, tokenizer
 
 from modelkit import family
 from regard.api import LoadedRun
-from regard.decode.classify import classify
-from regard.decode.scoring import score, score_text
+from regard.decode.encoder_only import classify
+from regard.decode.forced import score, score_text
 from regard.errors import UserError
 from regard.run import Run, average, weights_of
 from regard.text.codec import Codec, Example

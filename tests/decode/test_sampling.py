@@ -11,10 +11,10 @@ from decode_kit import NAMES, run_of, sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.request import SearchInput
-from regard.decode.scoring import score
+from regard.decode.constraints import SearchInput
+from regard.decode.engine import generate
+from regard.decode.forced import score
+from regard.decode.request import Options
 from regard.decode.search import Sampler, truncate
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.batch import pad
-from regard.decode.request import SearchInput
-from regard.decode.scorer import Scorer, select, should_leave, similar_lengths
+from regard.decode.constraints import SearchInput
+from regard.decode.ensemble import Scorer, select, should_leave, similar_lengths
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

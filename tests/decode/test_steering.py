@@ -13,13 +13,11 @@ from decode_kit import LETTERS, NAMES, language_model, names, run_of, seeds, sou
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import generate
+from regard.decode.constraints import PhraseConstraint, SearchInput, Spelling, is_combining, make_phrases
+from regard.decode.engine import generate
+from regard.decode.forced import score
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
-from regard.decode.phrases import Spelling, is_combining, make_phrases
-from regard.decode.request import Request, SearchInput
-from regard.decode.rules import PhraseConstraint
-from regard.decode.scoring import score
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.run import Run
 

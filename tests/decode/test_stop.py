@@ -9,12 +9,10 @@ from decode_kit import LETTERS, NAMES, language_model, run_of, sources
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.phrases import is_combining
-from regard.decode.request import Request
-from regard.decode.scoring import score
-from regard.decode.stream import stream
+from regard.decode.constraints import is_combining
+from regard.decode.engine import generate, stream
+from regard.decode.forced import score
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.run import Run
 

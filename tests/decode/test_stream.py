@@ -6,10 +6,8 @@ import pytest
 import torch
 from decode_kit import LETTERS, NAMES, run_of, sources
 
-from regard.decode.generate import generate
-from regard.decode.options import Options
-from regard.decode.request import Request
-from regard.decode.stream import stream
+from regard.decode.engine import generate, stream
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 
 

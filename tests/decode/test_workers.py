@@ -14,10 +14,10 @@ import pytest
 import torch
 from decode_kit import run_of, sources
 
-from regard.decode.generate import TorchEngine
+from regard.decode.constraints import SearchInput
+from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
-from regard.decode.request import Request, SearchInput
+from regard.decode.request import Options, Request
 from regard.decode.workers import WorkerPool, can_fork
 from regard.errors import UserError
 from regard.run import Run

@@ -17,8 +17,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 import regard.inspect
-from regard.text.scheme import SPECIALS, byte_letters, pre_tokenizer
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import SPECIALS, Tokenizer, byte_letters, pre_tokenizer
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="no Node.js on this machine")

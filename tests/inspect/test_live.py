@@ -13,7 +13,7 @@ import torch
 
 from modelkit import FAMILIES, LITTLE, WORDS, family, letters, picture
 from pagekit import opened, same_trace, sharpened
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.errors import UserError
 from regard.inspect.live import (
     Precision,
@@ -92,7 +92,7 @@ def test_pairs(kind: str) -> None:
 
 
 def list_hypotheses(run: Run, examples: list[Example], options: Options) -> list[Any]:
-    from regard.decode.generate import TorchEngine
+    from regard.decode.engine import TorchEngine
     from regard.decode.request import Request
 
     return TorchEngine(run, options)([Request(x.source, x.features) for x in examples])

@@ -18,8 +18,8 @@ from servekit import Client, serving
 
 import regard
 from modelkit import family, letters
-from regard.decode.options import Options
-from regard.engines.ctranslate2 import CTranslate2Engine
+from regard.decode.ctranslate2 import CTranslate2Engine
+from regard.decode.request import Options
 from toykit import strict_json
 
 KEY, ADMIN = "k" * 20, "a" * 20
@@ -264,7 +264,7 @@ def test_reload_takes_the_new_weights_and_drops_no_request(runs, tmp_path):
 
 
 def other_text(run) -> str:
-    from regard.decode.generate import generate
+    from regard.decode.engine import generate
 
     return next(iter(generate(run, ["abc"])))[0].text
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.serve.schedule import (
+from regard.serve.queue import (
     FEWEST,
     FIRST_SINGLE,
     KEPT,

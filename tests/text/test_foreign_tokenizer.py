@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as Library
 from regard.config import SpecialIds, parse
 from regard.errors import UserError
 from regard.text.codec import Codec, Example, TextConfig, UnknownTokens
-from regard.text.scheme import byte_letters
-from regard.text.tokenizer import HIDDEN, ForeignTokenizer, Tokenizer
+from regard.text.tokenizer import HIDDEN, ForeignTokenizer, Tokenizer, byte_letters
 
 NAMES = ["</s>", "<pad>", "<unk>", "<mask>"]
 IDS = SpecialIds(pad=1, unk=2, sos=0, eos=0, mask=3)

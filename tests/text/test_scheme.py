@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from regard.errors import UserError
-from regard.text.scheme import parse_scheme
+from regard.text.tokenizer import parse_scheme
 
 
 @pytest.mark.parametrize(

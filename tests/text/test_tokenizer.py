@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
 from regard.errors import UserError
-from regard.text.scheme import SPECIALS, byte_letters
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import SPECIALS, Tokenizer, byte_letters
 
 NASTY = [
     "< pad >",
@@ -177,7 +176,7 @@ def test_what_is_not_a_tokenizer_of_ours_is_refused(tmp_path) -> None:
 
 FORKED = """
 import os, sys
-from regard.text.scheme import threads
+from regard.text.tokenizer import threads
 from regard.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.train("bpe:300", ["hello world"] * 2000)
 with threads():

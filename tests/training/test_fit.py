@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from regard.config import to_toml
 from regard.errors import UserError
-from regard.files import to_toml
 from regard.recipe import Recipe, load_recipe
 from regard.run import WEIGHTS, Run
 from regard.training.fit import fit
@@ -91,7 +91,7 @@ def test_choices_are_reported_saved_and_used(pairs: Path, tmp_path: Path) -> Non
 
 def test_a_model_learns_and_its_score_is_true(pairs: Path, tmp_path: Path) -> None:
     from regard.data.prepare import open_prepared
-    from regard.decode.generate import generate
+    from regard.decode.engine import generate
 
     stack = {**TINY, "width": 32, "position": "sinusoid"}  # turned positions need more than one layer to find places
     order = tables(pairs, steps=120, validate_every=20, metric="accuracy", lr=0.004, warmup=20)

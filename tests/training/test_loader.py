@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from regard.config import Config, Stack
 from regard.data.objectives import CausalLM, SpanCorruption, TokenMasking, Windows
-from regard.data.plain import Stream
+from regard.data.plain_text import Stream
 from regard.data.prepare import Prepared, prepare
 from regard.errors import UserError
 from regard.presets import preset

@@ -15,7 +15,6 @@ from backwards import MakeRecipe
 from regard.data.prepare import DataFile
 from regard.errors import UserError
 from regard.training.checkpoint import Best, Progress
-from regard.training.model_card import write_model_card
 from regard.training.report import (
     Lines,
     Live,
@@ -26,6 +25,7 @@ from regard.training.report import (
     make_reporter,
     read_log,
 )
+from regard.training.summary import write_model_card
 
 EVENTS = [
     {"event": "train", "step": 50, "epoch": 0.5, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 12345.6, "seconds": 9.0},

@@ -18,15 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from regard.activations import MemoryTracker, count_activations
 from regard.batch import collate
 from regard.config import Config
-from regard.cost import Workload, describe
+from regard.cost.activations import MemoryTracker, count_activations
+from regard.cost.describe import Workload, describe
+from regard.cost.scaling import Hardware, Scaling, plan_scaling
 from regard.model import Model
 from regard.nn.transformer import Transformer
 from regard.presets import PRESETS, preset
 from regard.recipe import Train
-from regard.scaling import Hardware, Scaling, plan_scaling
 from regard.training.distributed import DDPModule, ProcessGroup, form_group, local
 from regard.training.step import Stepper
 from toykit import call

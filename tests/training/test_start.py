@@ -18,9 +18,9 @@ from regard.errors import UserError
 from regard.nn.adapters import add_adapters
 from regard.recipe import Recipe, load_recipe
 from regard.run import Run, saved_recipe, weights_of
+from regard.training.directory import resume_run, resumed_recipe, save_recipe
 from regard.training.fit import fit
 from regard.training.report import Reporter
-from regard.training.start import resume_run, resumed_recipe, save_recipe
 from regard.training.trainer import Stopped
 
 
@@ -376,7 +376,7 @@ def test_stopped_while_it_is_set_up(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("regard.training.start.write_json", kill)  # config.json, the last of all
+        patch.setattr("regard.training.directory.write_json", kill)  # config.json, the last of all
         with pytest.raises(Killed):
             fit(order, run, reporter=Reporter())
     (run / "training/fresh.json").write_text('["of a base run"]')

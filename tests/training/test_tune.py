@@ -7,7 +7,7 @@ import torch
 from modelkit import tiny
 from regard.inspect.inputs import pair_batches
 from regard.nn.adapters import head_gates
-from regard.training.tune import learn_gates
+from regard.training.pruning import learn_gates
 
 PAIRS = [([4, 5, 6, 3], [5, 6, 3]), ([7, 3], [4, 4, 4, 4, 3]), ([8, 9, 4, 3], [7, 3])]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from backwards import TINY
 
-from regard.data.plain import Stream
+from regard.data.plain_text import Stream
 from regard.decode.hypothesis import Hypothesis
 from regard.recipe import Train, load_recipe
-from regard.training import verdict
+from regard.training import summary as verdict
 from regard.training.fit import fit
 from regard.training.report import Reporter
-from regard.training.verdict import at_chance, degenerate, no_better_than_frequencies, still_improving
+from regard.training.summary import at_chance, degenerate, no_better_than_frequencies, still_improving
 
 
 def log(values: list[float], metric: str) -> list[dict[str, Any]]:

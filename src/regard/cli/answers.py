@@ -12,9 +12,9 @@ from regard.cli.decoding import Decoding
 from regard.cli.input import InputLine, InputLines, open_runs
 from regard.cli.tables import json_line
 from regard.data.reader import NAMED, Line
-from regard.decode.generate import Engine
+from regard.decode.engine import Engine
 from regard.decode.hypothesis import Hypothesis, empty_hypothesis
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.decode.sharded_output import Counts
 from regard.errors import UserError
 from regard.run import Run
@@ -72,7 +72,7 @@ class GenerateJob:
         if run.task.labels:
             return LabelAnswerer(self, run, decoding.options, self.json or lines.jsonl)
         if run.task.name == "masked":
-            from regard.decode.masked import MaskFiller  # generating text needs none of it
+            from regard.decode.encoder_only import MaskFiller  # generating text needs none of it
 
             show = Show(self.json or lines.jsonl, candidates=decoding.options.top_tokens > 0)
             return EngineAnswerer(self, run, MaskFiller(run, decoding.options), show)
@@ -145,7 +145,7 @@ class LabelAnswerer(LineAnswerer):
         self.json = json
 
     def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        from regard.decode.classify import Classification, classify  # generating text needs none of it
+        from regard.decode.encoder_only import Classification, classify  # generating text needs none of it
 
         empty = Classification("", {}, {"empty": "the text is empty"})
         good = [line for line in batch if not line.error]

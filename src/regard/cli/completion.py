@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from typer.completion import shell_completion  # type: ignore[attr-defined]
 
 from regard.config import Config, Stack
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.presets import PRESETS
 from regard.recipe import SECTIONS, Data, Recipe, Train, recipe_names, setting_names
 from regard.serve.settings import ServeSettings

@@ -11,8 +11,8 @@ import typer
 
 from regard.cli.input import FieldOption, field_options, with_workers
 from regard.cli.tables import message
-from regard.decode.generate import Engine, TorchEngine
-from regard.decode.options import Options
+from regard.decode.engine import Engine, TorchEngine
+from regard.decode.request import Options
 from regard.device import usable_precision
 from regard.errors import UserError, one_of
 from regard.run import Run
@@ -93,7 +93,7 @@ class Decoding:
         """An engine with its processes; `scores` are those that are needed."""
         if not self.ctranslate2:
             return with_workers(TorchEngine(runs, self.options), self.workers, self.threads)
-        from regard.engines.ctranslate2 import CTranslate2Engine  # an optional dependency
+        from regard.decode.ctranslate2 import CTranslate2Engine  # an optional dependency
 
         return CTranslate2Engine.open(runs, self.options, self.precision, scores, self.workers, self.threads)
 

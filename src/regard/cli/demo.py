@@ -21,12 +21,11 @@ from rich.text import Text
 
 from regard.cli.tables import message
 from regard.data.reader import LineCounter, Source
-from regard.decode.generate import generate
+from regard.decode.engine import generate
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
+from regard.decode.request import Options
 from regard.errors import UserError, missing_extra, plural
-from regard.evaluate.evaluator import evaluate
-from regard.evaluate.results import Evaluation
+from regard.evaluate.evaluator import Evaluation, evaluate
 from regard.inspect.live import require_script_engine, write_live_page
 from regard.inspect.plots import draw_in_colour, draw_in_shades
 from regard.presets import merge

@@ -27,14 +27,12 @@ from regard.cli.input import (
 from regard.cli.tables import message, out, out_json, print_table
 from regard.config import parse
 from regard.data.reader import STDIN, LineCounter, Source, is_jsonl, shown
-from regard.decode.generate import Engine
-from regard.decode.options import Options
+from regard.decode.engine import Engine
+from regard.decode.request import Options
 from regard.errors import UserError, plural
-from regard.evaluate.by_task import evaluate_file
-from regard.evaluate.choices import EvaluationOptions, check_given, parse_columns
-from regard.evaluate.evaluator import System
-from regard.evaluate.parallel import ParallelFiles
-from regard.evaluate.results import Evaluation
+from regard.evaluate.by_task import EvaluationOptions, check_given, evaluate_file, parse_columns
+from regard.evaluate.evaluator import Evaluation, System
+from regard.evaluate.test_data import ParallelFiles
 from regard.metrics import MetricSettings
 from regard.recipe import Column
 from regard.run import Run

@@ -25,7 +25,7 @@ from regard.cli.input import (
 from regard.cli.sharded import check_output, write_shards
 from regard.cli.tables import flush, message, out_json
 from regard.cli.tables import out as write
-from regard.decode.generate import TorchEngine
+from regard.decode.engine import TorchEngine
 from regard.errors import UserError
 from regard.run import Run
 
@@ -122,7 +122,7 @@ def _check_given(run: Run, given: Collection[str]) -> None:
 
 def _stream(engine: TorchEngine, lines: InputLines, show: Show) -> None:
     """Decode one line after the other, and print every token at once."""
-    from regard.decode.stream import TokenStream, check_streaming  # most outputs are printed at once
+    from regard.decode.engine import TokenStream, check_streaming  # most outputs are printed at once
 
     check_streaming(engine.options)
     for line in (line for batch in lines.batches(engine.options.window) for line in batch):
@@ -152,7 +152,7 @@ def _stream(engine: TorchEngine, lines: InputLines, show: Show) -> None:
 def _print_image_labels(run: Run, file: str, json: bool) -> None:
     # here, since generating text needs none of it
     from regard.data.images import read_images
-    from regard.decode.classify import classify_images
+    from regard.decode.encoder_only import classify_images
 
     announce_stdin(file, IMAGES)
     for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):

@@ -48,7 +48,7 @@ from regard.tasks import Reads
 from regard.text.codec import Codec, UnknownTokens
 
 if TYPE_CHECKING:
-    from regard.decode.generate import Engine, TorchEngine
+    from regard.decode.engine import Engine, TorchEngine
 
 SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
 

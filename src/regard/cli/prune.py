@@ -17,7 +17,7 @@ from regard.inspect.plots import draw_lines
 from regard.inspect.plots import save as save_picture
 from regard.inspect.prune import Criterion, PruneAmount
 from regard.run import require_numbers
-from regard.training.tune import PruneReport, prune, save_pruned, split_data
+from regard.training.pruning import PruneReport, prune, save_pruned, split_data
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"
 

@@ -37,9 +37,9 @@ from regard.data.reader import (
     read_lines,
     shown,
 )
-from regard.decode.options import Options
-from regard.decode.scoring import score
-from regard.evaluate.unknown import UnknownParts
+from regard.decode.forced import score
+from regard.decode.request import Options
+from regard.evaluate.test_data import UnknownParts
 from regard.text.codec import Example
 
 EXAMPLE = "regard score runs/g2p pairs.tsv --json"

@@ -21,7 +21,7 @@ from regard.cli.input import InputLines
 from regard.cli.tables import message
 from regard.decode.sharded_output import Answer, ShardDirectory
 from regard.errors import UserError, plural
-from regard.manifest import read_manifest
+from regard.files import read_manifest
 from regard.run import READ
 
 Begin = Callable[[], AbstractContextManager[ShardDirectory]]
@@ -106,7 +106,7 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
 
 def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> None:
     """Let actors answer the shards; each machine has the run and the files at the same paths."""
-    from regard.engines.ray_data import answer_shards  # an optional dependency
+    from regard.decode.ray_data import answer_shards  # an optional dependency
 
     runs = tuple(str(Path(run).resolve()) for run in asked.runs)
     job = replace(asked, runs=runs, path=str(Path(asked.file).resolve()), workers=1)

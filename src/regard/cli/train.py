@@ -10,7 +10,7 @@ import typer
 
 from regard.cli.input import Set, field_options, with_options
 from regard.cli.tables import message, print_table
-from regard.engines.ray_data import NoCluster
+from regard.decode.ray_data import NoCluster
 from regard.errors import UserError
 from regard.presets import changed_recipe
 from regard.recipe import Data, Recipe, Text, Train, load_recipe

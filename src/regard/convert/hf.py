@@ -14,7 +14,6 @@ from torch import Tensor
 from regard.config import Config, Frame, Stack
 from regard.convert.bert import BERT
 from regard.convert.family import RESOLVED, Family, Fields, Json, read_labels, write_labels
-from regard.convert.generation import read_chat_template, read_generation, write_chat_template, write_generation
 from regard.convert.gpt2 import GPT2
 from regard.convert.llama import LLAMA
 from regard.convert.marian import MARIAN
@@ -26,7 +25,18 @@ from regard.convert.proof import (
     require_new,
     write_reported,
 )
-from regard.convert.read import CONFIG, GENERATION, SAFE, Checkpoint, open_directory, open_weights
+from regard.convert.read import (
+    CONFIG,
+    GENERATION,
+    SAFE,
+    Checkpoint,
+    open_directory,
+    open_weights,
+    read_chat_template,
+    read_generation,
+    write_chat_template,
+    write_generation,
+)
 from regard.convert.reformer import REFORMER
 from regard.convert.t5 import T5
 from regard.convert.table import Table, check_weights, expand, export_weights, import_weights
@@ -34,8 +44,7 @@ from regard.convert.tokenizers import has_tokenizer, id_tokenizer, read_tokenize
 from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
 from regard.errors import UserError, closest, install, plural
-from regard.files import replace_file, write_json
-from regard.manifest import update_manifest
+from regard.files import replace_file, update_manifest, write_json
 from regard.model import Model, allocate, on_meta
 from regard.run import CHAT_TEMPLATE, Generation, Run, require_layers, weights_of
 from regard.tasks import BOTH

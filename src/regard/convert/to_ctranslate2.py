@@ -18,8 +18,7 @@ from tokenizers import Tokenizer as Library
 from torch import Tensor
 
 from regard.config import Config, Stack
-from regard.convert.probe import SHORT
-from regard.convert.proof import ConversionReport, Proof, require_new, write_reported
+from regard.convert.proof import SHORT, ConversionReport, Proof, require_new, write_reported
 from regard.convert.table import Table, export_weights
 from regard.errors import UserError, missing_extra, plural
 from regard.nn.position import sinusoid

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.batch import Pixels
-from regard.data.corpora import Corpora
-from regard.data.holdout import Splitter
 from regard.data.pairs import few
-from regard.data.streams import open_raw
+from regard.data.reader import open_raw
+from regard.data.tables import Corpora, Splitter
 from regard.errors import UserError, closest, plural
 from regard.recipe import Recipe
 from regard.text.learn import BaseText

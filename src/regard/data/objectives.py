@@ -16,7 +16,7 @@ from torch import Tensor
 from regard.batch import Batch, GlobalBatch, collate
 from regard.config import Config, SpecialIds
 from regard.data.order import Indices, generator
-from regard.data.plain import Stream
+from regard.data.plain_text import Stream
 from regard.errors import UserError, plural
 from regard.recipe import Train
 from regard.tasks import CONTEXT

@@ -10,12 +10,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from regard.data.corpora import Corpora, expand
-from regard.data.corpus import SIDES, CorpusWriter
-from regard.data.encoding import RATIO, SHORT, BlockEncoder, ExampleEncoder, Limits
-from regard.data.formats import named_columns
-from regard.data.holdout import MAX_VALID, Splitter
+from regard.data.encode import RATIO, SHORT, BlockEncoder, ExampleEncoder, Limits
 from regard.data.reader import CHUNK, LineCounter, read_lines
+from regard.data.store import SIDES, CorpusWriter
+from regard.data.tables import MAX_VALID, Corpora, Splitter, expand, named_columns
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS

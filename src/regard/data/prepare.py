@@ -23,15 +23,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from regard.batch import Pixels
 from regard.config import parse
-from regard.data.corpora import Corpora
-from regard.data.corpus import Corpus
+from regard.data.encode import shards_of
 from regard.data.images import Images, make_images
-from regard.data.memory import InMemory
+from regard.data.in_memory import InMemory
 from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples
-from regard.data.plain import TEXT, Stream, make_text
-from regard.data.reader import MEMORY, Source
-from regard.data.shards import shards_of
-from regard.data.streams import STDIN, open_raw
+from regard.data.plain_text import TEXT, Stream, make_text
+from regard.data.reader import MEMORY, STDIN, Source, open_raw
+from regard.data.store import Corpus
+from regard.data.tables import Corpora
 from regard.errors import UserError, plural
 from regard.files import LockHeld, hold_lock, replace_directory
 from regard.recipe import Data, Recipe

@@ -22,10 +22,9 @@ from regard.batch import TokenIds, by_length, collate
 from regard.config import Value, parse
 from regard.data.reader import read_lines
 from regard.decode.hypothesis import Alignment
-from regard.decode.options import HeadIndex, Options
+from regard.decode.request import HeadIndex, Options
 from regard.errors import UserError, plural
-from regard.files import read_json, write_json
-from regard.manifest import rewriting
+from regard.files import read_json, rewriting, write_json
 from regard.model import Model, kind_and_layer
 from regard.nn.hooks import Recording, record
 from regard.run import HEADS, Run

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.decode.options import Options, Utility
-from regard.decode.request import SearchInput
+from regard.decode.constraints import SearchInput
+from regard.decode.request import Options, Utility
 from regard.errors import plural
 from regard.notebook import heat_table, result_cells, token_table
 from regard.text.codec import Codec, shown_token

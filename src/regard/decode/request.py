@@ -3,20 +3,227 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from regard.decode.options import Options, PhraseList
-from regard.decode.phrases import Phrases
+from regard.config import Count, Value, parse
 from regard.errors import UserError, explain, synonym
+from regard.recipe import option
 from regard.signatures import checked_call
 from regard.text.codec import Example
 
+Utility = Literal["chrf", "bleu", "edit", "exact"]
+HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
+Phrase = Annotated[str, Field(min_length=1)]
+Weight = Annotated[float, Field(gt=0)]
+
+
+def _not_one_text(value: Any) -> Any:
+    """A text alone would be taken for a list of its letters."""
+    if isinstance(value, str):
+        raise ValueError(f"takes a list of texts, such as [{value[:40]!r}], not one text")
+    return tuple(value) if isinstance(value, list) else value
+
+
+PhraseList = Annotated[tuple[Phrase, ...], Field(fail_fast=True), BeforeValidator(_not_one_text)]
+
+
+class Options(Value):
+    """All options of decoding. Constraints change which output is chosen, never its score.
+
+    Scores are the model's own natural-log probabilities, the end token included.
+    """
+
+    # strategy: greedy search unless something here says otherwise
+    beam: Count = option(1, "Hypotheses kept at each step; 1 is greedy search.")
+    nbest: Count = option(1, "Outputs per line.")
+    sample: bool = option(False, "Draw tokens instead of searching for the best.")
+    mbr: int = option(
+        0, "Choose by expected utility from so many candidates: samples, or with a beam its n-best.", ge=0
+    )
+    utility: Utility = option("chrf", "Of --mbr: chrf, bleu, edit or exact.")
+    weights: tuple[Weight, ...] = option((), "Of RUN and each --ensemble. (default: equal)", metavar="W,W,...")
+
+    # beam search
+    length_penalty: float = option(1.0, "Rank by score / length ** PENALTY.", ge=0)
+    coverage_penalty: float = option(0.0, "Rank lower what leaves source tokens unattended.", ge=0)
+    groups: Count = option(1, "Diverse beam search: groups that avoid each other's tokens.")
+    diversity: float = option(0.5, "Cost of a token that an earlier group chose at this step.", ge=0)
+    exact: bool = option(False, "Stop only when no hypothesis can overtake any more, not when a beam has ended.")
+
+    # sampling
+    temperature: float = option(1.0, "Below 1 sharper, above 1 flatter.", gt=0)
+    top_k: int = option(0, "Draw from the K most probable tokens; 0: from all.", ge=0)
+    top_p: float = option(1.0, "Draw from the most probable tokens that make up P.", gt=0, le=1)
+    min_p: float = option(0.0, "Leave out tokens below P times the probability of the best.", ge=0, lt=1)
+    seed: int = option(1, "Of the draws.", ge=0)
+
+    # steering
+    prefix: str = option("", "Every output starts so, unless its line has a prefix of its own.")
+    require: PhraseList = option((), "The output contains it. Repeatable: it contains all.", metavar="PHRASE")
+    require_any: PhraseList = option(
+        (), "The output contains it, or another that this option names. Repeatable.", metavar="PHRASE"
+    )
+    forbid: PhraseList = option((), "The output lacks it. Repeatable.", metavar="PHRASE")
+    stop: PhraseList = option((), "The output ends before the first of these in its text. Repeatable.", metavar="TEXT")
+    alternatives: int = option(0, "The K best tokens at one position, each completed.", ge=0)
+    alternatives_at: int | None = option(
+        None, "That position, in output tokens from 0. (default: after the prefix)", ge=0
+    )
+    min_length: int = option(0, "Fewest output tokens, the end token not counted.", ge=0)
+    max_length: Count | None = option(None, "Most output tokens. (default: 3 times the source and 50)")
+    min_ratio: float = option(0.0, "Fewest output tokens per source token.", ge=0)
+    max_ratio: float | None = option(None, "Most output tokens per source token.", gt=0)
+    no_repeat_ngram: int = option(0, "No N tokens in a row occur twice; 0: no such rule.", ge=0)
+    repetition_penalty: float = option(1.0, "Above 1: avoid tokens already in the output.", ge=1)
+    unknown: bool = option(False, "Let the unknown token be produced.")
+
+    # reporting and batching
+    alignment: bool = option(False, "Show which source tokens each output token is aligned with.")
+    alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; none: see `decode.alignment`
+        (), "Layers and heads that the alignment is read from, counted from 1.", metavar="L.H,L.H,..."
+    )
+    top_tokens: int = option(
+        0, "With --json: the K most probable tokens at every position of an output; of a mask also without.", ge=0
+    )
+    max_source: Count = option(2048, "A longer source is not decoded, a longer source or target not scored.")
+    batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
+    window: Count = option(4096, "Lines read ahead, to be sorted by length.")
+    precision: Literal["fp32", "bf16"] = option(
+        "fp32", "bf16: faster where the processor has it, scores less exact. int8: of engine ctranslate2."
+    )
+
+    @field_validator("beam", "nbest", "mbr", "groups")
+    @classmethod
+    def _not_too_many(cls, count: int) -> int:
+        if count > 10_000:
+            raise ValueError(f"at most 10000, not {count}")
+        return count
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _of_this_engine(cls, precision: Any) -> Any:
+        if precision == "int8":
+            raise ValueError("int8 is of the engine ctranslate2 (generate --engine ctranslate2); here fp32 or bf16")
+        return precision
+
+    @model_validator(mode="after")
+    def _agree(self) -> Options:
+        if self.beam % self.groups:
+            raise ValueError(f"beam {self.beam} is not a multiple of groups {self.groups}")
+        if self.sample and self.beam > 1:
+            raise ValueError(f"sample and beam {self.beam} are two strategies; choose one")
+        if not self.samples and not self.alternatives and self.nbest > self.beam:
+            raise ValueError(f"nbest {self.nbest} needs a beam at least as wide, not {self.beam}, or sample")
+        if self.mbr and self.beam > 1 and self.mbr > self.beam:
+            raise ValueError(f"mbr {self.mbr} needs a beam at least as wide, not {self.beam}, or sample")
+        if self.mbr and self.nbest > self.mbr:
+            raise ValueError(f"nbest {self.nbest} is more than the {self.mbr} candidates of mbr")
+        if self.alternatives and self.mbr:
+            raise ValueError("alternatives and mbr each make their own list of outputs; choose one")
+        if self.alternatives and self.nbest > 1:
+            raise ValueError("alternatives lists one output per alternative; leave nbest at 1")
+        if self.alternatives_at is not None and not self.alternatives:
+            raise ValueError("alternatives_at needs alternatives, the number of them")
+        if self.max_length is not None and self.min_length > self.max_length:
+            raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}")
+        if self.max_ratio is not None and self.min_ratio > self.max_ratio:
+            raise ValueError(f"min_ratio {self.min_ratio} is more than max_ratio {self.max_ratio}")
+        # Options that would be ignored; a seed without sampling is no mistake, since every seed gives the same.
+        sampling, beam = "sample, or mbr without a beam", "a beam of at least 2"
+        for name, used, needed in (
+            ("temperature", self.samples, sampling),
+            ("top_k", self.samples, sampling),
+            ("top_p", self.samples, sampling),
+            ("min_p", self.samples, sampling),
+            ("utility", self.mbr > 0, "mbr"),
+            ("exact", self.beam > 1, beam),
+            ("coverage_penalty", self.beam > 1, beam),
+            ("diversity", self.groups > 1, "groups, at least 2"),
+            ("alignment_heads", self.alignment or self.coverage_penalty > 0, "alignment or coverage_penalty"),
+        ):
+            if not used and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs {needed}")
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.sample or (self.mbr > 0 and self.beam == 1)
+
+    @property
+    def rows(self) -> int:
+        """Hypotheses per sentence that are decoded side by side."""
+        return max(self.beam, self.mbr, self.nbest) if self.samples else self.beam
+
+    @classmethod
+    def of(cls, **settings: Any) -> Options:
+        """Checked options; mistakes raise a UserError that names the option."""
+        return parse(cls, settings, "options")
+
+
+class OptionSettings(TypedDict, total=False):
+    """The fields of Options as keywords, for editors and type checkers, which cannot read them off it."""
+
+    beam: Count
+    nbest: Count
+    sample: bool
+    mbr: int
+    utility: Utility
+    weights: tuple[Weight, ...]
+    length_penalty: float
+    coverage_penalty: float
+    groups: Count
+    diversity: float
+    exact: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    prefix: str
+    require: PhraseList
+    require_any: PhraseList
+    forbid: PhraseList
+    stop: PhraseList
+    alternatives: int
+    alternatives_at: int | None
+    min_length: int
+    max_length: Count | None
+    min_ratio: float
+    max_ratio: float | None
+    no_repeat_ngram: int
+    repetition_penalty: float
+    unknown: bool
+    alignment: bool
+    alignment_heads: tuple[HeadIndex, ...]
+    top_tokens: int
+    max_source: Count
+    batch_tokens: Count
+    window: Count
+    precision: Literal["fp32", "bf16"]
+
+
+class ScoringSettings(TypedDict, total=False):
+    """Those that scoring reads."""
+
+    weights: tuple[Weight, ...]
+    max_source: Count
+    batch_tokens: Count
+    window: Count
+    precision: Literal["fp32", "bf16"]
+
+
+class BatchSettings(TypedDict, total=False):
+    """Those that classification reads."""
+
+    max_source: Count
+    batch_tokens: Count
+
+
 MISSPELT = 0.75  # similarity from which on a key is taken for another; lower, and keys of the user's own would be
-MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
 
 
 def _requirements(value: Any) -> tuple[tuple[str, ...], ...]:
@@ -112,26 +319,3 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
 
 
 Input = str | Example | Request
-
-
-@dataclass(frozen=True)
-class SearchInput:
-    """One source to decode, in token ids; with flags it is not decoded, and its output is empty."""
-
-    sources: tuple[Sequence[int], ...]  # per run, each with its end token; of a language model the prompt, not empty
-    limit: int = 0  # most output tokens, the end not counted
-    minimum: int = 0
-    prefix: tuple[int, ...] = ()
-    not_after_prefix: tuple[int, ...] = ()  # tokens that would change the last character of the prefix
-    phrases: Phrases | None = None
-    stop: tuple[str, ...] = ()  # strings before which the text ends; the phrases know them too
-    key: int = 0  # of its random numbers, together with the seed
-    seed: int | None = None  # None: that of the options
-    open_end: bool = False  # a continuation: at the limit it stops without an end token
-    unknown: tuple[str, ...] = ()  # what the source has outside the vocabulary: tokens, and names of features
-    flags: dict[str, str] = field(default_factory=dict)  # why it is not decoded: name -> reason
-
-    @property
-    def stages(self) -> int:
-        """Stages of progress from the beginning to where all required phrases are met."""
-        return 0 if self.phrases is None else min(self.phrases.tokens_needed(()) or 0, MAX_STAGES)

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from regard.data.reader import Line, lines_of
-from regard.data.streams import STDIN, open_bytes
+from regard.data.reader import STDIN, Line, lines_of, open_bytes
 from regard.errors import UserError, plural
 from regard.files import LockHeld, hold_lock, read_json, remove, replace_file, sync, write_json
 

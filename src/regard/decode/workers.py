@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from regard.decode.generate import Engine, TorchEngine
+from regard.decode.constraints import SearchInput
+from regard.decode.engine import Engine, TorchEngine
 from regard.decode.hypothesis import Hypothesis, empty_hypothesis
-from regard.decode.options import Options
-from regard.decode.request import SearchInput
+from regard.decode.request import Options
 from regard.errors import UserError
 from regard.run import Run
-from regard.text.scheme import SWITCH
+from regard.text.tokenizer import SWITCH
 
 SetUp = Callable[[], object]
 Decoded = list[list[Hypothesis]]

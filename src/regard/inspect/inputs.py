@@ -20,7 +20,7 @@ from regard.batch import Batch, TokenIds, collate
 from regard.config import Config, PatchConfig
 from regard.data.images import LabelledImages, read_images
 from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
-from regard.data.plain import read_pieces
+from regard.data.plain_text import read_pieces
 from regard.data.reader import LineCounter, Source
 from regard.errors import UserError, one_of, plural
 from regard.inspect.logit_lens import OutputNames

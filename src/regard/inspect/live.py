@@ -20,11 +20,10 @@ import torch
 from regard.config import Stack
 from regard.convert.proof import ConversionReport, Proof
 from regard.decode.alignment import load_heads
-from regard.decode.generate import TorchEngine
+from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
-from regard.decode.preparer import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, UNBOUNDED, position_limits
-from regard.decode.request import Request
+from regard.decode.request import Options, Request
+from regard.decode.search_inputs import CONTINUATION_LENGTH, LENGTH_EXTRA, LENGTH_RATIO, UNBOUNDED, position_limits
 from regard.errors import UserError, missing_extra, plural
 from regard.files import replace_file
 from regard.inspect.page import bundle, render_page

@@ -18,9 +18,8 @@ from torch import Tensor
 from regard.batch import Batch
 from regard.config import Config
 from regard.errors import UserError
-from regard.files import replace_file
+from regard.files import replace_file, rewriting
 from regard.loss import Objective
-from regard.manifest import rewriting
 from regard.model import Model, kind_and_layer
 from regard.nn.adapters import add_gates
 from regard.nn.attention import Attention

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from regard.decode.alignment import alignment_quality, best_heads, load_heads
-from regard.decode.generate import TorchEngine
+from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
-from regard.decode.request import Request
+from regard.decode.request import Options, Request
 from regard.errors import UserError, plural
-from regard.inspect.cards import PositionHeatmap, Walk, position_heatmap
 from regard.inspect.heads import mean_distance, patch_distances
 from regard.inspect.inputs import Direction, ImageInput, InspectionInput, image_input, text_input
 from regard.inspect.logit_lens import (
@@ -35,7 +33,7 @@ from regard.inspect.logit_lens import (
     output_steps,
 )
 from regard.inspect.page import Packer, render_frame, render_page
-from regard.inspect.walk import make_walks
+from regard.inspect.walk import PositionHeatmap, Walk, make_walks, position_heatmap
 from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
 from regard.nn.hooks import record, record_calls

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from regard.decode.options import Options
-from regard.decode.request import Request
+from regard.decode.request import Options, Request
 from regard.errors import UserError, closest, explain
 from regard.serve.settings import MAX_INPUTS, MAX_TEXT
 

@@ -23,8 +23,8 @@ from regard.serve.bodies import (
     ScoreBody,
     TranslateBody,
 )
+from regard.serve.queue import Group, Job, QueueFull
 from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
-from regard.serve.schedule import Group, Job, QueueFull
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
 

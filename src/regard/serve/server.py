@@ -29,10 +29,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from regard.errors import UserError, plural
-from regard.serve.endpoints import Endpoints, Route, routes
+from regard.serve.endpoints import Endpoints, Route, describe_api, routes
 from regard.serve.handlers import Handlers
 from regard.serve.monitor import Monitor
-from regard.serve.openapi import describe_api
 from regard.serve.pool import PoolSettings
 from regard.serve.responses import (
     ASSETS,

@@ -13,7 +13,7 @@ from typing import Any
 from regard.errors import UserError, plural
 from regard.serve.pool import Pool, PoolSettings, WorkerConnection
 from regard.serve.protocol import Message
-from regard.serve.schedule import InputBatch, Job, Queue
+from regard.serve.queue import InputBatch, Job, Queue
 
 log = logging.getLogger("regard.serve")
 HANGING = 5.0  # seconds after its deadline until a batch that does not stop costs its worker the life

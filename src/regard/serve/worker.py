@@ -27,13 +27,11 @@ import torch
 from pydantic_core import from_json
 
 from regard.api import LoadedRun, load
-from regard.decode.generate import Engine, TorchEngine
-from regard.decode.masked import MaskFiller
-from regard.decode.options import Options
-from regard.decode.request import Request
-from regard.decode.stream import TokenStream, check_streaming
+from regard.decode.ctranslate2 import CTranslate2Engine
+from regard.decode.encoder_only import MaskFiller
+from regard.decode.engine import Engine, TokenStream, TorchEngine, check_streaming
+from regard.decode.request import Options, Request
 from regard.device import release_memory
-from regard.engines.ctranslate2 import CTranslate2Engine
 from regard.errors import UserError
 from regard.serve.protocol import Channel, Message
 from regard.text.codec import Example

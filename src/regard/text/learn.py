@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeVar
 from regard.errors import UserError, plural
 from regard.recipe import Text
 from regard.text.codec import Codec
-from regard.text.scheme import LEARNED, parse_scheme
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import LEARNED, Tokenizer, parse_scheme
 
 SAMPLE = 10_000  # texts looked at, drawn from all; taking every n-th would fall for patterns in the file
 CUT = 1_000  # characters looked at of each

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from regard.config import parse
 from regard.errors import UserError
-from regard.files import read_json, remove, replace_directory, write_json
-from regard.manifest import require_unchanged, rewriting, update_manifest
+from regard.files import read_json, remove, replace_directory, require_unchanged, rewriting, update_manifest, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.nn.adapters import fold_gates, merge_adapters
 from regard.run import WEIGHTS, save_weights, weights_of, write_tensors

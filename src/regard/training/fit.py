@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from regard.data.memory import InMemory
+from regard.data.in_memory import InMemory
 from regard.data.pairs import find_features
 from regard.data.prepare import NOTHING, Prepared, changed_files, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
@@ -27,22 +27,7 @@ from regard.recipe import Recipe, Train
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS
 from regard.training.checkpoint import TRAINING, Progress
-from regard.training.configure import check_model
-from regard.training.distributed import ProcessGroup, Workers, exit_with_parent, form_group
-from regard.training.launch import (
-    Launch,
-    has_launcher,
-    join_group,
-    name_lost_connection,
-    process_device,
-    restart_problem,
-    was_restarted,
-)
-from regard.training.loader import DataLoader, make_loader
-from regard.training.model_card import write_model_card
-from regard.training.plan import plan_run
-from regard.training.report import LOG, Reporter, draw_curve, format_score, make_reporter, read_log
-from regard.training.start import (
+from regard.training.directory import (
     DATA,
     UNCUT,
     add_trained_parts,
@@ -59,10 +44,29 @@ from regard.training.start import (
     resume_run,
     write_run,
 )
+from regard.training.distributed import ProcessGroup, Workers, exit_with_parent, form_group
+from regard.training.launch import (
+    Launch,
+    has_launcher,
+    join_group,
+    name_lost_connection,
+    process_device,
+    restart_problem,
+    was_restarted,
+)
+from regard.training.loader import DataLoader, make_loader
+from regard.training.plan import check_model, plan_run
+from regard.training.report import LOG, Reporter, draw_curve, format_score, make_reporter, read_log
 from regard.training.step import unused_settings
+from regard.training.summary import (
+    at_chance,
+    judge_outputs,
+    no_better_than_frequencies,
+    still_improving,
+    write_model_card,
+)
 from regard.training.trainer import CAUGHT, Signals, Trainer
 from regard.training.validation import Validation, make_validation
-from regard.training.verdict import at_chance, judge_outputs, no_better_than_frequencies, still_improving
 
 
 class TrainingReport(NamedTuple):

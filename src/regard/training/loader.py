@@ -13,12 +13,12 @@ import numpy as np
 
 from regard.batch import Batch, GlobalBatch
 from regard.config import Config
-from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
 from regard.data.order import Batches, Indices, draw, generator, proportions
-from regard.data.plain import Stream
+from regard.data.plain_text import Stream
 from regard.data.prepare import Prepared, sources
+from regard.data.store import Corpus
 from regard.errors import UserError, plural
 from regard.recipe import Recipe, Train
 from regard.tasks import TASKS, Reads

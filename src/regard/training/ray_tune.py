@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from regard.decode.ray_data import connected
 from regard.device import choose_device, cores
-from regard.engines.ray_data import connected
 from regard.errors import UserError, missing_extra, plural
 from regard.recipe import Recipe
 from regard.training.report import Lines, Reporter

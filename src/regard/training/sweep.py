@@ -17,17 +17,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from regard.data.streams import STDIN
+from regard.data.reader import STDIN
 from regard.errors import UserError, is_out_of_memory, plural
 from regard.files import read_json, write_json
 from regard.metrics import LOWER_IS_BETTER
 from regard.recipe import FILES, Recipe, split_setting
-from regard.training.configure import check_model
+from regard.training.directory import open_base
 from regard.training.fit import TrainingReport, fit
 from regard.training.launch import has_launcher
+from regard.training.plan import check_model
 from regard.training.report import Reporter, format_score
 from regard.training.sinks import with_sinks
-from regard.training.start import open_base
 
 SWEEP = "sweep.json"
 CACHE = "data"  # below the directory of the sweep

@@ -16,14 +16,14 @@ import torch
 
 from regard.batch import Batch, in_parts
 from regard.config import Config
-from regard.data.corpus import Corpus
 from regard.data.images import Images
 from regard.data.objectives import TEXT_OBJECTIVES, image_batch, rows_of
 from regard.data.order import Batches, Indices
-from regard.data.plain import Stream
+from regard.data.plain_text import Stream
 from regard.data.prepare import Prepared
-from regard.decode.generate import generate
-from regard.decode.options import Options
+from regard.data.store import Corpus
+from regard.decode.engine import generate
+from regard.decode.request import Options
 from regard.errors import UserError, plural
 from regard.loss import Loss, Objective, join_memories, memory_rows
 from regard.metrics import measure

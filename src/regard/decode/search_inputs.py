@@ -13,19 +13,19 @@ import numpy as np
 
 from regard.batch import by_length
 from regard.config import Config
-from regard.decode.options import Options
-from regard.decode.phrases import (
+from regard.decode.constraints import (
     BOUNDARY,
     MAX_REQUIRED,
     MAX_STOP,
     NEVER,
     Letters,
     Phrases,
+    SearchInput,
     Speller,
     combining_tokens,
     make_phrases,
 )
-from regard.decode.request import Input, Request, SearchInput
+from regard.decode.request import Input, Options, Request
 from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.activations import BYTES, count_activations
 from regard.config import Config
-from regard.cost import Info
+from regard.cost.activations import BYTES, count_activations
+from regard.cost.describe import Info
 from regard.model import Model, on_meta
 from regard.nn.block import Block
 from regard.nn.reversible import ReversibleBlock

@@ -17,11 +17,11 @@ from torch import Tensor
 from regard.batch import Batch, TokenIds, by_length, collate, in_parts, pad, windows
 from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, lm_batch
 from regard.data.order import Indices
-from regard.data.plain import Stream
+from regard.data.plain_text import Stream
+from regard.decode.ensemble import Scorer, check_numbers, top_tokens
 from regard.decode.hypothesis import unknown_flags
-from regard.decode.options import Options
-from regard.decode.preparer import check_ensemble, encode, out_of_memory, position_limits, too_long
-from regard.decode.scorer import Scorer, check_numbers, top_tokens
+from regard.decode.request import Options
+from regard.decode.search_inputs import check_ensemble, encode, out_of_memory, position_limits, too_long
 from regard.errors import UserError, plural
 from regard.model import Model
 from regard.nn.attention import Relative

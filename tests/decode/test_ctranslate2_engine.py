@@ -15,17 +15,16 @@ import torch
 
 from ct2kit import ids_of, random_run, tokenizer, words
 from familykit import build, shrunk
-from regard.decode.generate import TorchEngine
+from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.options import Options
-from regard.decode.request import Request
+from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example
 from toykit import call
 
 pytest.importorskip("ctranslate2")
-from regard.engines.ctranslate2 import SUPPORTED_OPTIONS, CTranslate2Engine
+from regard.decode.ctranslate2 import SUPPORTED_OPTIONS, CTranslate2Engine
 
 STACKS: dict[str, dict[str, Any]] = {
     "rotary": {"position": "rotary", "norm_at": "pre"},
@@ -174,7 +173,7 @@ def test_learned_positions_end():
 def test_computed_positions_end_late(monkeypatch):
     run = random_run(STACKS["sinusoid"], end=-5.0)
     monkeypatch.setattr("regard.convert.to_ctranslate2.POSITIONS", 20)
-    monkeypatch.setattr("regard.engines.ctranslate2.POSITIONS", 20)
+    monkeypatch.setattr("regard.decode.ctranslate2.POSITIONS", 20)
     found = CTranslate2Engine(run, Options(max_length=100))(["a" * 19, "a" * 20])
     assert len(found[0][0].ids) == 20 and "too_long" in found[1][0].flags
 

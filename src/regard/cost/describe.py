@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from regard.activations import BYTES, count_activations, prediction_size
 from regard.config import Config
+from regard.cost.activations import BYTES, count_activations, prediction_size
 from regard.model import Model, on_meta
 from regard.nn.attention import Attention
 from regard.tasks import infer_task

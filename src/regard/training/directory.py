@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from regard.config import Config
+from regard.config import Config, to_toml
 from regard.data.prepare import Prepared, is_prepared
 from regard.device import usable_precision
 from regard.errors import UserError, closest, plural
-from regard.files import hold_lock, read_json, remove, replace_file, to_toml, write_json
+from regard.files import (
+    MANIFEST,
+    hold_lock,
+    read_json,
+    remove,
+    replace_file,
+    rewriting,
+    update_manifest,
+    write_json,
+)
 from regard.inspect.prune import gate_heads, restore_unpruned
-from regard.manifest import MANIFEST, rewriting, update_manifest
 from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train

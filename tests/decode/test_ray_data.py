@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from regard.decode.ray_data import answer_shards
 from regard.decode.sharded_output import ShardDirectory
-from regard.engines.ray_data import answer_shards
 from regard.errors import UserError
 from toykit import call, toy_words
 

@@ -23,8 +23,8 @@ from regard.batch import Batch, collate
 from regard.data.images import LabelledImages
 from regard.data.order import Batches
 from regard.decode.alignment import load_heads, save_heads
-from regard.decode.generate import TorchEngine
-from regard.decode.options import Options
+from regard.decode.engine import TorchEngine
+from regard.decode.request import Options
 from regard.errors import UserError, plural
 from regard.evaluate.evaluator import default_metrics, evaluate
 from regard.files import write_json

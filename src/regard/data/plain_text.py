@@ -16,20 +16,16 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.data.corpora import Corpora
-from regard.data.corpus import Flat, Row, append
-from regard.data.encoding import TextEncoder, dtype_for
-from regard.data.formats import named_columns, open_table
-from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source
-from regard.data.shards import BLOCK, Message, codec_settings, make_shards, serve
-from regard.data.streams import open_bytes
+from regard.data.encode import BLOCK, Message, TextEncoder, codec_settings, dtype_for, make_shards, serve
+from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_bytes
+from regard.data.store import Flat, Row, append
+from regard.data.tables import Corpora, named_columns, open_table
 from regard.errors import UserError, plural
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec
 from regard.text.learn import BaseText, Sample, draw_sample, learn_tokenizer, one_request
-from regard.text.scheme import threads
-from regard.text.tokenizer import Tokenizer
+from regard.text.tokenizer import Tokenizer, threads
 
 LONG_LINE = 1 << 16  # bytes; of a longer line every part is a piece of its own
 TEXT = ("text",)  # what JSONL and Parquet files call their text, if nothing else is said
@@ -226,7 +222,7 @@ def _request(pieces: Sequence[bytes], characters: int, held_out: bool, corpus: i
 class PieceEncoder:
     """Makes shards of pieces: their ids, one after the other."""
 
-    module = "regard.data.plain"
+    module = "regard.data.plain_text"
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec

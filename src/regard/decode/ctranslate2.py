@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write_model
-from regard.decode.generate import Engine
+from regard.decode.constraints import SearchInput
+from regard.decode.engine import Engine
 from regard.decode.hypothesis import (
     DecodedIds,
     Hypothesis,
@@ -19,9 +20,8 @@ from regard.decode.hypothesis import (
     make_hypotheses,
     output_text,
 )
-from regard.decode.options import Options
-from regard.decode.preparer import UNBOUNDED, Preparer
-from regard.decode.request import SearchInput
+from regard.decode.request import Options
+from regard.decode.search_inputs import UNBOUNDED, Preparer
 from regard.device import cores
 from regard.errors import UserError, one_of
 from regard.run import Run

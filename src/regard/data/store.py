@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from regard.batch import Batch, collate
 from regard.config import Config
-from regard.data.corpora import PART
-from regard.data.encoding import ExampleEncoder, Rows
+from regard.data.encode import ExampleEncoder, Rows
 from regard.data.reader import LineCounter, Located
+from regard.data.tables import PART
 from regard.errors import UserError
 from regard.text.codec import Example
-from regard.text.scheme import threads
+from regard.text.tokenizer import threads
 
 FORMAT = 1
 SIDES = ("source", "target")

@@ -1,0 +1,1 @@
+"""What models and training cost, counted without building or running them."""
