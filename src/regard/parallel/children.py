@@ -1,0 +1,620 @@
+"""Child processes: how they are started, talked to, supervised and ended.
+
+A child runs one function, its work, and exchanges framed messages with its parent over a socket pair. There are three
+ways to start one, all with the same result:
+
+- `Template.start` forks a process that has imported torch and loaded what its children share. This takes milliseconds.
+- `fork` forks this process, if it is fit to be a template itself (see `can_fork`).
+- `spawn` starts a new interpreter. `Template.start` falls back to it where fork is not available.
+
+A child exits when its parent does, however the parent ends. Its stderr is kept, and its last lines are part of the
+error if it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+from regard.errors import UserError
+
+NO_FORK = "REGARD_NO_FORK"  # environment variable: start every child as a new interpreter, as on Windows
+STDERR_LINES = 15  # of a failed child, shown in the error
+POLL_SECONDS = 0.005
+READ_BYTES = 1 << 18
+MAX_HANDLES = 64  # in a message
+FRAME = struct.Struct("!II")  # bytes of JSON, number of parts
+PART = struct.Struct("!Q")  # bytes of a part
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+# Messages
+
+
+class Message(NamedTuple):
+    """A JSON object, and bytes that would be expensive as JSON."""
+
+    header: dict[str, Any]
+    parts: Sequence[bytes] = ()
+
+
+def pack(message: Message) -> bytes:
+    """A message as bytes: lengths, JSON, parts. Never pickle."""
+    data = json.dumps(message.header, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    sizes = [PART.pack(len(part)) for part in message.parts]
+    return b"".join([FRAME.pack(len(data), len(sizes)), *sizes, data, *message.parts])
+
+
+class Unpacker:
+    """Splits a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that these bytes complete."""
+        self._buffer += data
+        while (message := self._next()) is not None:
+            yield message
+
+    def _next(self) -> Message | None:
+        buffer = self._buffer
+        if len(buffer) < FRAME.size:
+            return None
+        length, count = FRAME.unpack_from(buffer)
+        start = FRAME.size + count * PART.size
+        if len(buffer) < start:
+            return None
+        sizes = [PART.unpack_from(buffer, FRAME.size + i * PART.size)[0] for i in range(count)]
+        if len(buffer) < start + length + sum(sizes):
+            return None
+        header = json.loads(buffer[start : start + length].decode("utf-8", "surrogatepass"))
+        start += length
+        parts = []
+        for size in sizes:
+            parts.append(bytes(buffer[start : start + size]))
+            start += size
+        del buffer[:start]
+        return Message(header, parts)
+
+
+class Channel:
+    """One end of a socket pair, used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.handles: deque[int] = deque()  # file descriptors received, in order
+        self._unpacker = Unpacker()
+        self._messages: deque[Message] = deque()
+
+    def send(self, header: dict[str, Any], parts: Sequence[bytes] = (), handles: Sequence[int] = ()) -> None:
+        """Send a message; `handles` are open file descriptors that the receiver gets copies of."""
+        data = pack(Message(header, parts))
+        if handles:
+            sent = socket.send_fds(self.connection, [data], handles)
+            data = data[sent:]
+        self.connection.sendall(data)
+
+    def receive(self) -> Message | None:
+        """The next message, or None if the other side has closed."""
+        while not self._messages:
+            try:
+                if sys.platform == "win32":
+                    data = self.connection.recv(READ_BYTES)
+                else:
+                    data, handles, _, _ = socket.recv_fds(self.connection, READ_BYTES, MAX_HANDLES)
+                    self.handles.extend(handles)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._messages.extend(self._unpacker.feed(data))
+        return self._messages.popleft()
+
+    @property
+    def readable(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(self._messages) or bool(select.select([self.connection], [], [], 0)[0])
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+# Children
+
+
+class ChildDied(UserError):
+    """A child has ended before its work was done; the message has its status and the last lines of its stderr."""
+
+
+class ChildFault(RuntimeError):
+    """An error in the program, raised in a child; the message is its traceback."""
+
+
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+class Child:
+    """A running child. `poll` tells its exit status; a negative one is the signal that killed it."""
+
+    def __init__(self, name: str, pid: int, channel: Channel, stderr: IO[bytes] | None, poll: Callable[[], int | None]):
+        self.name = name
+        self.pid = pid
+        self.channel = channel
+        self._stderr = stderr
+        self._poll = poll
+        self._status: int | None = None
+        _children.add(self)
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        if self._status is None:
+            self._status = self._poll()
+        return self._status
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, waited for at most this long."""
+        deadline = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return self._status
+
+    def ask(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> Message:
+        """Send a request to a child that runs `answer_requests`, and wait for the answer; its errors are raised."""
+        try:
+            self.channel.send(header, parts)
+            answer = self.channel.receive()
+        except OSError:
+            answer = None
+        if answer is None:
+            raise ChildDied(self.failure(1.0))
+        if "mistake" in answer.header:
+            raise UserError(answer.header["mistake"])
+        if "fault" in answer.header:
+            raise ChildFault(f"{self.name}: {answer.header['fault']}")
+        return answer
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:  # the process id stays its own until its status is read
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+    def close(self, grace: float = 0.0) -> None:
+        """Close the channel, which ends the child; kill it if it is still there after the grace period (seconds)."""
+        self.channel.close()
+        if self.wait(grace) is None:
+            self.kill()
+            self.wait(10.0)
+        if self._stderr is not None:
+            self._stderr.close()
+        _children.discard(self)
+
+    def failure(self, seconds: float = 0.0) -> str:
+        """How it ended, with the last lines of its stderr; waits this long for its exit status."""
+        status = self.wait(seconds)
+        if status is None:
+            how = "does not answer"
+        elif status < 0:
+            how = f"was killed by signal {-status}"
+        else:
+            how = f"ended with status {status}"
+        hint = " (out of memory?)" if status == -9 else ""
+        return f"{self.name} {how}{hint}{''.join(f'{chr(10)}  {line}' for line in self.last_lines())}"
+
+    def last_lines(self) -> list[str]:
+        """The last lines of its stderr, if that is captured."""
+        if self._stderr is None:
+            return []
+        size = os.fstat(self._stderr.fileno()).st_size
+        tail = os.pread(self._stderr.fileno(), 1 << 16, max(0, size - (1 << 16)))
+        return tail.decode("utf-8", "replace").strip().splitlines()[-STDERR_LINES:]
+
+
+Work = Callable[[Channel, dict[str, Any]], None]  # of a child: its end of the channel, and its settings
+
+
+def has_fork() -> bool:
+    """Whether processes are forked on this system. macOS has fork, but its frameworks do not survive it."""
+    return sys.platform.startswith("linux") and NO_FORK not in os.environ
+
+
+def can_fork() -> bool:
+    """Whether this process can be forked: it has one Python thread, and torch has no pool of threads.
+
+    A fork copies only the thread that calls it. The caller must have made sure that the tokenizers library has
+    started no threads.
+    """
+    if not has_fork() or threading.active_count() > 1:
+        return False
+    torch = sys.modules.get("torch")
+    return torch is None or (torch.get_num_threads() == 1 and not torch.cuda.is_initialized())
+
+
+def _capture(wanted: bool) -> IO[bytes] | None:
+    return tempfile.TemporaryFile() if wanted else None
+
+
+def fork(work: Work, settings: dict[str, Any], name: str = "a worker process", capture: bool = True) -> Child:
+    """Fork this process, which must be fit for it (`can_fork`); the child has a copy of all that it has loaded."""
+    ours, theirs = socket.socketpair()
+    stderr = _capture(capture)
+    pid = _fork(theirs, stderr.fileno() if stderr else None, work, settings, [ours])
+    theirs.close()
+    return Child(name, pid, Channel(ours), stderr, lambda: _status_of(pid))
+
+
+def spawn(
+    work: str,
+    settings: dict[str, Any],
+    name: str = "a worker process",
+    capture: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Child:
+    """Start a new interpreter that calls `work`, given as "module:function"."""
+    ours, theirs = socket.socketpair()
+    stderr = _capture(capture)
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(dict.fromkeys(filter(None, [package, *sys.path])))
+    windows = sys.platform == "win32"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import main; main()", "-" if windows else str(theirs.fileno())],
+        stdin=subprocess.PIPE if windows else subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+        pass_fds=() if windows else (theirs.fileno(),),
+    )
+    if sys.platform == "win32":  # which passes sockets to other processes as bytes
+        assert process.stdin is not None
+        process.stdin.write(theirs.share(process.pid))
+        process.stdin.close()
+    theirs.close()
+    child = Child(name, process.pid, Channel(ours), stderr, process.poll)
+    with suppress(OSError):  # it has ended, which its user will notice
+        child.channel.send({"work": work, "settings": settings})
+    return child
+
+
+def main() -> None:
+    """The program of a spawned child."""
+    if sys.platform == "win32":
+        connection = socket.fromshare(sys.stdin.buffer.read())
+    else:
+        connection = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel(connection)
+    first = channel.receive()
+    if first is not None:
+        sys.exit(_run(channel, _import_name(first.header["work"]), first.header["settings"]))
+
+
+def _import_name(name: str) -> Any:
+    """The function of this name, "module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
+def _fork(connection: socket.socket, stderr: int | None, work: Work, settings: dict[str, Any], close: list[Any]) -> int:
+    """Fork -> the process id; `close` are the connections of this process that the child must not keep open."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # or the child would write it once more
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads: those of BLAS, which adapt
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for each in [*close, *(child.channel for child in list(_children))]:
+            each.close()
+        _redirect(stderr)
+        status = _run(Channel(connection), work, settings)
+    finally:
+        os._exit(status)
+
+
+def _redirect(stderr: int | None) -> None:
+    """No input; what is written to stdout goes to stderr."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if stderr is not None:
+        os.dup2(stderr, 2)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr = open(  # noqa: SIM115  as long as the process
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+
+
+def _run(channel: Channel, work: Work, settings: dict[str, Any]) -> int:
+    """Run the work of a child -> its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    if work is not _serve_forks:  # which is to be forked, with one thread
+        _exit_with_parent(channel.connection)
+    status = 0
+    try:
+        work(channel, settings)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        status = 2
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return status
+
+
+def _exit_with_parent(connection: socket.socket) -> None:
+    """Exit as soon as the other end of a connection is closed, in the middle of a computation too."""
+    if not hasattr(select, "poll"):  # Windows: noticed when the next message is sent or received
+        return
+    poll = select.poll()
+    poll.register(connection, 0)  # asks only for the end of the connection
+
+    def watch() -> None:
+        poll.poll()
+        time.sleep(0.05)  # a child that was waiting for a message ends by itself
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="exit-with-parent").start()
+
+
+def _status_of(pid: int) -> int | None:
+    """The exit status of a forked child, or None while it runs."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0  # someone else has read it
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def answer_requests(channel: Channel, answer: Callable[[Message], Message]) -> None:
+    """The work of a child that is asked with `Child.ask`: answer requests until the parent closes its end."""
+    while (request := channel.receive()) is not None:
+        try:
+            reply = answer(request)
+        except UserError as error:
+            reply = Message({"mistake": str(error)})
+        except Exception:
+            reply = Message({"fault": traceback.format_exc()})
+        try:
+            channel.send(reply.header, reply.parts)
+        except OSError:  # the parent is gone
+            return
+
+
+# Templates
+
+Prepare = Callable[[dict[str, Any]], tuple[Work, dict[str, Any]]]
+
+
+class Template:
+    """A process that loads what its children share, and is forked for each of them.
+
+    `prepare` ("module:function") is called in it with the settings, and returns the work of the children and a
+    description for this process, `description`. A UserError that it raises is raised here. The default imports the
+    `modules` in the settings, and its children get their work by name.
+    """
+
+    def __init__(
+        self,
+        prepare: str = f"{__name__}:import_modules",
+        settings: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        name: str = "the template of worker processes",
+    ) -> None:
+        self._lock = threading.Lock()
+        self._preparation = {"prepare": prepare, "settings": settings or {}}
+        self._environment = dict(environment or {})
+        self._process = spawn(f"{__name__}:_serve_forks", self._preparation, name, False, self._environment)
+        self._description: dict[str, Any] | None = None
+
+    def wait(self) -> dict[str, Any]:
+        """Wait until it is ready -> the description."""
+        with self._lock:
+            if self._description is None:
+                self._description = self._receive()["ready"]
+        return self._description
+
+    def start(
+        self,
+        settings: dict[str, Any],
+        name: str = "a worker process",
+        capture: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start a child. With the default `prepare`, `settings` are {"work": "module:function", "settings": {...}}."""
+        self.wait()
+        environment = {**self._environment, **(environment or {})}
+        if not has_fork():
+            return spawn(
+                f"{__name__}:_prepare_and_work", {**self._preparation, "child": settings}, name, capture, environment
+            )
+        ours, theirs = socket.socketpair()
+        stderr = _capture(capture)
+        handles = [theirs.fileno(), *([stderr.fileno()] if stderr else [])]
+        try:
+            reply = self._request({"start": settings, "capture": capture, "environment": environment}, handles)
+        except BaseException:
+            ours.close()
+            if stderr is not None:
+                stderr.close()
+            raise
+        finally:
+            theirs.close()
+        pid: int = reply["pid"]
+        return Child(name, pid, Channel(ours), stderr, lambda: self._poll(pid))
+
+    def close(self, grace: float = 3.0) -> None:
+        """End it, which must be done after its children have ended: it is their parent and reaps them."""
+        self._process.close(grace)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.signal(number)
+
+    def _poll(self, pid: int) -> int | None:
+        try:
+            status: int | None = self._request({"poll": pid})["status"]
+        except ChildDied:  # the template has ended first; this child must not stay behind
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            status = -signal.SIGKILL
+        return status
+
+    def _request(self, header: dict[str, Any], handles: Sequence[int] = ()) -> dict[str, Any]:
+        with self._lock:
+            try:
+                self._process.channel.send(header, handles=handles)
+            except OSError:
+                raise ChildDied(self._process.failure(1.0)) from None
+            return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        message = self._process.channel.receive()
+        if message is None:
+            raise ChildDied(self._process.failure(1.0))
+        if "mistake" in message.header:
+            raise UserError(message.header["mistake"])
+        return message.header
+
+
+def import_modules(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
+    """The default preparation of a template."""
+    for module in settings.get("modules", ("torch",)):
+        import_module(module)
+
+    def work(channel: Channel, settings: dict[str, Any]) -> None:
+        _import_name(settings["work"])(channel, settings["settings"])
+
+    return work, {}
+
+
+def _serve_forks(control: Channel, settings: dict[str, Any]) -> None:
+    """The work of a template: prepare, then fork a child for every request."""
+    try:
+        work, description = _import_name(settings["prepare"])(settings["settings"])
+    except UserError as error:
+        control.send({"mistake": str(error)})
+        return
+    control.send({"ready": description})
+    while (message := control.receive()) is not None:
+        request = message.header
+        if "poll" in request:
+            control.send({"status": _status_of(request["poll"])})
+            continue
+        handles = [control.handles.popleft() for _ in range(1 + request["capture"])]
+        connection = socket.socket(fileno=handles[0])
+        child_work = _in_environment(work, request["environment"])
+        pid = _fork(connection, handles[1] if request["capture"] else None, child_work, request["start"], [control])
+        for handle in handles[1:]:
+            os.close(handle)
+        connection.close()
+        control.send({"pid": pid})
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _in_environment(work: Work, environment: dict[str, str]) -> Work:
+    def run(channel: Channel, settings: dict[str, Any]) -> None:
+        os.environ.update(environment)
+        work(channel, settings)
+
+    return run
+
+
+def _prepare_and_work(channel: Channel, settings: dict[str, Any]) -> None:
+    """The work of a child of a template where fork is not available."""
+    work, _ = _import_name(settings["prepare"])(settings["settings"])
+    work(channel, settings["child"])
+
+
+# Order
+
+
+def ordered_map(
+    workers: Sequence[Callable[[T], R]],
+    items: Iterable[T],
+    here: Callable[[T], R] | None = None,
+    stop: Callable[[], None] = lambda: None,
+) -> Iterator[R]:
+    """The results of items, in order.
+
+    Each worker takes the next item when it is free, in a thread of its own; it may wait for a child, such as
+    `Child.ask`. With `here`, this thread takes items too while it waits. `stop` is called if the items are not
+    finished: it must make waiting workers return.
+    """
+    free: queue.SimpleQueue[Callable[[T], R]] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def work(item: T) -> R:
+        worker = free.get()
+        try:
+            return worker(item)
+        finally:
+            free.put(worker)
+
+    rest, pending = iter(items), deque[tuple[Future[R], T]]()
+    with ThreadPoolExecutor(max(1, len(workers))) as executor:
+        try:
+            while True:
+                for item in islice(rest, 2 * len(workers) + 1 - len(pending)):
+                    pending.append((executor.submit(work, item), item))
+                if not pending:
+                    return
+                while here is not None and not pending[0][0].done() and _take_one(pending, here):
+                    pass
+                yield pending.popleft()[0].result()
+        except BaseException:
+            for future, _ in pending:
+                future.cancel()
+            stop()
+            raise
+
+
+def _take_one(pending: deque[tuple[Future[R], T]], here: Callable[[T], R]) -> bool:
+    """Do an item that no worker has begun -> whether there was one."""
+    for position, (future, item) in enumerate(pending):
+        if future.cancel():
+            done: Future[R] = Future()
+            done.set_result(here(item))
+            pending[position] = done, item
+            return True
+    return False
