@@ -12,7 +12,6 @@ import torch
 from modelkit import check_scores, letters, tiny
 from regard.decode.alignment import alignment_quality
 from regard.errors import UserError
-from regard.inspect.inputs import text_direction
 from regard.inspect.trace import Trace, trace, trace_pair
 from regard.nn.hooks import record, taps
 from regard.run import Run
@@ -179,13 +178,6 @@ def test_the_direction_is_that_of_the_word_and_features_are_told() -> None:
     assert found.texts == {"source": "שלום", "features": "V;PST", "output": "ש"}
     assert found.matrix().right_to_left
     assert set(traced(letters()).directions.values()) == {"ltr"}
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("abc", "ltr"), ("12 שלום", "rtl"), ("كتاب abc", "rtl"), ("1", "ltr"), ("", "ltr")]
-)
-def test_the_direction_of_a_text(text: str, expected: str) -> None:
-    assert text_direction(text) == expected
 
 
 @pytest.mark.parametrize("bias", ["all", "ff", "none"])

@@ -6,11 +6,10 @@ Both depend on the task of the run, each by one table from task to function.
 from __future__ import annotations
 
 import base64
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,9 @@ from regard.errors import UserError, one_of, plural
 from regard.inspect.logit_lens import OutputNames
 from regard.run import Run
 from regard.text.codec import Example
+from regard.text.direction import Direction, direction
 
 CLASS_TOKEN = "<cls>"  # shown for the class token of an image
-Direction = Literal["ltr", "rtl"]  # in which a text is written
 
 # One example
 
@@ -120,14 +119,8 @@ def _token_input(
     tokens = {name: tuple(pieces[name](row)) for name, row in rows.items()}
     # Features stand before the text and are written like names, so tokens do not tell the direction, but the text does.
     written = {"input": "output"}
-    directions = {name: text_direction(texts.get(written.get(name, name)) or texts.get("text", "")) for name in rows}
+    directions = {name: direction(texts.get(written.get(name, name)) or texts.get("text", "")) for name in rows}
     return InspectionInput((first, None, *others), ids, tokens, directions, texts, labels, names, notes)
-
-
-def text_direction(text: str) -> Direction:
-    """The direction of the first letter of a text that has one."""
-    classes = (unicodedata.bidirectional(char) for char in text)
-    return "rtl" if next((name for name in classes if name in ("L", "R", "AL")), "L") != "L" else "ltr"
 
 
 def _source_text(name: str, example: Example) -> dict[str, str]:

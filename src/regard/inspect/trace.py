@@ -19,7 +19,7 @@ from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
 from regard.errors import UserError, plural
 from regard.inspect.heads import mean_distance, patch_distances
-from regard.inspect.inputs import Direction, ImageInput, InspectionInput, image_input, text_input
+from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text_input
 from regard.inspect.logit_lens import (
     LensLayer,
     OutputStep,
@@ -41,6 +41,7 @@ from regard.nn.transformer import Transformer
 from regard.notebook import heat_table, table
 from regard.run import Run
 from regard.text.codec import Example
+from regard.text.direction import Direction
 
 MAX_TOKENS = 300  # shown per side
 MAX_TEXT = 4000  # characters of a text that the page shows
