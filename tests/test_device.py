@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from regard.device import bf16_problem, choose_device, cores, tune_allocator
+from regard.device import bf16_problem, choose_device, tune_allocator
 from regard.errors import UserError
 
 CPU = torch.device("cpu")
@@ -15,10 +15,6 @@ CPU = torch.device("cpu")
 def test_the_allocator_is_tuned_or_left_alone() -> None:
     glibc = sys.platform.startswith("linux") and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")  # type: ignore[operator]
     assert tune_allocator() == glibc
-
-
-def test_cores_are_ours() -> None:
-    assert 1 <= cores() <= (os.cpu_count() or 1)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

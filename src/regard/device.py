@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -40,30 +38,6 @@ def release_memory() -> None:
     """Return freed memory to the system, which glibc does by itself only where it lies at the end of the heap."""
     with suppress(OSError, AttributeError):  # another libc has no such function
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def cores() -> int:
-    """Physical cores that this process may use."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0)
-    siblings = set()
-    for cpu in cpus:
-        try:
-            shared = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            shared = str(cpu)
-        siblings.add(shared.strip())
-    return max(1, min(len(siblings), _quota() or len(siblings)))
-
-
-def _quota() -> int | None:
-    """The CPU quota of a container, in whole cores."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else max(1, round(int(quota) / int(period)))
-    except (OSError, ValueError):
-        return None
 
 
 def choose_device(request: str, local_rank: int = 0) -> torch.device:

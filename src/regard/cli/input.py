@@ -39,9 +39,10 @@ from regard.data.reader import (
 )
 from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE
 from regard.decode.request import ANSWER_KEYS, Request, parse_request
-from regard.device import choose_device, cores, tune_allocator
+from regard.device import choose_device, tune_allocator
 from regard.errors import UserError, plural
 from regard.files import json_object
+from regard.parallel.cores import cores
 from regard.recipe import Column, Data
 from regard.run import Run
 from regard.tasks import Reads

@@ -22,8 +22,8 @@ from regard.decode.hypothesis import (
 )
 from regard.decode.request import Options
 from regard.decode.search_inputs import UNBOUNDED, Preparer
-from regard.device import cores
 from regard.errors import UserError, one_of
+from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Example
 

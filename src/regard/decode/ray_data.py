@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from regard.decode.sharded_output import POLL, Answer, ShardDirectory
-from regard.device import cores
 from regard.errors import UserError, missing_extra
+from regard.parallel.cores import cores
 
 CONNECT = 10.0  # seconds to reach a cluster
 Rows = dict[str, Any]  # a batch of Ray Data: its columns

@@ -13,7 +13,6 @@ import gc
 import ipaddress
 import json
 import logging
-import os
 import signal
 import socket
 import struct
@@ -29,6 +28,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from regard.errors import UserError, plural
+from regard.parallel.cores import cores
 from regard.serve.endpoints import Endpoints, Route, describe_api, routes
 from regard.serve.handlers import Handlers
 from regard.serve.monitor import Monitor
@@ -61,7 +61,7 @@ class Server:
     def __init__(self, runs: dict[str, str], settings: ServeSettings) -> None:
         self.settings, self.keys = settings, Keys.load(settings.keys)
         settings.check(self.keys)
-        workers = settings.workers or _cores()
+        workers = settings.workers or cores()
         pool = PoolSettings(runs, workers, settings.engine, settings.precision, settings.threads)
         self.service = Service(pool, settings.queue, LARGEST_BATCH, settings.deadline)
         self.handlers = Handlers(self.service, settings)
@@ -298,10 +298,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _within(address: str, networks: list[Any]) -> bool:

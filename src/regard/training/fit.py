@@ -18,11 +18,12 @@ from regard.data.in_memory import InMemory
 from regard.data.pairs import find_features
 from regard.data.prepare import NOTHING, Prepared, changed_files, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
-from regard.device import cores, tune_allocator
+from regard.device import tune_allocator
 from regard.errors import UserError, plural
 from regard.inspect.prune import prune_closed_gates
 from regard.model import on_meta
 from regard.notebook import table
+from regard.parallel.cores import cores
 from regard.recipe import Recipe, Train
 from regard.run import Run, read_config, saved_recipe
 from regard.tasks import TASKS

@@ -19,10 +19,11 @@ from regard.data.images import Images
 from regard.data.objectives import SENTINELS, context_of, first_sentinel
 from regard.data.prepare import Prepared
 from regard.data.store import Corpus
-from regard.device import bf16_problem, cores, usable_precision
+from regard.device import bf16_problem, usable_precision
 from regard.errors import UserError, plural
 from regard.metrics import FITTING, content_of
 from regard.model import Model
+from regard.parallel.cores import cores
 from regard.presets import PRESETS, applicable_changes, merge, preset, refuse_unused
 from regard.recipe import Recipe, Train
 from regard.run import RunConfig
