@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.answers import EMBED_TOKENS, trace_example, truncation, unknown_remark
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
 from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.encoder_only import Classification, classify, classify_images, embed, fill_masks
 from regard.decode.engine import TokenStream, generate, stream
 from regard.decode.forced import Pair, Scored, score
-from regard.decode.hypothesis import Hypothesis, unknown_flags
+from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import BatchSettings, Input, Options, OptionSettings, Request, ScoringSettings
 from regard.device import choose_device, usable_precision
 from regard.errors import UserError, plural, shown_value
@@ -35,7 +36,7 @@ from regard.evaluate.by_task import (
 )
 from regard.evaluate.evaluator import Evaluation, System
 from regard.evaluate.test_data import ParallelFiles
-from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
+from regard.inspect.trace import Trace, trace_image
 from regard.metrics import SAMPLES, BleuTokenizer
 from regard.notebook import Results
 from regard.presets import changed_recipe
@@ -43,7 +44,7 @@ from regard.recipe import Column, Recipe, load_recipe
 from regard.run import Run
 from regard.signatures import checked_call
 from regard.tasks import TASKS, TaskName
-from regard.text.codec import Codec, Example
+from regard.text.codec import Example
 from regard.training.fit import fit
 from regard.training.report import Reporter
 
@@ -91,15 +92,6 @@ def named_texts(name: str, given: Any, texts: dict[str, list[str]]) -> str:
     run = "a loaded run, such as regard.load(...), " if name == "against" else ""
     what = f"{run}a file with a text per line or a list of texts"
     raise UserError(f"evaluate: {name} is {what}, not {shown_value(given)}{missing}")
-
-
-def check_example(codec: Codec, example: Example) -> str:
-    """Refuse features that do not fit a run -> a remark on what the run does not know in the example, if anything."""
-    if problem := codec.features_problem(example):
-        raise UserError(problem)
-    target = codec.target.encode([example.target])[0] if example.target else []
-    unknown = codec.unknown_tokens(example, codec.encode_source([example])[0], target)
-    return unknown_flags(unknown).get("unknown", "")
 
 
 def checked_ids(name: str, ids: Any, vocab: int) -> Tensor:
@@ -319,13 +311,9 @@ class LoadedRun(Run):
         check_texts("attention", source)
         example = Example(source) if isinstance(source, str) else source
         given = target or example.target
-        if remark := check_example(self.codec, example._replace(target=None if self.task.labels else given)):
+        if remark := unknown_remark(self.codec, example._replace(target=None if self.task.labels else given)):
             warnings.warn(f"attention: {remark}", stacklevel=3)
-        if self.task.seq2seq and more:
-            raise UserError(f"{self.path}: only a language model goes on with a text (more={more})")
-        if self.task.seq2seq:
-            return trace_pair(self, example, target, beam)
-        return trace_text(self, example.source, given, more, example.features)
+        return trace_example(self, example, target, beam, more)
 
     def _runs(self, others: Sequence[Run] | None) -> list[Run]:
         example = "[regard.load('runs/other')]"
@@ -371,7 +359,7 @@ class LoadedRun(Run):
         texts: Sequence[str],
         *,
         normalize: bool = True,
-        batch_tokens: int = 4096,
+        batch_tokens: int = EMBED_TOKENS,
         average_windows: bool = False,
     ) -> NDArray[np.float32]:
         """A vector for each text, (texts, width): the mean of an encoder's vectors of its tokens, of length one.
@@ -385,13 +373,7 @@ class LoadedRun(Run):
         Options.of(batch_tokens=batch_tokens)
         vectors, truncated, limit = embed(self, texts, batch_tokens, average_windows, normalize)
         if truncated:
-            named = ", ".join(f"texts[{i}] has {tokens}" for i, tokens in list(truncated.items())[:3])
-            more = ", ..." if len(truncated) > 3 else ""
-            warnings.warn(
-                f"embed: {plural(len(truncated), 'text')} truncated to the {limit} tokens that the model reads at once"
-                f" ({named}{more}); average_windows=True reads all of them",
-                stacklevel=3,
-            )
+            warnings.warn(truncation(truncated, limit), stacklevel=3)
         return vectors
 
 

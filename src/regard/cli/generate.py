@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.answers import GenerateJob, Show, links, no_output, one_line, shown_label
+from regard.cli.lines import GenerateJob, Show, links, no_output, one_line, shown_label
 from regard.cli.decoding import EngineName, Ensemble, PrefixColumn, decoding_options
 from regard.cli.input import (
     IMAGES,

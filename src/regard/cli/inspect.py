@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from regard.api import check_example
+from regard.answers import unknown_remark
 from regard.cli.input import Device, OneThread, RunPath, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
@@ -78,7 +78,7 @@ def command(
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
     try:
-        remark = check_example(opened.codec, Example(text, None if opened.task.labels else target, features))
+        remark = unknown_remark(opened.codec, Example(text, None if opened.task.labels else target, features))
     except UserError as error:
         raise UserError(f"--{error}") from None  # it names the features
     if remark and opened.task.reads != "images":

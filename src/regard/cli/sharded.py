@@ -15,7 +15,7 @@ import torch
 import typer
 
 from regard import __version__
-from regard.cli.answers import GenerateJob, LineAnswerer, add_counts
+from regard.cli.lines import GenerateJob, LineAnswerer, add_counts
 from regard.cli.decoding import ENGINES
 from regard.cli.input import InputLines
 from regard.cli.tables import message

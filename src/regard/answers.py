@@ -1,0 +1,298 @@
+"""Answers: what runs give for inputs with options, for the command line, the library and the server."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from regard.decode.ctranslate2 import CTranslate2Engine
+from regard.decode.encoder_only import MaskFiller, classify, embed
+from regard.decode.engine import Engine, TokenStream, TorchEngine, check_streaming
+from regard.decode.forced import score
+from regard.decode.hypothesis import unknown_flags
+from regard.decode.request import Options, Request
+from regard.errors import UserError, plural
+from regard.inspect.trace import Trace, trace_pair, trace_text
+from regard.run import Run
+from regard.text.codec import Codec, Example
+
+EMBED_TOKENS = 4096  # in a batch of texts to embed
+MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
+Result = dict[str, Any]
+Send = Callable[[dict[str, Any]], None]
+
+
+class Cancelled(Exception):
+    """Nobody waits for this batch any more."""
+
+
+@dataclass
+class BatchTask:
+    """A batch to answer: inputs of one kind with the same options, for one run."""
+
+    run: str
+    kind: str
+    options: str  # as JSON, which names the engine that is kept for them
+    inputs: list[dict[str, Any]]
+    cancelled: Callable[[], bool] = lambda: False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options by name."""
+        options: dict[str, Any] = from_json(self.options)
+        return options
+
+    def decoding(self) -> Options:
+        """The options of decoding."""
+        return Options.of(**{name: value for name, value in self.settings.items() if name != "attention"})
+
+    def parts(self) -> list[BatchTask]:
+        """A task for each input."""
+        return [BatchTask(self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
+
+    def check(self) -> None:
+        """Raise if nobody waits for it any more; called between the steps of a search."""
+        if self.cancelled():
+            raise Cancelled
+
+
+class Answerer:
+    """Answers tasks with the runs of this process."""
+
+    def __init__(self, runs: Mapping[str, Run], engine: str = "torch", precision: Any = "fp32", slots: int = 1):
+        self.runs, self.engine, self.precision, self.slots = runs, engine, precision, slots
+        self._engines: OrderedDict[tuple[str, str, str], Engine] = OrderedDict()
+        self._translators: dict[str, Any] = {}
+        self._torch, self._lock = threading.Lock(), threading.Lock()
+
+    def answer(self, task: BatchTask, send: Send) -> list[Result]:
+        """A result for each input, or what is wrong with it; one that fails does not fail the others."""
+        try:
+            return KINDS[task.kind](self, task, send)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if len(task.inputs) == 1:
+                return [_failure(error, self.runs[task.run].path, task.run)]
+            return [self.answer(part, send)[0] for part in task.parts()]
+
+    def generate(self, task: BatchTask, send: Send) -> list[Result]:
+        """Decode, see `regard generate`."""
+        engine, attention = self._decoder(task), task.settings.get("attention")
+        ours = self.engine == "torch" or not isinstance(engine, TorchEngine | MaskFiller)
+        requests = [Request(**item) for item in task.inputs]
+        with self._cancellable(engine, task):
+            inputs = engine.prepare(requests)
+            answers = engine.decode(inputs)
+        results = []
+        for request, item, hypotheses in zip(requests, inputs, answers, strict=True):
+            result: Result = {"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
+            result["source_tokens"] = len(item.sources[0]) if item.sources else 0
+            if attention and hypotheses[0].text:
+                result["attention"] = self._attention(task, request, hypotheses[0].text)
+            if candidates := hypotheses[0].candidates:
+                result["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
+            results.append(result if ours else {**result, "engine": "torch"})
+        return results
+
+    def _attention(self, task: BatchTask, request: Request, output: str) -> Result:
+        """All attention maps of an output, with the tokens of their rows and columns."""
+        task.check()
+        trace = trace_example(self.runs[task.run], Example(request.source, features=request.features), output)
+        return {
+            "tokens": trace.tokens,
+            "maps": [
+                {
+                    "name": m.name,
+                    "kind": m.kind,
+                    "layer": m.layer,
+                    "heads": m.heads,
+                    "rows": m.rows,
+                    "columns": m.columns,
+                }
+                | {"weights": m.weights_HTS.round(4).tolist()}
+                for m in trace.maps
+            ],
+        }
+
+    def translate(self, task: BatchTask, send: Send) -> list[Result]:
+        """Decode, and give the texts alone."""
+        engine = self._decoder(task)
+        sources = [item["source"] for item in task.inputs]
+        if isinstance(engine, CTranslate2Engine):
+            return [{"texts": row} for row in engine.texts(sources)]
+        with self._cancellable(engine, task):
+            return [{"texts": [h.text for h in row]} for row in engine(sources)]
+
+    def stream(self, task: BatchTask, send: Send) -> list[Result]:
+        """Decode one input, and tell every token at once."""
+        engine = self._kept("torch", task)
+        assert isinstance(engine, TorchEngine)
+        check_streaming(engine.options)
+        request = Request(**task.inputs[0])
+        (item,) = engine.prepare([request])
+        if "unsatisfied" in item.flags:
+            raise UserError(item.flags["unsatisfied"])
+        pieces = TokenStream(engine, item)
+        with self._cancellable(engine, task):
+            for piece in pieces:
+                send({"piece": piece.as_dict()})
+        assert pieces.hypothesis is not None
+        return [{"source": request.source, "hypotheses": [pieces.hypothesis.as_dict()]}]
+
+    def score(self, task: BatchTask, send: Send) -> list[Result]:
+        """Score pairs, see `regard score`."""
+        pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
+        scored = score(self.runs[task.run], pairs, Options.of(**task.settings))
+        return [{"source": p.source, "target": p.target, **s.as_dict()} for p, s in zip(pairs, scored, strict=True)]
+
+    def classify(self, task: BatchTask, send: Send) -> list[Result]:
+        """Tell labels."""
+        texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
+        options = Options.of(**task.settings)
+        found = classify(self.runs[task.run], texts, options.batch_tokens, options.max_source)
+        return [{"source": x.source, **c.as_dict()} for x, c in zip(texts, found, strict=True)]
+
+    def embed(self, task: BatchTask, send: Send) -> list[Result]:
+        """Give vectors of texts; one that was too long says so."""
+        sources, normalize = [item["source"] for item in task.inputs], task.settings.get("normalize", True)
+        vectors, truncated, limit = embed(self.runs[task.run], sources, EMBED_TOKENS, False, normalize)
+        results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
+        for index, tokens in truncated.items():
+            results[index]["flags"] = {"truncated": truncation({0: tokens}, limit)}
+        return results
+
+    def inspect(self, task: BatchTask, send: Send) -> list[Result]:
+        """The attention page of each example, as HTML."""
+        run, results = self.runs[task.run], []
+        for item in task.inputs:
+            task.check()
+            example = Example(item["source"], features=item.get("features"))
+            results.append({"html": trace_example(run, example, item.get("target")).to_html()})
+        return results
+
+    @contextmanager
+    def _cancellable(self, engine: Engine, task: BatchTask) -> Iterator[None]:
+        """Let a search with torch ask before every step whether it is still wanted; one search at a time does."""
+        if not isinstance(engine, TorchEngine):
+            yield
+            return
+        with self._torch:
+            engine.scorer.before_step = task.check
+            try:
+                yield
+            finally:
+                engine.scorer.before_step = None
+
+    def _decoder(self, task: BatchTask) -> Engine:
+        """An engine for a task; torch for what CTranslate2 cannot do."""
+        phrases = any(item.get(key) for item in task.inputs for key in ("require", "forbid", "stop"))
+        return self._kept("torch" if phrases else self.engine, task)
+
+    def _kept(self, name: str, task: BatchTask) -> Engine:
+        """The engine of this name for the run and options of a task, made when it is asked for the first time.
+
+        Options are compared as they came: to check them anew for every batch took as long as all else but the search.
+        """
+        key = name, task.run, task.options
+        with self._lock:
+            engine = self._engines.pop(key, None) or self._make(name, task.run, task.decoding())
+            self._engines[key] = engine
+            while len(self._engines) > MAX_ENGINES:
+                self._engines.popitem(last=False)
+        return engine
+
+    def _make(self, name: str, run: str, options: Options) -> Engine:
+        loaded = self.runs[run]
+        if loaded.task.name == "masked":
+            return MaskFiller(loaded, options)
+        if name == "ctranslate2":
+            with suppress(UserError):
+                return self._translator(run, options)
+        precision = {"precision": "bf16"} if self.precision == "bf16" else {}
+        return TorchEngine(loaded, options.model_copy(update=precision))
+
+    def _translator(self, run: str, options: Options) -> Engine:
+        kept = self._translators.get(run)
+        engine = CTranslate2Engine(self.runs[run], options, self.precision, self.slots, translator=kept)
+        self._translators[run] = engine.translator
+        return engine
+
+
+KINDS: dict[str, Callable[[Answerer, BatchTask, Send], list[Result]]] = {
+    "generate": Answerer.generate,
+    "translate": Answerer.translate,
+    "stream": Answerer.stream,
+    "score": Answerer.score,
+    "classify": Answerer.classify,
+    "embed": Answerer.embed,
+    "inspect": Answerer.inspect,
+}
+
+
+def _failure(error: Exception, path: Path, name: str) -> Result:
+    """What the server tells about an input that failed: the reason if it is the user's, but no path of this machine."""
+    if isinstance(error, UserError):
+        return {"error": str(error).replace(str(path), name), "status": 422}
+    traceback.print_exception(error)
+    return {"error": "an error in the server; its log has the details", "status": 500}
+
+
+def describe(name: str, run: Run) -> Result:
+    """What clients can ask about a run."""
+    model, task = run.model, run.task
+    return {
+        "name": name,
+        "task": task.name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "labels": list(run.labels),
+        "features": "features" in run.codec.columns,
+        "kinds": kinds_of(run),
+    }
+
+
+def kinds_of(run: Run) -> list[str]:
+    """The kinds of tasks that a run answers."""
+    if run.task.labels:
+        return [] if run.task.reads == "images" else ["classify", "inspect"]
+    if run.task.name == "masked":
+        return ["generate", "embed", "inspect"] if run.config.predicts_tokens else ["embed", "inspect"]
+    return ["generate", "stream", "score", "inspect"]
+
+
+def unknown_remark(codec: Codec, example: Example) -> str:
+    """Refuse features that do not fit a run -> a remark on the parts of an example that the run does not know."""
+    if problem := codec.features_problem(example):
+        raise UserError(problem)
+    target = codec.target.encode([example.target])[0] if example.target else []
+    unknown = codec.unknown_tokens(example, codec.encode_source([example])[0], target)
+    return unknown_flags(unknown).get("unknown", "")
+
+
+def trace_example(run: Run, example: Example, target: str | None = None, beam: int = 5, more: int = 0) -> Trace:
+    """Every attention map of one example; the output is `target`, or the best output of the run."""
+    if problem := run.codec.features_problem(example):
+        raise UserError(problem)
+    if not run.task.seq2seq:
+        return trace_text(run, example.source, target or example.target, more, example.features)
+    if more:
+        raise UserError(f"{run.path}: only a language model goes on with a text (more={more})")
+    return trace_pair(run, example, target, beam)
+
+
+def truncation(truncated: Mapping[int, int], limit: int) -> str:
+    """A remark on texts that were cut for `embed`: their tokens, by index, and the most that the model reads."""
+    named = ", ".join(f"texts[{i}] has {tokens}" for i, tokens in list(truncated.items())[:3])
+    more = ", ..." if len(truncated) > 3 else ""
+    return (
+        f"embed: {plural(len(truncated), 'text')} truncated to the {limit} tokens that the model reads at once"
+        f" ({named}{more}); average_windows=True reads all of them"
+    )
