@@ -31,7 +31,7 @@ def test_bytes_are_the_ids(scheme: str, data: list[list[str]], room: int) -> Non
     tokenizer = TOKENIZERS[scheme]
     dtype = dtype_for(tokenizer.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "WORDS", room)
+        patch.setattr(encoding, "MAX_CACHED_WORDS", room)
         encoder = TextEncoder(tokenizer, dtype)
         for batch in [*data, *data]:
             found = [np.frombuffer(row, dtype).tolist() for row in encoder.encode(batch)]

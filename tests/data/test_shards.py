@@ -1,12 +1,13 @@
-"""Shards: the same result with any number of processes and blocks, and after being killed."""
+"""Shards: the number of processes and blocks does not change the result, nor does a kill."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
-from io import BytesIO
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from regard.data import encode, pairs, plain_text, reader
 from regard.data import prepare as prepared
 from regard.data.prepare import prepare
 from regard.errors import UserError
+from regard.parallel.children import Child, Message, Template
 from regard.recipe import load_recipe
 
 CHANCE = random.Random(7)
@@ -48,21 +50,27 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def in_blocks(monkeypatch, size: int = 5000) -> None:
     monkeypatch.setattr(reader, "CHUNK", 1000)
-    monkeypatch.setattr(encode, "BLOCK", size)
-    monkeypatch.setattr(plain_text, "BLOCK", size)
-    monkeypatch.setattr(encode, "PAYS", 0)
+    monkeypatch.setattr(encode, "BLOCK_BYTES", size)
+    monkeypatch.setattr(plain_text, "BLOCK_BYTES", size)
+    monkeypatch.setattr(encode, "MIN_PARALLEL_BYTES", 0)
 
 
 def keep_shards(monkeypatch) -> None:
-    """Do not remove the shards in the end."""
+    """Do not remove the shards at the end."""
     monkeypatch.setattr(prepared, "shards_of", lambda path: path / "nothing")
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """A list that gets the arguments of every call of a function."""
-    function, calls = getattr(owner, name), []
-    monkeypatch.setattr(owner, name, lambda *arguments: (calls.append(arguments), function(*arguments))[1])
-    return calls
+def record_results(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Patch a function to append its results to the list that is returned."""
+    function = getattr(owner, name)
+    results: list[Any] = []
+
+    def recorded(*arguments: Any) -> Any:
+        results.append(function(*arguments))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, recorded)
+    return results
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -71,13 +79,11 @@ def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_
     recipe = load_recipe({**order, "data": {**order["data"], "deduplicate": deduplicate}})
     prepare(recipe, tmp_path / "whole")
     in_blocks(monkeypatch)
-    started: list[Any] = []
-    start = encode._Pool._start
-    monkeypatch.setattr(encode._Pool, "_start", lambda pool: (process := start(pool), started.append(process))[0])
+    started = record_results(monkeypatch, Template, "start")
     prepare(recipe, tmp_path / "blocks", processes=processes)
     assert contents(tmp_path / "blocks") == contents(tmp_path / "whole")
-    assert (len(started) > 1) == (processes > 1)
-    assert all(process.returncode is not None for process in started)
+    assert len(started) == (processes if processes > 1 else 0)
+    assert all(child.poll() is not None for child in started)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "b.tsv", "blocks", "whole"]
 
 
@@ -85,7 +91,7 @@ def test_little_text_starts_no_process(order, tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     prepare(load_recipe(order), tmp_path / "one", processes=8)
     monkeypatch.setattr(reader, "CHUNK", 1000)
-    monkeypatch.setattr(encode, "BLOCK", 5000)
+    monkeypatch.setattr(encode, "BLOCK_BYTES", 5000)
     prepare(load_recipe(order), tmp_path / "blocks", processes=8)
     assert contents(tmp_path / "one") == contents(tmp_path / "blocks")
 
@@ -127,15 +133,19 @@ def test_shards_of_a_killed_process_are_used(processes, order, tmp_path: Path, m
     assert len(left) >= 3 and not (tmp_path / "data").exists()
     left[0].write_bytes(left[0].read_bytes()[:-1])  # not all of it was on disk when the machine stopped
     before = {path: path.stat().st_mtime_ns for path in left[1:]}
-    saved: list[Path] = []
     save = encode._save
-    monkeypatch.setattr(encode, "_save", lambda shard, path: (saved.append(path), save(shard, path))[1])
+    saved: list[Path] = []
+
+    def record_path(shard: Message, path: Path) -> None:
+        saved.append(path)
+        save(shard, path)
+
+    monkeypatch.setattr(encode, "_save", record_path)
     keep_shards(monkeypatch)
     prepare(recipe, tmp_path / "data", processes=processes)
     assert contents(tmp_path / "data") == contents(tmp_path / "expected")
     assert {path: path.stat().st_mtime_ns for path in left[1:]} == before
-    if processes == 1:
-        assert left[0] in saved and not set(left[1:]) & set(saved)
+    assert left[0] in saved and not set(left[1:]) & set(saved)
 
 
 def test_other_settings_use_no_old_shards(order, tmp_path: Path, monkeypatch) -> None:
@@ -153,54 +163,59 @@ def test_other_settings_use_no_old_shards(order, tmp_path: Path, monkeypatch) ->
         assert not first & set((tmp_path / "other.shards").iterdir())
 
 
-def test_mistakes_in_processes_are_told(order, tmp_path: Path, monkeypatch) -> None:
+def test_mistakes_in_processes_are_the_same_errors(order, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.tsv").write_text("".join(f"{text()}\t{text()}\n" for _ in range(300)) + "long " * 99 + "\tx\n")
     in_blocks(monkeypatch)
     recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 60, "strict": True}})
-    with pytest.raises(UserError, match=r"a\.tsv:301: too long: "):
-        prepare(recipe, tmp_path / "data", processes=2)
-
-    def dies(self: Any) -> Any:
-        process = start(self)
-        process.kill()
-        return process
-
-    start = encode._Pool._start
-    monkeypatch.setattr(encode._Pool, "_start", dies)
-    recipe = load_recipe({**order, "data": {"train": str(tmp_path / "a.tsv"), "max_length": 600}})
-    with pytest.raises(UserError, match="a process that turns text into tokens has ended"):
-        prepare(recipe, tmp_path / "data", processes=2)
+    messages = []
+    for processes in (1, 2):
+        with pytest.raises(UserError, match=r"a\.tsv:301: too long: ") as error:
+            prepare(recipe, tmp_path / "data", processes=processes)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
 
 
-def test_half_a_block_makes_no_shard(order, tmp_path: Path, monkeypatch) -> None:
-    """The process that asks may be killed while it writes a block, whose name is the hash of all of it."""
+def test_a_process_that_dies_is_named(order, tmp_path: Path, monkeypatch) -> None:
+    start = Template.start
+
+    def start_and_kill(*arguments: Any) -> Child:
+        child = start(*arguments)
+        child.kill()
+        return child
+
     in_blocks(monkeypatch)
-    requests: list[encode.Message] = []
+    monkeypatch.setattr(Template, "start", start_and_kill)
+    with pytest.raises(UserError, match="a process that turns text into tokens was killed by signal 9"):
+        prepare(load_recipe(order), tmp_path / "data", processes=2)
 
-    def record(stream: Any, message: encode.Message) -> None:
-        requests.append(message)
-        send(stream, message)
 
-    send = encode._send
-    monkeypatch.setattr(encode, "_send", record)
-    keep_shards(monkeypatch)
-    prepare(load_recipe(order), tmp_path / "data", processes=2)
-    made = {path.name for path in (tmp_path / "data.shards").iterdir()}
-    for path in (tmp_path / "data.shards").iterdir():
-        path.unlink()
-    monkeypatch.setattr(encode, "_send", send)
-    monkeypatch.setattr(encode.signal, "signal", lambda *_: None)
-    settings = next(message for message in requests if "codec_at" in message.header)
-    settings.header["codec_at"] = str(tmp_path / "data")  # where it is in the end
-    asked = BytesIO()
-    send(asked, settings)
-    send(asked, next(message for message in requests if "request" in message.header))
-    restore = encode.BlockEncoder.restore
-    for missing in (7, 1):
-        encode.serve(restore, BytesIO(asked.getvalue()[:-missing]), BytesIO())
-        assert not list((tmp_path / "data.shards").iterdir())
-    encode.serve(restore, BytesIO(asked.getvalue()), BytesIO())
-    assert {path.name for path in (tmp_path / "data.shards").iterdir()} < made
+def test_processes_read_files_whose_names_are_not_unicode(order, tmp_path: Path, monkeypatch) -> None:
+    odd = tmp_path / os.fsdecode(b"\xff\xed\xa0\x80.tsv")
+    try:
+        odd.write_bytes(b"\n".join(LINES))
+    except OSError:
+        pytest.skip("this file system requires names in UTF-8")
+    recipe = load_recipe({**order, "data": {"train": str(odd), "max_length": 60}})
+    in_blocks(monkeypatch)
+    prepare(recipe, tmp_path / "one")
+    prepare(recipe, tmp_path / "two", processes=2)
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_equal_blocks_made_at_the_same_time_are_one_shard(tmp_path: Path) -> None:
+    store = encode.ShardStore(tmp_path, {})
+    shard = Message({"examples": ["\ud800"]}, [b"x" * 100_000, b""])
+    with ThreadPoolExecutor(8) as threads:
+        shards = list(threads.map(lambda _: store.shard(lambda block: shard, Message({}, [b"text"])), range(50)))
+    assert shards == [({}, shard)] * 50
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_shard_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    store = encode.ShardStore(tmp_path / "shards", {})
+    (tmp_path / "shards").rmdir()
+    with pytest.raises(UserError, match="cannot write: No such file or directory"):
+        store.shard(lambda block: block, Message({}, []))
 
 
 # Plain text
@@ -223,9 +238,10 @@ def test_plain_text_is_the_same_in_parts_and_processes(processes, scheme, texts,
         with monkeypatch.context() as patches:
             prepare(recipe, tmp_path / "whole")
             in_blocks(patches)
-            started, made = count_calls(patches, encode._Pool, "_start"), count_calls(patches, encode, "_load")
+            started = record_results(patches, Template, "start")
+            looked_up = record_results(patches, encode, "_load")
             prepare(recipe, tmp_path / "parts", processes=processes)
-        assert len(made) >= 2 * 5 and (len(started) > 1) == (processes > 1)
+        assert len(looked_up) >= 5 and (len(started) > 1) == (processes > 1)
         assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
         corpora = json.loads((tmp_path / "parts" / "train" / "meta.json").read_text())["corpora"]
         assert len(corpora) == 3 and 0 < corpora[0] < corpora[1]
@@ -257,7 +273,7 @@ def test_plain_text_goes_on_after_a_kill(processes, texts, tmp_path: Path, monke
     left = {path: path.stat().st_mtime_ns for path in (tmp_path / "data.shards").glob("*.shard")}
     assert len(left) >= 4 and not (tmp_path / "data").exists()
     keep_shards(monkeypatch)
-    started = count_calls(monkeypatch, encode._Pool, "_start")
+    started = record_results(monkeypatch, Template, "start")
     prepare(recipe, tmp_path / "data", processes=processes)
     assert bool(started) == (processes > 1)
     assert contents(tmp_path / "data") == contents(tmp_path / "expected")

@@ -1,25 +1,23 @@
-"""Examples as ids, many at a time: rows of bytes that are written as they are, and a count of what does not fit.
+"""Tokenisation of whole files: blocks of text become shards, which hold ids as bytes and count the skipped lines.
 
-Blocks of the corpora become shards, by other processes if there are many; this module is the one that these run.
+Large texts are tokenised by child processes. Until the prepared data is complete its shards are kept in files, so that
+a preparation that was killed continues where it stopped.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
+import uuid
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
+from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,107 +26,127 @@ from regard.config import parse
 from regard.data.reader import LONG, LineCounter, Located
 from regard.data.tables import SOURCES, Corpora, LineBlock, Splitter
 from regard.errors import UserError, plural
+from regard.parallel.children import Child, Message, Template, Unpacker, Work, answer_requests, ordered_map, pack
 from regard.recipe import Data
 from regard.text.codec import Codec, Example, TextConfig
-from regard.text.tokenizer import Tokenizer, threads
+from regard.text.tokenizer import SWITCH, Tokenizer, threads
 
-BLOCK = 4 << 20  # bytes of text in a shard, about
-PAYS = 48 << 20  # bytes of text from which on other processes pay: they start in a second
-FORMAT = 2
+BLOCK_BYTES = 4 << 20  # approximate size of the text in a block
+MIN_PARALLEL_BYTES = 48 << 20  # child processes take a second to start, so they do not pay for less text
+FORMAT = 3  # of shards
 
-Header = dict[str, Any]  # what can be JSON
-
-
-class Message(NamedTuple):
-    """A part of the text that is to become a shard, or the shard."""
-
-    header: Header
-    parts: Sequence[bytes]
+Make = Callable[[Message], Message]
 
 
 class ShardMaker(Protocol):
-    """Turns parts of a text into shards. Its module can be run by other processes: it calls `serve`."""
-
-    module: str
+    """Tokenises blocks. The header of a block says where it comes from; its parts hold the text."""
 
     def settings(self) -> dict[str, Any]:
-        """All that a shard depends on beside the text, from which another process can make a maker that is equal."""
+        """Everything besides the block that a shard depends on, as JSON values."""
 
-    def make(self, request: Message) -> Message:
-        """Make a shard of a part of the text."""
+    def make(self, block: Message) -> Message:
+        """The shard of a block."""
+
+    @classmethod
+    def restore(cls, settings: dict[str, Any], codec: Codec) -> ShardMaker:
+        """An equal maker, in another process."""
 
 
 def shards_of(path: Path) -> Path:
-    """Where the shards are kept while data is prepared in `path`, so that the next one finds them if it is killed."""
+    """The directory of the shards while data is prepared in `path`. Preparing again after a kill finds it."""
     return path.with_name(path.name.removesuffix(".tmp") + ".shards")
 
 
 def codec_settings(codec: Codec) -> dict[str, Any]:
-    """The settings of a maker that say which codec it has."""
+    """The part of a maker's settings that identifies its codec."""
     tokenizers = "".join(tokenizer.to_json() for tokenizer in (codec.source, codec.target))
     digest = blake2b(tokenizers.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     return {"text": codec.config.model_dump(mode="json"), "tokenizers": digest}
 
 
 def make_shards(
-    maker: ShardMaker, requests: Iterable[Message], path: Path, processes: int, size: int
-) -> Iterator[tuple[Header, Message]]:
-    """The headers of all requests with their shards, in order; by up to `processes` processes, if `size` bytes pay.
+    maker: ShardMaker, blocks: Iterable[Message], path: Path, processes: int, size: int
+) -> Iterator[tuple[dict[str, Any], Message]]:
+    """Yield the header of each block with its shard, in order.
 
-    The codec was saved in `path`. Shards are kept beside it; of a single part of the text there is none.
+    Up to `processes` child processes tokenise if the text has at least MIN_PARALLEL_BYTES; `size` is its size. They
+    load the codec that was saved in `path`. Shards are stored next to it, unless the text is a single block.
     """
-    rest = iter(requests)
-    few = list(islice(rest, 2))
-    if len(few) < 2:
-        with threads():
-            yield from ((request.header, maker.make(request)) for request in few)
+    blocks = iter(blocks)
+    first = list(islice(blocks, 2))
+    if len(first) < 2:
+        yield from ((block.header, _make_here(maker, block)) for block in first)
         return
-    shards = shards_of(path)
-    shards.mkdir(parents=True, exist_ok=True)
-    settings = {"format": FORMAT, "module": maker.module, **maker.settings()}
-    parallel = size >= PAYS and processes > 1
-    pool = _Pool(maker.module, {**settings, "codec_at": str(path)}, processes) if parallel else None
+    name = f"{type(maker).__module__}:{type(maker).__qualname__}"
+    settings = {"format": FORMAT, "maker": name, **maker.settings()}
+    store = ShardStore(shards_of(path), settings)
+    blocks = chain(first, blocks)
+    if processes < 2 or size < MIN_PARALLEL_BYTES:
+        yield from map(partial(store.shard, partial(_make_here, maker)), blocks)
+    else:
+        processes = min(processes, 1 + size // BLOCK_BYTES)
+        yield from _make_in_children(store, {**settings, "codec_at": str(path)}, blocks, processes)
+
+
+def _make_here(maker: ShardMaker, block: Message) -> Message:
+    with threads():
+        return maker.make(block)
+
+
+def _make_in_children(
+    store: ShardStore, settings: dict[str, Any], blocks: Iterable[Message], processes: int
+) -> Iterator[tuple[dict[str, Any], Message]]:
+    name = "a process that turns text into tokens"
+    environment = {SWITCH: "false"}  # one thread in each child
+    template = Template(f"{__name__}:load_maker", settings, environment, name)
+    children: list[Child] = []
+
+    def kill() -> None:
+        for child in children:
+            child.kill()
+
     try:
-        yield from _in_order(maker, chain(few, rest), shards, settings, pool)
+        for _ in range(processes):
+            children.append(template.start({}, name))
+        workers = [partial(store.shard, partial(_ask, child)) for child in children]
+        yield from ordered_map(workers, blocks, stop=kill)
     finally:
-        if pool is not None:
-            pool.close()
+        for child in children:
+            child.close()
+        template.close()
 
 
-def _in_order(
-    maker: ShardMaker, requests: Iterator[Message], shards: Path, settings: dict[str, Any], pool: _Pool | None
-) -> Iterator[tuple[Header, Message]]:
-    key = blake2b(json.dumps(settings).encode(), digest_size=16).digest()
+def _ask(child: Child, block: Message) -> Message:
+    return child.ask(block.header, block.parts)
 
-    def make(request: Message) -> tuple[Header, Message]:
-        path = shards / f"{_hash(key, request)}.shard"
-        if (shard := _load(path)) is None:
-            if pool is None:
-                with threads():
-                    _save(maker.make(request), path)
-            else:
-                pool.make(request, path)
-            shard = _load(path)
-            if shard is None:
-                raise UserError(f"{path}: was removed or changed while it was needed")
-        return request.header, shard  # the text is needed no more
 
-    if pool is None:
-        yield from map(make, requests)
-        return
-    waiting: deque[Future[tuple[Header, Message]]] = deque()
-    with ThreadPoolExecutor(pool.processes) as executor:
-        try:
-            for request in requests:
-                waiting.append(executor.submit(make, request))
-                if len(waiting) > 2 * pool.processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-            pool.close()  # ends those that are waited for
+def load_maker(settings: dict[str, Any]) -> tuple[Work, dict[str, Any]]:
+    """Prepare a template whose children make shards."""
+    module, _, name = settings["maker"].partition(":")
+    codec = Codec.load(settings["codec_at"], parse(TextConfig, settings["text"], "text"))
+    maker: ShardMaker = getattr(import_module(module), name).restore(settings, codec)
+    return lambda channel, _: answer_requests(channel, maker.make), {}
+
+
+# Files
+
+
+class ShardStore:
+    """A directory of shards. The name of a file is a hash of the maker's settings and the block."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        self._directory = directory
+        self._key = blake2b(json.dumps(settings).encode(), digest_size=16).digest()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def shard(self, make: Make, block: Message) -> tuple[dict[str, Any], Message]:
+        """The header of a block, and its shard, which is made unless it is stored already."""
+        path = self._directory / f"{_hash(self._key, block)}.shard"
+        shard = _load(path)
+        if shard is None:
+            shard = make(block)
+            _save(shard, path)
+        return block.header, shard
 
 
 def _hash(key: bytes, message: Message) -> str:
@@ -139,145 +157,37 @@ def _hash(key: bytes, message: Message) -> str:
     return digest.hexdigest()
 
 
-# Files
-
-
 def _save(shard: Message, path: Path) -> None:
-    """Write a shard under another name first, so that a file of this name is complete."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    """Write a shard under a temporary name first, so that a file named `path` is complete."""
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("wb") as file:
-            _send(file, Message({"digest": _hash(b"", shard), "header": shard.header}, shard.parts))
+        temporary.write_bytes(pack(Message({"digest": _hash(b"", shard), "header": shard.header}, shard.parts)))
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise
+        raise UserError(f"{path}: cannot write: {error.strerror or error}") from None
 
 
 def _load(path: Path) -> Message | None:
-    """Read a shard; None if there is none, or not all of it (a machine may have stopped before it was on disk)."""
+    """Read a shard; None if there is none, or if it is damaged (its data may not have reached the disk)."""
     try:
-        with path.open("rb") as file:
-            saved = _receive(file)
-        if saved is None:
-            return None
+        [saved] = Unpacker().feed(path.read_bytes())
         shard = Message(saved.header["header"], saved.parts)
         return shard if _hash(b"", shard) == saved.header["digest"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _send(stream: Any, message: Message) -> None:
-    """Write a message: a line of JSON, and the bytes after it."""
-    sizes = [len(part) for part in message.parts]
-    stream.write(json.dumps({"sizes": sizes, "header": message.header}).encode() + b"\n")
-    stream.writelines(message.parts)
-    stream.flush()
-
-
-def _receive(stream: Any) -> Message | None:
-    """Read a message; None at the end, or if the process that wrote it was killed meanwhile."""
-    line = stream.readline()
-    if not line.endswith(b"\n"):
-        return None
-    header = json.loads(line)
-    parts = [stream.read(size) for size in header["sizes"]]
-    return Message(header["header"], parts) if [len(part) for part in parts] == header["sizes"] else None
-
-
-# Processes
-
-
-class _Pool:
-    """Processes that make shards, started when they are needed. They end with their input, so with this process."""
-
-    def __init__(self, module: str, settings: dict[str, Any], processes: int) -> None:
-        self.processes = processes
-        self._module = module
-        self._settings = Message(settings, ())
-        self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
-        for _ in range(processes):
-            self._idle.put(None)
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._closed = False
-
-    def make(self, request: Message, path: Path) -> None:
-        """Have a shard made; called by one thread for each process."""
-        process = self._idle.get()
-        try:
-            process = process or self._start()
-            assert process.stdin is not None and process.stdout is not None
-            _send(process.stdin, Message({"path": str(path), "request": request.header}, request.parts))
-            answer = _receive(process.stdout)
-        except (BrokenPipeError, ValueError):
-            answer = None
-        finally:
-            self._idle.put(process)
-        if answer is None:
-            raise UserError("a process that turns text into tokens has ended; perhaps memory ran out")
-        if error := answer.header["error"]:
-            raise UserError(error)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise BrokenPipeError
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, *sys.path]))
-        process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        self._started.append(process)
-        _send(process.stdin, self._settings)
-        return process
-
-    def close(self) -> None:
-        self._closed = True
-        for process in self._started:
-            process.kill()  # a shard is there or not; nothing is lost
-        for process in self._started:
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                with suppress(OSError):
-                    if stream is not None:
-                        stream.close()
-        self._started.clear()
-
-
-def serve(
-    restore: Callable[[dict[str, Any], Codec], ShardMaker], requests: BinaryIO | None = None, answers: Any = None
-) -> None:
-    """Make shards as asked for, until there are no more requests. `restore` makes the maker of settings and a codec."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides
-    requests, answers = requests or sys.stdin.buffer, answers or sys.stdout.buffer
-    settings = _receive(requests)
-    if settings is None:
-        return
-    text = parse(TextConfig, settings.header["text"], "text")
-    maker = restore(settings.header, Codec.load(settings.header["codec_at"], text))
-    while (message := _receive(requests)) is not None:
-        path, error = Path(message.header["path"]), ""
-        try:
-            _save(maker.make(Message(message.header["request"], message.parts)), path)
-        except UserError as problem:
-            error = str(problem)
-        except OSError as problem:
-            error = f"{path}: cannot write: {problem.strerror or problem}"
-        try:
-            _send(answers, Message({"error": error}, ()))
-        except BrokenPipeError:  # it was killed while it waited
-            os._exit(0)  # without a last attempt to write what is left
-
+# Rows
 
 SHORT = "too short"
 RATIO = "lengths too different"
-WORDS = 200_000  # in a cache
-LONGEST_WORD = 40  # characters of a word that is likely to come again
+MAX_CACHED_WORDS = 200_000
+MAX_CACHED_LENGTH = 40  # characters; longer words are unlikely to be repeated
 
 Numbers = NDArray[np.int64]
+Skip = Callable[[int, str, str], None]  # takes the position of an example, the reason and a detail
 
 
 def dtype_for(vocab: int) -> str:
@@ -286,18 +196,18 @@ def dtype_for(vocab: int) -> str:
 
 
 class TextEncoder:
-    """A tokenizer whose ids come as bytes. Words that came before are looked up, many times faster than the library.
+    """A tokenizer that returns ids as bytes and caches the ids of words, which is much faster than the library.
 
-    In the schemes with words no token crosses the space in front of a word, so a text whose words are separated by
-    single spaces has the tokens of its words.
+    In the schemes bpe, unigram and word, no token crosses the boundary in front of a space. If single spaces separate
+    the words of a text, its tokens are therefore the tokens of its words.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:
         self._tokenizer = tokenizer
         self._code = "H" if dtype == "uint16" else "I"
         self._has_words = type(tokenizer) is Tokenizer and tokenizer.scheme.split(":")[0] in ("bpe", "unigram", "word")
-        self._first: dict[str, bytes] = {}  # of words at the start of a text
-        self._later: dict[str, bytes] = {}  # of words after a space
+        self._first: dict[str, bytes] = {}  # ids of words at the start of a text
+        self._later: dict[str, bytes] = {}  # ids of words after a space
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         if not self._has_words:
@@ -305,13 +215,13 @@ class TextEncoder:
         rows = [self._look_up(text) for text in texts]
         missing = [index for index, row in enumerate(rows) if row is None]
         if missing:
-            self._learn([texts[index] for index in missing])
+            self._cache_words([texts[index] for index in missing])
             for index in missing:
                 rows[index] = self._look_up(texts[index])
             missing = [index for index in missing if rows[index] is None]
             for index, row in zip(missing, self._encode([texts[index] for index in missing]), strict=True):
                 rows[index] = row
-        return rows  # type: ignore[return-value]  # none is missing now
+        return rows  # type: ignore[return-value]  # no row is missing any more
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         return [self.pack(row) for row in self._tokenizer.encode(texts)] if texts else []
@@ -326,18 +236,18 @@ class TextEncoder:
         except KeyError:
             return None
 
-    def _learn(self, texts: Sequence[str]) -> None:
-        """Remember the words of texts that have the same tokens everywhere."""
+    def _cache_words(self, texts: Sequence[str]) -> None:
+        """Tokenise the new words of texts, except words whose tokens depend on what follows them."""
         first, later = set(), set()
         for text in texts:
             word, *words = text.split(" ")
             first.add(word)
             later.update(words)
         new = [
-            [word for word in words - known.keys() if len(word) <= LONGEST_WORD and _has_own_tokens(word)]
+            [word for word in words - known.keys() if len(word) <= MAX_CACHED_LENGTH and _has_own_tokens(word)]
             for words, known in ((first, self._first), (later, self._later))
         ]
-        if len(self._first) + len(self._later) + len(new[0]) + len(new[1]) > WORDS:
+        if len(self._first) + len(self._later) + len(new[0]) + len(new[1]) > MAX_CACHED_WORDS:
             self._first.clear()
             self._later.clear()
         rows = self._encode([*new[0], *(f" {word}" for word in new[1])])
@@ -346,13 +256,13 @@ class TextEncoder:
 
 
 def _has_own_tokens(word: str) -> bool:
-    """Whether no token of a word can reach into the next one, as white space at its end could; a line end does not."""
+    """Whether no token crosses the end of a word, as it could if the word ends in white space other than a line end."""
     text = word.removesuffix("\n")
     return word == "\n" or text.split() == [text]
 
 
 class Limits(NamedTuple):
-    """Which examples are kept, by their tokens."""
+    """Limits on the number of tokens of an example."""
 
     max_length: int
     min_length: int = 1
@@ -364,7 +274,7 @@ class Limits(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Examples as ids: the rows of each side one after the other, their lengths, and where the examples came from."""
+    """Examples as ids: the concatenated rows of each side, the lengths of the rows, the positions of the examples."""
 
     source: bytes
     target: bytes
@@ -374,10 +284,12 @@ class Rows(NamedTuple):
 
 
 class ExampleEncoder:
-    """Turns examples into rows. With `labels`, the target of an example is one of them, and its row their number."""
+    """Turns examples into rows. With `labels`, the target row of an example is the number of its label."""
 
     def __init__(self, codec: Codec, limits: Limits, labels: Sequence[str] = ()) -> None:
-        self.codec, self.limits, self.labels = codec, limits, tuple(labels)
+        self.codec = codec
+        self.limits = limits
+        self.labels = tuple(labels)
         self.dtype = {
             "source": dtype_for(codec.source_vocab),
             "target": dtype_for(len(labels) or codec.target_vocab),
@@ -387,28 +299,26 @@ class ExampleEncoder:
         self._label_rows = {label: self._target.pack([number]) for number, label in enumerate(labels)}
         self._around = tuple(self._source.pack(ids) for ids in codec.ids.around(codec.frame))
         self._end = self._target.pack([codec.ids.eos])
-        self._own = type(codec.source) is Tokenizer  # of a foreign one, an empty text may have tokens
-        self._features: dict[str, bytes] = {}  # what is before the text, by the column of features
+        self._is_ours = type(codec.source) is Tokenizer  # a foreign tokenizer may give tokens for an empty text
+        self._features: dict[str, bytes] = {}  # the ids in front of the text, by the features column
 
-    def encode(self, waiting: Sequence[Located], skip: Callable[[int, str, str], None]) -> tuple[Rows, Sequence[int]]:
-        """The rows of the examples that are kept, and their indices; the others are given to `skip`.
-
-        It gets the position, the reason and a detail.
-        """
-        examples = [located.example for located in waiting]
-        sources = self._sources(examples)
-        texts = [example.target or "" for example in examples]
-        targets = (
-            [self._label_rows[text] for text in texts]
-            if self.labels
-            else [row + self._end for row in self._target.encode(texts)]
-        )
-        source_lengths, target_lengths = self._lengths("source", sources), self._lengths("target", targets)
-        positions = np.fromiter((located.number for located in waiting), np.int64, len(waiting))
+    def encode(self, examples: Sequence[Located], skip: Skip) -> tuple[Rows, Sequence[int]]:
+        """The rows of the examples within the limits, and the indices of these examples; `skip` gets the others."""
+        sources = self._sources([located.example for located in examples])
+        texts = [located.example.target or "" for located in examples]
+        if self.labels:
+            targets = [self._label_rows[text] for text in texts]
+        else:
+            targets = [row + self._end for row in self._target.encode(texts)]
+        source_lengths = self._lengths("source", sources)
+        target_lengths = self._lengths("target", targets)
+        positions = np.fromiter((located.number for located in examples), np.int64, len(examples))
         kept = self._filter(source_lengths, target_lengths, positions, skip)
-        if len(kept) < len(waiting):
-            sources, targets = [sources[index] for index in kept], [targets[index] for index in kept]
-            source_lengths, target_lengths = source_lengths[kept], target_lengths[kept]
+        if len(kept) < len(examples):
+            sources = [sources[index] for index in kept]
+            targets = [targets[index] for index in kept]
+            source_lengths = source_lengths[kept]
+            target_lengths = target_lengths[kept]
             positions = positions[kept]
         return Rows(b"".join(sources), b"".join(targets), source_lengths, target_lengths, positions), kept
 
@@ -416,7 +326,7 @@ class ExampleEncoder:
         return np.fromiter(map(len, rows), np.int64, len(rows)) // np.dtype(self.dtype[side]).itemsize
 
     def _sources(self, examples: Sequence[Example]) -> list[bytes]:
-        if not self._own:
+        if not self._is_ours:
             return [self._source.pack(row) for row in self.codec.encode_source(examples)]
         before, after = self._around
         rows = self._source.encode([example.source for example in examples])
@@ -428,45 +338,42 @@ class ExampleEncoder:
     def _before(self, features: str) -> bytes:
         row = self._features.get(features)
         if row is None:
-            if len(self._features) > WORDS:
+            if len(self._features) > MAX_CACHED_WORDS:
                 self._features.clear()
             (ids,) = self.codec.encode_source([Example("", None, features)])
             row = self._features[features] = self._source.pack(ids).removesuffix(self._around[1])
         return row
 
-    def _filter(
-        self, sources: Numbers, targets: Numbers, positions: Numbers, skip: Callable[[int, str, str], None]
-    ) -> Sequence[int]:
-        """The indices of those that are within the limits."""
-        most, least, ratio = self.limits
-        longest = np.maximum(sources, targets) - 1  # the end token is not the user's
-        bad = longest > most
-        # without special tokens
-        own = sources - int(self._lengths("source", self._around).sum())
-        pair = (own, own) if self.labels else (own, targets - 1)
-        shorter, longer = np.minimum(*pair), np.maximum(*pair)
-        bad |= shorter < (least if least > 1 else 0)
-        if ratio is not None:
-            bad |= longer > ratio * shorter
+    def _filter(self, sources: Numbers, targets: Numbers, positions: Numbers, skip: Skip) -> Sequence[int]:
+        """The indices of the examples within the limits."""
+        max_length, min_length, max_ratio = self.limits
+        longest = np.maximum(sources, targets) - 1  # the end token does not count
+        source_text = sources - int(self._lengths("source", self._around).sum())
+        target_text = source_text if self.labels else targets - 1
+        shorter = np.minimum(source_text, target_text)
+        longer = np.maximum(source_text, target_text)
+        bad = (longest > max_length) | (shorter < (min_length if min_length > 1 else 0))
+        if max_ratio is not None:
+            bad |= longer > max_ratio * shorter
         if not bad.any():
             return range(len(sources))
         for index in np.flatnonzero(bad).tolist():
             position = int(positions[index])
-            if longest[index] > most:
-                skip(position, LONG, f"{plural(longest[index], 'token')}; data.max_length is {most:,}")
-            elif shorter[index] < least:
-                skip(position, SHORT, f"{plural(shorter[index], 'token')}; data.min_length is {least:,}")
+            if longest[index] > max_length:
+                skip(position, LONG, f"{plural(longest[index], 'token')}; data.max_length is {max_length:,}")
+            elif shorter[index] < min_length:
+                skip(position, SHORT, f"{plural(shorter[index], 'token')}; data.min_length is {min_length:,}")
             else:
                 lengths = f"{plural(longer[index], 'token')} and {shorter[index]:,}"
-                skip(position, RATIO, f"{lengths}; data.max_ratio is {ratio}")
+                skip(position, RATIO, f"{lengths}; data.max_ratio is {max_ratio}")
         return np.flatnonzero(~bad).tolist()
 
 
-# Blocks
+# Blocks of pairs and labelled texts
 
 
 class EncodedBlock(NamedTuple):
-    """A block as ids: what is for training, what was held out, as examples too, and the count of its lines."""
+    """The shard of a block: rows for training and validation, the validation examples, and the line counts."""
 
     train: Rows
     valid: Rows
@@ -474,52 +381,48 @@ class EncodedBlock(NamedTuple):
     counts: dict[str, Any]
 
     def message(self) -> Message:
-        parts = [
-            part
-            for rows in (self.train, self.valid)
-            for part in (rows.source, rows.target, *(each.tobytes() for each in rows[2:]))
-        ]
+        parts: list[bytes] = []
+        for rows in (self.train, self.valid):
+            parts += [rows.source, rows.target, *(numbers.tobytes() for numbers in rows[2:])]
         return Message({"examples": self.examples, "counts": self.counts}, parts)
 
     @classmethod
     def of(cls, message: Message) -> EncodedBlock:
-        parts = message.parts
         train, valid = (
             Rows(source, target, *(np.frombuffer(each, np.int64) for each in numbers))
-            for source, target, *numbers in (parts[:5], parts[5:])
+            for source, target, *numbers in (message.parts[:5], message.parts[5:])
         )
         return cls(train, valid, [Example(*row) for row in message.header["examples"]], message.header["counts"])
 
 
 class BlockEncoder:
-    """Reads a block, holds out what is for validation, and makes a shard of it."""
-
-    module = "regard.data.encode"
+    """Parses the lines of a block, separates the held-out examples, and tokenises both parts."""
 
     def __init__(self, corpora: Corpora, encoder: ExampleEncoder, splitter: Splitter | None, strict: bool) -> None:
-        self.corpora, self.encoder, self.splitter, self.strict = corpora, encoder, splitter, strict
+        self.corpora = corpora
+        self.encoder = encoder
+        self.splitter = splitter
+        self.strict = strict
 
     def encode_all(self, path: Path, processes: int) -> Iterator[EncodedBlock]:
-        """All blocks as ids, in order, by up to so many processes; the codec was saved in `path`."""
-        requests = map(_request, self.corpora.blocks(BLOCK))
-        for _, shard in make_shards(self, requests, path, processes, self.corpora.text_size):
+        """Yield all blocks in order, encoded; see `make_shards` for `path` and `processes`."""
+        blocks = map(_block_message, self.corpora.blocks(BLOCK_BYTES))
+        for _, shard in make_shards(self, blocks, path, processes, self.corpora.text_size):
             yield EncodedBlock.of(shard)
 
-    def make(self, request: Message) -> Message:
-        """Make the shard that holds a block as ids."""
-        *texts, mask = request.parts
-        duplicates = np.frombuffer(mask, np.bool_) if request.header["marked"] else None
-        return self.encode(
-            LineBlock(request.header["part"], (request.header["first"], tuple(texts)), duplicates)
-        ).message()
+    def make(self, block: Message) -> Message:
+        *texts, mask = block.parts
+        duplicates = np.frombuffer(mask, np.bool_) if block.header["marked"] else None
+        lines = LineBlock(block.header["part"], (block.header["first"], tuple(texts)), duplicates)
+        return self.encode(lines).message()
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         counter = LineCounter(self.strict)
         train: list[Located] = []
         valid: list[Located] = []
-        held_out = self.splitter.held_out if self.splitter else lambda source: False
         for located in self.corpora.read_block(block, counter):
-            (valid if held_out(located.example.source) else train).append(located)
+            held_out = self.splitter is not None and self.splitter.held_out(located.example.source)
+            (valid if held_out else train).append(located)
         skipped: list[tuple[int, str, str]] = []
         train_rows, _ = self.encoder.encode(train, lambda *skip: skipped.append(skip))
         valid_rows, kept = self.encoder.encode(valid, lambda *skip: skipped.append(skip))
@@ -536,13 +439,10 @@ class BlockEncoder:
             "held_out": chosen and [[checksum, digest.hex()] for checksum, digest in chosen],
             "strict": self.strict,
             "parts": [[type(part).__name__, *part] for part in self.corpora.parts],
-            # Of these a block has the numbers alone, not the text.
-            "row_groups": [_stamp(part.paths[0]) for part in self.corpora.parts if not part.in_blocks],
         }
 
     @classmethod
     def restore(cls, settings: dict[str, Any], codec: Codec) -> BlockEncoder:
-        """The encoder that settings describe."""
         parts = []
         for kind, *fields in settings["parts"]:
             fields = [tuple(field) if isinstance(field, list) else field for field in fields]
@@ -556,17 +456,8 @@ class BlockEncoder:
         return cls(corpora, encoder, splitter, settings["strict"])
 
 
-def _request(block: LineBlock) -> Message:
+def _block_message(block: LineBlock) -> Message:
     first, texts = block.chunk
     mask = b"" if block.duplicates is None else block.duplicates.tobytes()
     header = {"part": block.part, "first": first, "marked": block.duplicates is not None}
     return Message(header, (*texts, mask))
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    state = os.stat(path)
-    return state.st_size, state.st_mtime_ns
-
-
-if __name__ == "__main__":
-    serve(BlockEncoder.restore)

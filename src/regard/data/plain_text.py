@@ -16,11 +16,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.data.encode import BLOCK, Message, TextEncoder, codec_settings, dtype_for, make_shards, serve
+from regard.data.encode import BLOCK_BYTES, TextEncoder, codec_settings, dtype_for, make_shards
 from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_bytes
 from regard.data.store import Flat, Row, append
 from regard.data.tables import Corpora, named_columns, open_table
 from regard.errors import UserError, plural
+from regard.parallel.children import Message
 from regard.recipe import Recipe
 from regard.tasks import TASKS
 from regard.text.codec import Codec
@@ -206,7 +207,7 @@ def _requests(parts: Iterator[Part]) -> Iterator[Message]:
         for piece, *_ in same:
             pieces.append(piece.encode())
             size, characters = size + len(pieces[-1]), characters + len(piece)
-            if size >= BLOCK:
+            if size >= BLOCK_BYTES:
                 yield _request(pieces, characters, held_out, corpus)
                 pieces, size, characters = [], 0, 0
         if pieces:
@@ -221,8 +222,6 @@ def _request(pieces: Sequence[bytes], characters: int, held_out: bool, corpus: i
 
 class PieceEncoder:
     """Makes shards of pieces: their ids, one after the other."""
-
-    module = "regard.data.plain_text"
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -329,7 +328,3 @@ def tokenize_text(pieces: Sequence[str], tokenizer: Tokenizer, name: str) -> Tok
     first = np.asarray([tokenizer.ids.eos], np.uint32)
     tokens, characters = (np.asarray(list(map(len, x)), np.int64) for x in (rows, pieces))
     return TokenizedText(np.concatenate([first, *rows]), tokens, characters)
-
-
-if __name__ == "__main__":
-    serve(PieceEncoder.restore)

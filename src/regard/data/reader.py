@@ -326,11 +326,6 @@ class Source(NamedTuple):
         return self.names or tuple(map(shown, self.paths))
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether a chunk is its text; else it says where that is."""
-        return True
-
-    @property
     def parts(self) -> tuple[Source, ...]:
         return (self,)
 

@@ -153,10 +153,6 @@ class ParquetSource(JsonlSource):
                     f"those to read with --set column_names=[...], in the order {','.join(self.columns)}"
                 )
 
-    @property
-    def in_blocks(self) -> bool:
-        return False
-
     def hint(self, counter: LineCounter) -> str:
         return ""
 
