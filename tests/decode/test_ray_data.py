@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.decode.ray_data import answer_shards
-from regard.decode.sharded_output import ShardDirectory
+from regard.decode.sharded_output import ShardDirectory, answer_on_ray
 from regard.errors import UserError
 from toykit import call, toy_words
 
@@ -33,7 +32,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest
         ShardDirectory.begin(tmp_path / "out", str(tmp_path / "in"), 1, {}) as directory,
         pytest.raises(UserError, match=r"--ray needs ray, which is not installed.*\n.*\[ray\]"),
     ):
-        answer_shards(directory, lambda: lambda lines: ({}, ""), "local", None, 1, 0)
+        answer_on_ray(directory, lambda: lambda lines: ({}, ""), "local", None, 1, 0)
 
 
 @pytest.mark.slow

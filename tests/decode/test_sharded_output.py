@@ -41,7 +41,7 @@ def expected(file: Path) -> bytes:
 @pytest.mark.parametrize("seed", range(12))
 def test_shards_are_the_lines_of_the_file(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr("regard.decode.sharded_output.CHUNK", draw.choice([1, 7, 1 << 20]))
+    monkeypatch.setattr("regard.decode.sharded_output.CHUNK_BYTES", draw.choice([1, 7, 1 << 20]))
     file, data = tmp_path / "in.txt", text_of(draw, draw.randint(0, 60))
     file.write_bytes(gzip.compress(data) if seed % 2 else data)
     with ShardDirectory.begin(tmp_path / "out", str(file), draw.randint(1, 9), {}) as directory:
@@ -311,7 +311,7 @@ def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path: Path) -> None
 
 
 def test_two_of_the_same_command_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.sharded_output.ENDING", 0.3)
+    monkeypatch.setattr("regard.decode.sharded_output.LOCK_SECONDS", 0.3)
     file = file_of(tmp_path, 8)
     with (
         ShardDirectory.begin(tmp_path / "out", str(file), 3, {}),
@@ -329,7 +329,7 @@ def test_paths_that_cannot_work(tmp_path: Path) -> None:
         (tmp_path / "out", str(pipe), "is not a plain file, and cannot be read again"),
         (tmp_path / "out", "-", "standard input cannot be read again"),
         (tmp_path / "no/out", str(file), "there is no directory"),
-        (file, str(file), "is the input too"),
+        (file, str(file), "is also the input"),
         (tmp_path, str(file), "is not a plain file"),
         (pipe, str(file), "is not a plain file"),
         (tmp_path / "out", str(tmp_path / "missing"), "no such file"),

@@ -19,7 +19,7 @@ from regard.cli.lines import GenerateJob, LineAnswerer, add_counts
 from regard.cli.decoding import ENGINES
 from regard.cli.input import InputLines
 from regard.cli.tables import message
-from regard.decode.sharded_output import Answer, ShardDirectory
+from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
 from regard.errors import UserError, plural
 from regard.files import read_manifest
 from regard.run import READ
@@ -106,12 +106,10 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
 
 def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> None:
     """Let actors answer the shards; each machine has the run and the files at the same paths."""
-    from regard.decode.ray_data import answer_shards  # an optional dependency
-
     runs = tuple(str(Path(run).resolve()) for run in asked.runs)
     job = replace(asked, runs=runs, path=str(Path(asked.file).resolve()), workers=1)
     gpus = int(asked.device.startswith("cuda"))
-    answer_shards(directory, partial(_open_answer, job), address, asked.workers, asked.threads or 1, gpus)
+    answer_on_ray(directory, partial(_open_answer, job), address, asked.workers, asked.threads or 1, gpus)
 
 
 def _open_answer(job: GenerateJob) -> Answer:

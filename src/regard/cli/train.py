@@ -10,8 +10,8 @@ import typer
 
 from regard.cli.input import Set, field_options, with_options
 from regard.cli.tables import message, print_table
-from regard.decode.ray_data import NoCluster
 from regard.errors import UserError
+from regard.parallel.ray_cluster import NoCluster
 from regard.presets import changed_recipe
 from regard.recipe import Data, Recipe, Text, Train, load_recipe
 from regard.training.fit import fit

@@ -1,22 +1,30 @@
-"""Output in shards: a file of lines answered part by part, by any number of processes, and resumed after any kill.
+"""Sharded output: the lines of a file are answered shard by shard, by any number of processes; a kill loses no shard.
 
-Next to the output, `OUT.shards` holds `command.json`, which says whose state it is and where the shards of the input
-begin, and a file for each shard that is done: complete, or not there. A process claims a shard by a lock, which the
-kernel takes away when the process ends, however it ends. Where a file system has no locks a shard may be answered
-twice, with the same result. When all shards are there they are joined, and the directory is removed: it is renamed
-first, so that nobody finds a part of it, and what a kill leaves of it is removed by the next command.
+The directory `OUT.shards` next to the output holds the state: `command.json` describes the command and the offsets of
+the shards in the input, and each finished shard is a complete file. A process claims a shard with a lock, which the
+kernel releases when the process ends. On a file system without locks, two processes may answer the same shard, with the
+same result. When all shards are finished, they are joined and the directory is removed. It is renamed first, so that no
+process sees it half removed; if the removal is interrupted, the next command completes it.
+
+With Ray Data, actors on the machines of a cluster answer the shards. Each actor loads the runs once, reads the input
+and writes shards itself, so all machines need the same file system paths. If an actor dies, Ray restarts it and
+reassigns its shard.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -25,93 +33,97 @@ import numpy as np
 from regard.data.reader import STDIN, Line, lines_of, open_bytes
 from regard.errors import UserError, plural
 from regard.files import LockHeld, hold_lock, read_json, remove, replace_file, sync, write_json
+from regard.parallel.ray_cluster import connected
 
 FORMAT = 1
 COMMAND, LOCK, JOINED = "command.json", "lock", "joined"
-DISCARDED = ".done"  # ends the name of a state that is being removed
-REMAINS = re.compile(rf"\d{{6,}}\.(shard|lock)|{JOINED}|{LOCK}|.*\.tmp")  # what a state may have without its command
-CHUNK = 1 << 20
-POLL = 0.2  # seconds between two looks at shards that others have claimed
-ENDING = 5.0  # seconds that the workers of a killed process may take to end, and to give up its lock
-NAMED = 3  # differences that are named
+DISCARDED = ".done"  # suffix of a state directory that is being removed
+REMAINS = re.compile(rf"\d{{6,}}\.(shard|lock)|{JOINED}|{LOCK}|.*\.tmp")  # files of a state without its command
+CHUNK_BYTES = 1 << 20
+POLL_SECONDS = 0.2  # between two attempts to claim a shard that another process holds
+LOCK_SECONDS = 5.0  # wait for the lock of a killed process, whose workers may still be exiting
+MAX_DIFFERENCES = 3  # shown in an error
 
-Counts = dict[str, Any]  # about the lines of a shard, as JSON
-Answer = Callable[[Iterable[Line]], tuple[Counts, str]]  # what is done with a shard: lines -> counts, output
+Counts = dict[str, Any]  # statistics of the lines of a shard, as JSON
+Answer = Callable[[Iterable[Line]], tuple[Counts, str]]  # lines of a shard -> counts, output
 
 
 class Shard(NamedTuple):
-    """Some lines of the input: where they are, and the number of the first."""
+    """A range of lines of the input."""
 
     number: int
-    first: int
-    offset: int  # in bytes, unpacked
+    first: int  # line number
+    offset: int  # in bytes, decompressed
     size: int
 
 
 class Input(NamedTuple):
-    """The input as it was read: what identifies it, and where its shards begin and the last one ends."""
+    """The input: its hash, the lines per shard, the offset of each shard and of the end."""
 
     sha256: str
-    lines: int  # of a shard
+    lines: int
     offsets: list[int]
 
     @classmethod
     def scan(cls, path: str, lines: int) -> Input:
-        """Read a file once."""
-        digest, offsets, size, ends = hashlib.sha256(), [0], 0, 0
+        """Read the whole file once."""
+        digest = hashlib.sha256()
+        offsets = [0]
+        size = ends = 0
         with open_bytes(path) as stream:
-            while chunk := stream.read(CHUNK):
+            while chunk := stream.read(CHUNK_BYTES):
                 digest.update(chunk)
                 ends_N = size + 1 + np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
                 offsets += ends_N[lines - 1 - ends % lines :: lines].tolist()
-                size, ends = size + len(chunk), ends + len(ends_N)
+                size += len(chunk)
+                ends += len(ends_N)
         return cls(digest.hexdigest(), lines, offsets if offsets[-1] == size else [*offsets, size])
 
     @property
     def shards(self) -> list[Shard]:
-        starts, stops = self.offsets[:-1], self.offsets[1:]
         return [
             Shard(number, 1 + number * self.lines, start, stop - start)
-            for number, (start, stop) in enumerate(zip(starts, stops, strict=True))
+            for number, (start, stop) in enumerate(pairwise(self.offsets))
         ]
 
 
 class ShardDirectory:
-    """The state of one command, as one process sees it; a context manager that closes the input."""
+    """The state of one command, opened by one process; a context manager that closes the input."""
 
     def __init__(self, out: Path) -> None:
-        """Open what `begin` has made."""
-        self.out, self.path = out, state_of(out)
+        """Open a state that `begin` has created."""
+        self.out = out
+        self.path = state_of(out)
         saved = read_json(self.path / COMMAND)
         self.file: str = saved["file"]
         self.shards = Input(**saved["input"]).shards
         self._stack = ExitStack()
         self._stream: BinaryIO | None = None
-        self._at = 0  # bytes of it that were read, or are about to be
-        self._scanned: tuple[int, int] | None = None  # the state of the input, if this process has scanned it
+        self._position = 0  # in the stream
+        self._scanned: tuple[int, int] | None = None  # size and time of the input when this process scanned it
 
     @classmethod
     @contextmanager
     def begin(cls, out: Path, file: str, lines: int, command: Mapping[str, Any]) -> Iterator[Self]:
-        """Begin a command, or go on with it if it was interrupted; it is locked until the end.
+        """Begin a command, or continue an interrupted one; the state is locked until the end of the context.
 
-        `lines` make a shard. `command` is all that the output depends on, beside the input, as JSON; the state of
-        another command is refused.
+        `lines` is the size of a shard. `command` (JSON) is everything the output depends on except the input. The state
+        of a different command is refused.
         """
         path = state_of(out)
         _check_paths(out, file)
-        scanned = _state(file)
-        found = Input.scan(file, lines)
-        saved = {"format": FORMAT, "file": str(Path(file).resolve()), "command": command, "input": found._asdict()}
-        wanted = json.loads(json.dumps(saved))
+        scanned = _size_and_time(file)
+        source = Input.scan(file, lines)._asdict()
+        state = {"format": FORMAT, "file": str(Path(file).resolve()), "command": command, "input": source}
+        state = json.loads(json.dumps(state))
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"{path}: cannot make this directory: {error.strerror}") from None
         with _locked(path):
-            shutil.rmtree(_discarded(path), ignore_errors=True)  # of a command that was killed when all was done
-            _require_same(path, wanted)
-            write_json(path / COMMAND, wanted)
+            shutil.rmtree(_discarded(path), ignore_errors=True)  # of a finished command that was killed at its end
+            _require_same(path, state)
+            write_json(path / COMMAND, state)
             with cls(out) as directory:
                 directory._scanned = scanned
                 yield directory
@@ -123,27 +135,28 @@ class ShardDirectory:
         self._stack.close()
 
     def missing(self) -> list[Shard]:
-        """Shards that are not done."""
+        """Shards that are not finished."""
         return [shard for shard in self.shards if not self._file(shard).exists()]
 
     def work(self, answer: Answer, rank: int = 0, ranks: int = 1) -> None:
-        """Answer shards until there are none to claim; the first rank waits for those of others, and takes over.
+        """Answer shards until no more can be claimed.
 
-        Each begins with every `ranks`-th shard, then goes on with what others have left.
+        Each rank starts with every `ranks`-th shard and continues with the remaining ones. The first rank waits for
+        shards that other processes hold, and answers them if those processes die.
         """
         try:
-            left = sorted(self.missing(), key=lambda shard: (shard.number - rank) % ranks)
-            while left := [shard for shard in left if not self.answer(shard, answer)]:
+            missing = sorted(self.missing(), key=lambda shard: (shard.number - rank) % ranks)
+            while missing := [shard for shard in missing if not self.answer(shard, answer)]:
                 if rank:
                     return
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
         except UserError:
-            if rank and not self.path.exists():  # all was done, and joined meanwhile
+            if rank and not self.path.exists():  # all shards were finished and joined in the meantime
                 return
             raise
 
     def answer(self, shard: Shard, answer: Answer) -> bool:
-        """Answer a shard -> whether it is done: not if another process has claimed it."""
+        """Answer a shard -> whether it is finished; it is not if another process has claimed it."""
         file = self._file(shard)
         if file.exists():
             return True
@@ -156,26 +169,30 @@ class ShardDirectory:
         return True
 
     def _write(self, file: Path, counts: Counts, text: str) -> None:
-        """A line of JSON, then the output; text that is no UTF-8 is replaced, as on stdout."""
+        """Write a line of JSON, then the output; lone surrogates are replaced, as on stdout."""
         output = text.encode("utf-8", "replace")
         header = json.dumps({"bytes": len(output), "counts": counts}).encode()
         replace_file(file, lambda temporary: temporary.write_bytes(header + b"\n" + output))
 
     def _lines(self, shard: Shard) -> Iterator[Line]:
-        """The lines of a shard; the input stays open, for in packed data the way back to a place is long."""
-        if self._stream is None or (self._at > shard.offset and not self._stream.seekable()):
+        """The lines of a shard. The input stays open: seeking back in compressed data means reading it again."""
+        if self._stream is None or (self._position > shard.offset and not self._stream.seekable()):
             self._stack.close()
-            self._stream, self._at = self._stack.enter_context(open_bytes(self.file)), 0
+            self._stream = self._stack.enter_context(open_bytes(self.file))
+            self._position = 0
         if self._stream.seekable():
             self._stream.seek(shard.offset)
         else:
-            while self._at < shard.offset and (skipped := self._stream.read(min(CHUNK, shard.offset - self._at))):
-                self._at += len(skipped)
-        self._at = shard.offset + shard.size
+            while (distance := shard.offset - self._position) > 0:
+                skipped = self._stream.read(min(CHUNK_BYTES, distance))
+                if not skipped:
+                    break
+                self._position += len(skipped)
+        self._position = shard.offset + shard.size
         return lines_of(self._stream, shard.first, shard.size)
 
     def join(self) -> list[Counts]:
-        """Write the output and remove the state -> the counts of the shards, in order."""
+        """Write the output, then remove the state -> the counts of the shards, in order."""
         counts: list[Counts] = []
         joined = self.path / JOINED
         try:
@@ -186,18 +203,18 @@ class ShardDirectory:
             self._require_unchanged()
             os.replace(joined, self.out)
         except OSError as error:
-            again = "the shards are kept; the same command goes on from there"
-            raise UserError(f"{self.out}: cannot write: {error.strerror or error}; {again}") from None
-        with suppress(OSError):  # not every file system can
+            advice = "the shards are kept; the same command continues from there"
+            raise UserError(f"{self.out}: cannot write: {error.strerror or error}; {advice}") from None
+        with suppress(OSError):  # some file systems cannot
             sync(self.out.parent)
         _discard(self.path)
         return counts
 
     def _require_unchanged(self) -> None:
-        """Refuse an output of two inputs; its shards are of no use."""
-        if self._scanned is not None and _state(self.file) != self._scanned:
+        """Discard the shards and raise an error if the input has changed since it was scanned."""
+        if self._scanned is not None and _size_and_time(self.file) != self._scanned:
             _discard(self.path)
-            raise UserError(f"{self.file}: has changed while it was read; start the command again, from the beginning")
+            raise UserError(f"{self.file}: has changed while it was read; run the command again, from the beginning")
 
     def _copy(self, file: Path, output: BinaryIO) -> Counts:
         with file.open("rb") as shard:
@@ -207,7 +224,7 @@ class ShardDirectory:
             except (ValueError, KeyError, TypeError):
                 raise _broken(file) from None
             before = output.tell()
-            shutil.copyfileobj(shard, output, CHUNK)
+            shutil.copyfileobj(shard, output, CHUNK_BYTES)
             if output.tell() - before != size:
                 raise _broken(file)
         return counts
@@ -217,7 +234,7 @@ class ShardDirectory:
 
 
 def state_of(out: Path) -> Path:
-    """The directory that holds the state of an output."""
+    """The state directory of an output."""
     return out.with_name(out.name + ".shards")
 
 
@@ -226,41 +243,41 @@ def _discarded(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Remove a state; under another name, for a part of it would look like another one, and late ranks add to it."""
+    """Rename a state, then remove it: late ranks must not add shards to a directory that is being removed."""
     discarded = _discarded(path)
     shutil.rmtree(discarded, ignore_errors=True)
     try:
         os.rename(path, discarded)
-    except OSError:  # a file system or system that cannot: what a kill leaves then is removed by `_require_same`
+    except OSError:  # not possible on this system; `_require_same` handles an incomplete removal
         discarded = path
     shutil.rmtree(discarded, ignore_errors=True)
 
 
-def _state(file: str) -> tuple[int, int]:
+def _size_and_time(file: str) -> tuple[int, int]:
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
 
 
 def _check_paths(out: Path, file: str) -> None:
     if file == STDIN:
-        raise UserError("--out: standard input cannot be read again when the command goes on; name a file")
+        raise UserError("--out: standard input cannot be read again when the command continues; name a file")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
     if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
-        raise UserError(f"--out: {file} is not a plain file, and cannot be read again when the command goes on")
-    with open_bytes(file):  # a UserError says what is wrong with it
+        raise UserError(f"--out: {file} is not a plain file, and cannot be read again when the command continues")
+    with open_bytes(file):  # raises a UserError if it is not readable
         pass
     if out.exists():
         if not out.is_file():
             raise UserError(f"--out {out}: is not a plain file; without --out the output goes to stdout")
         if os.path.samefile(out, file):
-            raise UserError(f"--out {out}: is the input too; name another file")
+            raise UserError(f"--out {out}: is also the input; name another file")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on a command; a process that was killed a moment ago may have workers that still end."""
-    deadline = time.monotonic() + ENDING
+    """Hold the lock of a state; the workers of a process that was just killed may hold it for a moment."""
+    deadline = time.monotonic() + LOCK_SECONDS
     with ExitStack() as stack:
         while True:
             try:
@@ -269,35 +286,39 @@ def _locked(path: Path) -> Iterator[None]:
             except LockHeld:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
         yield
 
 
-def _require_same(path: Path, wanted: dict[str, Any]) -> None:
-    """Refuse the state of another command, and a directory that is something else."""
+def _require_same(path: Path, state: dict[str, Any]) -> None:
+    """Refuse the state of a different command, and a directory with foreign files."""
     if not (path / COMMAND).exists():
-        if others := sorted(x.name for x in path.iterdir() if not REMAINS.fullmatch(x.name)):
-            raise UserError(f"{path}: is needed for the state of this command, but has other files ({others[0]})")
-        for shard in path.glob("*.shard"):  # the rest of a removal: nothing says what it answers
+        if foreign := sorted(x.name for x in path.iterdir() if not REMAINS.fullmatch(x.name)):
+            raise UserError(f"{path}: is needed for the state of this command, but has other files ({foreign[0]})")
+        for shard in path.glob("*.shard"):  # left by an incomplete removal: their command is unknown
             remove(shard)
         return
-    if next(path.glob("*.shard"), None) is None:  # it ended before anything was done: nothing can be lost
+    if next(path.glob("*.shard"), None) is None:  # no shard is finished, so nothing can be lost
         return
-    saved = read_json(path / COMMAND)
-    there, here = _flat(saved), _flat(wanted)
+    there, here = _flat(read_json(path / COMMAND)), _flat(state)
     if differences := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
-        shown = [f"{name}: {_shown(there, name)} there, {_shown(here, name)} now" for name in differences[:NAMED]]
-        more = [f"and {plural(len(differences) - NAMED, 'other difference')}"] if len(differences) > NAMED else []
-        advice = "finish that command, or remove the directory to begin anew"
-        raise UserError("\n  ".join([f"{path}: belongs to another command; {advice}", *shown, *more]))
+        lines = [f"{path}: belongs to another command; finish that command, or remove the directory to start over"]
+        for name in differences[:MAX_DIFFERENCES]:
+            lines.append(f"{name}: {_shown(there, name)} there, {_shown(here, name)} now")
+        if len(differences) > MAX_DIFFERENCES:
+            lines.append(f"and {plural(len(differences) - MAX_DIFFERENCES, 'other difference')}")
+        raise UserError("\n  ".join(lines))
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The values of nested objects by their dotted names, `offsets` aside, which follow from the input."""
+    """The values of nested objects by dotted name, without `offsets`, which follow from the input."""
     if not isinstance(value, dict):
         return {name: value}
-    items = ((f"{name}.{key}" if name else key, each) for key, each in value.items() if key != "offsets")
-    return {inner: found for key, each in items for inner, found in _flat(each, key).items()}
+    values: dict[str, Any] = {}
+    for key, each in value.items():
+        if key != "offsets":
+            values |= _flat(each, f"{name}.{key}" if name else key)
+    return values
 
 
 def _shown(values: dict[str, Any], name: str) -> str:
@@ -306,4 +327,72 @@ def _shown(values: dict[str, Any], name: str) -> str:
 
 
 def _broken(file: Path) -> UserError:
-    return UserError(f"{file}: is broken; remove it, and the same command makes it anew")
+    return UserError(f"{file}: is broken; remove it, and the same command writes it again")
+
+
+# Ray Data
+
+
+class ShardActor:
+    """A Ray actor that answers shards by number."""
+
+    def __init__(self, out: str, make: Callable[[], Answer]) -> None:
+        self.out = Path(out)
+        self.make = make
+
+    @cached_property
+    def opened(self) -> tuple[ShardDirectory, Answer]:
+        """Opened with the first shard, so that an error is reported as an error of that shard."""
+        return ShardDirectory(self.out), self.make()
+
+    def __call__(self, numbers: dict[str, Any]) -> dict[str, Any]:
+        """Answer shards -> the error message of each, or an empty text. Ray would report exceptions as tracebacks."""
+        return {"error": [self._error(int(number)) for number in numbers["number"]]}
+
+    def _error(self, number: int) -> str:
+        try:
+            directory, answer = self.opened
+            while not directory.answer(directory.shards[number], answer):
+                time.sleep(POLL_SECONDS)  # claimed by an actor of a killed driver, which exits soon
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def answer_on_ray(
+    directory: ShardDirectory, make: Callable[[], Answer], address: str, actors: int | None, cpus: int, gpus: int
+) -> None:
+    """Answer all missing shards with `actors` Ray actors, by default as many as the cluster has room for.
+
+    Each actor calls `make` once, and gets `cpus` processors and `gpus` GPUs. For `address` see `ray_cluster.connected`.
+    """
+    missing = directory.missing()
+    if not missing:
+        return
+    with connected(address) as ray:
+        data = import_module("ray.data")
+        count = min(len(missing), actors or _room(ray.cluster_resources(), cpus, gpus))
+        data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        numbers = [{"number": shard.number} for shard in missing]
+        # One block per shard: actors take whole blocks, and a block is repeated if its actor dies.
+        rows = data.from_items(numbers, override_num_blocks=len(numbers)).map_batches(
+            ShardActor,
+            fn_constructor_args=(str(directory.out), make),
+            batch_size=1,
+            compute=data.ActorPoolStrategy(size=count),
+            num_cpus=cpus,
+            num_gpus=gpus,
+        )
+        for row in rows.iter_rows():
+            if row["error"]:
+                raise UserError(row["error"])
+
+
+def _room(resources: dict[str, float], cpus: int, gpus: int) -> int:
+    """The number of actors that the cluster has room for."""
+    room = int(resources.get("GPU", 0)) // gpus if gpus else int(resources.get("CPU", 0)) // cpus
+    if not room:
+        need = "GPU" if gpus else f"{cpus} processors on it"
+        raise UserError(f"--ray: the cluster has no machine with a {need}; its resources are {resources}")
+    return room

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from regard.decode.ray_data import connected
 from regard.device import choose_device
 from regard.errors import UserError, missing_extra, plural
 from regard.parallel.cores import cores
+from regard.parallel.ray_cluster import connected
 from regard.recipe import Recipe
 from regard.training.report import Lines, Reporter
 from regard.training.sinks import with_sinks
