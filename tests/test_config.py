@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from regard.config import Config, PatchConfig, Stack, parse
-from regard.errors import UserError, closest, one_of
+from regard.errors import UserError
 from regard.presets import PRESETS, preset
+from regard.suggest import closest, one_of
 
 BOTH: dict[str, Any] = {"source_vocab": 10, "target_vocab": 10, "encoder": {}, "decoder": {}}
 ALONE: dict[str, Any] = {"decoder": None}

@@ -17,9 +17,10 @@ from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
 from regard.decode.request import Options
 from regard.device import choose_device
-from regard.errors import SYNONYMS, UserError, closest, is_out_of_memory, nearest, plural
+from regard.errors import UserError, is_out_of_memory, plural
 from regard.metrics import METRICS
 from regard.recipe import Data, Metric, Recipe, Text, Train, assign, load_recipe, read_recipe, setting_names
+from regard.suggest import closest, nearest, synonyms
 from regard.tasks import BOTH, TASKS
 from regard.text.tokenizer import LEARNED, SIMPLE, parse_scheme
 from toykit import call
@@ -33,7 +34,7 @@ def test_every_synonym_means_something_that_there_is():
     options |= {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
     known = FIELDS | set(VERBS) | set(TASKS) | {option.removeprefix("--").replace("-", "_") for option in options}
     values = {*METRICS, *(name for task in TASKS.values() for name in task.evaluation), *SIMPLE, *LEARNED, "cuda"}
-    assert set(SYNONYMS) - known - values == set()
+    assert set(synonyms()) - known - values == set()
 
 
 def test_no_synonym_is_a_setting_itself():

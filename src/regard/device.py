@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from regard.errors import UserError, closest
+from regard.errors import UserError
+from regard.suggest import closest
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 

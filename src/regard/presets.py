@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from regard.config import Config, parse
-from regard.errors import UserError, one_of, shown_value
+from regard.errors import UserError, shown_value
 from regard.recipe import Recipe, assign, put, recipe_tables, split_setting
 from regard.signatures import checked_call
+from regard.suggest import one_of
 
 Table = dict[str, Any]
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from regard.config import MAX_COUNT, Config, Count, Id, Rate, Stack, Value, parse
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, plural
+from regard.suggest import closest
 from regard.tasks import BOTH, TASKS, TaskName
 
 Column = Literal["source", "features", "target"]

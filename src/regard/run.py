@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from regard.batch import Pixels
 from regard.config import Config, Count, Id, Stack, Value, parse
-from regard.errors import UserError, nearest, plural
+from regard.errors import UserError, plural
 from regard.files import (
     MANIFEST,
     accept_files,
@@ -37,6 +37,7 @@ from regard.model import Model, allocate, on_meta
 from regard.nn.primitives import PackedWeights
 from regard.notebook import table
 from regard.recipe import Recipe, load_recipe, read_recipe
+from regard.suggest import nearest
 from regard.tasks import TASKS, Task, TaskName, infer_task
 from regard.text.codec import TOKENIZERS, Codec, TextConfig
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, cleandoc, signature
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from regard.errors import UserError, closest, explain
+from regard.errors import UserError
+from regard.suggest import closest, nearest, synonym
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -101,3 +103,43 @@ def mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserE
     """The mistakes in a value: one line for each, which names its key."""
     lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
     return UserError(f"{where}: " + "\n  ".join(["not valid", *lines]))
+
+
+def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
+    """A mistake that pydantic found in a value of this kind, as a line that names its key."""
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "value_error":
+        return f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
+    if item["type"] == "extra_forbidden":
+        for part in path[:-1]:
+            kind = _tables(kind).get(part, kind)
+        return f"{key}: no such key{_probable_key(kind, path[-1])} (known: {', '.join(sorted(kind.model_fields))})"
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    try:
+        given = repr(item["input"])[:80]
+    except (ValueError, RecursionError):  # Python shows no number of more than 4,300 digits
+        given = f"this {type(item['input']).__name__}"
+    if item["type"] in ("model_type", "dict_type"):
+        return f"{key or 'it'} must be a table of keys and values, not {given}"
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        return f"{key}: {given} is not known{closest(item['input'], allowed)} (allowed: {', '.join(allowed)})"
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, not {given}"
+
+
+def _probable_key(kind: type[BaseModel], word: str) -> str:
+    """A suggestion from the keys of a table or, failing that, from those of the tables in it."""
+    inner = {name: table.model_fields for name, table in _tables(kind).items()}
+    if one := synonym(word, [*kind.model_fields, *(f"{name}.{key}" for name in inner for key in inner[name])]):
+        return f"; did you mean {one!r}?"
+    near = nearest(word, [key for fields in inner.values() for key in fields])
+    keys = " and ".join(f"'{name}.{near}'" for name, fields in inner.items() if near in fields)
+    return closest(word, kind.model_fields) or (f"; did you mean {keys}?" if keys else "")
+
+
+def _tables(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The fields that are values themselves, with their types."""
+    types = {name: (field.annotation, *get_args(field.annotation)) for name, field in kind.model_fields.items()}
+    return {n: t for n, each in types.items() for t in each if hasattr(t, "model_fields")}

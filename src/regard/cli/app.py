@@ -22,7 +22,8 @@ import typer.main
 from regard import __version__
 from regard.cli import READER
 from regard.cli.tables import OutputClosed, flush
-from regard.errors import UserError, closest, is_out_of_memory, nearest, synonym
+from regard.errors import UserError, is_out_of_memory
+from regard.suggest import closest, nearest, synonym
 
 # The modules of this package that are verbs, each with the first sentence of its help.
 VERBS = {

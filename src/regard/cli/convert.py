@@ -10,9 +10,10 @@ from regard.cli.input import Json
 from regard.cli.tables import message, out_json, print_table
 from regard.convert import to_ctranslate2
 from regard.convert.hf import from_hf, to_hf
-from regard.errors import UserError, one_of
+from regard.errors import UserError
 from regard.inspect.live import PRECISIONS, write_live_page
 from regard.run import Run
+from regard.suggest import one_of
 from regard.text.codec import Example
 
 EXAMPLE = "regard convert runs/g2p g2p.html --to html"

@@ -14,8 +14,9 @@ from regard.cli.tables import message
 from regard.decode.engine import Engine, TorchEngine
 from regard.decode.request import Options
 from regard.device import usable_precision
-from regard.errors import UserError, one_of
+from regard.errors import UserError
 from regard.run import Run
+from regard.suggest import one_of
 
 SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
 FIELDS = {

@@ -13,11 +13,12 @@ from regard.cli.tables import at_terminal, message, out_json, print_table
 from regard.config import Config, parse
 from regard.cost.describe import Info, Workload, count_parameters, describe, duration, measure_rate, si
 from regard.cost.scaling import Hardware, Scaling, plan_scaling
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, plural
 from regard.model import on_meta
 from regard.presets import ABOUT, PRESETS, changed_recipe, model_without_data, preset
 from regard.recipe import Train, load_recipe, recipe_names, recipe_summary
 from regard.run import accept_run, closest_run, read_config, verify_run
+from regard.suggest import closest
 from regard.tasks import infer_task
 
 EXAMPLE = "regard info transformer-base --vocab 37000"

@@ -13,12 +13,13 @@ from regard.answers import unknown_remark
 from regard.cli.input import Device, OneThread, RunPath, open_runs
 from regard.cli.tables import message, out
 from regard.data.images import read_images
-from regard.errors import UserError, one_of, plural
+from regard.errors import UserError, plural
 from regard.files import replace_file
 from regard.inspect.live import live_page
 from regard.inspect.plots import draw_all_heads, draw_in_colour, draw_in_shades, draw_matrix, save
 from regard.inspect.trace import Trace, trace_image, trace_pair, trace_text
 from regard.run import Run, require_numbers
+from regard.suggest import one_of
 from regard.text.codec import Example
 
 EXAMPLE = "regard inspect runs/g2p hello -o hello.html"

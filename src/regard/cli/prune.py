@@ -11,12 +11,13 @@ import typer
 from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
 from regard.cli.tables import message, out_json, print_table
 from regard.data.reader import LineCounter
-from regard.errors import UserError, one_of
+from regard.errors import UserError
 from regard.inspect.inputs import describe_size, read_task_data
 from regard.inspect.plots import draw_lines
 from regard.inspect.plots import save as save_picture
 from regard.inspect.prune import Criterion, PruneAmount
 from regard.run import require_numbers
+from regard.suggest import one_of
 from regard.training.pruning import PruneReport, prune, save_pruned, split_data
 
 EXAMPLE = "regard prune runs/g2p runs/small --data train.tsv --heads 0.4 --greedy --by ablation --tune 1000"

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from regard.config import Activation, Config, Frame, SpecialIds, parse
 from regard.convert.table import Table
-from regard.errors import UserError, closest
+from regard.errors import UserError
 from regard.files import read_json
 from regard.presets import merge
+from regard.suggest import closest
 
 Json = dict[str, Any]
 T = TypeVar("T")

@@ -43,10 +43,11 @@ from regard.convert.table import Table, check_weights, expand, export_weights, i
 from regard.convert.tokenizers import has_tokenizer, id_tokenizer, read_tokenizers, write_tokenizers
 from regard.convert.transfo_xl import TRANSFO_XL
 from regard.convert.vit import IMAGE_PROCESSOR, VIT, image_processor, read_image_processor
-from regard.errors import UserError, closest, install, plural
+from regard.errors import UserError, install, plural
 from regard.files import replace_file, update_manifest, write_json
 from regard.model import Model, allocate, on_meta
 from regard.run import CHAT_TEMPLATE, Generation, Run, require_layers, weights_of
+from regard.suggest import closest
 from regard.tasks import BOTH
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer

@@ -14,8 +14,9 @@ from regard.batch import Pixels
 from regard.data.pairs import few
 from regard.data.reader import open_raw
 from regard.data.tables import Corpora, Splitter
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, plural
 from regard.recipe import Recipe
+from regard.suggest import closest
 from regard.text.learn import BaseText
 
 CHANNELS = (1, 3, 4)

@@ -32,8 +32,9 @@ from regard.data.reader import (
     is_jsonl,
     open_raw,
 )
-from regard.errors import UserError, closest, missing_extra, plural, shown_value
+from regard.errors import UserError, missing_extra, plural, shown_value
 from regard.recipe import Column
+from regard.suggest import closest
 
 PARQUET = (".parquet", ".pq")
 ROWS = 8192  # of a Parquet file read at a time

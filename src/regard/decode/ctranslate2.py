@@ -22,9 +22,10 @@ from regard.decode.hypothesis import (
 )
 from regard.decode.request import Options
 from regard.decode.search_inputs import UNBOUNDED, Preparer
-from regard.errors import UserError, one_of
+from regard.errors import UserError
 from regard.parallel.cores import cores
 from regard.run import Run
+from regard.suggest import one_of
 from regard.text.codec import Example
 
 SUPPORTED_OPTIONS = {

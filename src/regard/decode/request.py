@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from regard.config import Count, Value, parse
-from regard.errors import UserError, explain, synonym
+from regard.errors import UserError
 from regard.recipe import option
-from regard.signatures import checked_call
+from regard.signatures import checked_call, explain
+from regard.suggest import nearest
 from regard.text.codec import Example
 
 Utility = Literal["chrf", "bleu", "edit", "exact"]
@@ -311,7 +311,7 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
                 f"{key}: is the same for all requests: give it as an option (--{key.replace('_', '-')}); a request has"
                 f" {', '.join(fields)}"
             )
-        if near := synonym(key, missing) or next(iter(get_close_matches(key, missing, 1, MISSPELT)), None):
+        if near := nearest(key, missing, MISSPELT):
             raise UserError(f"{key}: no such key; did you mean {near!r}?")
     if "source" not in given:
         raise UserError(f"source: is required; a request has {', '.join(fields)}, and keys of your own")

@@ -16,7 +16,7 @@ from regard.data.reader import LONG, LineCounter, Source
 from regard.decode.encoder_only import classify, classify_images
 from regard.decode.engine import TorchEngine
 from regard.decode.request import Options, PhraseList, Whole
-from regard.errors import UserError, one_of
+from regard.errors import UserError
 from regard.evaluate.confusions import Unit, count_confusions
 from regard.evaluate.evaluator import (
     Evaluation,
@@ -37,6 +37,7 @@ from regard.evaluate.test_data import ParallelData, ParallelFiles, UnknownParts
 from regard.metrics import SAMPLES, MetricSettings
 from regard.recipe import Column
 from regard.run import Run
+from regard.suggest import one_of
 from regard.tasks import Reads
 from regard.text.codec import Example, UnknownTokens
 

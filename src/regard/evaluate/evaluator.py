@@ -15,7 +15,7 @@ from regard.decode.engine import Engine, TorchEngine
 from regard.decode.forced import overlong, score, score_text, scoring_context
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
-from regard.errors import UserError, one_of, plural
+from regard.errors import UserError, plural
 from regard.evaluate.confusions import Confusion
 from regard.metrics import (
     DEFAULTS,
@@ -37,6 +37,7 @@ from regard.metrics import (
 )
 from regard.notebook import table_of
 from regard.run import Run
+from regard.suggest import one_of
 from regard.text.codec import Example
 
 

@@ -21,9 +21,10 @@ from regard.data.images import LabelledImages, read_images
 from regard.data.objectives import image_batch, lm_batch, mask_every, masked_batch, text_ids
 from regard.data.plain_text import read_pieces
 from regard.data.reader import LineCounter, Source
-from regard.errors import UserError, one_of, plural
+from regard.errors import UserError, plural
 from regard.inspect.logit_lens import OutputNames
 from regard.run import Run
+from regard.suggest import one_of
 from regard.text.codec import Example
 from regard.text.direction import Direction, direction
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from regard.errors import UserError, closest, require_type, shown_value
+from regard.errors import UserError, require_type, shown_value
 from regard.signatures import checked_call
+from regard.suggest import closest
 
 Change = Callable[[Tensor], Tensor]
 

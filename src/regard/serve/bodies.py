@@ -8,8 +8,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from regard.decode.request import Options, Request
-from regard.errors import UserError, closest, explain
+from regard.errors import UserError
 from regard.serve.settings import MAX_INPUTS, MAX_TEXT
+from regard.signatures import explain
+from regard.suggest import closest
 
 MAX_LENGTH = 100_000  # output tokens
 # The most that a request may ask for, beside the work that it makes.

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
-from regard.errors import UserError, closest
+from regard.errors import UserError
 from regard.serve.bodies import (
     ClassifyBody,
     CompletionBody,
@@ -27,6 +27,7 @@ from regard.serve.queue import Group, Job, QueueFull
 from regard.serve.responses import EventStream, Refused, Reply, error_json, json_response
 from regard.serve.service import Service
 from regard.serve.settings import ServeSettings
+from regard.suggest import closest
 
 Answer = dict[str, Any]
 TRACED = 20  # hypotheses that cost about as much as recording all attention of one

@@ -16,8 +16,9 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from regard.config import MAX_TOKENS, SpecialIds
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, plural
 from regard.files import replace_file
+from regard.suggest import closest
 
 SIMPLE = ("char", "nfd", "space", "word", "byte")  # the tokens follow from the text
 LEARNED = ("bpe", "unigram")  # the tokens are learned, as many as asked for

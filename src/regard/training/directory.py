@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from regard.config import Config, to_toml
 from regard.data.prepare import Prepared, is_prepared
 from regard.device import usable_precision
-from regard.errors import UserError, closest, plural
+from regard.errors import UserError, plural
 from regard.files import (
     MANIFEST,
     hold_lock,
@@ -29,6 +29,7 @@ from regard.model import Model, on_meta
 from regard.nn.adapters import adaptable_layers, add_adapters
 from regard.recipe import Recipe, Text, Train
 from regard.run import CONFIG, HEADS, RECIPE, WEIGHTS, RunConfig, read_config, require_saved, saved_recipe, weights_of
+from regard.suggest import closest
 from regard.tasks import TASKS, infer_task
 from regard.text.codec import TOKENIZERS, Codec
 from regard.text.learn import BaseText

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from regard.errors import UserError, install, one_of
+from regard.errors import UserError, install
+from regard.suggest import one_of
 from regard.training.report import LOG, Event, Reporter, read_log
 
 TENSORBOARD = "tensorboard"  # the directory of its files, in that of the run
