@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser's driver
-import chromium
+from kit import chromium
 from regard.data.reader import LineCounter, Source
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toykit import call, small, spell, toy_words
+from kit.toy import call, small, spell, toy_words
 
 torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
 # Jobs in the background and those of nohup inherit these as ignored; some tests send them.

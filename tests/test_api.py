@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import regard
+from kit.toy import SMALL, call, small, strict_json
 from regard.decode.encoder_only import classify
 from regard.decode.request import BatchSettings, OptionSettings, ScoringSettings
 from regard.nn.cache import State
 from regard.recipe import Data, Recipe, Text, Train, assign
-from toykit import SMALL, call, small, strict_json
 
 
 def test_importing_is_light():

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.toy import SMALL, CliResult, call, small
 from regard.cli import demo
 from regard.config import Config, Stack
 from regard.recipe import Data, Text, Train
-from toykit import SMALL, CliResult, call, small
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

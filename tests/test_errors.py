@@ -13,6 +13,7 @@ import pytest
 import torch
 import typer
 
+from kit.toy import call
 from regard.cli.app import VERBS, app, load_verb
 from regard.config import Config, Stack
 from regard.decode.request import Options
@@ -23,7 +24,6 @@ from regard.recipe import Data, Metric, Recipe, Text, Train, assign, load_recipe
 from regard.suggest import closest, nearest, synonyms
 from regard.tasks import BOTH, TASKS
 from regard.text.tokenizer import LEARNED, SIMPLE, parse_scheme
-from toykit import call
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {name for value in (Config, Stack, Data, Recipe, Text, Train, Options) for name in value.model_fields}

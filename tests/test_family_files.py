@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from familykit import IMAGE, VOCAB, build, close, pixels, shrunk
+from kit.families import IMAGE, VOCAB, build, close, pixels, shrunk
 from regard.config import Config, Stack
 from regard.model import Model
 from regard.nn.cache import State

@@ -15,15 +15,15 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
 import regard
-from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
-from fuzzkit import attack, in_child
+from kit.families import BOTH, DECODERS, ENCODERS, build, shrunk
+from kit.fuzz import attack, in_child
+from kit.toy import call
 from regard.config import SpecialIds
 from regard.errors import UserError
 from regard.files import MANIFEST
 from regard.run import Run
 from regard.text.codec import Codec
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
-from toykit import call
 
 SEED = 13
 LETTERS = ["abcab", "bca"]

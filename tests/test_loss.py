@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from familykit import BOTH, DECODERS, ENCODERS, pixels, shrunk
+from kit.families import BOTH, DECODERS, ENCODERS, pixels, shrunk
 from regard import loss
 from regard.batch import Batch, collate
 from regard.loss import Loss, Objective, output_loss

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from familykit import BOTH, TINY, VOCAB, build, close, left_padded, shrunk, watched
+from kit.families import BOTH, TINY, VOCAB, build, close, left_padded, shrunk, watched
 from regard.config import Config, Stack
 from regard.model import Model, on_meta
 from regard.nn.cache import State

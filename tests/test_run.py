@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from familykit import BOTH
+from kit.families import BOTH
 from regard.errors import UserError
 from regard.model import Model
 from regard.presets import preset

@@ -21,7 +21,7 @@ from regard.text.tokenizer import Tokenizer
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "tests"))
 
-import chromium  # noqa: E402
+from kit import chromium  # noqa: E402
 
 CLIPS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
 MEASURED = 5.0  # seconds until the page has measured all heads

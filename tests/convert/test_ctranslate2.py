@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import regard.convert.to_ctranslate2 as to_ct2
-from ct2kit import LETTERS, random_run, tokenizer, words
-from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
+from kit.ct2 import LETTERS, random_run, tokenizer, words
+from kit.families import BOTH, DECODERS, ENCODERS, build, shrunk
+from kit.toy import call
 from regard.config import Config
 from regard.convert.to_ctranslate2 import largest_difference, misfits, names_of, open_translator, to_ctranslate2
 from regard.decode.engine import TorchEngine
@@ -19,7 +20,6 @@ from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
-from toykit import call
 
 pytest.importorskip("ctranslate2")
 

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hfkit import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from familykit import shrunk
+from kit.families import shrunk
+from kit.hf import make
 from regard.config import Config, parse
 from regard.convert.family import Family, Fields, read_labels, write_labels
 from regard.convert.hf import FAMILIES, identify

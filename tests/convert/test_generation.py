@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from hfkit import V, make, quiet
 
 import regard
-from familykit import build, shrunk
+from kit.families import build, shrunk
+from kit.hf import V, make, quiet
+from kit.toy import call
 from regard.convert.hf import CHAT_TEMPLATE, from_hf, to_hf
 from regard.errors import UserError
 from regard.run import Generation, Run
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
-from toykit import call
 
 transformers = pytest.importorskip("transformers")
 

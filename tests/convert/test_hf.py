@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hfkit import MODELS, V, make, quiet
 from safetensors.torch import load_file
 
 import regard
-from familykit import BOTH, DECODERS, ENCODERS, build, shrunk
+from kit.families import BOTH, DECODERS, ENCODERS, build, shrunk
+from kit.hf import MODELS, V, make, quiet
+from kit.toy import call
 from regard.config import Config
 from regard.convert.family import ACTIVATIONS
 from regard.convert.hf import RECORD, from_hf, to_hf
@@ -21,7 +22,6 @@ from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec
 from regard.text.tokenizer import Tokenizer
-from toykit import call
 
 transformers = pytest.importorskip("transformers")
 

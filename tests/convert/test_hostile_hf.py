@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from random import Random
 
-import hfkit
 import pytest
 import test_tokenizers as kinds
-from hfkit import make, quiet
 
-from fuzzkit import attack
+from kit import hf
+from kit.fuzz import attack
+from kit.hf import make, quiet
 from regard.convert.hf import from_hf
 
 pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     changes = {"vocab_size": pad + 1, "pad_token_id": pad, "decoder_start_token_id": pad}
     for name, kind in MODELS.items():
         with pytest.MonkeyPatch.context() as patch:  # the model has as many tokens as its tokenizer
-            patch.setitem(hfkit.MODELS, "marian", lambda t: hfkit.marian(t, **changes))
+            patch.setitem(hf.MODELS, "marian", lambda t: hf.marian(t, **changes))
             make(name, place / name)
         if kind:
             if not (texts / kind).exists():

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from familykit import shrunk
+from kit.families import shrunk
 from regard.convert.vit import IMAGE_PROCESSOR, image_processor, read_image_processor
 from regard.errors import UserError
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
-from hfkit import make, quiet
 from pydantic import BaseModel, ValidationError
 
 import regard.convert.family as family
+from kit.hf import make, quiet
 from regard.config import Config
 from regard.convert.hf import effective_fields, from_hf, open_model, their_tensors, to_hf
 from regard.convert.proof import (

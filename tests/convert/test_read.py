@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hfkit import make, quiet
 from safetensors.torch import load_file, save_file
 
+from kit.hf import make, quiet
 from regard.convert.hf import from_hf
 from regard.errors import UserError
 from regard.run import Run, weights_of

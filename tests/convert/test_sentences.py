@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from familykit import build, shrunk
+from kit.families import build, shrunk
 from regard.api import LoadedRun
 from regard.convert.hf import from_hf, to_hf
 from regard.errors import UserError

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hfkit import quiet
 from safetensors.torch import load_file
 
-from familykit import build, close, shrunk
+from kit.families import build, close, shrunk
+from kit.hf import quiet
 from regard.convert.hf import from_hf, to_hf
 from regard.errors import UserError
 from regard.model import Model

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decode_kit import NAMES, run_of, sources, trained
 
+from kit.decoding import NAMES, run_of, sources, trained
 from regard.decode.alignment import align, choose_heads, forced_attention, load_heads, save_heads, weight_taps
 from regard.decode.engine import TorchEngine, generate
 from regard.decode.request import Options

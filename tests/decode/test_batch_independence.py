@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from decode_kit import NAMES, names, run_of, same, seeds, sources, trained, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.decoding import NAMES, names, run_of, same, seeds, sources, trained, words
 from regard.decode.engine import generate
 from regard.decode.request import Options, Request
 from regard.run import Run

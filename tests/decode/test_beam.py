@@ -8,11 +8,11 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from decode_kit import NAMES, names, run_of, seeds, sources, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kit.decoding import NAMES, names, run_of, seeds, sources, words
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import TorchEngine, generate
 from regard.decode.ensemble import Scorer, States, best

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_kit import run_of, sources, tokenizer
 
+from kit.decoding import run_of, sources, tokenizer
 from regard.config import Config, parse
 from regard.decode.encoder_only import classify, classify_ids, classify_images
 from regard.errors import UserError

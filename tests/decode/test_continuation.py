@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_kit import POSITIONS, language_model, run_of, same, sources, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch_independence import STRATEGIES
 
+from kit.decoding import POSITIONS, language_model, run_of, same, sources, words
 from regard.decode.engine import generate, stream
 from regard.decode.forced import score
 from regard.decode.request import Options, Request

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from ct2kit import ids_of, random_run, tokenizer, words
-from familykit import build, shrunk
+from kit.ct2 import ids_of, random_run, tokenizer, words
+from kit.families import build, shrunk
+from kit.toy import call
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example
-from toykit import call
 
 pytest.importorskip("ctranslate2")
 from regard.decode.ctranslate2 import SUPPORTED_OPTIONS, CTranslate2Engine

@@ -6,8 +6,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from decode_kit import language_model, run_of, same, sources
 
+from kit.decoding import language_model, run_of, same, sources
+from kit.toy import call
 from regard.decode.engine import Engine, TorchEngine, generate
 from regard.decode.forced import score
 from regard.decode.hypothesis import Hypothesis
@@ -17,7 +18,6 @@ from regard.nn import primitives
 from regard.nn.primitives import Linear, linears
 from regard.run import Run
 from regard.text.tokenizer import Tokenizer
-from toykit import call
 
 
 def test_prepared_inputs_are_decoded_in_any_grouping() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_kit import NAMES, blank, run_of, same, sources, tokenizer
 
+from kit.decoding import NAMES, blank, run_of, same, sources, tokenizer
 from regard.decode.engine import generate
 from regard.decode.forced import score
 from regard.decode.request import Options

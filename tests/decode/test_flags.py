@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode_kit import run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.decoding import run_of
 from regard.decode.engine import generate
 from regard.decode.hypothesis import Alignment, attention_flags, longest_loop, output_flags
 from regard.decode.request import Options

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from decode_kit import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch_independence import STRATEGIES
 
+from kit.decoding import LETTERS, NAMES, names, run_of, seeds, sources, trained, words
 from regard.decode.engine import generate
 from regard.decode.forced import score
 from regard.decode.request import Options

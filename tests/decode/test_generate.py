@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_kit import NAMES, blank, lesson, run_of, sources, tokenizer, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.decoding import NAMES, blank, lesson, run_of, sources, tokenizer, trained
 from regard.batch import by_length, windows
 from regard.decode.engine import TorchEngine, generate
 from regard.decode.forced import score

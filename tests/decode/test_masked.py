@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.toy import call, strict_json
 from regard.api import LoadedRun
 from regard.config import Config, parse
 from regard.decode.encoder_only import MaskFiller, fill_masks
@@ -22,7 +23,6 @@ from regard.errors import UserError
 from regard.model import Model
 from regard.text.codec import Codec, Example
 from regard.text.tokenizer import Tokenizer
-from toykit import call, strict_json
 
 SCHEMES = ("char", "nfd", "word", "byte", "bpe:300", "unigram:300")
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "né")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from decode_kit import NAMES, run_of, sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.decoding import NAMES, run_of, sources
 from regard.decode.engine import generate
 from regard.decode.hypothesis import expected_utility, probability_shares
 from regard.decode.request import Options

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_kit import run_of, same, sources
 from test_classify import classifier
 
+from kit.decoding import run_of, same, sources
 from regard.decode.encoder_only import classify
 from regard.decode.engine import TorchEngine
 from regard.decode.forced import score

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from decode_kit import blank, run_of, tokenizer
 
+from kit.decoding import blank, run_of, tokenizer
 from regard.decode.engine import TorchEngine, generate
 from regard.decode.request import Options, Request
 from regard.errors import UserError

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kit.toy import call, toy_words
 from regard.decode.sharded_output import ShardDirectory, answer_on_ray
 from regard.errors import UserError
-from toykit import call, toy_words
 
 
 def start(home: Path, *command: object) -> subprocess.Popen[bytes]:

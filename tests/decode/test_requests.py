@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decode_kit import LETTERS, NAMES, language_model, names, run_of, same, seeds, sources, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
+from kit.decoding import LETTERS, NAMES, language_model, names, run_of, same, seeds, sources, words
 from regard.decode.engine import generate
 from regard.decode.forced import score as force
 from regard.decode.request import Options, Request, parse_request

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_kit import blank, run_of, tokenizer
 
-from modelkit import family
+from kit.decoding import blank, run_of, tokenizer
+from kit.models import family
+from kit.toy import call
 from regard.api import LoadedRun
 from regard.decode.encoder_only import classify
 from regard.decode.forced import score, score_text
 from regard.errors import UserError
 from regard.run import Run, average, weights_of
 from regard.text.codec import Codec, Example
-from toykit import call
 
 NEEDED = "features: is required, since the run was trained with features"
 REFUSED = "features: not for this run, which was trained without features"

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from decode_kit import NAMES, run_of, sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.decoding import NAMES, run_of, sources
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import generate
 from regard.decode.forced import score

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_kit import NAMES, run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.decoding import NAMES, run_of
 from regard.batch import pad
 from regard.decode.constraints import SearchInput
 from regard.decode.ensemble import Scorer, select, should_leave, similar_lengths

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from decode_kit import LETTERS, NAMES, language_model, names, run_of, seeds, sources, trained, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.decoding import LETTERS, NAMES, language_model, names, run_of, seeds, sources, trained, words
 from regard.decode.constraints import PhraseConstraint, SearchInput, Spelling, is_combining, make_phrases
 from regard.decode.engine import generate
 from regard.decode.forced import score

@@ -5,10 +5,10 @@ from __future__ import annotations
 from unicodedata import normalize
 
 import pytest
-from decode_kit import LETTERS, NAMES, language_model, run_of, sources
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kit.decoding import LETTERS, NAMES, language_model, run_of, sources
 from regard.decode.constraints import is_combining
 from regard.decode.engine import generate, stream
 from regard.decode.forced import score

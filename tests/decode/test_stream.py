@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_kit import LETTERS, NAMES, run_of, sources
 
+from kit.decoding import LETTERS, NAMES, run_of, sources
 from regard.decode.engine import generate, stream
 from regard.decode.request import Options, Request
 from regard.errors import UserError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from decode_kit import run_of, sources
 
+from kit.decoding import run_of, sources
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis

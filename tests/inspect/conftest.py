@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from chromium import browser, running_browser
-from modelkit import TINY, letters, tiny
+from kit.chromium import browser, running_browser
+from kit.models import TINY, letters, tiny
 from regard.model import Model
 from regard.run import Run
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import chromium
-from modelkit import FAMILIES, family, letters, picture
-from pagekit import PAYLOADS, complaints
+from kit import chromium
+from kit.models import FAMILIES, family, letters, picture
+from kit.page import PAYLOADS, complaints
 from regard.inspect.circuits import rollout
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelkit import LITTLE, family
+from kit.models import LITTLE, family
 from regard.errors import UserError
 from regard.inspect.circuits import attribute, ov, qk, rollout, top_neurons
 from regard.inspect.heads import induction_heads, induction_scores, measure_heads

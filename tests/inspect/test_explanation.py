@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import FAMILIES, family, letters, picture
+from kit.models import FAMILIES, family, letters, picture
 from regard.inspect import trace as tracing
 from regard.inspect.logit_lens import head_importance
 from regard.inspect.trace import Trace, trace, trace_image

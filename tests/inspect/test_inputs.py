@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import FAMILIES, LANGUAGE, family, picture
+from kit.models import FAMILIES, LANGUAGE, family, picture
 from regard.cli import heads
 from regard.config import PatchConfig
 from regard.data.images import LabelledImages

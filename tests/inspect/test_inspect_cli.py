@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import family, letters, picture
+from kit.models import family, letters, picture
 from regard.cli import heads, inspect, prune
 from regard.decode.alignment import load_heads
 from regard.errors import UserError

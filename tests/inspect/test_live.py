@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import FAMILIES, LITTLE, WORDS, family, letters, picture
-from pagekit import opened, same_trace, sharpened
+from kit.models import FAMILIES, LITTLE, WORDS, family, letters, picture
+from kit.page import opened, same_trace, sharpened
 from regard.decode.request import Options
 from regard.errors import UserError
 from regard.inspect.live import (

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import pytest
 import torch
 
-import chromium
-from modelkit import letters, tiny
-from pagekit import OUTPUT, PAYLOADS, TABS, TOKENS, complaints, decoded, enter, open_page, sharpened
+from kit import chromium
+from kit.models import letters, tiny
+from kit.page import OUTPUT, PAYLOADS, TABS, TOKENS, complaints, decoded, enter, open_page, sharpened
 from regard.inspect.live import first_trace
 from regard.inspect.page import render_page
 from regard.model import Model

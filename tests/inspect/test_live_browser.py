@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import chromium
-from modelkit import family, letters
-from pagekit import OUTPUT, TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened, shown
+from kit import chromium
+from kit.models import family, letters
+from kit.page import OUTPUT, TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened, shown
 from regard.inspect.trace import trace, trace_image
 from regard.run import Run
 from regard.text.codec import Example

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_live import RECURRENT, STACKS
 
-from modelkit import WORDS, picture
-from pagekit import opened, same_trace, sharpened
+from kit.models import WORDS, picture
+from kit.page import opened, same_trace, sharpened
 from regard.batch import Pixels
 from regard.config import Activation, PositionKind, ScoreName
 from regard.errors import UserError

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-import chromium
-from modelkit import family, letters, tiny
-from pagekit import TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened, shown
+from kit import chromium
+from kit.models import family, letters, tiny
+from kit.page import TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened, shown
 from regard.inspect.trace import trace
 from regard.run import Run
 from regard.text.codec import Codec, Example

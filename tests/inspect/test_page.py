@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelkit import letters
+from kit.models import letters
 from regard.inspect.page import Packer, bundle, page_hashes, read_asset, render_page
 from regard.inspect.trace import Trace, trace
 from regard.run import Run

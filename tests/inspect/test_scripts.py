@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import regard.inspect
-from modelkit import family, letters, picture
+from kit.models import family, letters, picture
 from regard.data.images import LabelledImages
 from regard.inspect.heads import measure_heads
 from regard.inspect.trace import Trace, trace, trace_image

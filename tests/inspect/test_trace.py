@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import check_scores, letters, tiny
+from kit.models import check_scores, letters, tiny
 from regard.decode.alignment import alignment_quality
 from regard.errors import UserError
 from regard.inspect.trace import Trace, trace, trace_pair

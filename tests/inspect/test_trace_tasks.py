@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import FAMILIES, LABELS, LANGUAGE, TEXT_ALONE, check_scores, family, picture
+from kit.models import FAMILIES, LABELS, LANGUAGE, TEXT_ALONE, check_scores, family, picture
 from regard.errors import UserError
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.nn.hooks import record, taps

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelkit import TINY, tiny
+from kit.models import TINY, tiny
 from regard.config import Stack
 from regard.errors import UserError
 from regard.model import Model

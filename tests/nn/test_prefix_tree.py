@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_alone import ROWS, VARIANTS, decoder
 from torch import Tensor
 
-from familykit import BOTH, DECODERS, VOCAB, build, close, left_padded, shrunk
+from kit.families import BOTH, DECODERS, VOCAB, build, close, left_padded, shrunk
 from regard.model import Model
 from regard.nn.cache import KV, PrefixTree, State
-from test_alone import ROWS, VARIANTS, decoder
 
 SOURCES = torch.tensor([[4, 5, 6, 7, 3], [8, 9, 3, 0, 0], [10, 4, 4, 3, 0]])
 CPU = torch.device("cpu")

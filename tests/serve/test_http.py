@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from servekit import Client, serving
 
 import regard
-from modelkit import family, letters
+from kit.models import family, letters
+from kit.server import Client, serving
+from kit.toy import strict_json
 from regard.decode.ctranslate2 import CTranslate2Engine
 from regard.decode.request import Options
-from toykit import strict_json
 
 KEY, ADMIN = "k" * 20, "a" * 20
 

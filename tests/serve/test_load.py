@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from modelkit import letters
+from kit.models import letters
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = ["abc", "bcd", "cabba", "dab", "ab ba", "a", "dcba" * 3]

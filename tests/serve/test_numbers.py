@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from servekit import serving
 
-from modelkit import family, letters
+from kit.models import family, letters
+from kit.server import serving
 from regard.serve.bodies import CompletionBody, GenerateBody, TranslateBody
 from regard.serve.endpoints import routes
 from regard.serve.handlers import Handlers

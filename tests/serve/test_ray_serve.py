@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from servekit import serving
 
 import regard
+from kit.server import serving
+from kit.toy import toy_words
 from regard.errors import UserError
 from regard.serve.ray_serve import Replica, app
 from regard.serve.responses import EventStream, Reply
-from toykit import toy_words
 
 JSON = {"content-type": "application/json"}
 KEY = "0123456789abcdef"

@@ -10,9 +10,9 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servekit import serving
 
-from modelkit import letters
+from kit.models import letters
+from kit.server import serving
 from regard.serve.bodies import SMALL, GenerateBody
 
 KEY, ADMIN = "k" * 20, "a" * 20

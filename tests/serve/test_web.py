@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servekit import Client, serving
 
-import chromium
 import regard
-from modelkit import family, tiny
+from kit import chromium
+from kit.models import family, tiny
+from kit.server import Client, serving
 from regard.run import Run
 from regard.serve.bodies import parse_body
 from regard.serve.responses import ASSETS, policy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import TINY, MakeRecipe, write_pairs
 
+from kit.backwards import TINY, MakeRecipe, write_pairs
 from regard.recipe import Recipe, load_recipe
 
 

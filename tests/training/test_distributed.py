@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 
+from kit.ranks import run_ranks
 from regard.training.distributed import DDPModule, WorkerDied, Workers, broadcast_weights, form_group
 
 WIDTH = 520  # gradients of the first layer, a megabyte, are sent after those of the others

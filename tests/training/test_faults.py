@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
-from backwards import MakeRecipe
 from test_resume import result
 
 import regard.run
+from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.training.checkpoint import CheckpointManager

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backwards import MakeRecipe
 
+from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.training.distributed import ProcessGroup, form_group
 from regard.training.fit import fit

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backwards import MakeRecipe
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.backwards import MakeRecipe
 from regard.config import Config, Stack
 from regard.data.objectives import CausalLM, SpanCorruption, TokenMasking, Windows
 from regard.data.plain_text import Stream

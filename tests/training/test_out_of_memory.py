@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import MakeRecipe
-from ranks import run_ranks
 
+from kit.backwards import MakeRecipe
+from kit.ranks import run_ranks
 from regard.batch import Batch, collate
 from regard.config import Config
 from regard.data.objectives import lm_batch

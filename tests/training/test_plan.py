@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import TINY, MakeRecipe, write_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.backwards import TINY, MakeRecipe, write_pairs
 from regard.data.prepare import prepare
 from regard.errors import plural
 from regard.presets import PRESETS, preset

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import TINY, MakeRecipe
-from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kit.backwards import TINY, MakeRecipe
+from kit.ranks import run_ranks
 from regard.batch import Batch, collate
 from regard.config import Config
 from regard.loss import Objective

@@ -10,8 +10,8 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
-from backwards import MakeRecipe
 
+from kit.backwards import MakeRecipe
 from regard.data.prepare import DataFile
 from regard.errors import UserError
 from regard.training.checkpoint import Best, Progress

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backwards import MakeRecipe
 from safetensors.torch import load_file
 
+from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.run import Run

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from test_ranks import FAMILIES, ROWS, config, share
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kit.ranks import run_ranks
+from kit.toy import call
 from regard.batch import collate
 from regard.config import Config
 from regard.cost.activations import MemoryTracker, count_activations
@@ -29,7 +30,6 @@ from regard.presets import PRESETS, preset
 from regard.recipe import Train
 from regard.training.distributed import DDPModule, ProcessGroup, form_group, local
 from regard.training.step import Stepper
-from toykit import call
 
 COLLECTIVES = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 CASES: list[tuple[str, dict[str, Any]]] = [

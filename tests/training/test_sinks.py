@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from backwards import MakeRecipe
 
+from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.training.fit import fit
 from regard.training.report import LOG, Event, Reporter, read_log

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import MakeRecipe
 from safetensors.torch import load_file
 from test_resume import At, result, send
 from test_tasks import labelled_file, tables, train
 
+from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.nn.adapters import add_adapters
 from regard.recipe import Recipe, load_recipe

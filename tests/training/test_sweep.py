@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import MakeRecipe
 from safetensors.torch import load_file
 
+from kit.backwards import MakeRecipe
+from kit.toy import call, small
 from regard.data import prepare as preparing
 from regard.errors import UserError
 from regard.recipe import Recipe, assign, load_recipe
@@ -29,7 +30,6 @@ from regard.training.report import Reporter
 from regard.training.sinks import Sink
 from regard.training.sweep import SWEEP, Point, describe_sweep, make_points, run_sweep, split_values
 from regard.training.trainer import Stopped
-from toykit import call, small
 
 Make = Callable[[Sequence[str]], Recipe]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backwards import MakeRecipe
 from test_resume import result
 
+from kit.backwards import MakeRecipe
 from regard.recipe import Recipe, load_recipe
 from regard.training.fit import fit
 from regard.training.report import Reporter

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from backwards import MakeRecipe
 
+from kit.backwards import MakeRecipe
 from regard.errors import UserError
 from regard.recipe import Recipe
 from regard.run import Run

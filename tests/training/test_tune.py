@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelkit import tiny
+from kit.models import tiny
 from regard.inspect.inputs import pair_batches
 from regard.nn.adapters import head_gates
 from regard.training.pruning import learn_gates

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backwards import TINY
 
+from kit.backwards import TINY
 from regard.data.plain_text import Stream
 from regard.decode.hypothesis import Hypothesis
 from regard.recipe import Train, load_recipe

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.lines import GenerateJob, Show, links, no_output, one_line, shown_label
 from regard.cli.decoding import EngineName, Ensemble, PrefixColumn, decoding_options
 from regard.cli.input import (
     IMAGES,
@@ -22,6 +21,7 @@ from regard.cli.input import (
     option_name,
     with_options,
 )
+from regard.cli.lines import GenerateJob, Show, links, no_output, one_line, shown_label
 from regard.cli.sharded import check_output, write_shards
 from regard.cli.tables import flush, message, out_json
 from regard.cli.tables import out as write

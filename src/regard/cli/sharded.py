@@ -15,9 +15,9 @@ import torch
 import typer
 
 from regard import __version__
-from regard.cli.lines import GenerateJob, LineAnswerer, add_counts
 from regard.cli.decoding import ENGINES
 from regard.cli.input import InputLines
+from regard.cli.lines import GenerateJob, LineAnswerer, add_counts
 from regard.cli.tables import message
 from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
 from regard.errors import UserError, plural

@@ -9,11 +9,11 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
+from kit.toy import call
 from regard.cli.app import VERBS, load_verb
 from regard.cli.completion import READS_RUNS, VALUES, VerbCompletion
 from regard.presets import PRESETS
 from regard.recipe import Strategy, recipe_names
-from toykit import call
 
 CODE = """
 import sys

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from ct2kit import random_run, tokenizer, words
+from kit.ct2 import random_run, tokenizer, words
+from kit.toy import call, strict_json
 from regard.cli.app import load_verb
 from regard.decode.request import Options
 from regard.metrics import METRICS, measure
 from regard.run import Run
 from regard.text.codec import Codec
-from toykit import call, strict_json
 
 
 def report(*args: object) -> dict[str, Any]:

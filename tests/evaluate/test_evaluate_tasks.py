@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit.toy import call, strict_json
 from regard.config import Config, parse
 from regard.data.objectives import SpanCorruption
 from regard.data.plain_text import Stream, TokenizedText, read_pieces, tokenize_text
@@ -24,7 +25,6 @@ from regard.run import Run, saved_recipe
 from regard.text.codec import Example
 from regard.training.distributed import ProcessGroup
 from regard.training.validation import mean_scores
-from toykit import call, strict_json
 
 TEXT = "the cat sat on the mat\nand the dog sat on the log\n\n" * 6
 TINY = ["width=16", "heads=2", "ff=32", "layers=1", "dropout=0", "attention_dropout=0", "log_every=100", "warmup=2"]

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from kit.toy import call
 from regard.cli import demo
 from regard.errors import UserError
-from toykit import call
 
 ENTRIES = {
     f"{a}{b}{c}": [[a.upper() + "1", b.upper(), c.upper() + "0"]] for a in "abcdefgh" for b in "aeiou" for c in "klmn"

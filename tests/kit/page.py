@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chromium import Chromium
+from kit.chromium import Chromium
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request

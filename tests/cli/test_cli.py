@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import pytest
 
 import regard
+from kit.toy import call, small
 from regard.cli.app import VERBS
-from toykit import call, small
 
 CHILD = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from toykit import call, small, toy_words
+from kit.toy import call, small, toy_words
 
 BOOK = "the cat sat on the mat. the dog sat on the cat. a cat is no dog, and a mat is no cat.\n"
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from familykit import BOTH, DECODERS, ENCODERS, TINY, VOCAB, build, close, left_padded, pixels, shrunk, watched
+from kit.families import BOTH, DECODERS, ENCODERS, TINY, VOCAB, build, close, left_padded, pixels, shrunk, watched
 from regard.config import Config, Stack
 from regard.errors import UserError
 from regard.model import Model, allocate, on_meta

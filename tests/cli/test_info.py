@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+from kit.toy import call
 from regard.config import Config
 from regard.cost.activations import MemoryTracker, count_activations
 from regard.cost.describe import (
@@ -27,7 +28,6 @@ from regard.nn.attention import Attention
 from regard.nn.cache import State
 from regard.presets import ABOUT, PRESETS, model_without_data, preset
 from regard.recipe import load_recipe, recipe_names
-from toykit import call
 
 SCORES = ("scaled_dot", "dot", "general", "additive", "concat", "cosine", "location")
 

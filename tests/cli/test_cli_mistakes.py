@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.toy import call, small
 from regard.presets import PRESETS, unused_changes
-from toykit import call, small
 
 
 def train(toy: Path, out: Path, *words: object):

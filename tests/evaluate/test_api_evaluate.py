@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from toykit import call, strict_json
+from kit.toy import call, strict_json
 
 
 def test_evaluation_in_memory_is_that_of_the_file(toy):

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from modelkit import family, letters, picture
+from kit.models import family, letters, picture
+from kit.toy import CliResult, call, strict_json
 from regard.cli import tables
 from regard.cli.app import VERBS
 from regard.metrics import METRICS
 from regard.run import Run
 from regard.tasks import TASKS
-from toykit import CliResult, call, strict_json
 
 PAIRS = "".join(f"{source}\t{source[::-1]}\n" for source in ("abc", "bcd", "cab", "dab", "ab", "cd", "abcd", "bad") * 3)
 TEXT = "abc dab\ncab ab\nbad\n" * 12

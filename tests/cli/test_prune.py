@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent / "inspect"))
-from modelkit import family, letters, picture, tiny
+sys.path.insert(0, str(Path(__file__).parents[1] / "inspect"))
+from kit.models import family, letters, picture, tiny
 from regard.config import Config
 from regard.data.images import LabelledImages
 from regard.decode.alignment import load_heads, save_heads

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import regard
+from kit.toy import call, small
 from regard.cli.input import InputLines, announce_data
 from regard.data.reader import Source
-from toykit import call, small
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from familykit import build
+from kit.families import build
 from regard.config import Config, parse
 from regard.run import Run
 from regard.text.codec import Codec
