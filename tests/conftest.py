@@ -1,4 +1,4 @@
-"""What the outer tests share: a small run, trained once per session."""
+"""The run that many tests use, trained once per session."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.shared import shared_copy
 from kit.toy import call, small, spell, toy_words
 
 torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
@@ -21,7 +22,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with pairs.tsv, test.tsv and `run`, trained on the one and good at the other."""
-    path = tmp_path_factory.mktemp("toy")
+    return shared_copy(tmp_path_factory, "toy", make_toy)
+
+
+def make_toy(path: Path) -> None:
     words = toy_words(300)
     for name, part in (("pairs", words[:260]), ("test", words[260:])):
         (path / f"{name}.tsv").write_text("".join(f"{word}\t{spell(word)}\n" for word in part))
@@ -30,4 +34,3 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--steps", 200, "--workers", 1, *small("validate_every=200", "batch_examples=64"),
     )  # fmt: skip
     assert result.code == 0, result.err
-    return path

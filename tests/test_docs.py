@@ -16,12 +16,14 @@ import shlex
 import shutil
 import subprocess
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kit.shared import shared_copy
 from kit.toy import SMALL, CliResult, call, small
 from regard.cli import demo
 from regard.config import Config, Stack
@@ -41,7 +43,10 @@ BLOCKS = [
 @pytest.fixture(scope="session")
 def directory(toy, tmp_path_factory):
     """A directory with the files and runs that the examples use."""
-    path = tmp_path_factory.mktemp("docs")
+    return shared_copy(tmp_path_factory, "docs", partial(fill_directory, toy))
+
+
+def fill_directory(toy: Path, path: Path) -> None:
     pairs = (toy / "pairs.tsv").read_text()
     (path / "pairs.tsv").write_text(pairs)
     (path / "test.tsv").write_text((toy / "test.tsv").read_text())
@@ -63,7 +68,6 @@ def directory(toy, tmp_path_factory):
         order = ["--task", task, "--data", path / data, "--out", path / "runs" / name, "--source-tokens", "char"]
         result = call("train", *order, "--steps", 2, "--workers", 1, *small())
         assert result.code == 0, result.err
-    return path
 
 
 @pytest.mark.parametrize(("kind", "text", "printed"), BLOCKS)
