@@ -153,12 +153,21 @@ def test_every_setting_is_documented(page, kind):
     assert [name for name in kind.model_fields if f"`{name}`" not in rows] == []
 
 
-def test_links_lead_somewhere():
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "BENCHMARKS.md", ROOT / "docs" / "families" / "README.md"):
-        for target in re.findall(
-            r"\]\(([^)#]+\.(?:md|py|svg|png)|LICENSE)(?:#[a-z-]*)?\)", page.read_text(encoding="utf-8")
-        ):
-            assert (page.parent / target).is_file(), f"{page.name}: {target}"
+LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md", "docs/families/README.md"))]
+
+
+def test_links_lead_to_files_and_headings():
+    for page in LINKING:
+        for name, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+            file = page.parent / name if name else page
+            assert file.exists(), f"{page.name}: {name}"
+            assert not heading or heading in anchors(file), f"{page.name}: {name}#{heading}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "bench").glob("*.py")), ids=lambda script: script.stem)

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019): an encoder alone, trained by masked language modelling.
+"""BERT (Devlin et al. 2019): an encoder, trained by masked language modelling.
 
 Read from top to bottom: attention, the layer, the model with its LM head and its pooler. Only torch is needed.
 Shapes: B texts, S tokens, D width, H heads, E = D / H width of a head, V vocabulary.
@@ -74,7 +74,7 @@ class BERT(nn.Module):
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
         self.dense = nn.Linear(width, width)  # of the LM head
         self.dense_norm = nn.LayerNorm(width, eps=EPS)
-        self.bias = nn.Parameter(torch.zeros(vocab))  # learns how frequent each token is, whatever the text
+        self.bias = nn.Parameter(torch.zeros(vocab))  # learns the frequency of each token
         self.pooler = nn.Linear(width, width)
 
     def encode(self, ids: Tensor, keep: Tensor, types: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): a decoder alone, a causal language model that predicts each next token.
+"""GPT-2 (Radford et al. 2019): a decoder without an encoder, a causal language model.
 
 Read from top to bottom: attention, the layer, the model, greedy decoding. Only torch is needed.
 Shapes: B texts, T tokens, D width, H heads, E = D / H width of a head, V vocabulary.
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each token attends to itself and to those before it."""
+    """Causal self-attention: each token attends to itself and to earlier tokens."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        # GELU is a ReLU with a soft corner; the release computes it with a tanh, which the weights are used to.
+        # GELU is a ReLU with a soft corner. The release computes it with a tanh, and its weights need the same.
         return x + self.down(F.gelu(self.up(self.feed_forward_norm(x)), approximate="tanh"))
 
 

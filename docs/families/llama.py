@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): a decoder alone, with what was learned since GPT-2.
+"""Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): a decoder with the improvements since GPT-2.
 
 Rotary positions, RMS norm, gated feed-forward, no biases, and grouped-query attention.
 Read from top to bottom. Only torch is needed.
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root of the mean square. Subtracting the mean, as a layer norm does, turned out not to matter."""
+    """Divide by the root of the mean square. Layer norm also subtracts the mean, which makes no difference."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Reformer (Kitaev et al. 2020): a language model for very long texts.
 
-Two ideas. Attention is restricted to tokens with the same hash (LSH), since a softmax gives the others almost no weight
-anyway. And layers are reversible, so that training recomputes the activations between them instead of storing them.
-For the sake of reading, this file computes all T x T scores and then masks pairs that hashing keeps apart. The library
-never computes these, which is the whole point. Read from top to bottom. Only torch is needed.
+Two ideas. Attention is restricted to tokens with the same hash (LSH), because a softmax gives the others almost no
+weight. And layers are reversible, so training recomputes the activations between them instead of storing them.
+To be readable, this file computes all T x T scores and masks the pairs with different hashes. The library never
+computes these scores, which is the purpose of hashing. Read from top to bottom. Only torch is needed.
 Shapes: B texts, T tokens, D width, H heads, E = D / H width of a head, R rounds of hashing, V vocabulary.
 regard's preset: reformer
 """
@@ -32,10 +32,10 @@ class HashedAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         q, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query_key, self.value))
-        k = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)  # a key's length must not count: (B, H, T, E)
+        k = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)  # without the key's length: (B, H, T, E)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, T)
-        scores = scores + self.times_met(q).log()  # met twice counts twice, never met is log 0 = -inf: masked
-        # Being its own key, a token would score itself highest. It may attend to itself only if there is nothing else.
+        scores = scores + self.times_met(q).log()  # two meetings count twice; no meeting is log 0 = -inf: masked
+        # A token is its own key, with the highest score. It may attend to itself only if no other key is left.
         itself = torch.eye(x.shape[1], dtype=torch.bool)
         future = torch.ones_like(itself).triu(1)
         weights = scores.masked_fill(itself, -1e4).masked_fill(future, -math.inf).softmax(dim=-1)
@@ -52,8 +52,8 @@ class HashedAttention(nn.Module):
         rotation = torch.randn(self.heads, q.shape[-1], self.rounds, buckets // 2, generator=random)
         rotated = torch.einsum("bhte,hera->bhrta", q, rotation)
         bucket = torch.cat((rotated, -rotated), dim=-1).argmax(dim=-1)  # (B, H, R, T)
-        # Sort by bucket and cut into chunks of equal size, since buckets are not. A token meets its own chunk and the
-        # one before, where its bucket may have begun. The chunks of all rounds form one ring.
+        # Buckets have different sizes, so sort by bucket and cut into chunks of equal size. A token meets its own chunk
+        # and the one before, where its bucket may have begun. The chunks of all rounds form one ring.
         rank = bucket.argsort(dim=-1, stable=True).argsort(dim=-1)  # index in the sorted order: (B, H, R, T)
         chunks = length // self.chunk
         chunk = rank // self.chunk + torch.arange(self.rounds).unsqueeze(-1) * chunks

@@ -27,7 +27,7 @@ class Encoder(nn.Module):
         finals = []
         for layer in self.layers:
             x, last = layer(x)
-            hidden = last[0] if isinstance(last, tuple) else last  # an LSTM has a cell beside its state
+            hidden = last[0] if isinstance(last, tuple) else last  # an LSTM has a cell in addition to its state
             finals.append(torch.cat((hidden[0], hidden[1]), dim=-1))
         return x, finals
 
@@ -76,7 +76,7 @@ class Bahdanau(nn.Module):
         self.output = nn.Linear(width, vocab, bias=False)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S) and (B, T) -> logits of the token after each of the target, (B, T, V)."""
+        """Ids (B, S) and (B, T) -> logits of the token after each target token, (B, T, V)."""
         states, finals = self.encoder(self.source(source))
         h = self.bridge(finals[0]).tanh()  # the initial state of the decoder
         outs = []
@@ -90,7 +90,7 @@ class Bahdanau(nn.Module):
 class Luong(nn.Module):
     """Step first, then attend, with the state after the step as query; the result is part of the next input.
 
-    This input feeding tells the decoder what it has attended to already, so that it neither repeats nor skips a part.
+    Input feeding: the decoder reads what it has already attended to, so it neither repeats nor skips a part.
     """
 
     def __init__(self, vocab: int, width: int = 256, layers: int = 2) -> None:
@@ -103,7 +103,7 @@ class Luong(nn.Module):
         self.combine = nn.Linear(2 * width, width)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Ids (B, S) and (B, T) -> logits of the token after each of the target, (B, T, V)."""
+        """Ids (B, S) and (B, T) -> logits of the token after each target token, (B, T, V)."""
         states, finals = self.encoder(self.source(source))
         hs = [bridge(final).tanh() for bridge, final in zip(self.bridges, finals, strict=True)]
         cs = [torch.zeros_like(h) for h in hs]
@@ -143,7 +143,7 @@ def load(model: Bahdanau | Luong, weights: dict[str, Tensor]) -> None:
         if name.startswith("decoder.blocks"):  # a cell has the names of a network of one layer, less its number
             name = name.replace("decoder.blocks.0.cell" if one else "decoder.blocks", "cell" if one else "cells")
             name = name.replace(".cell.", ".").removesuffix("_l0")
-        if name.startswith("score"):  # there with a dimension of heads, and to be multiplied from the right
+        if name.startswith("score"):  # in regard with a dimension of heads, and multiplied from the right
             x = x.squeeze() if name.endswith("bias") else x[0] if name.startswith("score.v") else x[0].T
         renamed[name] = x
     model.load_state_dict(renamed)

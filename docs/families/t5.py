@@ -54,7 +54,7 @@ class RelativeBias(nn.Module):
 class Attention(nn.Module):
     """Attention of x to context; `bias`, (H, T, S) or (B, 1, 1, S), is added to the scores, -inf where masked.
 
-    Scores are not divided by sqrt(E). The weights are initialised smaller instead, which comes to the same.
+    Scores are not divided by sqrt(E). The weights are initialised smaller instead, which has the same effect.
     """
 
     def __init__(self, width: int, heads: int, head_width: int) -> None:
@@ -111,7 +111,7 @@ class Stack(nn.Module):
 
 
 class T5(nn.Module):
-    """Source ids and target ids in, logits of the token after each of the target out."""
+    """Source ids and target ids in, logits of the token after each target token out."""
 
     def __init__(
         self,

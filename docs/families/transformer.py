@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Multi-head attention: in every head, a query gets a weighted sum of the values of the keys it may attend to."""
+    """Multi-head attention: in every head, each query gets a weighted sum of the values of its visible keys."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Source ids and target ids in, logits of the token after each of the target out."""
+    """Source ids and target ids in, logits of the token after each target token out."""
 
     def __init__(self, vocab: int, width: int = 512, heads: int = 8, hidden: int = 2048, layers: int = 6) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
         return y @ self.embedding.weight.T
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings and sinusoid positions: attention alone ignores order. Wavelengths are 2 pi to 10000 * 2 pi."""
+        """Embeddings and sinusoid positions (attention ignores order). Wavelengths are 2 pi to 10000 * 2 pi."""
         width = self.embedding.embedding_dim
         rate = 10000 ** (-torch.arange(0, width, 2) / width)
         angle = torch.arange(ids.shape[1]).unsqueeze(-1) * rate  # (T, D / 2)

@@ -1,6 +1,6 @@
 """Transformer-XL (Dai et al. 2019): a language model with a memory of earlier segments.
 
-A text is cut into segments. The input of every layer is kept as a memory, to which the next segment attends. That takes
+A text is cut into segments. The input of every layer is kept as a memory, to which the next segment attends. This needs
 relative positions: "the fifth token" would be ambiguous between segments, "five tokens back" is not.
 Read from top to bottom. Only torch is needed.
 Shapes: B texts, T tokens of a segment, M tokens of memory, S = M + T, D width, H heads, E = D / H, V vocabulary.
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
         score(i, j) = q_i . k_j  +  q_i . r_(i-j)  +  u . k_j  +  v . r_(i-j)          all over sqrt(E)
 
-    Query and content; query and distance; content and distance alone, whatever the query.
+    Query and content; query and distance; content only; distance only.
     """
 
     def __init__(self, width: int, heads: int) -> None:

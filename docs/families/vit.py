@@ -17,7 +17,7 @@ EPS = 1e-12  # of every norm
 
 
 class Attention(nn.Module):
-    """Each patch attends to all patches, near and far alike. That near ones matter more has to be learned."""
+    """Each patch attends to all patches, near and far. The model must learn that near ones matter more."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ViT(nn.Module):
         # The same matrix for the pixels of every patch: a convolution with a stride of its own size.
         self.patch = nn.Conv2d(channels, width, kernel_size=size, stride=size)
         self.class_token = nn.Parameter(torch.zeros(width))  # its output vector represents the whole image
-        self.position = nn.Embedding(1 + patches, width)  # knows nothing of rows and columns, which have to be learned
+        self.position = nn.Embedding(1 + patches, width)  # has no rows and columns; the model must learn them
         self.layers = nn.ModuleList(Layer(width, heads, hidden) for _ in range(layers))
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.output = nn.Linear(width, classes)
