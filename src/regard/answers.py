@@ -5,26 +5,31 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic_core import from_json
 
-from regard.decode.ctranslate2 import CTranslate2Engine
+from regard.decode.ctranslate2 import CTranslate2Engine, Scores
 from regard.decode.encoder_only import MaskFiller, classify, embed
-from regard.decode.engine import Engine, TokenStream, TorchEngine, check_streaming
+from regard.decode.engine import Engine, TokenStream, TorchEngine
 from regard.decode.forced import score
 from regard.decode.hypothesis import unknown_flags
-from regard.decode.request import Options, Request
+from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Request
+from regard.decode.workers import WorkerPool
+from regard.device import tune_allocator, usable_precision
 from regard.errors import UserError, plural
 from regard.inspect.trace import Trace, trace_pair, trace_text
+from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Codec, Example
 
 EMBED_TOKENS = 4096  # in a batch of texts to embed
+SMALL_MODEL = 20_000_000  # parameters
 MAX_ENGINES = 32  # ready engines that a worker keeps, one for each run and set of options
 Result = dict[str, Any]
 Send = Callable[[dict[str, Any]], None]
@@ -67,7 +72,9 @@ class BatchTask:
 class Answerer:
     """Answers tasks with the runs of this process."""
 
-    def __init__(self, runs: Mapping[str, Run], engine: str = "torch", precision: Any = "fp32", slots: int = 1):
+    def __init__(
+        self, runs: Mapping[str, Run], engine: EngineName = "torch", precision: Precision = "fp32", slots: int = 1
+    ):
         self.runs, self.engine, self.precision, self.slots = runs, engine, precision, slots
         self._engines: OrderedDict[tuple[str, str, str], Engine] = OrderedDict()
         self._translators: dict[str, Any] = {}
@@ -134,9 +141,8 @@ class Answerer:
 
     def stream(self, task: BatchTask, send: Send) -> list[Result]:
         """Decode one input, and tell every token at once."""
-        engine = self._kept("torch", task)
+        engine = self._engine("torch", task)
         assert isinstance(engine, TorchEngine)
-        check_streaming(engine.options)
         request = Request(**task.inputs[0])
         (item,) = engine.prepare([request])
         if "unsatisfied" in item.flags:
@@ -193,36 +199,38 @@ class Answerer:
                 engine.scorer.before_step = None
 
     def _decoder(self, task: BatchTask) -> Engine:
-        """An engine for a task; torch for what CTranslate2 cannot do."""
-        phrases = any(item.get(key) for item in task.inputs for key in ("require", "forbid", "stop"))
-        return self._kept("torch" if phrases else self.engine, task)
+        """An engine for a task; torch where the server's engine does not support a constraint of an input."""
+        constraints = {name for item in task.inputs for name, value in item.items() if value and name in CONSTRAINTS}
+        if "seed" in constraints and not task.settings.get("sample"):
+            constraints.remove("seed")  # nothing is drawn
+        supported = constraints <= ENGINES[self.engine].constraints
+        return self._engine(self.engine if supported else "torch", task)
 
-    def _kept(self, name: str, task: BatchTask) -> Engine:
-        """The engine of this name for the run and options of a task, made when it is asked for the first time.
+    def _engine(self, name: EngineName, task: BatchTask) -> Engine:
+        """The engine of this name for the run and options of a task, opened on first use.
 
-        Options are compared as they came: to check them anew for every batch took as long as all else but the search.
+        The key has the options as text: checking them for every batch took as long as everything but the search.
         """
         key = name, task.run, task.options
         with self._lock:
-            engine = self._engines.pop(key, None) or self._make(name, task.run, task.decoding())
+            engine = self._engines.pop(key, None) or self._open(name, task.run, task.decoding())
             self._engines[key] = engine
             while len(self._engines) > MAX_ENGINES:
                 self._engines.popitem(last=False)
         return engine
 
-    def _make(self, name: str, run: str, options: Options) -> Engine:
+    def _open(self, name: EngineName, run: str, options: Options) -> Engine:
         loaded = self.runs[run]
-        if loaded.task.name == "masked":
-            return MaskFiller(loaded, options)
-        if name == "ctranslate2":
-            with suppress(UserError):
-                return self._translator(run, options)
-        precision = {"precision": "bf16"} if self.precision == "bf16" else {}
-        return TorchEngine(loaded, options.model_copy(update=precision))
+        if name == "ctranslate2" and loaded.task.seq2seq:
+            with suppress(UserError):  # what it does not support is decoded with torch
+                return self._open_translator(run, options)
+        precision = {"precision": self.precision} if self.precision in ENGINES["torch"].precisions else {}
+        return open_engine([loaded], options.model_copy(update=precision), workers=1)
 
-    def _translator(self, run: str, options: Options) -> Engine:
-        kept = self._translators.get(run)
-        engine = CTranslate2Engine(self.runs[run], options, self.precision, self.slots, translator=kept)
+    def _open_translator(self, run: str, options: Options) -> Engine:
+        options = options.model_copy(update={"precision": self.precision})
+        translator = self._translators.get(run)
+        engine = CTranslate2Engine(self.runs[run], options, self.slots, translator=translator)
         self._translators[run] = engine.translator
         return engine
 
@@ -260,12 +268,55 @@ def describe(name: str, run: Run) -> Result:
 
 
 def kinds_of(run: Run) -> list[str]:
-    """The kinds of tasks that a run answers."""
-    if run.task.labels:
-        return [] if run.task.reads == "images" else ["classify", "inspect"]
-    if run.task.name == "masked":
-        return ["generate", "embed", "inspect"] if run.config.predicts_tokens else ["embed", "inspect"]
-    return ["generate", "stream", "score", "inspect"]
+    """The kinds of requests that a run answers."""
+    if run.task.reads == "images":  # requests have texts only
+        return []
+    return [kind for kind in run.task.answers if kind != "generate" or run.config.predicts_tokens]
+
+
+# Engines
+
+
+def usable_options(options: Options, device: torch.device, report: Callable[[str], None]) -> Options:
+    """The options with a precision that works on the device."""
+    if options.precision != "bf16":
+        return options
+    return options.model_copy(update={"precision": usable_precision("bf16", device, report)})
+
+
+def open_engine(
+    runs: Sequence[Run],
+    options: Options,
+    engine: EngineName = "torch",
+    scores: Scores = "tokens",
+    workers: int | None = None,
+    threads: int | None = None,
+) -> Engine:
+    """The engine that answers requests to a run, or to an ensemble of runs.
+
+    Without `workers` there are as many processes as pay off. `scores` are the scores that the caller needs.
+    """
+    if runs[0].task.name == "masked":
+        return MaskFiller(runs, options)
+    if engine == "ctranslate2":
+        return CTranslate2Engine.open(runs, options, scores, workers, threads)
+    torch_engine = TorchEngine(runs, options)
+    device = torch_engine.scorer.device
+    count = workers
+    if count is None:
+        count = cores() if is_small(runs) and device.type == "cpu" and threads is None else 1
+    if count == 1:
+        return torch_engine
+    if device.type != "cpu":
+        raise UserError(f"workers: {count} processes share the cores of a CPU; on {device} use 1")
+    if threads is None:
+        torch.set_num_threads(max(1, cores() // count))
+    return WorkerPool(torch_engine, count, tune_allocator, always=workers is not None)
+
+
+def is_small(runs: Iterable[Run]) -> bool:
+    """Whether the models are so small that threads wait longer than they compute."""
+    return sum(run.model.size for run in runs) < SMALL_MODEL
 
 
 def unknown_remark(codec: Codec, example: Example) -> str:

@@ -15,22 +15,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.answers import EMBED_TOKENS, trace_example, truncation, unknown_remark
+from regard.answers import EMBED_TOKENS, open_engine, trace_example, truncation, unknown_remark, usable_options
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
 from regard.data.reader import MEMORY, LineCounter, Source
 from regard.decode.encoder_only import Classification, classify, classify_images, embed, fill_masks
-from regard.decode.engine import TokenStream, generate, stream
+from regard.decode.engine import Engine, TokenStream, generate, stream
 from regard.decode.forced import Pair, Scored, score
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.request import BatchSettings, Input, Options, OptionSettings, Request, ScoringSettings
-from regard.device import choose_device, usable_precision
+from regard.decode.request import (
+    BatchSettings,
+    EngineName,
+    Input,
+    Options,
+    OptionSettings,
+    Request,
+    ScoringSettings,
+    check_engine,
+)
+from regard.device import choose_device
 from regard.errors import UserError, plural, shown_value
 from regard.evaluate.by_task import (
-    EngineChoice,
     EvaluationOptions,
     check_given,
-    engine_opener,
     evaluate_file,
     parse_columns,
 )
@@ -241,7 +248,7 @@ class LoadedRun(Run):
         confusions: int | None = None,
         context: int | None = None,
         memory: int | None = None,
-        engine: EngineChoice | None = None,
+        engine: EngineName | None = None,
         strict: bool = False,
         options: Options | None = None,
         **settings: Unpack[OptionSettings],
@@ -271,12 +278,16 @@ class LoadedRun(Run):
         reads = check_given(given, [self, *theirs], compared is not None)
         if ready is not None:
             check_given(given, theirs, False)  # by which runs there is anything to decode
-        precision = settings.pop("precision", "fp32") if asked.engine == "ctranslate2" else "fp32"
-        chosen = self._options(options, settings)
+        engine = asked.engine or "torch"
+        chosen = self._options(options, settings, engine)
         systems = [System(ours if ready is None else (), chosen, ready)]
         if against is not None:  # which answers alone: weights are those of an ensemble
             systems.append(System(theirs, chosen.model_copy(update={"weights": ()}), compared))
         counter = LineCounter(strict)
+
+        def open_one(runs: Sequence[Run], options: Options) -> Engine:
+            return open_engine(runs, options, engine, "none", 1 if engine == "torch" else None)
+
         with TemporaryDirectory() as temporary:
             expected = named or self.codec.columns
             if isinstance(data, str | Path):
@@ -284,7 +295,7 @@ class LoadedRun(Run):
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
             files = ParallelFiles(source, references, [*dict.fromkeys(filter(None, (ready, compared)))], texts)
-            evaluation = evaluate_file(asked.request(systems, files, counter, engine_opener(asked.engine, precision)))
+            evaluation = evaluate_file(asked.request(systems, files, counter, open_one))
         if not counter.skipped:
             return evaluation
         warnings.warn(skipped := f"{source.name}: {counter.summary()}", stacklevel=3)
@@ -319,7 +330,7 @@ class LoadedRun(Run):
         example = "[regard.load('runs/other')]"
         return [self, *checked_list("ensemble", "loaded runs", () if others is None else others, (Run,), example)]
 
-    def _options(self, options: Options | None, settings: Mapping[str, Any]) -> Options:
+    def _options(self, options: Options | None, settings: Mapping[str, Any], engine: EngineName = "torch") -> Options:
         if options is not None and not isinstance(options, Options):
             raise UserError(
                 f"options: takes a regard.Options, not {shown_value(options)}; or write beam=5 and the like"
@@ -327,10 +338,8 @@ class LoadedRun(Run):
         checked = options or Options.of(**settings)
         if options is not None and settings:
             checked = Options.of(**{**options.model_dump(), **settings})
-        precision = usable_precision(
-            checked.precision, self.model.device, lambda message: warnings.warn(message, stacklevel=6)
-        )
-        return checked.model_copy(update={"precision": precision})
+        check_engine(engine, checked)
+        return usable_options(checked, self.model.device, lambda message: warnings.warn(message, stacklevel=7))
 
     @checked_call()
     @torch.inference_mode()

@@ -1,6 +1,6 @@
 """The six tasks: what a run reads, learns and answers, as plain values.
 
-What a task does at a higher layer (make batches, validate, answer, evaluate) is one table from task to function there.
+What a task does in a higher layer (make batches, validate, answer, evaluate) is one table there, from task to function.
 """
 
 from __future__ import annotations
@@ -13,10 +13,23 @@ from typing import Any, Literal, get_args
 from regard.config import Config, Frame
 
 TaskName = Literal["pairs", "lm", "masked", "span", "classify", "image"]
-# What the files of a task hold: a table of sources and targets, a table of texts and labels, plain text, or images.
+# The content of data files: a table of sources and targets, a table of texts and labels, plain text, or images.
 Reads = Literal["pairs", "labelled", "text", "images"]
+Answer = Literal["generate", "stream", "score", "classify", "embed", "inspect"]
 CONTEXT = 256  # tokens of plain text in a row of a batch
 BOTH = ("encoder", "decoder")
+DECODES: tuple[Answer, ...] = ("generate", "stream", "score", "inspect")
+LABELS: tuple[Answer, ...] = ("classify", "inspect")
+TABLE = ("target", "columns", "reference", "strict", "confusions", "outputs")  # options to evaluate on a table
+
+# Options of `regard evaluate`, except metrics, against and bootstrap, which every task has. Pairs are decoded, so all
+# options of decoding apply to them too.
+_EVALUATION: Mapping[Reads, tuple[str, ...]] = {
+    "pairs": (*TABLE, "bleu_tokenize", "lowercase", "ensemble", "prefix_column", "engine", "workers"),
+    "labelled": (*TABLE, "max_source", "batch_tokens"),
+    "text": ("context", "memory", "strict"),
+    "images": ("confusions",),
+}
 
 # Defaults of [train] that differ from those of pairs.
 _TRAIN: Mapping[Reads, Mapping[str, Any]] = {
@@ -35,16 +48,25 @@ class Task:
     summary: str  # for help and documentation
     model: str  # a model of this task, for messages
     reads: Reads
-    stacks: tuple[str, ...]  # that its model has
-    presets: tuple[str, ...]  # to choose from by data and budget, from small to large
+    stacks: tuple[str, ...]  # of its model
+    presets: tuple[str, ...]  # choices for data and budget, from small to large
+    answers: tuple[Answer, ...]  # kinds of answers that a run gives
     metrics: tuple[str, ...]  # of validation; the first is the default
     evaluation: tuple[str, ...] = ()  # metrics of `regard evaluate`; empty: chosen by the references
     frame: Frame = "end"  # special tokens around a text
-    start: Literal["sos", "eos"] = "sos"  # the token before the first that is predicted
+    start: Literal["sos", "eos"] = "sos"  # the token before the first predicted one
+    request_fields: tuple[str, ...] | None = None  # fields of a request that it reads; None: all
+    options: tuple[str, ...] | None = None  # options of decoding that it reads; None: all except `excluded_options`
+    excluded_options: tuple[str, ...] = ()
 
     @property
     def train(self) -> Mapping[str, Any]:
         return _TRAIN[self.reads]
+
+    @property
+    def evaluation_options(self) -> tuple[str, ...]:
+        """Options of `regard evaluate`, besides those of every task and, for pairs, those of decoding."""
+        return _EVALUATION[self.reads]
 
     @property
     def labels(self) -> bool:
@@ -58,19 +80,23 @@ class Task:
 
 _TASKS = (
     Task("pairs", "source to target", "an encoder-decoder for pairs", "pairs", BOTH,
-         ("transformer-tiny", "transformer-mini", "transformer-small", "transformer-base"),
+         ("transformer-tiny", "transformer-mini", "transformer-small", "transformer-base"), DECODES,
          metrics=("loss", "accuracy", "wer", "per", "bleu", "chrf")),
     Task("lm", "plain text, the next token (causal LM)", "a language model", "text", ("decoder",), ("llama-tiny",),
-         metrics=("loss",), evaluation=("perplexity", "bits_per_char", "loss"), frame="none",
-         start="eos"),  # a text begins after the end of another
+         DECODES, metrics=("loss",), evaluation=("perplexity", "bits_per_char", "loss"), frame="none",
+         start="eos",  # a text begins after the end of another
+         excluded_options=("alignment", "coverage_penalty")),  # there is no source
     Task("masked", "plain text, masked tokens", "a masked language model", "text", ("encoder",), ("bert-tiny",),
-         metrics=("loss", "accuracy"), evaluation=("accuracy", "pseudo_perplexity", "loss"), frame="both"),
+         ("generate", "embed", "inspect"), metrics=("loss", "accuracy"),
+         evaluation=("accuracy", "pseudo_perplexity", "loss"), frame="both", request_fields=("source",),
+         options=("top_tokens", "max_source", "batch_tokens", "window")),
     Task("span", "plain text, masked spans (span corruption)", "a model trained by span corruption", "text", BOTH,
-         presets=("t5-tiny",), metrics=("loss",), evaluation=("accuracy", "perplexity", "loss")),
+         ("t5-tiny",), DECODES, metrics=("loss",), evaluation=("accuracy", "perplexity", "loss")),
     Task("classify", "text to a label", "a text classifier", "labelled", ("encoder",), ("bert-tiny",),
-         metrics=("accuracy", "loss"), evaluation=("accuracy",), frame="both"),
+         LABELS, metrics=("accuracy", "loss"), evaluation=("accuracy",), frame="both",
+         request_fields=("source", "features"), options=("max_source", "batch_tokens", "window")),
     Task("image", "image to a label", "an image classifier", "images", ("encoder",), ("vit-tiny",),
-         metrics=("accuracy", "loss"), evaluation=("accuracy",)),
+         LABELS, metrics=("accuracy", "loss"), evaluation=("accuracy",), request_fields=(), options=()),
 )  # fmt: skip
 TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in _TASKS})
 assert tuple(TASKS) == get_args(TaskName)

@@ -104,7 +104,7 @@ def test_options_that_do_not_go_with_requests(toy):
         (["--jsonl", "--prefix-column"], "--prefix-column: lines of JSON have no columns"),
         (["--top-tokens", 3], "--top-tokens: plain output does not show them; give --json too"),
         (["--stream", "--beam", 3], "decide only at the end; use greedy search or sample"),
-        (["--stream", "--workers", 2], "--stream: lines are decoded one after the other"),
+        (["--stream", "--workers", 2], "--stream: one process decodes one line after the other"),
     ):
         result = call("generate", toy / "run", *options, stdin=line)
         assert result.code == 2 and message in result.err and result.out == ""

@@ -18,13 +18,13 @@ from kit.families import build, shrunk
 from kit.toy import call
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
-from regard.decode.request import Options, Request
+from regard.decode.request import ENGINES, Options, Request
 from regard.errors import UserError
 from regard.run import Run
 from regard.text.codec import Codec, Example
 
 pytest.importorskip("ctranslate2")
-from regard.decode.ctranslate2 import SUPPORTED_OPTIONS, CTranslate2Engine
+from regard.decode.ctranslate2 import CTranslate2Engine
 
 STACKS: dict[str, dict[str, Any]] = {
     "rotary": {"position": "rotary", "norm_at": "pre"},
@@ -195,7 +195,7 @@ def test_scores_are_worked_out_only_where_they_are_wanted(run):
 
 def test_eight_bits_are_near(run):
     texts = words(40)
-    ours, theirs = TorchEngine(run)(texts), CTranslate2Engine(run, precision="int8")(texts)
+    ours, theirs = TorchEngine(run)(texts), CTranslate2Engine(run, Options(precision="int8"))(texts)
     alike = [(a[0], b[0]) for a, b in zip(ours, theirs, strict=True) if a[0].ids == b[0].ids]
     assert len(alike) > 10
     assert all(b.score == pytest.approx(a.score, abs=0.1 * len(a.ids)) for a, b in alike)
@@ -247,7 +247,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "alternatives_at": {"alternatives": 2, "alternatives_at": 1},
     "alignment": {"alignment": True},
     "alignment_heads": {"alignment": True, "alignment_heads": ((0, 0),)},
-    "precision": {"precision": "bf16"},
 }
 
 
@@ -258,15 +257,18 @@ def test_what_it_cannot_do_is_refused(name, run):
 
 
 def test_every_option_is_supported_or_refused(run):
-    assert OTHERS.keys() | SUPPORTED_OPTIONS == set(Options.model_fields) and not OTHERS.keys() & SUPPORTED_OPTIONS
+    supported = ENGINES["ctranslate2"].options
+    assert OTHERS.keys() | supported == set(Options.model_fields) and not OTHERS.keys() & supported
+    with pytest.raises(UserError, match=r"precision: bf16: goes with the engine torch.*allowed: fp32, int8"):
+        CTranslate2Engine(run, Options(precision="bf16"))
     with pytest.raises(UserError, match="forbid"):
         CTranslate2Engine(run)([Request("abc", forbid=("a",))])
     with pytest.raises(UserError, match="stop"):
         CTranslate2Engine(run)([Request("abc", stop=("a",))])
     with pytest.raises(UserError, match="seed: the engine ctranslate2"):
         CTranslate2Engine(run, Options(sample=True))([Request("abc", seed=3)])
-    with pytest.raises(UserError, match="engine ctranslate2"):
-        Options.of(precision="int8")
+    with pytest.raises(UserError, match=r"precision: int8: goes with the engine ctranslate2.*allowed: fp32, bf16"):
+        TorchEngine(run, Options(precision="int8"))
 
 
 @pytest.mark.parametrize("preset", ["rnn-luong", "gpt-tiny", "transformer-xl"])

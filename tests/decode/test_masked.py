@@ -110,7 +110,7 @@ def test_what_cannot_be_filled_is_flagged() -> None:
     for answer, reason in zip(answers[:5], reasons, strict=True):
         assert answer.text == "" and reason in " ".join(answer.flags.values())
     assert answers[5].flags == {"unknown": "not in the vocabulary: 'q'"} and answers[5].text.startswith("q")
-    with pytest.raises(UserError, match="beam: no meaning for a masked language model"):
+    with pytest.raises(UserError, match=r"beam: no meaning for .* a masked language model"):
         run.generate(["<mask>"], beam=2)
     with pytest.raises(UserError, match="ensemble: no meaning"):
         run.generate(["<mask>"], ensemble=[run])
@@ -142,7 +142,10 @@ def test_the_command_line_fills_masks(tmp_path: Path) -> None:
     assert "stdin:2: prefix: not for this run" in second["error"]
     for option in (["--beam", 2], ["--stream"], ["--workers", 2]):
         refused = call("generate", tmp_path / "run", *option, stdin="<mask>")
-        assert refused.code == 2 and f"{option[0]}: {tmp_path / 'run'} is a masked language model" in refused.err
+        assert (
+            refused.code == 2
+            and f"{option[0]}: no meaning for {tmp_path / 'run'}, which is a masked language model" in refused.err
+        )
 
 
 def test_masks_are_filled_as_by_transformers(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_other_engine_is_judged(toy, mistaken):
     assert printed.code == 0 and told.outputs.texts == printed.lines
     for wrong, message in (
         ({"ensemble": [mistaken]}, "ctranslate2 decodes with one run"),
-        ({"precision": "bf16"}, "precision of engine ctranslate2: 'bf16' is not known"),
+        ({"precision": "bf16"}, "precision: bf16: goes with the engine torch"),
         ({"forbid": ["K"]}, "forbid: the engine ctranslate2 cannot do this"),
     ):
         with pytest.raises(regard.UserError, match=message):

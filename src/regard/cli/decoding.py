@@ -1,21 +1,17 @@
-"""Options of decoding, the same for every verb that decodes, and the engine that they open."""
+"""Options of decoding, the same for every verb that decodes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 
-from regard.cli.input import FieldOption, field_options, with_workers
+from regard.answers import usable_options
+from regard.cli.input import FieldOption, field_options
 from regard.cli.tables import message
-from regard.decode.engine import Engine, TorchEngine
-from regard.decode.request import Options
-from regard.device import usable_precision
+from regard.decode.request import ENGINES, EngineName, Options
 from regard.errors import UserError
-from regard.run import Run
 from regard.suggest import one_of
 
 SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
@@ -34,7 +30,6 @@ FIELDS = {
         "top_tokens", "batch_tokens", "window", "precision",
     ),
 }  # fmt: skip
-ENGINES = ("torch", "ctranslate2")
 
 Ensemble = Annotated[
     list[str] | None,
@@ -43,7 +38,7 @@ Ensemble = Annotated[
 PrefixColumn = Annotated[
     bool, typer.Option("--prefix-column", help="The last column of a line is its prefix.", rich_help_panel=STEERING)
 ]
-EngineName = Annotated[
+EngineOption = Annotated[
     str | None,
     typer.Option("--engine", help="torch (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
 ]
@@ -58,45 +53,25 @@ def decoding_options(*left_out: str) -> list[FieldOption]:
     ]
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How a command line asks to decode: options of the search, and the engine with its processes and threads."""
+def parse_decoding(given: dict[str, Any], engine: str | None) -> tuple[Options, EngineName]:
+    """The checked options and engine of a command line."""
+    if engine == "regard":  # its name up to version 0.5
+        message("--engine regard is now called --engine torch")
+        engine = "torch"
+    if engine is not None and engine not in ENGINES:
+        raise one_of("--engine", engine, ENGINES)
+    values = dict(given)
+    if "alignment_heads" in values:
+        values["alignment_heads"] = [_head(pair) for pair in values["alignment_heads"]]
+    return Options.of(**values), cast(EngineName, engine or "torch")
 
-    options: Options
-    ctranslate2: bool
-    precision: str  # of the engine ctranslate2
-    workers: int | None
-    threads: int | None
 
-    @classmethod
-    def of(cls, given: dict[str, Any], engine: str | None, workers: int | None, threads: int | None) -> Decoding:
-        """Check the options that were given."""
-        if engine == "regard":  # its name up to version 0.5
-            message("--engine regard is now called --engine torch")
-            engine = "torch"
-        if engine not in (None, *ENGINES):
-            raise one_of("--engine", str(engine), ENGINES)
-        ctranslate2 = engine == "ctranslate2"
-        options = {key: value for key, value in given.items() if not (ctranslate2 and key == "precision")}
-        if "alignment_heads" in options:
-            options["alignment_heads"] = [_head(pair) for pair in options["alignment_heads"]]
-        precision = given.get("precision", "fp32") if ctranslate2 else "fp32"
-        return cls(Options.of(**options), ctranslate2, precision, workers, threads)
-
-    def on(self, device: torch.device) -> Decoding:
-        """The same with a precision that works on a device; a message tells that outputs may differ with it."""
-        precision = usable_precision(self.options.precision, device, message)
-        if (used := self.precision if self.ctranslate2 else precision) != "fp32":
-            message(f"precision: {used}: faster, but outputs and scores may differ from those in fp32")
-        return replace(self, options=self.options.model_copy(update={"precision": precision}))
-
-    def open(self, runs: Sequence[Run], scores: Literal["tokens", "totals", "none"]) -> Engine:
-        """An engine with its processes; `scores` are those that are needed."""
-        if not self.ctranslate2:
-            return with_workers(TorchEngine(runs, self.options), self.workers, self.threads)
-        from regard.decode.ctranslate2 import CTranslate2Engine  # an optional dependency
-
-        return CTranslate2Engine.open(runs, self.options, self.precision, scores, self.workers, self.threads)
+def usable_here(options: Options, device: torch.device) -> Options:
+    """The options with a precision that works on a device; a message warns that outputs may differ with it."""
+    usable = usable_options(options, device, message)
+    if usable.precision != "fp32":
+        message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
+    return usable
 
 
 def _head(pair: str) -> tuple[int, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from regard.cli.decoding import Decoding, EngineName, Ensemble, PrefixColumn, decoding_options
+from regard.answers import open_engine
+from regard.cli.decoding import EngineOption, Ensemble, PrefixColumn, decoding_options, parse_decoding, usable_here
 from regard.cli.input import (
     Device,
     Json,
@@ -93,7 +93,7 @@ def command(
     ] = None,
     ensemble: Ensemble = None,
     prefix_column: PrefixColumn = False,
-    engine: EngineName = None,
+    engine: EngineOption = None,
     strict: Strict = False,
     json: Json = False,
     workers: Workers = None,
@@ -112,7 +112,7 @@ def command(
         raise UserError(f"--outputs: {shown(outputs)} is judged as it is, without a run; leave out {run}")
     if outputs is None and run is None:
         raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
-    decoding = Decoding.of(options, engine, workers, threads)
+    decoding, engine_name = parse_decoding(options, engine)
     metrics = [name for each in metric or [] for name in each.split(",")]
     reading = chosen_options(confusions=confusions, context=context, memory=memory, strict=strict)
     asked = parse(EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options")
@@ -129,17 +129,17 @@ def command(
     rest = dict(ensemble=ensemble, prefix_column=prefix_column, engine=engine, workers=workers)
     given = {*options, *settings, *reading, *chosen_options(**lines, **rest)}
     reads = check_given(given, [*ours[:1], *theirs], compared is not None, option_name)
-    if "length_penalty" in options and decoding.options.beam == 1:
+    if "length_penalty" in options and decoding.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
     if runs and reads == "pairs":
-        decoding = decoding.on(runs[0].model.device)
+        decoding = usable_here(decoding, runs[0].model.device)
 
-    def open_engine(runs: Sequence[Run], options: Options) -> Engine:
-        return replace(decoding, options=options).open(runs, "none")
+    def open_one(runs: Sequence[Run], options: Options) -> Engine:
+        return open_engine(runs, options, engine_name, "none", workers, threads)
 
-    systems = [System(ours, decoding.options, outputs)]
+    systems = [System(ours, decoding, outputs)]
     if against is not None:  # which answers alone: weights are those of an ensemble
-        alone = decoding.options.model_copy(update={"weights": ()})
+        alone = decoding.model_copy(update={"weights": ()})
         systems.append(System(theirs, alone, compared))
     table = run if outputs is not None else file or STDIN
     if reads in ("pairs", "labelled"):
@@ -151,7 +151,7 @@ def command(
     if files.table is not None:
         announce_data(files.table, reads)
     counter = LineCounter(strict)
-    evaluation = evaluate_file(asked.request(systems, files, counter, open_engine))
+    evaluation = evaluate_file(asked.request(systems, files, counter, open_one))
     skipped = [f"{files.name}: {counter.summary()}"] if counter.skipped else []
     for remark in skipped + evaluation.remarks:
         message(remark)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
 
-from regard.cli.decoding import EngineName, Ensemble, PrefixColumn, decoding_options
+from regard.cli.decoding import EngineOption, Ensemble, PrefixColumn, decoding_options, usable_here
 from regard.cli.input import (
     IMAGES,
     Device,
@@ -25,14 +24,12 @@ from regard.cli.lines import GenerateJob, Show, links, no_output, one_line, show
 from regard.cli.sharded import check_output, write_shards
 from regard.cli.tables import flush, message, out_json
 from regard.cli.tables import out as write
-from regard.decode.engine import TorchEngine
+from regard.decode.engine import TokenStream, TorchEngine
+from regard.decode.request import check_engine, check_streaming, check_supported
 from regard.errors import UserError
 from regard.run import Run
 
 EXAMPLE = "echo hello | regard generate runs/g2p --beam 5"
-TEXTS = ("max_source", "batch_tokens", "window", "jsonl", "out", "ray")
-# The options of tasks that do not search, beside --json, --threads and --device.
-SUPPORTED = {"classify": TEXTS, "image": (), "masked": ("top_tokens", *TEXTS)}
 
 
 @with_options("options", *decoding_options())
@@ -48,7 +45,7 @@ def command(
     ] = False,
     ensemble: Ensemble = None,
     prefix_column: PrefixColumn = False,
-    engine: EngineName = None,
+    engine: EngineOption = None,
     json: Json = False,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print tokens as they are decoded, one line after the other.")
@@ -78,26 +75,30 @@ def command(
     paths = (run, *(ensemble or ()))
     asked = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
     job = check_output(asked, out, ray, stream)
-    decoding = job.decoding()
+    decoding, engine_name = job.decoding()
     runs = job.load()
     task = runs[0].task
-    if task.name in SUPPORTED:
+    if task.options is not None:
         others = chosen_options(
             prefix_column=prefix_column, ensemble=ensemble, workers=None if ray else workers, engine=engine,
             stream=stream, jsonl=jsonl, out=out, ray=ray,
         )  # fmt: skip
-        _check_given(runs[0], [*options, *others])
+        files = () if task.reads == "images" else ("jsonl", "out", "ray")
+        supported = (*task.options, *files, "json", "threads", "device")
+        check_supported([*options, *others], supported, task, run, option_name)
     if task.reads == "images":
         _print_image_labels(runs[0], file, json)
         return
     if stream:
-        if decoding.ctranslate2 or (workers or 1) > 1:
-            raise UserError("--stream: lines are decoded one after the other by one process of the engine torch")
-        decoding = decoding.on(runs[0].model.device)
+        if (workers or 1) > 1:
+            raise UserError(f"--stream: one process decodes one line after the other; leave out --workers {workers}")
+        check_engine(engine_name, decoding, stream=True, show=option_name)
+        check_streaming(decoding, option_name)
+        decoding = usable_here(decoding, runs[0].model.device)
         lines = job.lines(runs[0])
-        _stream(TorchEngine(runs, decoding.options), lines, job.show(lines, decoding.options))
+        _stream(TorchEngine(runs, decoding), lines, job.show(lines, decoding))
     else:
-        with job.answerer(runs, decoding) as answerer:
+        with job.answerer(runs, decoding, engine_name) as answerer:
             lines = answerer.lines()
             if out is not None:
                 write_shards(asked, answerer, lines, out, ray)
@@ -110,21 +111,8 @@ def command(
         message(remark)
 
 
-def _check_given(run: Run, given: Collection[str]) -> None:
-    """Refuse options without a meaning for a run; `given` are the names of those that were given."""
-    supported = SUPPORTED[run.task.name]
-    if unsupported := [option_name(name) for name in given if name not in supported]:
-        names = [option_name(name) for name in (*supported, "json", "threads", "device")]
-        raise UserError(
-            f"{', '.join(unsupported)}: {run.path} is {run.task.model}, for which there are {', '.join(names)} only"
-        )
-
-
 def _stream(engine: TorchEngine, lines: InputLines, show: Show) -> None:
     """Decode one line after the other, and print every token at once."""
-    from regard.decode.engine import TokenStream, check_streaming  # most outputs are printed at once
-
-    check_streaming(engine.options)
     for line in (line for batch in lines.batches(engine.options.window) for line in batch):
         if line.error:
             for text in show.answer(line, [no_output(line)]):

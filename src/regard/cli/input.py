@@ -13,12 +13,13 @@ from queue import Empty, Queue
 from stat import S_ISREG
 from threading import Thread
 from types import MappingProxyType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
 import typer
 from pydantic import BaseModel
 
+from regard.answers import is_small
 from regard.batch import windows
 from regard.cli import READER
 from regard.cli.tables import message
@@ -42,16 +43,10 @@ from regard.decode.request import ANSWER_KEYS, Request, parse_request
 from regard.device import choose_device, tune_allocator
 from regard.errors import UserError, plural
 from regard.files import json_object
-from regard.parallel.cores import cores
 from regard.recipe import Column, Data
 from regard.run import Run
 from regard.tasks import Reads
 from regard.text.codec import Codec, UnknownTokens
-
-if TYPE_CHECKING:
-    from regard.decode.engine import Engine, TorchEngine
-
-SMALL = 20_000_000  # parameters: below, threads wait for each other longer than they work
 
 # Options of several verbs
 
@@ -167,8 +162,7 @@ def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None)
     every = torch.get_num_threads()
     torch.set_num_threads(1)  # starting threads takes longer than copying the weights
     runs = [Run.load(path, where) for path in paths]
-    small = sum(run.model.size for run in runs) < SMALL
-    if not small or threads is not None:
+    if not is_small(runs) or threads is not None:
         torch.set_num_threads(threads or every)
     return runs
 
@@ -178,23 +172,6 @@ def pairs_of(path: str, target: str | None, columns: str | None, of_run: tuple[C
     if target is not None:
         return Source((path, target))
     return Source((path,), parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else of_run)
-
-
-def with_workers(engine: TorchEngine, workers: int | None, threads: int | None) -> Engine:
-    """An engine with as many processes as were asked for, or as pay off, up to one per core."""
-    asked, device = workers, engine.scorer.device
-    if workers is None:
-        small = sum(model.size for model in engine.scorer.models) < SMALL
-        workers = cores() if small and device.type == "cpu" and threads is None else 1
-    if workers == 1:
-        return engine
-    if device.type != "cpu":
-        raise UserError(f"workers: {workers} processes share the cores of a CPU; on {device} use 1")
-    if threads is None:
-        torch.set_num_threads(max(1, cores() // workers))
-    from regard.decode.workers import WorkerPool  # not for an engine of its own processes
-
-    return WorkerPool(engine, workers, tune_allocator, always=asked is not None)
 
 
 # Lines

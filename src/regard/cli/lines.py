@@ -8,13 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from regard.cli.decoding import Decoding
+from regard.answers import open_engine
+from regard.cli.decoding import parse_decoding, usable_here
 from regard.cli.input import InputLine, InputLines, open_runs
 from regard.cli.tables import json_line
 from regard.data.reader import NAMED, Line
+from regard.decode.ctranslate2 import Scores
+from regard.decode.encoder_only import Classification, classify
 from regard.decode.engine import Engine
 from regard.decode.hypothesis import Hypothesis, empty_hypothesis
-from regard.decode.request import Options
+from regard.decode.request import EngineName, Options
 from regard.decode.sharded_output import Counts
 from regard.errors import UserError
 from regard.run import Run
@@ -37,9 +40,9 @@ class GenerateJob:
     prefix_column: bool = False
     path: str = ""  # of the file, where that is relative to another directory
 
-    def decoding(self) -> Decoding:
-        """The options, checked."""
-        return Decoding.of(self.options, self.engine, self.workers, self.threads)
+    def decoding(self) -> tuple[Options, EngineName]:
+        """The checked options and the engine."""
+        return parse_decoding(self.options, self.engine)
 
     def load(self) -> list[Run]:
         """The runs."""
@@ -47,14 +50,14 @@ class GenerateJob:
 
     def open(self) -> LineAnswerer:
         """What answers the lines, with its runs."""
-        return self.answerer(self.load(), self.decoding())
+        return self.answerer(self.load(), *self.decoding())
 
     def lines(self, run: Run) -> InputLines:
         """A reader of the file, with counts of its own."""
         prompts = not (run.task.seq2seq or run.task.labels)
         lines = InputLines(self.path or self.file, run.codec, self.prefix_column, prompts, self.jsonl)
         lines.path = self.file  # as messages name it
-        if (known := FIELDS.get(run.task.name)) is not None:
+        if (known := run.task.request_fields) is not None:
             lines.fields = [name for name in lines.fields if name in known]
         return lines
 
@@ -65,25 +68,19 @@ class GenerateJob:
             raise UserError("--top-tokens: plain output does not show them; give --json too")
         return show
 
-    def answerer(self, runs: Sequence[Run], decoding: Decoding) -> LineAnswerer:
+    def answerer(self, runs: Sequence[Run], options: Options, engine: EngineName) -> LineAnswerer:
         """What answers the lines, by the task of the run."""
         run = runs[0]
         lines = self.lines(run)
         if run.task.labels:
-            return LabelAnswerer(self, run, decoding.options, self.json or lines.jsonl)
+            return LabelAnswerer(self, run, options, self.json or lines.jsonl)
         if run.task.name == "masked":
-            from regard.decode.encoder_only import MaskFiller  # generating text needs none of it
-
-            show = Show(self.json or lines.jsonl, candidates=decoding.options.top_tokens > 0)
-            return EngineAnswerer(self, run, MaskFiller(run, decoding.options), show)
-        decoding = decoding.on(run.model.device)
-        show = self.show(lines, decoding.options)
-        return EngineAnswerer(
-            self, run, decoding.open(runs, "tokens" if show.json else "totals" if show.several else "none"), show
-        )
-
-
-FIELDS = {"masked": ("source",), "classify": ("source", "features")}  # of a request, where not all have a meaning
+            show = Show(self.json or lines.jsonl, candidates=options.top_tokens > 0)
+        else:
+            options = usable_here(options, run.model.device)
+            show = self.show(lines, options)
+        scores: Scores = "tokens" if show.json else "totals" if show.several else "none"
+        return EngineAnswerer(self, run, open_engine(runs, options, engine, scores, self.workers, self.threads), show)
 
 
 class LineAnswerer(ABC):
@@ -145,8 +142,6 @@ class LabelAnswerer(LineAnswerer):
         self.json = json
 
     def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        from regard.decode.encoder_only import Classification, classify  # generating text needs none of it
-
         empty = Classification("", {}, {"empty": "the text is empty"})
         good = [line for line in batch if not line.error]
         texts = [Example(x.request.source, features=x.request.features) for x in good if x.request.source.strip()]

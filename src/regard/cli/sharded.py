@@ -15,10 +15,10 @@ import torch
 import typer
 
 from regard import __version__
-from regard.cli.decoding import ENGINES
-from regard.cli.input import InputLines
+from regard.cli.input import InputLines, option_name
 from regard.cli.lines import GenerateJob, LineAnswerer, add_counts
 from regard.cli.tables import message
+from regard.decode.request import check_engine
 from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
 from regard.errors import UserError, plural
 from regard.files import read_manifest
@@ -37,8 +37,8 @@ def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: boo
         return job
     if stream:
         raise UserError("--stream: prints tokens as they come; with --out leave it out")
-    if job.engine == "ctranslate2" and job.options.get("sample"):
-        raise UserError("--sample: the engine ctranslate2 draws by all lines before; with --out use the engine torch")
+    options, engine = job.decoding()
+    check_engine(engine, options, shards=True, show=option_name)
     if ray is not None:
         if _has_launcher():
             raise UserError("--ray: Ray starts processes itself; leave out torchrun (WORLD_SIZE)")
@@ -121,8 +121,8 @@ def _identity(asked: GenerateJob, answerer: LineAnswerer) -> dict[str, Any]:
     return {
         "regard": __version__,
         "runs": [_digest(Path(run)) for run in asked.runs],
-        "options": asked.decoding().options.model_dump(mode="json"),
-        "engine": asked.engine or ENGINES[0],
+        "options": asked.decoding()[0].model_dump(mode="json"),
+        "engine": asked.decoding()[1],
         "precision": asked.options.get("precision", "fp32"),
         "device": asked.device.partition(":")[0],
         "file": asked.file,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from regard.convert.to_ctranslate2 import POSITIONS, Precision, library, names_of, open_translator, write_model
+from regard.convert.to_ctranslate2 import POSITIONS, library, names_of, open_translator, write_model
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import Engine
 from regard.decode.hypothesis import (
@@ -20,19 +20,13 @@ from regard.decode.hypothesis import (
     make_hypotheses,
     output_text,
 )
-from regard.decode.request import Options
+from regard.decode.request import Options, check_constraints, check_engine
 from regard.decode.search_inputs import UNBOUNDED, Preparer
 from regard.errors import UserError
 from regard.parallel.cores import cores
 from regard.run import Run
-from regard.suggest import one_of
 from regard.text.codec import Example
 
-SUPPORTED_OPTIONS = {
-    "beam", "nbest", "length_penalty", "sample", "temperature", "top_k", "top_p", "seed", "prefix", "min_length",
-    "max_length", "min_ratio", "max_ratio", "no_repeat_ngram", "repetition_penalty", "unknown", "max_source",
-    "batch_tokens", "window",
-}  # fmt: skip
 # CTranslate2 stops when patience times the beam width hypotheses have ended, even if a better one is alive; our search
 # goes on then. With 1.5 both found the same for all of 2,000 words, with less CTranslate2 was worse than greedy.
 PATIENCE = 1.5
@@ -42,11 +36,11 @@ Scores = Literal["tokens", "totals", "none"]
 Inputs = dict[int, SearchInput]
 
 
-def _load(run: Run, precision: Precision, workers: int, threads: int) -> Any:
+def _load(run: Run, precision: str, workers: int, threads: int) -> Any:
     try:
         with TemporaryDirectory() as directory:
             write_model(run, Path(directory))
-            return open_translator(Path(directory), precision, workers, threads)
+            return open_translator(Path(directory), "int8" if precision == "int8" else "fp32", workers, threads)
     except OSError as error:
         raise UserError(f"cannot write what CTranslate2 reads: {error.strerror or error}; set TMPDIR") from None
 
@@ -62,7 +56,6 @@ class CTranslate2Engine(Engine):
         self,
         run: Run,
         options: Options | None = None,
-        precision: Precision = "fp32",
         workers: int = 1,
         threads: int = 1,
         scores: Scores = "tokens",
@@ -73,7 +66,7 @@ class CTranslate2Engine(Engine):
         # Computed positions are written as a table of so many rows, one of them for the end token.
         computed = any(s.position in ("none", "sinusoid", "sinusoid_halves") for s in run.config.stacks.values())
         self.preparer = Preparer([run], self.options, POSITIONS - 1 if computed else UNBOUNDED)
-        self._check_supported(workers)
+        check_engine("ctranslate2", self.options, workers=workers)
         self._source, self._target = names_of(run)
         self._id = {name: index for index, name in enumerate(self._target)}
         self._blocked = frozenset(self.preparer.blocked)
@@ -81,37 +74,21 @@ class CTranslate2Engine(Engine):
         self._by_length: dict[int, SearchInput] = {}
         if self.options.sample:
             library().set_random_seed(self.options.seed % 2**32)  # used by workers that start later
-        self.translator = translator or _load(run, precision, workers, threads)
+        self.translator = translator or _load(run, self.options.precision, workers, threads)
 
     @classmethod
     def open(
         cls,
         runs: Sequence[Run],
         options: Options,
-        precision: str,
         scores: Scores,
         workers: int | None = None,
         threads: int | None = None,
     ) -> CTranslate2Engine:
-        """An engine for what a caller asks, with a worker per core by default; what it cannot do is refused."""
-        if precision not in get_args(Precision):
-            raise one_of("precision of engine ctranslate2", precision, get_args(Precision))
-        if len(runs) > 1:
-            raise UserError("ensemble: the engine ctranslate2 decodes with one run; use the engine torch")
-        if (device := runs[0].model.device.type) != "cpu":
-            raise UserError(f"device: {device}: the engine ctranslate2 works on the CPU here; use the engine torch")
+        """An engine with a worker per core by default."""
         workers = workers or (1 if threads or options.sample else cores())
-        return cls(runs[0], options, "int8" if precision == "int8" else "fp32", workers, threads or 1, scores)
-
-    def _check_supported(self, workers: int) -> None:
-        """Refuse options that would be ignored."""
-        for name, field in Options.model_fields.items():
-            if name not in SUPPORTED_OPTIONS and getattr(self.options, name) != field.default:
-                raise UserError(f"{name}: the engine ctranslate2 cannot do this; leave it out, or use the engine torch")
-        if self.options.sample and workers > 1:
-            raise UserError(
-                f"workers: with {workers} of them the engine ctranslate2 would draw other samples each time; use 1"
-            )
+        check_engine("ctranslate2", options, runs=len(runs), device=runs[0].model.device.type, workers=workers)
+        return cls(runs[0], options, workers, threads or 1, scores)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         codec = self.run.codec
@@ -147,10 +124,9 @@ class CTranslate2Engine(Engine):
         return item
 
     def _search_all(self, inputs: Inputs) -> dict[int, list[DecodedIds]]:
-        if any(item.phrases is not None for item in inputs.values()):
-            raise UserError("require, forbid, stop: the engine ctranslate2 cannot do this; use the engine torch")
-        if self.options.sample and any(item.seed is not None for item in inputs.values()):
-            raise UserError("seed: the engine ctranslate2 has one for all lines; leave it out, or use the engine torch")
+        phrases = any(item.phrases is not None for item in inputs.values())
+        seeds = self.options.sample and any(item.seed is not None for item in inputs.values())
+        check_constraints("ctranslate2", ("require", "forbid", "stop") * phrases + ("seed",) * seeds)
         return self._search(inputs, strict=self.options.sample)
 
     def close(self) -> None:

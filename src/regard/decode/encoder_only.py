@@ -19,7 +19,7 @@ from regard.decode.constraints import SearchInput
 from regard.decode.engine import Engine
 from regard.decode.ensemble import check_numbers, top_tokens
 from regard.decode.hypothesis import Hypothesis, empty_hypothesis, unknown_flags
-from regard.decode.request import Input, Options, Request
+from regard.decode.request import Input, Options, Request, changed_options, check_supported
 from regard.decode.search_inputs import MAX_CHARACTERS, UNBOUNDED, out_of_memory, too_long
 from regard.errors import UserError
 from regard.notebook import result_cells, table
@@ -136,7 +136,6 @@ def _classify(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classifi
     ]
 
 
-OPTIONS = ("top_tokens", "max_source", "batch_tokens", "window")  # those of decoding that filling masks reads
 CANDIDATES = 5  # for every mask, unless `top_tokens` asks for another number
 MAX_LOGITS = 1 << 22  # in memory at once
 
@@ -158,15 +157,9 @@ class MaskFiller(Engine):
     def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
         self.options = options or Options()
         self.run, *others = [runs] if isinstance(runs, Run) else runs
-        run, fields = self.run, Options.model_fields
-        foreign = [
-            name for name in fields if name not in OPTIONS and getattr(self.options, name) != fields[name].default
-        ]
-        if foreign or others:
-            names = ", ".join(foreign or ["ensemble"])
-            raise UserError(
-                f"{names}: no meaning for {run.task.model}, which fills masks (it has {', '.join(OPTIONS)})"
-            )
+        run = self.run
+        names = [*changed_options(self.options), *["ensemble"] * bool(others)]
+        check_supported(names, run.task.options or (), run.task, run.path)
         mask = run.config.ids.mask
         if mask is None or not run.config.predicts_tokens:
             lacks = "vocabulary has no mask token" if mask is None else "model has no LM head"

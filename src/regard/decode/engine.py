@@ -27,7 +27,7 @@ from regard.decode.hypothesis import (
     output_text,
     top_tokens_json,
 )
-from regard.decode.request import Input, Options
+from regard.decode.request import Input, Options, check_engine, check_streaming
 from regard.decode.search import make_choice, make_rules, search, steps
 from regard.decode.search_inputs import Preparer, out_of_memory
 from regard.errors import UserError
@@ -71,6 +71,7 @@ class TorchEngine(Engine):
 
     def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
         self.options = options or Options()
+        check_engine("torch", self.options)
         self.runs = [runs] if isinstance(runs, Run) else list(runs)
         self.preparer = Preparer(self.runs, self.options)
         models, packed = [run.model for run in self.runs], [run.packed for run in self.runs]
@@ -166,12 +167,6 @@ class Piece:
         if self.top_tokens:
             out["top_tokens"] = top_tokens_json(self.top_tokens)
         return out
-
-
-def check_streaming(options: Options) -> None:
-    """Refuse strategies that have nothing to show before they have decided."""
-    if options.beam > 1 or options.mbr or options.alternatives or options.nbest > 1:
-        raise UserError("stream: beam, nbest, mbr and alternatives decide only at the end; use greedy search or sample")
 
 
 class TokenStream(Iterator[Piece]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class Scorer:
         models: Sequence[Model],
         weights: Sequence[float] = (),
         blocked: Sequence[int] = (),
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: str = "fp32",
         packed: Sequence[PackedWeights] = (),
     ) -> None:
         """`packed` are products that the owners of the models keep, one for each."""

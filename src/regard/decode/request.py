@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -12,8 +13,10 @@ from regard.errors import UserError
 from regard.recipe import option
 from regard.signatures import checked_call, explain
 from regard.suggest import nearest
+from regard.tasks import Task
 from regard.text.codec import Example
 
+Precision = Literal["fp32", "bf16", "int8"]
 Utility = Literal["chrf", "bleu", "edit", "exact"]
 HeadIndex = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]  # layer, head
 Phrase = Annotated[str, Field(min_length=1)]
@@ -91,8 +94,8 @@ class Options(Value):
     max_source: Count = option(2048, "A longer source is not decoded, a longer source or target not scored.")
     batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
     window: Count = option(4096, "Lines read ahead, to be sorted by length.")
-    precision: Literal["fp32", "bf16"] = option(
-        "fp32", "bf16: faster where the processor has it, scores less exact. int8: of engine ctranslate2."
+    precision: Precision = option(
+        "fp32", "bf16: faster on processors that support it, less exact scores. int8: engine ctranslate2 only."
     )
 
     @field_validator("beam", "nbest", "mbr", "groups")
@@ -101,13 +104,6 @@ class Options(Value):
         if count > 10_000:
             raise ValueError(f"at most 10000, not {count}")
         return count
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _of_this_engine(cls, precision: Any) -> Any:
-        if precision == "int8":
-            raise ValueError("int8 is of the engine ctranslate2 (generate --engine ctranslate2); here fp32 or bf16")
-        return precision
 
     @model_validator(mode="after")
     def _agree(self) -> Options:
@@ -203,7 +199,7 @@ class OptionSettings(TypedDict, total=False):
     max_source: Count
     batch_tokens: Count
     window: Count
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
 
 
 class ScoringSettings(TypedDict, total=False):
@@ -213,7 +209,7 @@ class ScoringSettings(TypedDict, total=False):
     max_source: Count
     batch_tokens: Count
     window: Count
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
 
 
 class BatchSettings(TypedDict, total=False):
@@ -319,3 +315,121 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
 
 
 Input = str | Example | Request
+
+
+# What each engine supports
+
+EngineName = Literal["torch", "ctranslate2"]
+Show = Callable[[str], str]  # the name of an option as a user writes it: beam, or --beam on a command line
+CONSTRAINTS = ("prefix", "require", "forbid", "stop", "min_length", "max_length", "seed")  # fields of a request
+NOT_STREAMED = ("beam", "nbest", "mbr", "alternatives")
+
+
+@dataclass(frozen=True)
+class EngineSupport:
+    """What an engine supports. Everything else is refused: an engine never ignores an option."""
+
+    options: frozenset[str]  # fields of `Options`
+    constraints: frozenset[str]  # of single requests
+    precisions: tuple[Precision, ...]
+    devices: tuple[str, ...]
+    ensembles: bool
+    streaming: bool
+    seeded_lines: bool  # each line draws by a seed of its own, whatever other lines and workers do
+
+
+ENGINES: Mapping[EngineName, EngineSupport] = {
+    "torch": EngineSupport(
+        options=frozenset(Options.model_fields),
+        constraints=frozenset(CONSTRAINTS),
+        precisions=("fp32", "bf16"),
+        devices=("cpu", "cuda", "mps"),
+        ensembles=True,
+        streaming=True,
+        seeded_lines=True,
+    ),
+    "ctranslate2": EngineSupport(
+        options=frozenset(
+            {"beam", "nbest", "length_penalty", "sample", "temperature", "top_k", "top_p", "seed", "prefix"}
+            | {"min_length", "max_length", "min_ratio", "max_ratio", "no_repeat_ngram", "repetition_penalty", "unknown"}
+            | {"max_source", "batch_tokens", "window", "precision"}
+        ),
+        constraints=frozenset({"prefix", "min_length", "max_length"}),
+        precisions=("fp32", "int8"),
+        devices=("cpu",),
+        ensembles=False,
+        streaming=False,
+        seeded_lines=False,
+    ),
+}
+
+
+def changed_options(options: Options) -> list[str]:
+    """The names of the options that differ from their defaults."""
+    fields = Options.model_fields.items()
+    return [name for name, field_info in fields if getattr(options, name) != field_info.default]
+
+
+def check_engine(
+    engine: EngineName,
+    options: Options,
+    *,
+    runs: int = 1,
+    device: str = "cpu",
+    workers: int = 1,
+    stream: bool = False,
+    shards: bool = False,
+    show: Show = str,
+) -> None:
+    """Raise a UserError for the first thing that an engine does not support."""
+    support = ENGINES[engine]
+    others = f"use the engine {' or '.join(name for name in ENGINES if name != engine)}"
+    if options.precision not in support.precisions:
+        able = [name for name in ENGINES if options.precision in ENGINES[name].precisions]
+        raise UserError(
+            f"{show('precision')}: {options.precision}: goes with the engine {' or '.join(able)}, not with {engine}"
+            f" (allowed: {', '.join(support.precisions)})"
+        )
+    for name in changed_options(options):
+        if name not in support.options:
+            raise UserError(f"{show(name)}: the engine {engine} cannot do this; leave it out, or {others}")
+    sampling = options.sample and not support.seeded_lines
+    for problem, name, reason in (
+        (runs > 1 and not support.ensembles, "ensemble", "decodes with one run"),
+        (device not in support.devices, "device", f"does not run on {device}, only on {', '.join(support.devices)}"),
+        (stream and not support.streaming, "stream", "cannot do this"),
+        (sampling and workers > 1, "workers", f"draws other samples each time with {workers} of them; use 1"),
+        (sampling and shards, "sample", "draws a sample that depends on earlier lines, which --out does not allow"),
+    ):
+        if problem:
+            raise UserError(f"{show(name)}: the engine {engine} {reason}; {others}")
+
+
+def check_constraints(engine: EngineName, constraints: Collection[str]) -> None:
+    """Refuse constraints of single requests that an engine does not support."""
+    if unsupported := [name for name in constraints if name not in ENGINES[engine].constraints]:
+        raise UserError(
+            f"{', '.join(unsupported)}: the engine {engine} cannot do this for a single line; leave it out, or use"
+            f" the engine {' or '.join(name for name in ENGINES if name != engine)}"
+        )
+
+
+def check_streaming(options: Options, show: Show = str) -> None:
+    """Refuse strategies whose first token is certain only at the end."""
+    if not {*NOT_STREAMED}.isdisjoint(changed_options(options)):
+        *names, last = map(show, NOT_STREAMED)
+        raise UserError(
+            f"{show('stream')}: {', '.join(names)} and {last} decide only at the end; use greedy search or sample"
+        )
+
+
+def check_supported(
+    names: Iterable[str], supported: Collection[str], task: Task, path: object, show: Show = str
+) -> None:
+    """Refuse the names of options or fields that have no meaning for the task of a run."""
+    if foreign := [name for name in names if name not in supported]:
+        allowed = f" (it has {', '.join(map(show, supported))})" if len(supported) <= MAX_NAMED else ""
+        raise UserError(f"{', '.join(map(show, foreign))}: no meaning for {path}, which is {task.model}{allowed}")
+
+
+MAX_NAMED = 12  # options in a message

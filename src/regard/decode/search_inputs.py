@@ -51,9 +51,9 @@ class Preparer:
         self.config = check_ensemble(runs)
         self.codec, self.continues = runs[0].codec, not runs[0].task.seq2seq
         self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
-        for name in ("alignment", "coverage_penalty"):
-            if getattr(options, name) and self.continues:
-                raise UserError(f"{name}: a language model has no source to look at; leave it out")
+        for name in runs[0].task.excluded_options:
+            if getattr(options, name):
+                raise UserError(f"{name}: a language model has no source to align with; leave it out")
         self.blocked = sorted({index for run in runs for index in run.never_produced(options.unknown)})
         self.combining = combining_tokens(self.codec.target)
         self._phrases: dict[tuple[Requirements, tuple[str, ...], tuple[str, ...]], Phrases] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from regard.data.images import read_images
 from regard.data.plain_text import TokenizedText, read_pieces, tokenize_text
 from regard.data.reader import LONG, LineCounter, Source
 from regard.decode.encoder_only import classify, classify_images
-from regard.decode.engine import TorchEngine
-from regard.decode.request import Options, PhraseList, Whole
+from regard.decode.request import EngineName, Options, PhraseList, Whole, check_supported
 from regard.errors import UserError
 from regard.evaluate.confusions import Unit, count_confusions
 from regard.evaluate.evaluator import (
@@ -38,7 +37,7 @@ from regard.metrics import SAMPLES, MetricSettings
 from regard.recipe import Column
 from regard.run import Run
 from regard.suggest import one_of
-from regard.tasks import Reads
+from regard.tasks import TABLE, Reads
 from regard.text.codec import Example, UnknownTokens
 
 CONFUSIONS = 10  # reported by default
@@ -209,16 +208,7 @@ _BY_CONTENT: Mapping[Reads, Callable[[EvaluationRequest], Evaluation]] = {
 }
 
 
-EngineChoice = Literal["torch", "ctranslate2"]
-LINES = ("target", "columns", "reference", "strict", "confusions")
-READY = (*LINES, "outputs", *MetricSettings.model_fields)
-# The options of each kind of data, beside metrics, what to compare with, and the samples of the bootstrap.
-SUPPORTED: Mapping[Reads, Sequence[str]] = {
-    "pairs": (*READY, *Options.model_fields, "ensemble", "prefix_column", "engine", "workers"),
-    "labelled": (*LINES, "outputs", "max_source", "batch_tokens"),
-    "text": ("context", "memory", "strict"),
-    "images": ("confusions",),
-}
+READY = (*TABLE, *MetricSettings.model_fields)  # options to judge outputs without a run
 
 
 class EvaluationOptions(MetricSettings):
@@ -229,7 +219,7 @@ class EvaluationOptions(MetricSettings):
     confusions: Whole | None = None
     context: Whole | None = None
     memory: Count | None = None
-    engine: EngineChoice | None = None
+    engine: EngineName | None = None
     strict: bool = False
 
     @property
@@ -260,9 +250,9 @@ def check_given(given: AbstractSet[str], runs: Sequence[Run], ready: bool, name:
     for other in runs[1:]:
         if other.task != task:
             raise UserError(f"{name('against')}: {other.path} is {other.task.model}, {run.path} is {task.model}")
-    if foreign := sorted(given - set(SUPPORTED[task.reads])):
-        raise UserError(f"{', '.join(map(name, foreign))}: no meaning for {run.path}, which is {task.model}")
-    if ready and "outputs" not in SUPPORTED[task.reads]:
+    decoding = Options.model_fields if task.reads == "pairs" else ()
+    check_supported(sorted(given), (*task.evaluation_options, *decoding), task, run.path, name)
+    if ready and "outputs" not in task.evaluation_options:
         reason = f"{run.path}, which is {task.model}, is compared with another run"
         raise UserError(f"{name('against')}: no outputs that are ready; {reason}")
     if "outputs" in given and (foreign := sorted({"ensemble", "weights"} & given)):
@@ -281,12 +271,3 @@ def parse_columns(columns: str | Iterable[str], references: bool, option: str = 
         wanted = "name source once, target once or several times, and features if there are"
         raise UserError(f"{option} {','.join(words)}: {wanted}")
     return tuple(words)
-
-
-def engine_opener(engine: EngineChoice | None, precision: str) -> OpenEngine:
-    """What opens an engine in this process; the precision is that of CTranslate2, whose options have none."""
-    if engine != "ctranslate2":
-        return TorchEngine
-    from regard.decode.ctranslate2 import CTranslate2Engine  # an optional dependency
-
-    return lambda runs, options: CTranslate2Engine.open(runs, options, precision, "none")

@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
+from regard.decode.request import check_streaming
 from regard.errors import UserError
 from regard.serve.bodies import (
     ClassifyBody,
@@ -134,10 +135,7 @@ class Handlers:
             raise Refused(422, "attention: comes with the whole output; leave out stream")
         if len(items) != 1:
             raise Refused(422, f"stream: takes one input, not {len(items)}")
-        if options.beam > 1 or options.mbr or options.alternatives or options.nbest > 1:
-            raise Refused(
-                422, "stream: beam, nbest, mbr and alternatives decide only at the end; leave them out, or sample"
-            )
+        check_streaming(options)
         job = self.make_job(run, "stream", chosen, items)
         self.submit(job)
         return self._stream(job, lambda piece: {"piece": piece}, lambda x: {"run": run, "result": x})

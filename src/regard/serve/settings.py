@@ -8,11 +8,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from regard.config import Count, Value
+from regard.decode.request import EngineName, Options, Precision, check_engine
 from regard.errors import UserError
 from regard.recipe import option
 
@@ -43,8 +44,8 @@ class ServeSettings(Value):
     # how it computes
     workers: Count | None = option(None, "Batches that are answered at once. (default: one for each core)")
     threads: Count = option(1, "Of each worker; more pay off for large models.")
-    engine: Literal["torch", "ctranslate2"] = option("torch", "torch or ctranslate2.")
-    precision: Literal["fp32", "bf16", "int8"] = option("fp32", "fp32 or bf16; int8 with the engine ctranslate2.")
+    engine: EngineName = option("torch", "torch or ctranslate2.")
+    precision: Precision = option("fp32", "fp32 or bf16; int8 with the engine ctranslate2.")
     beam: Count = option(4, "Of /translate; other requests name their own.")
 
     # what it takes on
@@ -84,8 +85,7 @@ class ServeSettings(Value):
                 f"--host {self.host}: other machines could use the server without a key; give --keys FILE, or --public"
                 " if that is meant"
             )
-        if self.precision == "int8" and self.engine != "ctranslate2":
-            raise UserError("--precision int8: goes with --engine ctranslate2")
+        check_engine(self.engine, Options(precision=self.precision), show="--{}".format)
 
 
 def is_address(text: str) -> bool:
