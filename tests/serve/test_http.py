@@ -222,7 +222,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_hanging(runs):
 def test_a_template_that_died_is_started_again(runs):
     with serving({"toy": runs["toy"]}, workers=1) as client:
         service = client.server.service
-        service._pool._template.kill()
+        service._pool._template._process.kill()
         time.sleep(0.1)
         os.kill(service._pool.workers[0].pid, signal.SIGKILL)
         wait_for(lambda: service.numbers.restarts == 1 and service.workers == 1, seconds=30)
@@ -232,7 +232,7 @@ def test_a_template_that_died_is_started_again(runs):
 def test_processes_end_with_the_server_and_leave_nothing_behind(runs):
     with serving({"toy": runs["toy"]}, workers=2) as client:
         pool = client.server.service._pool
-        pids = [pool._template.pid, *(worker.pid for worker in pool.workers)]
+        pids = [pool._template._process.pid, *(worker.pid for worker in pool.workers)]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
         began = time.monotonic()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() - began < 10

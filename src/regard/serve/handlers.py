@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -296,10 +295,10 @@ class Handlers:
         async def events() -> AsyncIterator[str]:
             try:
                 async for piece in self.pieces(job):
-                    yield json.dumps(show(piece))
-                yield json.dumps(last(job.results[0]))
+                    yield to_json(show(piece)).decode()
+                yield to_json(last(job.results[0])).decode()
             except Refused as refused:
-                yield json.dumps({"error": error_json(refused.status, refused.message)})
+                yield to_json({"error": error_json(refused.status, refused.message)}).decode()
             for text in closing:
                 yield text
 

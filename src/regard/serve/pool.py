@@ -1,193 +1,179 @@
-"""The worker processes as the server sees them: forked from a template that has loaded the runs."""
+"""The worker processes as the server sees them: children of a template process that has loaded the runs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from regard.errors import UserError
-from regard.serve.protocol import Channel, Message, Unpacker, pack
+from regard.parallel.children import Child, ChildDied, Message, Template, Unpacker, pack
 
-ENDING = 3.0  # seconds that the processes have to end by themselves
-PRIMITIVES = 256  # matrix products that a worker keeps compiled, one for each shape; oneDNN's 1,024 grow for long
+EXIT_SECONDS = 3.0  # grace period before a process that should have exited is killed
+ONEDNN_PRIMITIVES = 256  # compiled matrix products that a worker caches, one per shape; the default, 1,024, is too much
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What the processes hold and how they compute."""
+    """The runs of the workers, and how they compute."""
 
     runs: dict[str, str]  # name -> directory
     workers: int  # batches at once
     engine: str = "torch"
     precision: str = "fp32"
-    threads: int = 1  # of each worker
+    threads: int = 1  # per worker
 
     @property
     def slots(self) -> int:
-        """Workers in a process: CTranslate2 shares its weights between threads, torch between forked processes."""
+        """Workers per process: CTranslate2 shares weights between threads, torch between forked processes."""
         return self.workers if self.engine == "ctranslate2" else 1
 
 
 class WorkerConnection(asyncio.Protocol):
-    """A process, or a thread of one, that answers one batch after the other."""
+    """The connection to a worker: a process, or a thread of one, that answers one batch after the other."""
 
     def __init__(
         self,
-        pid: int,
-        on_message: Callable[[WorkerConnection, Message], None],
+        child: Child,
+        on_message: Callable[[WorkerConnection, dict[str, Any]], None],
         on_end: Callable[[WorkerConnection], None],
     ) -> None:
-        """`on_end` is called when the connection has ended, and the process with it."""
-        self.pid, self.alive = pid, False
+        """`on_end` is called when the connection has ended, because the process has."""
+        self.child = child
+        self.alive = False
         self._unpacker = Unpacker()
-        self._on_message, self._on_end = on_message, on_end
+        self._on_message = on_message
+        self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._closed = asyncio.Event()
 
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.alive = cast(asyncio.Transport, transport), True
+        self._transport = cast(asyncio.Transport, transport)
+        self.alive = True
 
     def data_received(self, data: bytes) -> None:
         for message in self._unpacker.feed(data):
-            self._on_message(self, message)
+            self._on_message(self, message.header)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.alive = False
         self._closed.set()
         self._on_end(self)
 
-    def send(self, message: Message) -> None:
-        """Send a batch, or tell that nobody waits for the one at hand any more."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a batch, or the cancellation of the current one."""
         assert self._transport is not None
-        self._transport.write(pack(message))
-
-    def kill(self) -> None:
-        """End the process at once; its batches fail."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self._transport.write(pack(Message(message)))
 
     async def close(self) -> None:
-        """Close the connection, with which the process ends."""
+        """Close the connection; the process exits when all its connections are closed."""
         assert self._transport is not None
         self._transport.close()
         await self._closed.wait()
 
 
 class Pool:
-    """The processes that hold one state of the runs."""
+    """The template process and the workers of one loaded state of the runs."""
 
     def __init__(
         self,
         settings: PoolSettings,
-        on_message: Callable[[WorkerConnection, Message], None],
+        on_message: Callable[[WorkerConnection, dict[str, Any]], None],
         on_end: Callable[[WorkerConnection], None],
     ) -> None:
-        """`on_message` gets what workers send, `on_end` each worker that has ended."""
-        self.settings, self._on_message, self._on_end = settings, on_message, on_end
+        """`on_message` receives the messages of workers, `on_end` every worker that has ended."""
+        self.settings = settings
         self.workers: list[WorkerConnection] = []
-        self.runs: dict[str, dict[str, Any]] = {}  # what clients can ask about each
-        self._template: asyncio.subprocess.Process | None = None
-        self._control: Channel | None = None
-        self._forking = asyncio.Lock()
+        self.runs: dict[str, dict[str, Any]] = {}  # name -> description, for clients
+        self._on_message = on_message
+        self._on_end = on_end
+        self._template: Template | None = None
+        self._replacing = asyncio.Lock()
 
     async def start(self) -> None:
         """Load the runs and start the workers; a UserError says why a run cannot be loaded."""
         try:
             await self._start_template()
             while len(self.workers) < self.settings.workers:
-                self.workers += await self._fork()
+                await self._start_workers()
         except BaseException:
             await self.close()
             raise
 
     async def replace(self) -> None:
-        """Start workers in the place of those that have ended, and the template too if it has."""
-        async with self._forking:
+        """Replace workers that have ended, and the template if it has ended."""
+        async with self._replacing:
+            children = {worker.child for worker in self.workers}
             self.workers = [worker for worker in self.workers if worker.alive]
+            await _close_children(children - {worker.child for worker in self.workers})
             while len(self.workers) < self.settings.workers:
                 try:
-                    self.workers += await self._fork()
-                except OSError:
-                    await self._end_template()
+                    await self._start_workers()
+                except ChildDied:
+                    await self._close_template()
                     await self._start_template()
 
     async def close(self) -> None:
         """End all processes."""
-        workers, self.workers = self.workers, []
-        for worker in workers:
-            await worker.close()
-        await self._end_template()
+        workers = self.workers
+        self.workers = []
+        await asyncio.gather(*(worker.close() for worker in workers))
+        await _close_children({worker.child for worker in workers})
+        await self._close_template()
 
     async def _start_template(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._control = Channel(ours)
         settings = self.settings
-        environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES), **os.environ}
-        environment |= {"OMP_NUM_THREADS": str(settings.threads), "TOKENIZERS_PARALLELISM": "false"}
-        with theirs:
-            self._template = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "regard.serve.worker", str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-        self._control.send({**asdict(settings), "slots": settings.slots})
-        try:
-            answer = await self._answer_of_template()
-        except ConnectionError:
-            raise UserError("serve: the process that loads the runs has ended (too little memory?)") from None
-        if "error" in answer:
-            raise UserError(answer["error"])
-        self.runs = {run["name"]: run for run in answer["runs"]}
+        self._template = Template(
+            "regard.serve.worker:prepare",
+            {**asdict(settings), "slots": settings.slots},
+            {
+                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get(
+                    "ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_PRIMITIVES)
+                ),
+                "OMP_NUM_THREADS": str(settings.threads),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+            "serve: the process that loads the runs",
+        )
+        description = await asyncio.to_thread(self._template.wait)
+        self.runs = {run["name"]: run for run in description["runs"]}
 
-    async def _answer_of_template(self) -> Message:
-        """What the template says next; a ConnectionError if it has ended."""
-        assert self._control is not None
-        answer = await asyncio.to_thread(self._control.receive)
-        if answer is None:
-            raise ConnectionError
-        return answer
-
-    async def _fork(self) -> list[WorkerConnection]:
-        """A new process, with its workers."""
-        assert self._control is not None
-        pairs = [socket.socketpair() for _ in range(self.settings.slots)]
-        try:
-            socket.send_fds(self._control.connection, [b"f"], [theirs.fileno() for _, theirs in pairs])
-            pid = (await self._answer_of_template())["pid"]
-        except BaseException:
-            for ours, _ in pairs:
-                ours.close()
-            raise
-        finally:
-            for _, theirs in pairs:
-                theirs.close()
-        loop, workers = asyncio.get_running_loop(), []
-        for ours, _ in pairs:
-            _, worker = await loop.create_unix_connection(
-                lambda: WorkerConnection(pid, self._on_message, self._on_end), sock=ours
-            )
-            workers.append(worker)
-        return workers
-
-    async def _end_template(self) -> None:
-        """Let it end after its workers: it is their parent, and what it leaves behind nobody might clear away."""
-        if self._control is not None:
-            with suppress(OSError):
-                self._control.connection.shutdown(socket.SHUT_RDWR)
+    async def _close_template(self) -> None:
+        """Stop the template last: it must reap its workers."""
         if self._template is not None:
-            try:
-                async with asyncio.timeout(ENDING):
-                    await self._template.wait()
-            except TimeoutError:
-                self._template.kill()
-                await self._template.wait()
+            await asyncio.to_thread(self._template.close, EXIT_SECONDS)
             self._template = None
-        if self._control is not None:
-            self._control.connection.close()
-            self._control = None
+
+    async def _start_workers(self) -> None:
+        """Start one process and connect to its workers."""
+        assert self._template is not None
+        child, connections = await asyncio.to_thread(_start_child, self._template, self.settings.slots)
+        loop = asyncio.get_running_loop()
+        for connection in connections:
+            _, worker = await loop.create_unix_connection(
+                lambda: WorkerConnection(child, self._on_message, self._on_end), sock=connection
+            )
+            self.workers.append(worker)
+
+
+def _start_child(template: Template, slots: int) -> tuple[Child, list[socket.socket]]:
+    """A new process, and a connection to each of its workers."""
+    child = template.start({}, "a worker process", capture=False)
+    connections = [child.channel.connection]
+    for _ in range(1, slots):
+        ours, theirs = socket.socketpair()
+        connections.append(ours)
+        with theirs:
+            child.channel.send({}, handles=[theirs.fileno()])
+    return child, connections
+
+
+async def _close_children(children: set[Child]) -> None:
+    """Wait until processes whose connections are closed have exited, and kill those that do not."""
+    await asyncio.gather(*(asyncio.to_thread(child.close, EXIT_SECONDS) for child in children))

@@ -12,7 +12,6 @@ from typing import Any
 
 from regard.errors import UserError, plural
 from regard.serve.pool import Pool, PoolSettings, WorkerConnection
-from regard.serve.protocol import Message
 from regard.serve.queue import InputBatch, Job, Queue
 
 log = logging.getLogger("regard.serve")
@@ -88,9 +87,9 @@ class Service:
             for job in [each for each in self._jobs if now - each.arrived > self.deadline]:
                 self._cancel(job)
                 job.fail(f"not finished within {plural(self.deadline, 'second', 'g')}", 504)
-            for worker, running in self._running.items():
-                if now - running.began > self.deadline + HANGING:
-                    worker.kill()
+            limit = self.deadline + HANGING
+            for worker in [each for each, running in self._running.items() if now - running.began > limit]:
+                await asyncio.to_thread(worker.child.kill)
 
     async def close(self) -> None:
         """End all processes; what is still being answered fails."""
@@ -156,7 +155,7 @@ class Service:
             group = batch.group
             worker.send({"run": group.run, "kind": group.kind, "options": group.options, "inputs": batch.inputs})
 
-    def _received(self, worker: WorkerConnection, message: Message) -> None:
+    def _received(self, worker: WorkerConnection, message: dict[str, Any]) -> None:
         """A piece of a stream, or the results of a batch, which are None if it was cancelled."""
         if "piece" in message:
             self._running[worker].batch.entries[0][0].tell(message["piece"])
@@ -201,7 +200,7 @@ class Service:
         while pool is self._pool:
             try:
                 await pool.replace()
-            except (UserError, EOFError, OSError) as error:
+            except (UserError, OSError) as error:
                 log.error("a worker process could not be started: %s", error)
                 await asyncio.sleep(delay)
                 delay = min(5.0, 2 * delay)
