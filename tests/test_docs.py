@@ -170,6 +170,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_changes_of_a_version_are_at_most_seven():
+    versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert {text.split()[0]: text.count("\n- ") for text in versions if text.count("\n- ") > 7} == {}
+    assert len(versions) > 15
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "bench").glob("*.py")), ids=lambda script: script.stem)
 def test_benchmarks_import_names_that_exist(script):
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
