@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 from test_prepare import PAIRS, contents, made, table
@@ -19,10 +20,15 @@ from regard.text.learn import BaseText
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where data is prepared from now on."""
+    """A list that gets the directories in which data is prepared from now on."""
     written: list[Path] = []
     write = module._write
-    monkeypatch.setattr(module, "_write", lambda **given: (written.append(given["path"]), write(**given)))
+
+    def recorded(recipe: Any, train: Any, valid: Any, path: Path, *rest: Any) -> None:
+        written.append(path)
+        write(recipe, train, valid, path, *rest)
+
+    monkeypatch.setattr(module, "_write", recorded)
     return written
 
 
@@ -74,9 +80,9 @@ def test_one_process_prepares_and_others_wait_for_it(tmp_path: Path, monkeypatch
     messages: list[str] = []
     all_wait = Event()
     write = module._write
-    monkeypatch.setattr(module, "_write", lambda **given: (all_wait.wait(20), write(**given)))
+    monkeypatch.setattr(module, "_write", lambda *arguments: (all_wait.wait(20), write(*arguments)))
     written = counted(monkeypatch)
-    monkeypatch.setattr(module, "WAITING", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
     def say(message: str) -> None:
         messages.append(message)

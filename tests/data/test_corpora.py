@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from regard.data import tables as formats
-from regard.data.encode import RATIO, SHORT
+from regard.data.encode import RATIO, TOO_SHORT
 from regard.data.prepare import Prepared, changed_files, prepare
 from regard.data.reader import LineCounter, Located
 from regard.data.tables import DUPLICATE, Corpora
@@ -114,7 +114,7 @@ def test_row_groups_of_any_size_are_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, size: int
 ) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(formats, "ROWS", 7)
+    monkeypatch.setattr(formats, "PARQUET_ROWS", 7)
     pairs = [*PAIRS[:20], (None, "x"), *PAIRS[20:40], ("x", None), *PAIRS[40:]]
     table = arrow.table({"source": [source for source, _ in pairs], "target": [target for _, target in pairs]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
@@ -259,7 +259,7 @@ def test_lengths_and_their_ratio_are_limits(tmp_path: Path) -> None:
     found = made(tmp_path / "found", {"train": path, "valid": valid, **limits})
     assert rows(found) == [odd[3], *PAIRS]
     note = next(note for note in found.notes if note.startswith("training"))
-    for reason, line in ((SHORT, 1), (RATIO, 2), (SHORT, 3), ("too long", 5)):
+    for reason, line in ((TOO_SHORT, 1), (RATIO, 2), (TOO_SHORT, 3), ("too long", 5)):
         assert f"{reason} (" in note and f"{path}:{line}" in note
     assert len(found.valid) == 4  # the user's own, of which only the longest is too long
     with pytest.raises(UserError, match=r"a\.tsv:1: too short: 1 token; data\.min_length is 2"):

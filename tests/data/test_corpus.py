@@ -37,10 +37,10 @@ def write(path: Path, codec: Codec = CODEC, limit: int = 512, counter: LineCount
 @pytest.mark.parametrize("small", [0, 1 << 20])  # read by parts, or mapped
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_rows_are_what_the_codec_says(small: int, chunk: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "SMALL", small)
-    monkeypatch.setattr(module, "CHUNK", chunk)
-    monkeypatch.setattr(module, "OFFSETS", chunk)
-    monkeypatch.setattr(module, "GAP", 2)
+    monkeypatch.setattr(module, "MAX_MAPPED_BYTES", small)
+    monkeypatch.setattr(module, "MAX_CHUNK", chunk)
+    monkeypatch.setattr(module, "MAX_OFFSETS", chunk)
+    monkeypatch.setattr(module, "MAX_GAP", 2)
     writer = write(tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     sources, targets = CODEC.encode_source(EXAMPLES), CODEC.encode_target([e.target or "" for e in EXAMPLES])

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.data import tables as holdout
-from regard.data.pairs import find_features
+from regard.data.pairs import find_columns
+from regard.data.prepare import prepare
 from regard.data.tables import Splitter, valid_count
 from regard.recipe import Data, Recipe
 
@@ -63,16 +64,31 @@ FEATURES = ("source", "features", "target"), ("source", "target", "features")
 
 
 @pytest.mark.parametrize("columns", [*FEATURES, None])
-def test_a_column_of_features_is_found(columns: tuple[str, ...] | None, tmp_path: Path) -> None:
+def test_a_column_of_features_is_recognised(columns: tuple[str, ...] | None, tmp_path: Path) -> None:
     path = tmp_path / "forms.tsv"
     rows = [
         {"source": f"word{i}", "features": "V;PST" if i % 2 else "V;PRS;3", "target": f"worded{i}"} for i in range(40)
     ]
     names = columns or ("source", "target", "source")
     path.write_text("".join("\t".join(row[name] for name in names) + "\n" for row in rows))
-    assert find_features(Recipe(data=Data(train=str(path)))) == columns
-    assert find_features(Recipe(data=Data(train=str(path), columns=FEATURES[0]))) is None  # named already
-    assert find_features(Recipe(task="lm", data=Data(train=str(path)))) is None
+    assert find_columns(Recipe(data=Data(train=str(path)))) == columns
+    assert find_columns(Recipe(data=Data(train=str(path), columns=FEATURES[0]))) is None  # the recipe names the columns
+    assert find_columns(Recipe(task="lm", data=Data(train=str(path)))) is None
     path.write_text("a\tb\n")
-    assert find_features(Recipe(data=Data(train=str(path)))) is None
-    assert find_features(Recipe(data=Data(train="nowhere.tsv"))) is None
+    assert find_columns(Recipe(data=Data(train=str(path)))) is None
+    assert find_columns(Recipe(data=Data(train="nowhere.tsv"))) is None
+
+
+def test_recognised_columns_are_reported_and_returned(tmp_path: Path) -> None:
+    path = tmp_path / "forms.tsv"
+    path.write_text("".join(f"word{i}\t{'V;PST' if i % 2 else 'V;PRS'}\tworded{i}\n" for i in range(40)))
+    messages: list[str] = []
+    recipe = Recipe(data=Data(train=str(path)))
+    for _ in range(2):  # the second time, the data is there already
+        prepared = prepare(recipe, tmp_path / "data", say=messages.append)
+        assert prepared.columns == prepared.codec.columns == FEATURES[0]
+        assert prepared.codec.features == ("PRS", "PST", "V")
+    assert messages == [f"columns: source, features, target, as in the first lines of {path}"] * 2
+    named = Recipe(data=Data(train=str(path), columns=FEATURES[0]))
+    assert prepare(named, tmp_path / "data", say=messages.append).columns is None
+    assert len(messages) == 2

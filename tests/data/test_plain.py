@@ -40,8 +40,8 @@ def test_lines_come_back_with_their_ends(tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("letter", ["a", "ä", "€", "𝄞", "a b"])
 def test_a_line_without_end_is_read_in_pieces(letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "CHUNK", 101)
-    monkeypatch.setattr(stream, "LONG_LINE", 64)
+    monkeypatch.setattr(stream, "READ_BYTES", 101)
+    monkeypatch.setattr(stream, "MAX_PIECE_BYTES", 64)
     text = letter * 500
     account = LineCounter()
     pieces = read(tmp_path / "long", text.encode(), account)
@@ -107,12 +107,12 @@ def test_rows_with_a_text_are_read_as_its_lines(suffix: str, key: str, tmp_path:
 def test_what_is_written_is_what_was_read(
     scheme: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "SMALL", small)
+    monkeypatch.setattr(corpus, "MAX_MAPPED_BYTES", small)
     lines = TEXT.splitlines(keepends=True)
     tokenizer = Tokenizer.train(scheme, lines)
     writer = StreamWriter(tmp_path / "s", tokenizer)
     for few in (lines[:1], lines[1:-1], lines[-1:]):
-        shard = PieceEncoder(Codec(tokenizer)).make(next(stream._requests((line, False, 0) for line in few)))
+        shard = PieceEncoder(Codec(tokenizer)).make(next(stream._blocks((line, False, 0) for line in few)))
         writer.write(shard.parts[0], len("".join(few)))
     writer.finish()
     opened = Stream.open(tmp_path / "s")

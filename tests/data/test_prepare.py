@@ -243,7 +243,7 @@ def test_learning_from_a_part_of_much_text(tmp_path: Path, learned: list[list[st
 def test_of_very_much_text_some_blocks_are_read(
     tmp_path: Path, learned: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part, name, value in ((reader, "CHUNK", 100), (pairs, "CHUNK", 100), (pairs, "MANY_BLOCKS", 4)):
+    for part, name, value in ((reader, "READ_BYTES", 100), (pairs, "READ_BYTES", 100), (pairs, "MIN_SAMPLE_BLOCKS", 4)):
         monkeypatch.setattr(part, name, value)
     read: list[int] = []
     blocks = tables.Corpora.read_block
@@ -403,6 +403,6 @@ def test_one_label_teaches_nothing(tmp_path: Path) -> None:
 def test_labels_that_are_none(tmp_path: Path, monkeypatch) -> None:
     from regard.data import pairs as scan
 
-    monkeypatch.setattr(scan, "LABELS", 10)
+    monkeypatch.setattr(scan, "MAX_LABELS", 10)
     with pytest.raises(UserError, match=r"t\.tsv:11: more than 10 different labels"):
         labelled(tmp_path, *((word, word) for word in WORDS))

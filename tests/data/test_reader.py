@@ -40,8 +40,8 @@ def test_every_line_once_whatever_the_bytes(data: bytes, packed: bool, chunk: in
     if magic(data):
         return
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK", chunk)
-        patch.setattr(module, "LONGEST", 20)
+        patch.setattr(module, "READ_BYTES", chunk)
+        patch.setattr(module, "MAX_LINE_BYTES", 20)
         path = Path(directory, "f")
         path.write_bytes(gzip.compress(data) if packed else data)
         found = list(read_lines(str(path)))

@@ -49,7 +49,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def in_blocks(monkeypatch, size: int = 5000) -> None:
-    monkeypatch.setattr(reader, "CHUNK", 1000)
+    monkeypatch.setattr(reader, "READ_BYTES", 1000)
     monkeypatch.setattr(encode, "BLOCK_BYTES", size)
     monkeypatch.setattr(plain_text, "BLOCK_BYTES", size)
     monkeypatch.setattr(encode, "MIN_PARALLEL_BYTES", 0)
@@ -90,7 +90,7 @@ def test_blocks_and_processes_change_nothing(processes, deduplicate, order, tmp_
 def test_little_text_starts_no_process(order, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     prepare(load_recipe(order), tmp_path / "one", processes=8)
-    monkeypatch.setattr(reader, "CHUNK", 1000)
+    monkeypatch.setattr(reader, "READ_BYTES", 1000)
     monkeypatch.setattr(encode, "BLOCK_BYTES", 5000)
     prepare(load_recipe(order), tmp_path / "blocks", processes=8)
     assert contents(tmp_path / "one") == contents(tmp_path / "blocks")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.config import parse
-from regard.data.reader import LONG, LineCounter, Located
+from regard.data.reader import TOO_LONG, LineCounter, Located
 from regard.data.tables import SOURCES, Corpora, LineBlock, Splitter
 from regard.errors import UserError, plural
 from regard.parallel.children import Child, Message, Template, Unpacker, Work, answer_requests, ordered_map, pack
@@ -181,7 +181,7 @@ def _load(path: Path) -> Message | None:
 
 # Rows
 
-SHORT = "too short"
+TOO_SHORT = "too short"
 RATIO = "lengths too different"
 MAX_CACHED_WORDS = 200_000
 MAX_CACHED_LENGTH = 40  # characters; longer words are unlikely to be repeated
@@ -360,9 +360,9 @@ class ExampleEncoder:
         for index in np.flatnonzero(bad).tolist():
             position = int(positions[index])
             if longest[index] > max_length:
-                skip(position, LONG, f"{plural(longest[index], 'token')}; data.max_length is {max_length:,}")
+                skip(position, TOO_LONG, f"{plural(longest[index], 'token')}; data.max_length is {max_length:,}")
             elif shorter[index] < min_length:
-                skip(position, SHORT, f"{plural(shorter[index], 'token')}; data.min_length is {min_length:,}")
+                skip(position, TOO_SHORT, f"{plural(shorter[index], 'token')}; data.min_length is {min_length:,}")
             else:
                 lengths = f"{plural(longer[index], 'token')} and {shorter[index]:,}"
                 skip(position, RATIO, f"{lengths}; data.max_ratio is {max_ratio}")
@@ -443,10 +443,11 @@ class BlockEncoder:
 
     @classmethod
     def restore(cls, settings: dict[str, Any], codec: Codec) -> BlockEncoder:
+        kinds = {kind.__name__: kind for kind in SOURCES.values()}
         parts = []
-        for kind, *fields in settings["parts"]:
+        for name, *fields in settings["parts"]:
             fields = [tuple(field) if isinstance(field, list) else field for field in fields]
-            parts.append(SOURCES[kind](*fields))
+            parts.append(kinds[name](*fields))
         corpora = Corpora(tuple(parts), (len(parts),), ())
         held_out = settings["held_out"]
         splitter = None

@@ -1,7 +1,6 @@
 """Plain text: files become a tokenizer and two streams of ids, for training and for validation.
 
-The rows of a JSONL or Parquet file are texts that follow each other, each of one line or several. Parts of a long text
-become shards, by other processes if there are many; this module is the one that these run.
+The rows of a JSONL or Parquet file are consecutive texts of one or several lines each.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.data.encode import BLOCK_BYTES, TextEncoder, codec_settings, dtype_for, make_shards
-from regard.data.reader import BOM, CHUNK, ENCODING, LineCounter, Source, open_bytes
+from regard.data.reader import BYTE_ORDER_MARK, ENCODING, READ_BYTES, LineCounter, Source, open_bytes
 from regard.data.store import Flat, Row, append
-from regard.data.tables import Corpora, named_columns, open_table
+from regard.data.tables import Corpora, format_of, open_table
 from regard.errors import UserError, plural
 from regard.parallel.children import Message
 from regard.recipe import Recipe
@@ -28,8 +27,8 @@ from regard.text.codec import Codec
 from regard.text.learn import BaseText, Sample, draw_sample, learn_tokenizer, one_request
 from regard.text.tokenizer import Tokenizer, threads
 
-LONG_LINE = 1 << 16  # bytes; of a longer line every part is a piece of its own
-TEXT = ("text",)  # what JSONL and Parquet files call their text, if nothing else is said
+MAX_PIECE_BYTES = 1 << 16  # longer lines are cut into several pieces
+TEXT = ("text",)  # the default name of the column in JSONL and Parquet files
 VALID_SHARE = 0.1  # of the characters
 MAX_VALID = 1_000_000  # characters
 
@@ -37,9 +36,9 @@ MAX_VALID = 1_000_000  # characters
 def make_text(
     recipe: Recipe, train: Corpora, valid: Corpora | None, path: Path, base: BaseText | None, processes: int = 1
 ) -> dict[str, Any]:
-    """Write a tokenizer and two streams into `path`, with up to so many processes; return the record of it."""
-    strict = recipe.data.strict
-    counter, valid_counter = LineCounter(strict), LineCounter(strict)
+    """Write a tokenizer and two streams into `path`, with up to `processes` processes -> the record of the data."""
+    counter = LineCounter(recipe.data.strict)
+    valid_counter = LineCounter(recipe.data.strict)
     sample, characters = scan_text(train, counter)
     split = characters if valid else split_at(characters)
     if not split or characters < 2:
@@ -48,13 +47,13 @@ def make_text(
     codec.save(path)
     train_writer = StreamWriter(path / "train", codec.source)
     valid_writer = StreamWriter(path / "valid", codec.source)
-    requests = _requests(_divided(train, valid, split, valid_counter))
-    total = train.text_size + (valid.text_size if valid else 0)
-    for place, shard in make_shards(PieceEncoder(codec), requests, path, processes, total):
-        if place["held_out"]:
-            valid_writer.write(shard.parts[0], place["characters"])
+    blocks = _blocks(_divided(train, valid, split, valid_counter))
+    size = train.text_size + (valid.text_size if valid else 0)
+    for header, shard in make_shards(PieceEncoder(codec), blocks, path, processes, size):
+        if header["held_out"]:
+            valid_writer.write(shard.parts[0], header["characters"])
         else:
-            train_writer.write(shard.parts[0], place["characters"], place["corpus"])
+            train_writer.write(shard.parts[0], header["characters"], header["corpus"])
     train_writer.finish(len(train.sizes))
     valid_writer.finish()
     notes.append(f"training: {train_writer.summary()} from {train.name}, {counter.summary()}")
@@ -65,10 +64,10 @@ def make_text(
     else:
         share = 100 * valid_writer.characters / characters
         notes.append(f"validation: {valid_writer.summary()}, the last {share:.3g} % of the text")
-    for what, writer in (("training", train_writer), ("validation", valid_writer)):
+    for split_name, writer in (("training", train_writer), ("validation", valid_writer)):
         if writer.unknown:
             share = 100 * writer.unknown / writer.tokens
-            notes.append(f"{what}: {plural(writer.unknown, 'unknown token')} ({share:.2g} %)")
+            notes.append(f"{split_name}: {plural(writer.unknown, 'unknown token')} ({share:.2g} %)")
     counts = {"train": counter.to_json(), "valid": valid_counter.to_json() if valid else None}
     return {"text": codec.config.model_dump(), "labels": (), "notes": notes, "accounts": counts}
 
@@ -76,7 +75,7 @@ def make_text(
 def _make_codec(
     recipe: Recipe, train: Corpora, sample: Sample, split: int, base: BaseText | None
 ) -> tuple[Codec, list[str]]:
-    """Learn a vocabulary from the text before `split`, or take that of the run to start from."""
+    """Learn a vocabulary from the first `split` characters, or take that of the base run."""
     task, start_from = TASKS[recipe.task], recipe.train.start_from
     if base is not None:
         if task.seq2seq and not base.codec.shared:
@@ -91,38 +90,36 @@ def _make_codec(
             "word cuts at spaces and keeps them"
         )
 
-    def texts(wanted: int) -> Iterator[str]:
+    def texts(count: int) -> Iterator[str]:
         pieces = divide(read_pieces(train, LineCounter()), split)
-        return draw_sample((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), wanted, sample.count)
+        return draw_sample((piece for piece, _ in takewhile(lambda part: not part[1], pieces)), count, sample.count)
 
-    rare, mask = recipe.text.min_count, task.name == "masked"
+    min_count, mask = recipe.text.min_count, task.name == "masked"
     tokenizer, note = learn_tokenizer(
-        scheme, sample.column(), sample.count, texts, min_count=rare, mask=mask, line_ends=True
+        scheme, sample.column(), sample.count, texts, min_count=min_count, mask=mask, line_ends=True
     )
     return Codec(tokenizer, frame=task.frame), [note]
 
 
 def scan_text(source: Source | Corpora, counter: LineCounter) -> tuple[Sample, int]:
-    """Read a text once -> a sample of its pieces, and how many characters it has."""
-    sample, characters = Sample(), 0
+    """Read a text once -> a sample of its pieces, and its number of characters."""
+    sample = Sample()
+    characters = 0
     for piece in read_pieces(source, counter):
         characters += len(piece)
         sample.add(piece)
-    if not counter.read:
-        raise UserError(f"{source.name}: the file is empty")
     if not characters:
-        hint = source.hint(counter)
-        raise UserError(f"{source.name}: no usable text: {counter.summary()}{hint and chr(10) + '  ' + hint}")
+        raise counter.unusable(source.name, source.hint(counter), "text", len(source.parts))
     return sample, characters
 
 
 def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]:
-    """Yield a text line by line, line ends included. Memory is bounded: a very long line comes in several pieces.
+    """Yield a text line by line, line ends included; a very long line in several pieces, so that memory is bounded.
 
-    Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line ends like the others.
+    Lines that are not UTF-8 are skipped and counted. `\\r\\n` becomes `\\n`, and the last line always has a line end.
     """
     for part in source.parts:
-        if named_columns(part.paths[0]):
+        if format_of(part.paths[0]) != "text":
             for _, (text,) in open_table(part.paths[0], ("source",), part.keys or TEXT).cells(counter):
                 yield from (f"{line}\n" for line in text.replace("\r\n", "\n").removesuffix("\n").split("\n"))
             continue
@@ -130,34 +127,38 @@ def read_pieces(source: Source | Corpora, counter: LineCounter) -> Iterator[str]
             for raw, number, begins, ends in _split(stream):
                 counter.read += begins
                 if number == 1 and begins:
-                    raw = raw.removeprefix(BOM)
+                    raw = raw.removeprefix(BYTE_ORDER_MARK)
                 if ends:
                     raw = raw.removesuffix(b"\r")
                 try:
                     yield raw.decode("utf-8") + "\n" * ends
                 except UnicodeDecodeError:
-                    counter.read += not begins  # a part of a line counts like one, or more would be skipped than read
+                    counter.read += not begins  # a skipped piece counts as a line, or more lines are skipped than read
                     counter.skip(ENCODING, part.location(number))
 
 
 def _split(stream: BinaryIO) -> Iterator[tuple[bytes, int, bool, bool]]:
-    """Lines or parts of long lines, with the number of the line, and whether it begins and ends here."""
-    rest, number, begins = b"", 1, True
-    while chunk := stream.read(CHUNK):
+    """Yield lines, or pieces of long lines, with the line number and whether the line begins and ends in the piece."""
+    rest = b""
+    number = 1
+    begins = True
+    while chunk := stream.read(READ_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line, number, begins, True
-            number, begins = number + 1, True
-        if len(rest) > LONG_LINE:
+            number += 1
+            begins = True
+        if len(rest) > MAX_PIECE_BYTES:
             cut = _cut(rest)
             yield rest[:cut], number, begins, False
-            rest, begins = rest[cut:], False
+            rest = rest[cut:]
+            begins = False
     if rest:
         yield rest, number, begins, True
 
 
 def _cut(line: bytes) -> int:
-    """Where to cut a long line: in front of its last space, where no scheme joins anything, or between characters."""
+    """Where to cut a long line: in front of the last space, which no token crosses, or else between characters."""
     cut = line.rfind(b" ")
     if cut > 0:
         return cut
@@ -168,16 +169,16 @@ def _cut(line: bytes) -> int:
 
 
 def split_at(characters: int) -> int:
-    """How many characters come before those that are held out: the last tenth, or less of a very long text."""
+    """The number of characters for training; the rest, a tenth or less of a very long text, is held out."""
     return max(characters - MAX_VALID, int(characters * (1 - VALID_SHARE)))
 
 
 def divide(pieces: Iterator[str], at: int) -> Iterator[tuple[str, bool]]:
-    """Pieces, and whether each comes after the first `at` characters; the one across is cut in two."""
-    seen = 0
+    """Yield pieces and whether they come after the first `at` characters; a piece across the border is cut in two."""
+    position = 0
     for piece in pieces:
-        before = min(max(0, at - seen), len(piece))
-        seen += len(piece)
+        before = min(max(0, at - position), len(piece))
+        position += len(piece)
         if before:
             yield piece[:before], False
         if before < len(piece):
@@ -188,47 +189,50 @@ Part = tuple[str, bool, int]  # a piece of the text, whether it is held out, and
 
 
 def _divided(train: Corpora, valid: Corpora | None, split: int, counter: LineCounter) -> Iterator[Part]:
-    """The pieces of all texts: of the first `split` characters for training, then of what is held out."""
-    left = split
+    """Yield all pieces: the first `split` characters are for training, the rest is held out."""
+    characters_left = split
     for number, files in enumerate(train.corpora()):
         corpus = replace(train, parts=train.parts[files.start : files.stop])
-        for piece, held_out in divide(read_pieces(corpus, LineCounter()), left):
-            left -= 0 if held_out else len(piece)
+        for piece, held_out in divide(read_pieces(corpus, LineCounter()), characters_left):
+            characters_left -= 0 if held_out else len(piece)
             yield piece, held_out, number
     for piece in read_pieces(valid, counter) if valid else ():
         yield piece, True, len(train.sizes)
 
 
-def _requests(parts: Iterator[Part]) -> Iterator[Message]:
-    """Pieces that follow each other and have the same place, about as many as a shard holds."""
-    for (held_out, corpus), same in groupby(parts, key=lambda part: part[1:]):
+def _blocks(parts: Iterator[Part]) -> Iterator[Message]:
+    """Yield blocks of consecutive pieces of the same split and corpus."""
+    for (held_out, corpus), group in groupby(parts, key=lambda part: part[1:]):
+        header = {"held_out": held_out, "corpus": corpus, "characters": 0}
         pieces: list[bytes] = []
-        size = characters = 0
-        for piece, *_ in same:
+        size = 0
+        for piece, *_ in group:
             pieces.append(piece.encode())
-            size, characters = size + len(pieces[-1]), characters + len(piece)
+            size += len(pieces[-1])
+            header["characters"] += len(piece)
             if size >= BLOCK_BYTES:
-                yield _request(pieces, characters, held_out, corpus)
-                pieces, size, characters = [], 0, 0
+                yield _block(header, pieces)
+                header = {**header, "characters": 0}
+                pieces = []
+                size = 0
         if pieces:
-            yield _request(pieces, characters, held_out, corpus)
+            yield _block(header, pieces)
 
 
-def _request(pieces: Sequence[bytes], characters: int, held_out: bool, corpus: int) -> Message:
+def _block(header: dict[str, Any], pieces: Sequence[bytes]) -> Message:
     lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    header = {"held_out": held_out, "corpus": corpus, "characters": characters}
     return Message(header, (b"".join(pieces), lengths.tobytes()))
 
 
 class PieceEncoder:
-    """Makes shards of pieces: their ids, one after the other."""
+    """Tokenises blocks of pieces. A shard is their ids, concatenated."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self._encoder = TextEncoder(codec.source, dtype_for(codec.source.size))
 
-    def make(self, request: Message) -> Message:
-        text, lengths = request.parts[0], np.frombuffer(request.parts[1], np.int64)
+    def make(self, block: Message) -> Message:
+        text, lengths = block.parts[0], np.frombuffer(block.parts[1], np.int64)
         ends = np.cumsum(lengths)
         spans = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
         pieces = [text[begin:end].decode() for begin, end in spans]
@@ -243,13 +247,15 @@ class PieceEncoder:
 
 
 class StreamWriter:
-    """Writes ids between two end tokens; after `finish` they are complete."""
+    """Writes a stream of ids between two end tokens; `finish` completes it."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         self.path = directory
         self.path.mkdir(parents=True)
-        self.tokens = self.characters = self.unknown = 0  # counts of what was written
-        self._corpora: list[int] = []  # how many tokens there are up to the end of each
+        self.tokens = 0  # written so far
+        self.characters = 0
+        self.unknown = 0
+        self._corpus_ends: list[int] = []  # number of tokens up to the end of each corpus
         self._ids = tokenizer.ids
         self._dtype = dtype_for(tokenizer.size)
         self._write(np.asarray([self._ids.eos], self._dtype))
@@ -258,14 +264,14 @@ class StreamWriter:
         return f"{self.tokens:,} tokens ({self.characters:,} characters)"
 
     def write(self, ids: bytes, characters: int, corpus: int = 0) -> None:
-        """Write ids of the corpus with this number, none of which is below that of the last ones."""
+        """Write ids of the corpus with this number; the numbers never decrease."""
         self._end_corpora(corpus)
         self._write(np.frombuffer(ids, self._dtype))
         self.characters += characters
 
     def _end_corpora(self, count: int) -> None:
-        """Note that so many corpora have ended."""
-        self._corpora += [self.tokens] * (count - len(self._corpora))
+        """Record the end of the first `count` corpora."""
+        self._corpus_ends += [self.tokens] * (count - len(self._corpus_ends))
 
     def _write(self, ids: NDArray[Any]) -> None:
         append(self.path / "text.bin", ids)
@@ -273,12 +279,12 @@ class StreamWriter:
         self.unknown += int(np.count_nonzero(ids == self._ids.unk))
 
     def finish(self, corpora: int = 1) -> None:
-        """Write the end of the text, which is that of so many corpora."""
+        """Write the end of a stream of this many corpora."""
         self._end_corpora(corpora)
         self._write(np.asarray([self._ids.eos], self._dtype))
         meta: dict[str, Any] = {"symbols": self.tokens, "characters": self.characters, "dtype": self._dtype}
-        if len(self._corpora) > 1:
-            meta["corpora"] = self._corpora
+        if len(self._corpus_ends) > 1:
+            meta["corpora"] = self._corpus_ends
         (self.path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -287,7 +293,7 @@ class Stream:
 
     def __init__(self, ids: Flat | Row, characters: int, corpora: Sequence[int] = ()) -> None:
         self._ids = ids
-        self.corpora = tuple(corpora) or (len(ids),)  # how many tokens there are up to the end of each
+        self.corpora = tuple(corpora) or (len(ids),)  # number of tokens up to the end of each corpus
         self.size = self.characters = characters  # reported as the amount of data
 
     @classmethod
@@ -312,7 +318,7 @@ class Stream:
 
 
 class TokenizedText(NamedTuple):
-    """A text in memory: its ids with an end token in front, and the numbers of tokens and characters of each line."""
+    """A text in memory: its ids after an end token, and the numbers of tokens and characters of each line."""
 
     ids: NDArray[np.uint32]
     tokens: NDArray[np.int64]
@@ -320,11 +326,12 @@ class TokenizedText(NamedTuple):
 
 
 def tokenize_text(pieces: Sequence[str], tokenizer: Tokenizer, name: str) -> TokenizedText:
-    """Tokenize a text that is not to be written; `name` is that of its file."""
+    """Tokenise a text in memory; `name` is the name of its file."""
     if not pieces:
         raise UserError(f"{name}: there is no text in it")
     with threads():
         rows = [np.asarray(row, np.uint32) for row in tokenizer.encode(pieces)]
     first = np.asarray([tokenizer.ids.eos], np.uint32)
-    tokens, characters = (np.asarray(list(map(len, x)), np.int64) for x in (rows, pieces))
+    tokens = np.fromiter(map(len, rows), np.int64, len(rows))
+    characters = np.fromiter(map(len, pieces), np.int64, len(pieces))
     return TokenizedText(np.concatenate([first, *rows]), tokens, characters)

@@ -1,7 +1,7 @@
-"""Prepared data: a recipe's files as tokenizers and ids in a directory that training opens and resuming finds again.
+"""Prepares the data of a recipe: tokenizers and ids in a directory, which training opens, on resume again.
 
-Everything is done once: schemes are chosen, vocabularies learned, validation data split off, text tokenised. The
-directory appears complete or not at all.
+Columns and tokenizers are chosen, vocabularies learned, validation data is split off, text tokenised. The directory
+appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from regard.config import parse
 from regard.data.encode import shards_of
 from regard.data.images import Images, make_images
 from regard.data.in_memory import InMemory
-from regard.data.pairs import VALID_EXAMPLES, make_pairs, read_examples
+from regard.data.pairs import VALID_EXAMPLES, find_columns, make_pairs, read_examples
 from regard.data.plain_text import TEXT, Stream, make_text
 from regard.data.reader import MEMORY, STDIN, Source, open_raw
 from regard.data.store import Corpus
 from regard.data.tables import Corpora
 from regard.errors import UserError, plural
 from regard.files import LockHeld, hold_lock, replace_directory
-from regard.recipe import Data, Recipe
+from regard.recipe import Column, Data, Recipe
 from regard.tasks import TASKS, Reads
 from regard.text.codec import Codec, Example, TextConfig
 from regard.text.learn import BaseText, requests
@@ -42,7 +42,7 @@ from regard.text.tokenizer import Tokenizer
 FORMAT = 1
 NOTHING: Mapping[str, InMemory] = MappingProxyType({})
 RECORD = "prepared.json"
-WAITING = 0.5  # seconds between two looks whether another process has made an entry of the cache
+POLL_SECONDS = 0.5  # while another process prepares the same data
 ROLES = ("training", "validation")
 NOUNS: dict[Reads, str] = {"pairs": "pairs", "labelled": "texts with labels", "text": "plain text", "images": "images"}
 Kind = TypeVar("Kind", bound=Corpus | Stream | Images)
@@ -51,29 +51,30 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Generic[Kind]):
-    """What training starts from; what `train` and `valid` are follows from the files that the task reads."""
+    """Prepared data. The type of `train` and `valid` depends on the kind of files that the task reads."""
 
-    codec: Codec  # for images one without text tokens
+    codec: Codec  # for images, one without text tokens
     train: Kind
     valid: Kind
-    notes: list[str]  # the choices made, for people
-    files: dict[str, DataFile] = field(default_factory=dict)  # by their role; versions before 0.7 did not record them
+    notes: list[str]  # the decisions and the line counts, to be printed
+    files: dict[str, DataFile] = field(default_factory=dict)  # by role; not recorded before version 0.7
     labels: tuple[str, ...] = ()
-    valid_examples: list[Example] = field(default_factory=list)  # the examples of a corpus `valid`, in its order
+    valid_examples: list[Example] = field(default_factory=list)  # of a corpus `valid`, in its order
     pixels: Pixels | None = None  # for images
+    columns: tuple[Column, ...] | None = None  # found by their content because the recipe does not name them
 
 
 class DataFile(NamedTuple):
-    """A file that data was prepared from, as it was then."""
+    """The state of a file when data was prepared from it."""
 
     name: str  # without its directory
     bytes: int
     sha256: str | None
-    mtime_ns: int | None = None  # when it was last written; versions before 0.15 did not record it
+    mtime_ns: int | None = None  # time of the last write; not recorded before version 0.15
 
 
 class _Kind(NamedTuple):
-    """How one kind of data is written, with its record as the result, and opened; and how to ask for its files."""
+    """The functions for one kind of data: `write` returns its record. `files` is the advice if no files are named."""
 
     write: Callable[[Recipe, Corpora, Corpora | None, Path, BaseText | None, int], dict[str, Any]]
     open: Callable[[Path], Corpus | Stream | Images]
@@ -97,13 +98,18 @@ def prepare(
     processes: int = 1,
     say: Say | None = None,
 ) -> Prepared[Any]:
-    """Make the data of a recipe ready in `directory`, or find it there.
+    """Prepare the data of a recipe in `directory`, or open it if it was prepared from the same files and settings.
 
-    What is there is used if it was made from the same text with the same settings. With a `base`, text becomes ids as
-    it does there. `memory` is the data that the recipe says was in memory: `train`, `valid`. Up to so many `processes`
-    tokenise, if they pay; they change nothing else. `say` gets a message if another process has to be waited for.
+    `base` is the text of the run to start from, whose tokenizers are used. `memory` is the data that the recipe refers
+    to as `<memory>`: train, valid. Up to `processes` processes tokenise, which does not change the result. `say` gets
+    messages about columns that were found by their content, and about waiting for another process.
     """
     path = Path(directory)
+    columns = find_columns(recipe)
+    if columns is not None:
+        if say is not None:
+            say(f"columns: {', '.join(columns)}, as in the first lines of {', '.join(recipe.data.train or ())}")
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     train, valid = sources(recipe)
     if TASKS[recipe.task].reads == "pairs":
         requests(recipe.text)
@@ -111,31 +117,32 @@ def prepare(
     if record is not None:
         now = fingerprint(recipe, train, valid)
         if now == record["made_from"] and None not in now.values():
-            shutil.rmtree(shards_of(path), ignore_errors=True)  # left by a process that was killed when all was done
-            return open_prepared(path)
-    make = partial(_make, recipe=recipe, train=train, valid=valid, base=base, memory=memory, processes=processes)
+            shutil.rmtree(shards_of(path), ignore_errors=True)  # left by a process that was killed at the very end
+            return replace(open_prepared(path), columns=columns)
+
+    def make(path: Path) -> None:
+        """Write the data; continue with the shards of a killed process and remove the rest of its files."""
+        temporary = path.with_name(path.name + ".tmp")  # always the same name, since the remains may be large
+        replace_directory(path, lambda to: _write(recipe, train, valid, to, base, memory, processes), temporary)
+        shutil.rmtree(shards_of(path), ignore_errors=True)
+
     now = fingerprint(recipe, train, valid) if recipe.data.cache is not None else {}
-    if recipe.data.cache is None or None in now.values():  # stdin or memory, which can be read only once
+    notes = []
+    if recipe.data.cache is None or None in now.values():  # data from stdin or memory is not cached
         make(path)
-        return open_prepared(path)
-    entry = Path(recipe.data.cache) / _cache_key(now, base)
-    found = _take_from_cache(entry, now, path, make, say)
+    else:
+        entry = Path(recipe.data.cache) / _cache_key(now, base)
+        if _take_from_cache(entry, now, path, make, say):
+            notes.append(f"data: prepared before, in {entry}")
     prepared = open_prepared(path)
-    return replace(prepared, notes=[f"data: prepared before, in {entry}", *prepared.notes]) if found else prepared
-
-
-def _make(path: Path, **arguments: Any) -> None:
-    """Write prepared data; what a killed process has left of it is used or removed."""
-    temporary = path.with_name(path.name + ".tmp")  # a fixed name, for what is left there may be large
-    replace_directory(path, lambda to: _write(path=to, **arguments), temporary)
-    shutil.rmtree(shards_of(path), ignore_errors=True)
+    return replace(prepared, notes=[*notes, *prepared.notes], columns=columns)
 
 
 # The cache
 
 
 def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
-    """A hash of all that prepared data depends on."""
+    """A hash of everything that prepared data depends on."""
     parts: list[Any] = [FORMAT, sorted(made_from.items())]
     if base is not None:
         tokenizers = [tokenizer.to_json() for tokenizer in (base.codec.source, base.codec.target)]
@@ -146,10 +153,10 @@ def _cache_key(made_from: dict[str, str | None], base: BaseText | None) -> str:
 def _take_from_cache(
     entry: Path, made_from: dict[str, str | None], path: Path, make: Callable[[Path], None], say: Say | None
 ) -> bool:
-    """Share an entry of the cache with a run, and make it first if it is not there -> whether it was.
+    """Share an entry of the cache with a run -> whether it existed; otherwise it is made first.
 
-    One process makes it, others wait. On a file system without locks the run prepares its own data. An entry that was
-    made while a file changed is not what its key says, and is made again.
+    Other processes wait while one makes the entry. On a file system without locks, the run prepares its own data. An
+    entry that does not match its key, because a file changed while it was made, is made again.
     """
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -170,11 +177,11 @@ def _take_from_cache(
             if say is not None:
                 say(f"data: waiting for another training, which uses {entry}")
                 say = None
-            time.sleep(WAITING)
+            time.sleep(POLL_SECONDS)
 
 
 def _share(entry: Path, path: Path) -> None:
-    """Give a run the data of an entry, as hard links where that is possible; no file of it is ever changed."""
+    """Give a run the data of an entry, as hard links if possible; the files of an entry never change."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -197,7 +204,8 @@ def _write(
     memory: Mapping[str, InMemory],
     processes: int,
 ) -> None:
-    train, valid = _spool(train, path, memory.get("train")), valid and _spool(valid, path, memory.get("valid"))
+    train = _spool(train, path, memory.get("train"))
+    valid = valid and _spool(valid, path, memory.get("valid"))
     before = _stamps(train, valid)
     record: dict[str, Any] = {"format": FORMAT, "task": recipe.task}
     record |= KINDS[TASKS[recipe.task].reads].write(recipe, train, valid, path, base, processes)
@@ -211,7 +219,7 @@ def _write(
     digests = [[made_from[role] for role in record["files"] if role.startswith(kind)] for kind in ROLES]
     if digests[0] == digests[1]:
         record["notes"].append(
-            "warning: the validation data is the training data, so its scores do not tell how new data would fare"
+            "warning: the validation data is the training data, so its scores do not show the quality on new data"
         )
     (path / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
     for copy in path.glob("spool-*"):
@@ -219,13 +227,15 @@ def _write(
 
 
 def open_prepared(directory: str | Path) -> Prepared[Any]:
-    """Open what `prepare` made; processes that did not make it use this."""
+    """Open prepared data (used by other ranks and on resume)."""
     path = Path(directory)
     record = _read_record(path)
     if record is None:
         raise UserError(f"{path}: no prepared data here")
-    where, kind = f"{path / RECORD}", KINDS[TASKS[record.get("task", "pairs")].reads]
-    text, pixels = record.get("text"), record.get("pixels")
+    where = str(path / RECORD)
+    kind = KINDS[TASKS[record.get("task", "pairs")].reads]
+    text = record.get("text")
+    pixels = record.get("pixels")
     return Prepared(
         codec=Codec.load(path, parse(TextConfig, text, where)) if text else Codec(Tokenizer.train("char", [])),
         train=kind.open(path / "train"),
@@ -239,7 +249,7 @@ def open_prepared(directory: str | Path) -> Prepared[Any]:
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether `prepare` made this directory."""
+    """Whether a directory holds prepared data."""
     return _read_record(directory) is not None
 
 
@@ -252,7 +262,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
-    """The training files of a recipe, and the validation files if it names any."""
+    """The training files of a recipe, and its validation files, if any."""
     data = recipe.data
     columns, names = data.columns, data.column_names
     if TASKS[recipe.task].reads == "text":
@@ -269,14 +279,14 @@ def sources(recipe: Recipe) -> tuple[Corpora, Corpora | None]:
     if data.valid is not None:
         valid = Corpora.of_tables(data.valid, columns, names)
     elif data.valid_source is not None and data.valid_target is not None:
-        what = ("data.valid_source", "data.valid_target")
-        valid = Corpora.of_parallel(data.valid_source, data.valid_target, what)
+        settings = ("data.valid_source", "data.valid_target")
+        valid = Corpora.of_parallel(data.valid_source, data.valid_target, settings)
     _require_task(recipe, [train, *filter(None, [valid])])
     return train, valid
 
 
 def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
-    """Refuse settings and files that the data of a task cannot have."""
+    """Refuse settings and files that the task does not support."""
     data, reads = recipe.data, TASKS[recipe.task].reads
     refused = {
         "weights": data.weights is not None and reads == "images",
@@ -285,8 +295,8 @@ def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
         "max_ratio": data.max_ratio is not None and reads != "pairs",
         "deduplicate": data.deduplicate and reads in ("text", "images"),
     }
-    for name, wrong in refused.items():
-        if wrong:
+    for name, failed in refused.items():
+        if failed:
             raise UserError(f"data.{name}: not for task {recipe.task}, which reads {NOUNS[reads]}")
     for corpora in files:
         if reads == "images" and len(corpora.paths) > 1:
@@ -294,7 +304,7 @@ def _require_task(recipe: Recipe, files: list[Corpora]) -> None:
 
 
 def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[str, str | None]:
-    """What prepared data depends on, by name; None for a file that is gone or can be read only once."""
+    """The settings and file hashes that prepared data depends on; None for a missing file, stdin, a pipe or memory."""
     values: dict[str, str | None] = {f"text.{key}": str(value) for key, value in recipe.text.model_dump().items()}
     if recipe.task != "pairs":
         values["task"] = recipe.task
@@ -304,21 +314,21 @@ def fingerprint(recipe: Recipe, train: Corpora, valid: Corpora | None) -> dict[s
     values["data.max_length"] = str(recipe.data.max_length)
     if len(train.sizes) > 1:
         values["data.corpora"] = ",".join(map(str, train.sizes))
-    for name in ("column_names", "min_length", "max_ratio", "deduplicate", "strict"):  # strict refuses other data
+    for name in ("column_names", "min_length", "max_ratio", "deduplicate", "strict"):  # strict, because it rejects data
         if (value := getattr(recipe.data, name)) != Data.model_fields[name].default:
             values[f"data.{name}"] = str(value)
     return values | {role: _digest(path) for role, _, path in _files(train, valid)}
 
 
 def _files(train: Corpora, valid: Corpora | None) -> Iterator[tuple[str, str, str]]:
-    """The role, the name and the path of every file."""
+    """Yield the role, the name and the path of every file."""
     for kind, source in zip(ROLES, (train, valid), strict=True):
         for index, path in enumerate(source.paths if source else (), start=1):
             yield f"{kind} file {index}", "" if source is None else source.file_names[index - 1], path
 
 
 def _digest(path: str, like: str | None = None) -> str | None:
-    """The SHA-256 of a file; if `like` is what versions before 0.7 recorded, the hash that they used."""
+    """The SHA-256 of a file, or the same hash as `like`, which is BLAKE2b in records before version 0.7."""
     if not _regular(path):
         return None
     kind: Any = "sha256" if like is None or len(like) == 64 else partial(blake2b, digest_size=16)
@@ -331,7 +341,7 @@ def _regular(path: str) -> bool:
 
 
 def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
-    """Require that prepared data was made from the same data in memory."""
+    """Check that prepared data was made from the same data in memory."""
     before = (_read_record(Path(directory)) or {}).get("made_from", {})
     for role, data in memory.items():
         then = before.get(f"{ROLES[role == 'valid']} file 1")
@@ -342,25 +352,27 @@ def require_same(directory: str | Path, memory: Mapping[str, InMemory]) -> None:
 
 
 def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
-    """What has become of files since data was prepared from them; those that cannot be read now are left out."""
+    """Describe each file that has changed since data was prepared from it; unreadable files are left out."""
     record = _read_record(Path(directory)) or {}
     try:
         train, valid = sources(recipe)
-    except UserError:  # data that this version would refuse
+    except UserError:  # data that this version rejects
         return
     for kind, corpora in zip(ROLES, (train, valid), strict=True):
         count = sum(role.startswith(f"{kind} file ") for role in record.get("made_from", {}))
-        if corpora and count and len(corpora.paths) != count:  # a pattern that matches others now
+        if corpora and count and len(corpora.paths) != count:  # a pattern matches other files now
             yield f"{corpora.name}: has {plural(len(corpora.paths), 'file')} now, and had {count:,} when the run began"
             return
     for role, name, path in _files(train, valid):
-        then, now = record.get("made_from", {}).get(role), None
+        then = record.get("made_from", {}).get(role)
         known = record.get("files", {}).get(role, {})
-        with suppress(UserError):  # large files take long to hash
+        now = None
+        with suppress(UserError):  # the stamp saves hashing large files
             now = then if _stamp(path) == (known.get("bytes"), known.get("mtime_ns")) else _digest(path, then)
         if now is None or then in (None, now):
             continue
-        before, kind = f"{known['bytes']:,} bytes, " if known else "", "SHA-256" if len(then) == 64 else "BLAKE2b"
+        before = f"{known['bytes']:,} bytes, " if known else ""
+        kind = "SHA-256" if len(then) == 64 else "BLAKE2b"
         yield (
             f"{name}: has changed since the run began: then {before}{kind} {then[:12]}..., "
             f"now {os.stat(path).st_size:,} bytes, {kind} {now[:12]}..."
@@ -368,7 +380,7 @@ def changed_files(directory: str | Path, recipe: Recipe) -> Iterator[str]:
 
 
 def _spool(corpora: Corpora, directory: Path, memory: InMemory | None = None) -> Corpora:
-    """Copy what can be read only once (stdin, a pipe, memory) into `directory`, so that it can be read again."""
+    """Copy stdin, pipes and data in memory into `directory`, so that they can be read several times."""
     if corpora.paths == (MEMORY,):
         if memory is None:
             raise UserError(
@@ -390,7 +402,7 @@ def _spool_part(source: Source, directory: Path) -> Source:
 
 
 def _stamps(*files: Corpora | None) -> dict[str, tuple[int, int]]:
-    """The size and the time of every file, by which a change is noticed."""
+    """The size and the time of the last write of every file, to detect changes."""
     return {path: stamp for corpora in files if corpora for path in corpora.paths if (stamp := _stamp(path))}
 
 

@@ -1,7 +1,7 @@
-"""Reading files without surprises: lines, a count of what was skipped and where, and the examples of tables.
+"""Reads files line by line: what is skipped is counted and named, and tables become examples.
 
-Lines are split on `\n` alone, in bounded memory, compressed or not. One trailing `\r` is dropped, and a byte order mark
-at the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.
+Lines are split on `\n` only, in bounded memory, compressed or not. A trailing `\r` is dropped, and so is a byte order
+mark at the start of the file. Everything else is text: U+2028, U+0085, form feeds and NUL never end a line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from regard.recipe import Column
 from regard.text.codec import Example
 
 STDIN = "-"
-PACKED = 1 << 11  # bytes of zstandard data unpacked at a time, which can become 64 MB of text
+MEMORY = "<memory>"  # the path of data that was in memory
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstandard"}  # by suffix
+ZSTANDARD_BYTES = 1 << 11  # decompressed at a time; they can become 64 MB of text
 
 _OTHER_FORMATS = {
     b"\xff\xfe": "UTF-16 text; convert it to UTF-8 first",
@@ -48,37 +50,38 @@ def shown(path: str) -> str:
 
 @contextmanager
 def open_bytes(path: str) -> Iterator[BinaryIO]:
-    """Open a file, compressed or not (by its first bytes), or `-` for stdin; every failure is a UserError."""
+    """Open a file, or `-` for stdin. Compression is recognised by the first bytes. Every failure is a UserError."""
     with open_raw(path) as raw:
         try:
             head = raw.peek(8)[:8]  # type: ignore[attr-defined]
-            for magic, what in _OTHER_FORMATS.items():
+            for magic, description in _OTHER_FORMATS.items():
                 if head.startswith(magic):
-                    raise UserError(f"{shown(path)}: this is {what}")
+                    raise UserError(f"{shown(path)}: this is {description}")
             if head.startswith(b"\x1f\x8b"):
-                with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
-                    yield cast(BinaryIO, unpacked)
+                with gzip.GzipFile(fileobj=raw, mode="rb") as decompressed:
+                    yield cast(BinaryIO, decompressed)
             elif head.startswith(b"\x28\xb5\x2f\xfd"):
-                yield cast(BinaryIO, io.BufferedReader(_Unpacked(raw, path)))
-            elif kind := {".gz": "gzip", ".zst": "zstandard"}.get(os.path.splitext(path)[1]):
-                raise UserError(f"{path}: not a {kind} file, although its name says so")
+                yield cast(BinaryIO, io.BufferedReader(_ZstandardReader(raw, path)))
+            elif compression := COMPRESSIONS.get(os.path.splitext(path)[1]):
+                raise UserError(f"{path}: not a {compression} file, although its name says so")
             else:
                 yield raw
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{shown(path)}: broken gzip data, perhaps cut short: {error}") from None
 
 
-class _Unpacked(io.RawIOBase):
-    """What a zstandard file holds; unlike the package's own reader it notices a file that was cut short."""
+class _ZstandardReader(io.RawIOBase):
+    """Decompresses a zstandard file. Unlike the reader of the package it detects truncated files."""
 
-    def __init__(self, packed: BinaryIO, path: str) -> None:
+    def __init__(self, compressed: BinaryIO, path: str) -> None:
         try:
             self._library: Any = import_module("zstandard")
         except ImportError:
             raise missing_extra(f"{shown(path)}: zstandard data", "zstandard", "corpora") from None
-        self._packed, self._name = packed, shown(path)
-        self._frame: Any = None  # the one being read; a file may be several, one after the other
-        self._rest = b""  # packed
+        self._compressed = compressed
+        self._name = shown(path)
+        self._frame: Any = None  # the current frame; a file may consist of several
+        self._rest = b""  # compressed bytes after the last frame
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -86,7 +89,7 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            while not self._ready and self._more():
+            while not self._ready and self._decompress():
                 pass
         except self._library.ZstdError as error:
             raise UserError(f"{self._name}: broken zstandard data, perhaps cut short: {error}") from None
@@ -95,25 +98,26 @@ class _Unpacked(io.RawIOBase):
         self._ready = self._ready[count:]
         return count
 
-    def _more(self) -> bool:
-        """Unpack a little more, if there is more."""
-        packed = self._rest or self._packed.read1(PACKED)  # type: ignore[attr-defined]
+    def _decompress(self) -> bool:
+        """Decompress the next bytes -> False at the end of the file."""
+        compressed = self._rest or self._compressed.read1(ZSTANDARD_BYTES)  # type: ignore[attr-defined]
         self._rest = b""
-        if not packed:
+        if not compressed:
             if self._frame is not None:
                 raise UserError(f"{self._name}: broken zstandard data, perhaps cut short")
             return False
         if self._frame is None:
             self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        self._ready = memoryview(self._frame.decompress(packed))
+        self._ready = memoryview(self._frame.decompress(compressed))
         if self._frame.eof:
-            self._rest, self._frame = self._frame.unused_data, None
+            self._rest = self._frame.unused_data
+            self._frame = None
         return True
 
 
 @contextmanager
 def open_raw(path: str) -> Iterator[BinaryIO]:
-    """Open a file as it is, or `-` for stdin."""
+    """Open a file, or `-` for stdin, without decompression."""
     try:
         if path == STDIN:
             if sys.stdin is None:
@@ -130,37 +134,37 @@ def open_raw(path: str) -> Iterator[BinaryIO]:
         raise UserError(f"{shown(path)}: {reason}") from None
 
 
-LONGEST = 1_000_000  # bytes of a line
-CHUNK = 1 << 18
-BOM = b"\xef\xbb\xbf"
-MEMORY = "<memory>"  # instead of a path: data that a program held in memory
-MANY = 10  # columns; more are counted together
+MAX_LINE_BYTES = 1_000_000
+READ_BYTES = 1 << 18
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_COLUMNS = 10  # lines with more columns are counted together
 
 # Reasons to skip a line
 BLANK = "blank line"
 COLUMNS = "wrong column count"
 EMPTY = "empty side"
 ENCODING = "invalid UTF-8"
-LONG = "too long"
+TOO_LONG = "too long"
 NO_MEMORY = "too large for the memory"
 UNMET = "with a constraint that cannot be met"
 BAD_REQUEST = "not a valid request"
 NOT_JSON = "not a JSON object"
 NOT_TEXT = "not text"
-NAMED = 5  # lines that are named per reason
+MAX_LOCATIONS = 5  # recorded per reason
+LONG = TOO_LONG
+NAMED = MAX_LOCATIONS
+
+
+def is_jsonl(path: str) -> bool:
+    return path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson"))
 
 
 class Line(NamedTuple):
-    """A line, its number from 1, and what is wrong with it; the text of a bad line is shortened or repaired."""
+    """A line, its number from 1, and the reason to skip it, if any. The text of a bad line is shortened or repaired."""
 
     number: int
     text: str
     problem: str | None = None
-
-
-def is_jsonl(path: str) -> bool:
-    """Whether the lines of a file are JSON objects, by its name."""
-    return path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson"))
 
 
 def read_lines(path: str) -> Iterator[Line]:
@@ -170,7 +174,7 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def lines_of(stream: BinaryIO, first: int = 1, length: int | None = None) -> Iterator[Line]:
-    """Yield the lines of a stream from where it is, numbered from `first`; of `length` bytes, or to its end."""
+    """Yield the lines of the next `length` bytes of a stream (default: all), numbered from `first`."""
     for block in _split(stream, length=length):
         for number, line in enumerate(decode_lines(block, first), first):
             yield line if isinstance(line, Line) else Line(number, line)
@@ -178,7 +182,7 @@ def lines_of(stream: BinaryIO, first: int = 1, length: int | None = None) -> Ite
 
 
 def read_chunks(path: str, size: int = 0) -> Iterator[Chunk]:
-    """Yield a file in chunks of at least `size` bytes, whole lines each, or as soon as there is a line."""
+    """Yield a file in chunks of whole lines with at least `size` bytes each; by default, as soon as there is a line."""
     first = 1
     with open_bytes(path) as stream:
         for block in _split(stream, size):
@@ -191,8 +195,8 @@ def _count_lines(chunks: Iterator[Chunk]) -> int:
 
 
 def decode_lines(block: bytes, first: int) -> Sequence[str | Line]:
-    """The lines of a block, of which the first has this number: text, or a Line if it is bad."""
-    if first > 1 and b"\r" not in block and len(block) <= LONGEST:
+    """The lines of a block whose first line has the number `first`: text, or a Line if it is bad."""
+    if first > 1 and b"\r" not in block and len(block) <= MAX_LINE_BYTES:
         with suppress(UnicodeDecodeError):
             return block.decode("utf-8").split("\n")
     return [_decode_line(raw, number) for number, raw in enumerate(block.split(b"\n"), first)]
@@ -201,9 +205,9 @@ def decode_lines(block: bytes, first: int) -> Sequence[str | Line]:
 def _decode_line(raw: bytes, number: int) -> str | Line:
     raw = raw.removesuffix(b"\r")
     if number == 1:
-        raw = raw.removeprefix(BOM)
-    if len(raw) > LONGEST:
-        return Line(number, raw[:80].decode("utf-8", "replace"), LONG)
+        raw = raw.removeprefix(BYTE_ORDER_MARK)
+    if len(raw) > MAX_LINE_BYTES:
+        return Line(number, raw[:80].decode("utf-8", "replace"), TOO_LONG)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -211,24 +215,27 @@ def _decode_line(raw: bytes, number: int) -> str | Line:
 
 
 def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """Split before newlines, into blocks of at least `size` bytes; of `length` bytes, or all that there are.
+    """Split the next `length` bytes of a stream (default: all) at newlines, into blocks of at least `size` bytes.
 
-    Of a line that is too long only a little more than LONGEST is kept.
+    The end of a line that is too long is dropped, so that memory is bounded.
     """
     ready: list[bytes] = []
-    rest, waiting, left = b"", 0, sys.maxsize if length is None else length
-    # read1 gives what a pipe has by now; read would wait for a full chunk while someone waits for an answer
-    while chunk := stream.read1(min(CHUNK, left)):  # type: ignore[attr-defined]
-        left -= len(chunk)
+    ready_bytes = 0
+    rest = b""  # of an incomplete line
+    bytes_left = sys.maxsize if length is None else length
+    # read1 returns the bytes that a pipe has; read would wait for a full chunk while a user waits for an answer
+    while chunk := stream.read1(min(READ_BYTES, bytes_left)):  # type: ignore[attr-defined]
+        bytes_left -= len(chunk)
         lines, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             ready.append(lines)
-            waiting += len(lines)
-            if waiting >= size:
+            ready_bytes += len(lines)
+            if ready_bytes >= size:
                 yield b"\n".join(ready)
-                ready, waiting = [], 0
-        if len(rest) > LONGEST + 4:  # a BOM and a \r may go
-            rest = rest[: LONGEST + 5]
+                ready = []
+                ready_bytes = 0
+        if len(rest) > MAX_LINE_BYTES + 4:  # a byte order mark and a \r do not count
+            rest = rest[: MAX_LINE_BYTES + 5]
     if rest:
         ready.append(rest)
     if ready:
@@ -236,24 +243,24 @@ def _split(stream: BinaryIO, size: int = 0, length: int | None = None) -> Iterat
 
 
 class LineCounter:
-    """How many lines were read, kept and skipped, and where. `read == kept + sum(skipped.values())`, always."""
+    """Counts the lines that were read and skipped, and records where. `read == kept + sum(skipped.values())` holds."""
 
     def __init__(self, strict: bool = False, reasons: Iterable[str] = ()) -> None:
-        """`reasons` that are known to come, in the order in which they are named."""
+        """`reasons` that are expected come first in summaries, in this order."""
         self.strict = strict
         self.read = 0
         self.skipped: Counter[str] = Counter(dict.fromkeys(reasons, 0))
-        self.locations: dict[str, list[str]] = {reason: [] for reason in self.skipped}  # the first few file:line
-        self.wrong_columns: Counter[int] = Counter()  # how many lines have so many columns
+        self.locations: dict[str, list[str]] = {reason: [] for reason in self.skipped}  # the first few, file:line
+        self.wrong_columns: Counter[int] = Counter()  # skipped lines by their number of columns
 
     @property
     def kept(self) -> int:
         return self.read - self.skipped.total()
 
     def skip(self, reason: str, location: str, detail: str = "", *, tell: bool = False) -> None:
-        """Count a line (already counted as read) as skipped; in strict mode raise.
+        """Count a line, which was counted as read before, as skipped; in strict mode raise an error.
 
-        The error names the detail, and with `tell` the summary does too, where it is not the same for all such lines.
+        The detail is part of the error, and with `tell` of the summary too, for details that differ from line to line.
         """
         if self.strict:
             raise UserError(
@@ -261,21 +268,21 @@ class LineCounter:
             )
         self.skipped[reason] += 1
         locations = self.locations.setdefault(reason, [])
-        if len(locations) < NAMED:
+        if len(locations) < MAX_LOCATIONS:
             locations.append(f"{location}: {detail}" if tell else location)
 
     def add(self, counts: dict[str, Any]) -> None:
-        """Add the `counts` of further lines."""
+        """Add the `counts` of the lines that follow."""
         self.read += counts["read"]
         for reason, count in counts["skipped"].items():
             self.skipped[reason] += count
             locations = self.locations.setdefault(reason, [])
-            locations.extend(counts["places"][reason][: NAMED - len(locations)])
+            locations.extend(counts["places"][reason][: MAX_LOCATIONS - len(locations)])
         for columns, count in counts["wrong_columns"].items():
             self.wrong_columns[int(columns)] += count
 
     def summary(self) -> str:
-        """How many lines were kept and skipped, in one sentence."""
+        """The numbers of kept and skipped lines in one sentence."""
         reasons = []
         for reason, count in self.skipped.most_common():
             named = self.locations[reason][:3]
@@ -283,38 +290,43 @@ class LineCounter:
         lines = f"{self.kept:,} of {plural(self.read, 'line')}"
         return lines + (f"; skipped {', '.join(reasons)}" if reasons else "")
 
+    def unusable(self, name: str, hint: str = "", noun: str = "example", files: int = 1) -> UserError:
+        """The error for files from which no line was kept; `hint` is the likely cause."""
+        if not self.read:
+            return UserError(f"{name}: the file{' is' if files == 1 else 's are'} empty")
+        return UserError(f"{name}: no usable {noun}: {self.summary()}{hint and chr(10) + '  ' + hint}")
+
     def counts(self) -> dict[str, Any]:
-        """All that `add` takes."""
+        """The argument for `add`."""
         return {**self.to_json(), "wrong_columns": dict(self.wrong_columns)}
 
     def to_json(self) -> dict[str, Any]:
-        """The counter as plain values."""
         return {"read": self.read, "kept": self.kept, "skipped": dict(self.skipped), "places": self.locations}
 
 
 class Located(NamedTuple):
-    """An example and its line."""
+    """An example and the number of its line."""
 
     number: int
     example: Example
 
 
-Cells = tuple[int, list[str], str, str]  # number and cells of a row; the problem, and a detail of it, if it has one
-Chunk = tuple[int, tuple[bytes, ...]]  # the number of the first line, and the lines in each file
+Cells = tuple[int, list[str], str, str]  # of a row: its number, its cells, the reason to skip it, a detail of that
+Chunk = tuple[int, tuple[bytes, ...]]  # the number of the first line, and the lines of each file
 
 
 class Source(NamedTuple):
-    """Where examples come from: one TSV and its columns, or a file of sources and a file of targets."""
+    """A file of examples: a TSV file and its columns, or two parallel files, sources and targets."""
 
     paths: tuple[str, ...]
     columns: tuple[Column, ...] = ("source", "target")
-    names: tuple[str, ...] = ()  # what to call the files, where not by their paths
-    packed: bool = False  # rows that were in memory: the line of each is a JSON list of its cells
-    prefix_column: bool = False  # one more column, the last: how an output is to start
-    keys: tuple[str, ...] = ()  # what the columns are called in a file that names them
+    names: tuple[str, ...] = ()  # of the files in messages, unless they are the paths
+    packed: bool = False  # a copy of rows in memory: each line is a JSON list of cells
+    prefix_column: bool = False  # the last column, after `columns`, has prefixes of outputs
+    keys: tuple[str, ...] = ()  # the names of the columns in a file that names its columns
 
     def location(self, number: int, file: int = 0) -> str:
-        """Name a line, or a row of what was in memory."""
+        """The name of a line, or of a row in memory."""
         return f"{self.file_names[file]}[{number - 1}]" if self.packed else f"{self.file_names[file]}:{number}"
 
     @property
@@ -335,11 +347,11 @@ class Source(NamedTuple):
             yield from self.read_chunk(chunk, counter)
 
     def chunks(self, size: int = 0) -> Iterator[Chunk]:
-        """Yield the lines in chunks that can be read one by one, each of about `size` bytes."""
+        """Yield the lines in chunks of about `size` bytes, which can be read independently."""
         return read_chunks(self.paths[0], size) if len(self.paths) == 1 else self._parallel_chunks(size)
 
     def chunk_lines(self, chunk: Chunk) -> int:
-        """How many lines a chunk has."""
+        """The number of lines in a chunk."""
         return chunk[1][0].count(b"\n") + 1
 
     def read_chunk(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
@@ -347,75 +359,81 @@ class Source(NamedTuple):
         return self._table(chunk, counter) if len(self.paths) == 1 else self._parallel(chunk, counter)
 
     def _table(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
-        at = {name: self.columns.index(name) for name in self.columns}
-        source_at, target_at, features_at = at["source"], at.get("target"), at.get("features")
+        index = {name: self.columns.index(name) for name in self.columns}
+        source_index = index["source"]
+        target_index = index.get("target")
+        features_index = index.get("features")
         for number, cells in self._good_cells(chunk, counter):
-            target = cells[target_at] if target_at is not None else None
-            features = cells[features_at] if features_at is not None else None
-            yield Located(number, Example(cells[source_at], target, features))
+            target = cells[target_index] if target_index is not None else None
+            features = cells[features_index] if features_index is not None else None
+            yield Located(number, Example(cells[source_index], target, features))
 
     def cells(self, counter: LineCounter) -> Iterator[tuple[int, list[str]]]:
         """Yield the number and the cells of the good lines of a table; every line is counted.
 
-        A column of targets may be there several times; a line needs one of them.
+        There may be several target columns; a line needs a target in one of them.
         """
         for chunk in self.chunks():
             yield from self._good_cells(chunk, counter)
 
     def _good_cells(self, chunk: Chunk, counter: LineCounter) -> Iterator[tuple[int, list[str]]]:
         names = [*self.columns, *["prefix"] * self.prefix_column]
-        source_at, targets_at = names.index("source"), [i for i, name in enumerate(names) if name == "target"]
-        target_at, width = targets_at[0] if targets_at else source_at, len(names)
+        width = len(names)
+        source_index = names.index("source")
+        target_indices = [i for i, name in enumerate(names) if name == "target"]
+        first_target = target_indices[0] if target_indices else source_index
         for number, cells, problem, detail in self.rows(chunk):
             counter.read += 1
-            if len(cells) == width and cells[target_at].strip() and cells[source_at].strip():  # nearly every line
+            if len(cells) == width and cells[first_target].strip() and cells[source_index].strip():  # the usual case
                 yield number, cells
             elif problem:
                 counter.skip(problem, self.location(number), detail)
             elif not any(map(str.strip, cells)):
                 counter.skip(BLANK, self.location(number))
             elif len(cells) != width:
-                counter.wrong_columns[min(len(cells), MANY)] += 1
+                counter.wrong_columns[min(len(cells), MAX_COLUMNS)] += 1
                 counter.skip(COLUMNS, self.location(number), f"{len(cells)} instead of {width} ({','.join(names)})")
-            elif not cells[source_at].strip():
+            elif not cells[source_index].strip():
                 counter.skip(EMPTY, self.location(number), "source")
-            elif targets_at and not any(cells[i].strip() for i in targets_at):
+            elif target_indices and not any(cells[i].strip() for i in target_indices):
                 counter.skip(EMPTY, self.location(number), "target")
             else:
                 yield number, cells
 
     def rows(self, chunk: Chunk) -> Iterator[Cells]:
-        """Yield every row of a table; one that has a problem has no cells."""
+        """Yield every row of a table; a row with a problem has no cells."""
         first, (block,) = chunk
-        alone = len(self.columns) + self.prefix_column == 1  # where there is one column alone, a tab is text
+        single_column = len(self.columns) + self.prefix_column == 1  # then a tab is part of the text
         for number, line in enumerate(decode_lines(block, first), first):
             if isinstance(line, Line):
                 yield number, [], line.problem or "", ""
+            elif self.packed:
+                yield number, json.loads(line), "", ""
             else:
-                yield number, json.loads(line) if self.packed else [line] if alone else line.split("\t"), "", ""
+                yield number, [line] if single_column else line.split("\t"), "", ""
 
     def _parallel_chunks(self, size: int) -> Iterator[Chunk]:
-        """Chunks with as many lines of each file."""
+        """Yield chunks with the same number of lines of each file."""
         left, right = (read_chunks(path, size) for path in self.paths)
-        waiting: list[bytes] = []
-        end = 0  # lines so far
+        targets: list[bytes] = []  # read, but not yet in a chunk
+        end = 0  # lines in the chunks before
         for first, (block,) in left:
             lines = block.count(b"\n") + 1
-            while len(waiting) < lines and (more := next(right, None)):
-                waiting.extend(more[1][0].split(b"\n"))
-            if len(waiting) < lines:
-                self._refuse(end + lines + _count_lines(left), end + len(waiting))
-            yield first, (block, b"\n".join(waiting[:lines]))
-            del waiting[:lines]
+            while len(targets) < lines and (more := next(right, None)):
+                targets.extend(more[1][0].split(b"\n"))
+            if len(targets) < lines:
+                self._refuse_lengths(end + lines + _count_lines(left), end + len(targets))
+            yield first, (block, b"\n".join(targets[:lines]))
+            del targets[:lines]
             end += lines
-        if more_targets := len(waiting) + _count_lines(right):
-            self._refuse(end, end + more_targets)
+        if more_targets := len(targets) + _count_lines(right):
+            self._refuse_lengths(end, end + more_targets)
 
-    def _refuse(self, sources: int, targets: int) -> None:
+    def _refuse_lengths(self, sources: int, targets: int) -> None:
         first, second = self.file_names
         raise UserError(
             f"{first} has {plural(sources, 'line')} but {second} has {targets:,};"
-            " parallel files need one line for one line"
+            " parallel files must have the same number of lines"
         )
 
     def _parallel(self, chunk: Chunk, counter: LineCounter) -> Iterator[Located]:
@@ -434,16 +452,12 @@ class Source(NamedTuple):
                 yield Located(number, Example(texts[0], texts[1]))
 
     def require(self, counter: LineCounter) -> None:
-        """Raise if not a single example came out of the file, with the likely cause."""
-        if counter.kept:
-            return
-        if not counter.read:
-            raise UserError(f"{self.name}: the file is empty")
-        hint = self.hint(counter)
-        raise UserError(f"{self.name}: no usable example: {counter.summary()}{hint and chr(10) + '  ' + hint}")
+        """Raise an error with the likely cause if the file has no usable example."""
+        if not counter.kept:
+            raise counter.unusable(self.name, self.hint(counter))
 
     def hint(self, counter: LineCounter) -> str:
-        """What is probably wrong when most lines have an unexpected number of columns; else nothing."""
+        """The likely mistake if most lines have an unexpected number of columns."""
         (columns, count), *_ = counter.wrong_columns.most_common(1) or [(0, 0)]
         if count * 2 < counter.read or not columns:
             return ""
@@ -454,4 +468,4 @@ class Source(NamedTuple):
         if self.prefix_column:
             advice = f" ({','.join(self.columns)} and the prefix)"
         expected = len(self.columns) + self.prefix_column
-        return f"most lines have {'at least ' * (columns == MANY)}{columns} columns, not {expected}{advice}"
+        return f"most lines have {'at least ' * (columns == MAX_COLUMNS)}{columns} columns, not {expected}{advice}"

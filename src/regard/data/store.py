@@ -1,7 +1,7 @@
-"""A corpus on disk: the ids of both sides in flat files, read as needed, so that its size costs little memory.
+"""A corpus on disk: the ids of both sides in flat files, which are read as needed and take little memory.
 
-`source.bin` and `target.bin` hold the ids one example after the other, `*.offsets` where each begins, `lines.bin` the
-line that each came from, and `meta.json` the counts.
+`source.bin` and `target.bin` hold the concatenated ids of all examples, `*.offsets` their boundaries, `lines.bin` the
+positions of the examples in their files, and `meta.json` the counts.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from regard.text.tokenizer import threads
 FORMAT = 1
 SIDES = ("source", "target")
 LINES = "lines.bin"
-CHUNK = 8192  # examples tokenised at a time
-CHUNK_TEXT = 1_000_000  # characters tokenised at a time
-SMALL = 64 << 20  # bytes of a file that is mapped into memory
-OFFSETS = 1 << 20  # read at a time, at most
-GAP = 256  # offsets that are read though nobody asked for them, rather than to read twice
+MAX_CHUNK = 8192  # examples tokenised at a time
+MAX_CHUNK_TEXT = 1_000_000  # characters tokenised at a time
+MAX_MAPPED_BYTES = 64 << 20  # larger files are not mapped into memory
+MAX_OFFSETS = 1 << 20  # read at a time
+MAX_GAP = 256  # unneeded offsets that are read to save another read
 
 Row = NDArray[np.unsignedinteger[Any]]
 
 
 class Corpus:
-    """Examples as ids. Source and target rows end in the end token."""
+    """Examples as ids. Source and target rows end with the end token."""
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory)
@@ -52,10 +52,10 @@ class Corpus:
             source, target = (_Side(path, side, meta) for side in SIDES)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a readable corpus: {error}") from None
-        self.source, self.target = source.row, target.row  # the ids of an example, by its number
+        self.source, self.target = source.row, target.row  # functions: number of an example -> its ids
         self.source_lengths, self.target_lengths = source.lengths, target.lengths
         self.tokens = len(source.flat) + len(target.flat)  # of both sides
-        self.corpora = tuple(meta.get("corpora", (len(self),)))  # how many examples of each, in their order
+        self.corpora = tuple(meta.get("corpora", (len(self),)))  # number of examples of each, in order
         self.size = len(self)  # reported as the amount of data
         self._lines = path / LINES
 
@@ -69,7 +69,7 @@ class Corpus:
         return sum(int(np.maximum(*chunk).sum()) for chunk in sides) / max(1, len(self))
 
     def line(self, index: int) -> int | None:
-        """The number of the line that an example was read from; None if it was not kept, as by earlier versions."""
+        """The position of an example in the data files; None if an earlier version wrote the corpus without it."""
         if not self._lines.is_file():
             return None
         return int(np.fromfile(self._lines, np.int64, count=1, offset=8 * index)[0])
@@ -81,16 +81,16 @@ class Corpus:
 
 
 class Flat:
-    """Ids in one long file, read as needed."""
+    """A flat file of numbers, read as needed."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._dtype = np.dtype(dtype)
         size = path.stat().st_size
         self._length = size // self._dtype.itemsize
-        # Pages of a large map would count as our memory for as long as nobody else needs it; reading leaves them to
-        # the system, and costs little more.
-        self.mapped: NDArray[Any] | None = None  # all of it, if it is small
-        if size > SMALL and hasattr(os, "pread"):
+        # The pages of a large memory map count as memory of this process until another one needs it. Reading costs
+        # little more, and leaves caching to the system.
+        self.mapped: NDArray[Any] | None = None  # the whole file, unless it is large
+        if size > MAX_MAPPED_BYTES and hasattr(os, "pread"):
             self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             weakref.finalize(self, os.close, self._file)
         else:
@@ -102,18 +102,19 @@ class Flat:
     def __getitem__(self, span: slice) -> Row:
         if self.mapped is not None:
             return self.mapped[span]
-        width, stop = self._dtype.itemsize, self._length if span.stop is None else span.stop
+        width = self._dtype.itemsize
+        stop = self._length if span.stop is None else span.stop
         return np.frombuffer(os.pread(self._file, (stop - span.start) * width, span.start * width), self._dtype)
 
 
 def append(path: Path, values: NDArray[Any]) -> None:
-    """Write numbers to the end of a file."""
+    """Append numbers to a file."""
     with path.open("ab") as file:
         file.write(values.tobytes())
 
 
 class RowLengths:
-    """How many ids each row of a side has, read from the offsets of the rows when asked for."""
+    """The number of ids in each row of a side, computed from the offsets as needed."""
 
     def __init__(self, offsets: Flat) -> None:
         if not len(offsets):
@@ -124,24 +125,26 @@ class RowLengths:
         return len(self._offsets) - 1
 
     def __getitem__(self, rows: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """The lengths of any rows; what is near each other in the file is read at once."""
+        """The lengths of any rows; offsets that are close in the file are read together."""
         if (offsets := self._offsets.mapped) is not None:
             lengths: NDArray[np.int64] = offsets[rows + 1] - offsets[rows]
             return lengths
         order = np.argsort(rows)
-        ordered, lengths = rows[order], np.empty(len(rows), np.int64)
-        apart = (np.diff(ordered) > GAP) | (np.diff(ordered // OFFSETS) > 0)
+        ordered = rows[order]
+        lengths = np.empty(len(rows), np.int64)
+        apart = (np.diff(ordered) > MAX_GAP) | (np.diff(ordered // MAX_OFFSETS) > 0)
         for begin, end in pairwise((0, *(np.flatnonzero(apart) + 1).tolist(), len(rows))):
             if begin < end:
-                first, last = int(ordered[begin]), int(ordered[end - 1])
-                found = np.diff(self._offsets[first : last + 2])
-                lengths[order[begin:end]] = found[ordered[begin:end] - first]
+                first = int(ordered[begin])
+                last = int(ordered[end - 1])
+                span = np.diff(self._offsets[first : last + 2])
+                lengths[order[begin:end]] = span[ordered[begin:end] - first]
         return lengths
 
     def chunks(self) -> Iterator[NDArray[np.int64]]:
-        """All lengths in order, some at a time."""
-        for start in range(0, len(self), OFFSETS):
-            yield np.diff(self._offsets[start : min(start + OFFSETS, len(self)) + 1])
+        """Yield all lengths in order, in arrays of limited size."""
+        for start in range(0, len(self), MAX_OFFSETS):
+            yield np.diff(self._offsets[start : min(start + MAX_OFFSETS, len(self)) + 1])
 
     @cached_property
     def longest(self) -> int:
@@ -164,13 +167,13 @@ class _Side:
 
 
 class CorpusWriter:
-    """Writes examples as a corpus, chunk by chunk; after `finish` it is complete."""
+    """Writes a corpus in chunks; `finish` completes it."""
 
     def __init__(self, directory: str | Path, encoder: ExampleEncoder) -> None:
         self.path = Path(directory)
         self.path.mkdir(parents=True)
-        self.examples: list[Example] = []  # those that `add` wrote
-        self.parts: Counter[int] = Counter()  # how many came from each file
+        self.examples: list[Example] = []  # written by `add`
+        self.parts: Counter[int] = Counter()  # number of examples from each file
         self.unknown = dict.fromkeys(SIDES, 0)
         self.tokens = dict.fromkeys(SIDES, 0)
         self._encoder = encoder
@@ -182,7 +185,7 @@ class CorpusWriter:
         return self.parts.total()
 
     def add(self, examples: Iterable[Located], counter: LineCounter, location: Callable[[int], str]) -> None:
-        """Tokenise and write examples; those that do not fit are counted, by their location."""
+        """Tokenise and write examples; `counter` counts the examples outside the limits."""
         for chunk in _chunks(examples):
             with threads():
                 rows, kept = self._encoder.encode(
@@ -192,7 +195,7 @@ class CorpusWriter:
             self.examples.extend(chunk[index].example for index in kept)
 
     def write(self, rows: Rows) -> None:
-        """Write examples that are tokenised."""
+        """Write tokenised examples."""
         self._write("source", rows.source, rows.source_lengths)
         self._write("target", rows.target, rows.target_lengths)
         append(self.path / LINES, rows.positions)
@@ -208,7 +211,7 @@ class CorpusWriter:
             self.unknown[side] += int(np.count_nonzero(ids == self._encoder.codec.ids.unk))
 
     def finish(self, corpora: Sequence[int] = ()) -> None:
-        """Complete the corpus; `corpora` are the numbers of examples of each, where there are several."""
+        """Complete the corpus; `corpora` are the numbers of examples of its parts, if it has several."""
         counts = {"examples": self.count, "symbols": self.tokens, "unknown": self.unknown}
         meta = {"format": FORMAT, **counts, "dtype": self._encoder.dtype}
         if len(corpora) > 1:
@@ -217,14 +220,14 @@ class CorpusWriter:
 
 
 def _chunks(examples: Iterable[Located]) -> Iterator[list[Located]]:
-    """As many examples as are tokenised at a time."""
-    waiting: list[Located] = []
-    text = 0  # characters
+    chunk: list[Located] = []
+    characters = 0
     for located in examples:
-        waiting.append(located)
-        text += len(located.example.source) + len(located.example.target or "")
-        if len(waiting) >= CHUNK or text >= CHUNK_TEXT:
-            yield waiting
-            waiting, text = [], 0
-    if waiting:
-        yield waiting
+        chunk.append(located)
+        characters += len(located.example.source) + len(located.example.target or "")
+        if len(chunk) >= MAX_CHUNK or characters >= MAX_CHUNK_TEXT:
+            yield chunk
+            chunk = []
+            characters = 0
+    if chunk:
+        yield chunk

@@ -1,4 +1,4 @@
-"""Files whose columns have names: JSONL and Parquet, read as tables are."""
+"""Tables of any format (TSV, JSONL, Parquet), several files as one data set, duplicates, and the validation split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from glob import glob, has_magic
 from hashlib import blake2b
 from importlib import import_module
 from os.path import exists, getsize, isfile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from regard.data.reader import (
     COLUMNS,
+    COMPRESSIONS,
     MEMORY,
     NOT_JSON,
     NOT_TEXT,
@@ -29,37 +30,39 @@ from regard.data.reader import (
     Located,
     Source,
     decode_lines,
-    is_jsonl,
     open_raw,
 )
 from regard.errors import UserError, missing_extra, plural, shown_value
 from regard.recipe import Column
 from regard.suggest import closest
 
-PARQUET = (".parquet", ".pq")
-ROWS = 8192  # of a Parquet file read at a time
-BUFFER = 1 << 20  # bytes of a column of it; by default all of a row group are read at once
+Format = Literal["text", "jsonl", "parquet"]
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet", ".pq")
+PARQUET_ROWS = 8192  # read at a time
+PARQUET_BUFFER_BYTES = 1 << 20  # per column; the default of pyarrow reads a whole row group at once
 
 
-def is_parquet(path: str) -> bool:
-    """Whether a file is a Parquet file, by its name."""
-    return path.endswith(PARQUET)
+def format_of(path: str) -> Format:
+    """The format of a file, decided by its name. In "text", such as standard input, tabs may separate columns.
 
-
-def named_columns(path: str) -> bool:
-    """Whether the columns of a file have names."""
-    return is_jsonl(path) or is_parquet(path)
+    The columns of the other formats have names. Parquet files have a compression of their own.
+    """
+    if path.endswith(PARQUET_SUFFIXES):
+        return "parquet"
+    for suffix in COMPRESSIONS:
+        path = path.removesuffix(suffix)
+    return "jsonl" if path.endswith(JSONL_SUFFIXES) else "text"
 
 
 def open_table(path: str, columns: tuple[Column, ...], names: Sequence[str] | None) -> Source:
-    """A table in a file of any format; `names` are those of the columns in files that name them."""
-    if not named_columns(path):
-        return Source((path,), columns)
-    return (JsonlSource if is_jsonl(path) else ParquetSource)((path,), columns, keys=tuple(names or columns))
+    """The table in a file. `names` are the names of the columns in formats that have names, by default `columns`."""
+    kind = SOURCES[format_of(path)]
+    return kind((path,), columns) if kind is Source else kind((path,), columns, keys=tuple(names or columns))
 
 
 class JsonlSource(Source):
-    """A JSON object in every line, of which some keys are columns."""
+    """A file with a JSON object in every line, whose columns are keys of the objects."""
 
     __slots__ = ()
 
@@ -85,7 +88,7 @@ class JsonlSource(Source):
             if cell is None:
                 cells[index] = ""
             elif isinstance(cell, int) and not isinstance(cell, bool) and self.columns[index] == "target":
-                cells[index] = str(cell)  # a label, perhaps
+                cells[index] = str(cell)  # labels may be numbers
             elif not isinstance(cell, str):
                 return number, [], NOT_TEXT, f"{self.keys[index]} is {shown_value(cell)}"
             elif not cell.isascii() and not _is_unicode(cell):
@@ -102,7 +105,7 @@ class JsonlSource(Source):
 
 
 class ParquetSource(JsonlSource):
-    """A Parquet file. Its chunks hold rows in Arrow's format for streams: it is read once, a few rows at a time."""
+    """A Parquet file. A chunk holds some of its rows in the stream format of Arrow, so the file is read once."""
 
     __slots__ = ()
 
@@ -110,15 +113,16 @@ class ParquetSource(JsonlSource):
         return f"{self.file_names[file]}[{number - 1}]"
 
     def chunks(self, size: int = 0) -> Iterator[Chunk]:
-        """Yield some rows at a time, of at least `size` bytes; row groups may be of any size."""
-        first, batches, bytes_ = 1, [], 0
+        """Yield chunks of at least `size` bytes, whatever the size of the row groups."""
+        first = 1
+        batches: list[Any] = []
         with self._open() as file:
-            for batch in file.iter_batches(ROWS, columns=list(self.keys), use_threads=False):
+            for batch in file.iter_batches(PARQUET_ROWS, columns=list(self.keys), use_threads=False):
                 batches.append(batch)
-                bytes_ += batch.nbytes
-                if bytes_ >= size:
+                if sum(each.nbytes for each in batches) >= size:
                     yield first, (_pack(batches),)
-                    first, batches, bytes_ = first + sum(map(len, batches)), [], 0
+                    first += sum(map(len, batches))
+                    batches = []
         if batches:
             yield first, (_pack(batches),)
 
@@ -133,14 +137,15 @@ class ParquetSource(JsonlSource):
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        """Open the file with pyarrow, and see that it has the columns."""
+        """Open the file with pyarrow and check that it has the columns."""
         try:
-            arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+            arrow = import_module("pyarrow")
+            parquet = import_module("pyarrow.parquet")
         except ImportError:
             raise missing_extra(f"{self.name}: a Parquet file", "pyarrow", "corpora") from None
         with open_raw(self.paths[0]) as raw:
             try:
-                with parquet.ParquetFile(raw, buffer_size=BUFFER, pre_buffer=False) as file:
+                with parquet.ParquetFile(raw, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
                     self._require_columns(file.schema_arrow.names)
                     yield file
             except (arrow.ArrowException, OSError) as error:
@@ -158,6 +163,9 @@ class ParquetSource(JsonlSource):
         return ""
 
 
+SOURCES: dict[Format, type[Source]] = {"text": Source, "jsonl": JsonlSource, "parquet": ParquetSource}
+
+
 def _pack(batches: list[Any]) -> bytes:
     arrow = import_module("pyarrow")
     sink = arrow.BufferOutputStream()
@@ -169,13 +177,12 @@ def _pack(batches: list[Any]) -> bytes:
 
 
 def _unpack(packed: bytes) -> Iterator[Any]:
-    """The batches of `_pack`."""
     with import_module("pyarrow").ipc.open_stream(packed) as stream:
         yield from stream
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written: JSON can name half of a surrogate pair."""
+    """Whether a text can be encoded; JSON can name half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -183,40 +190,39 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-SOURCES: dict[str, type[Source]] = {kind.__name__: kind for kind in (Source, JsonlSource, ParquetSource)}
+# Several files as one data set
 
-
-PART = 1 << 40  # the position of an example is the number of its line, plus so much for every file before
+PART = 1 << 40  # the position of an example is the number of its line plus PART times the number of its file
 DUPLICATE = "pair that came before"
-PARTITIONS = 64  # of hashes sorted at a time
-NAMED = 3  # entries in messages
-PACKED = 3  # bytes of text in a byte of a compressed file, or so
+PARTITIONS = 64  # of hashes, sorted one after the other
+MAX_NAMED_ENTRIES = 3  # in messages
+COMPRESSION_RATIO = 3  # approximate
 
 Mask = NDArray[np.bool_]
 
 
 def expand(entry: str) -> list[str]:
-    """The files that an entry names, in the order of their names; one that matches none stays as it is."""
+    """The files that match an entry of a recipe, sorted by name; the entry itself if none does."""
     if entry in (STDIN, MEMORY) or exists(entry) or not has_magic(entry):
         return [entry]
     return sorted(path for path in glob(entry, recursive=True) if isfile(path)) or [entry]
 
 
 class LineBlock(NamedTuple):
-    """A part of the corpora to be read by itself: the number of the file, some of its lines, the duplicates there."""
+    """A part of the input that is read independently: some lines of the file with the number `part`."""
 
     part: int
     chunk: Chunk
-    duplicates: Mask | None = None  # which of its lines are
+    duplicates: Mask | None = None  # marks the duplicates among its lines
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """Files (tables, or parallel ones side by side), each of which belongs to a corpus, an entry of the recipe."""
+    """Files (tables or pairs of parallel files), grouped into corpora, the entries of the recipe."""
 
     parts: tuple[Source, ...]
-    sizes: tuple[int, ...]  # files of each corpus
-    entries: tuple[str, ...]  # what to call them
+    sizes: tuple[int, ...]  # number of files of each corpus
+    entries: tuple[str, ...]  # names of the corpora
     duplicates: Duplicates | None = None
 
     @classmethod
@@ -228,16 +234,18 @@ class Corpora:
         return cls(tuple(parts), tuple(map(len, files)), tuple(entries))
 
     @classmethod
-    def of_parallel(cls, sources: Sequence[str], targets: Sequence[str], what: Sequence[str]) -> Corpora:
-        """Files of sources and files of targets, in the same order; `what` they are called in the recipe."""
+    def of_parallel(cls, sources: Sequence[str], targets: Sequence[str], settings: tuple[str, str]) -> Corpora:
+        """Files of sources and files of targets in the same order; `settings` are their names in the recipe."""
         if len(sources) != len(targets):
-            raise UserError(f"{what[0]} has {plural(len(sources), 'entry')} but {what[1]} has {len(targets)}")
-        parts, sizes = [], []
+            raise UserError(f"{settings[0]} has {plural(len(sources), 'entry')} but {settings[1]} has {len(targets)}")
+        parts: list[Source] = []
+        sizes = []
         for source, target in zip(sources, targets, strict=True):
-            left, right = expand(source), expand(target)
+            left = expand(source)
+            right = expand(target)
             if len(left) != len(right):
                 raise UserError(f"{source} matches {plural(len(left), 'file')} but {target} matches {len(right)}")
-            if named := [path for path in (*left, *right) if named_columns(path)]:
+            if named := [path for path in (*left, *right) if format_of(path) != "text"]:
                 raise UserError(
                     f"{named[0]}: JSONL and Parquet have both sides in one file, in columns with names; give it with "
                     "--data, and the names with --set column_names=[...]"
@@ -262,14 +270,18 @@ class Corpora:
     def name(self) -> str:
         if len(self.parts) == 1:
             return self.parts[0].name
-        more = len(self.entries) - NAMED
-        return ", ".join(self.entries[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
+        more = len(self.entries) - MAX_NAMED_ENTRIES
+        return ", ".join(self.entries[:MAX_NAMED_ENTRIES]) + (f" and {more:,} more" if more > 0 else "")
 
     @property
     def text_size(self) -> int:
-        """About how many bytes of text there are; a missing file is reported when it is read."""
-        packed = (".gz", ".zst", ".parquet")
-        return sum(getsize(path) * (PACKED if path.endswith(packed) else 1) for path in self.paths if exists(path))
+        """The approximate size of the text in bytes, without missing files, which are reported when they are read."""
+        compressed = (*COMPRESSIONS, *PARQUET_SUFFIXES)
+        return sum(
+            getsize(path) * (COMPRESSION_RATIO if path.endswith(compressed) else 1)
+            for path in self.paths
+            if exists(path)
+        )
 
     def corpora(self) -> list[range]:
         """The numbers of the files of each corpus."""
@@ -277,17 +289,17 @@ class Corpora:
         return [range(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
     def location(self, position: int) -> str:
-        """Name the line, or row, of an example."""
+        """The name of the line or row of an example."""
         part, number = divmod(position, PART)
         return self.parts[part].location(number)
 
     def read(self, counter: LineCounter) -> Iterator[Located]:
-        """Yield the good examples in order, without duplicates if they were looked for; every line is counted."""
+        """Yield the good examples in order, without the marked duplicates; every line is counted."""
         for block in self.blocks():
             yield from self.read_block(block, counter)
 
     def blocks(self, size: int = 0) -> Iterator[LineBlock]:
-        """Cut the files into blocks of about `size` bytes."""
+        """Split the files into blocks of about `size` bytes."""
         for index, part in enumerate(self.parts):
             for chunk in part.chunks(size):
                 if self.duplicates is None:
@@ -297,19 +309,17 @@ class Corpora:
                     yield LineBlock(index, chunk, mask)
 
     def read_block(self, block: LineBlock, counter: LineCounter) -> Iterator[Located]:
-        """Yield the good examples of a block."""
-        part, first = self.parts[block.part], PART * block.part
-        examples = part.read_chunk(block.chunk, counter)
-        if block.duplicates is not None:
-            return self._unique(examples, block, counter)
-        return (Located(first + number, example) for number, example in examples) if first else examples
+        """Yield the good examples of a block, without the marked duplicates."""
+        examples = self.parts[block.part].read_chunk(block.chunk, counter)
+        if block.part == 0 and block.duplicates is None:
+            return examples  # whose positions are the line numbers
+        return self._located(examples, block, counter)
 
-    def _unique(self, examples: Iterator[Located], block: LineBlock, counter: LineCounter) -> Iterator[Located]:
-        assert block.duplicates is not None
-        begin = block.chunk[0]
+    def _located(self, examples: Iterator[Located], block: LineBlock, counter: LineCounter) -> Iterator[Located]:
+        first = block.chunk[0]
         for number, example in examples:
             position = PART * block.part + number
-            if block.duplicates[number - begin]:
+            if block.duplicates is not None and block.duplicates[number - first]:
                 counter.skip(DUPLICATE, self.location(position))
             else:
                 yield Located(position, example)
@@ -318,24 +328,19 @@ class Corpora:
         return replace(self, duplicates=Duplicates(self))
 
     def require(self, counter: LineCounter) -> None:
-        """Raise if not a single example came out of the files, with the likely cause."""
-        if len(self.parts) == 1:
-            self.parts[0].require(counter)
-        elif not counter.read:
-            raise UserError(f"{self.name}: the files are empty")
-        elif not counter.kept:
-            hint = self.hint(counter)
-            raise UserError(f"{self.name}: no usable example: {counter.summary()}{hint and chr(10) + '  ' + hint}")
+        """Raise an error with the likely cause if the files have no usable example."""
+        if not counter.kept:
+            raise counter.unusable(self.name, self.hint(counter), files=len(self.parts))
 
     def hint(self, counter: LineCounter) -> str:
         return self.parts[0].hint(counter)
 
 
 class Duplicates:
-    """Which examples have the pair, and the features, of an earlier one.
+    """Marks the examples that repeat the pair, and the features, of an earlier one.
 
-    Pairs are compared by hashes of 8 bytes each, the memory that it takes; of 20 million different pairs two have the
-    same hash with a probability of 1 in 90,000.
+    Pairs are compared by hashes of 8 bytes. Among 20 million different pairs, the probability that two have the same
+    hash is 1 in 90,000.
     """
 
     def __init__(self, corpora: Corpora) -> None:
@@ -348,14 +353,15 @@ class Duplicates:
             self._mask[lines[order[1:][equal]]] = True
 
     def among(self, part: int, first: int, lines: int) -> Mask:
-        """Which of these lines of a file are duplicates; that a bad one is marked means nothing."""
+        """Marks the duplicates among some lines of a file; the marks of bad lines have no meaning."""
         begin = self._begins[part] + first - 1
         return self._mask[begin : begin + lines]
 
 
 def _hashes(corpora: Corpora) -> tuple[NDArray[np.uint64], list[int]]:
-    """The hash of every line, 0 for bad ones, and how many lines there are before each file."""
-    hashes, begins = bytearray(), []
+    """The hash of every line, 0 for bad lines, and the number of lines before each file."""
+    hashes = bytearray()
+    begins: list[int] = []
     for part in corpora.parts:
         begins.append(len(hashes) // 8)
         counter = LineCounter()
@@ -367,32 +373,38 @@ def _hashes(corpora: Corpora) -> tuple[NDArray[np.uint64], list[int]]:
     return np.frombuffer(hashes, np.uint64), begins
 
 
-VALID_SHARE = 0.05  # of the examples are held out for validation
-MIN_VALID, MAX_VALID = 50, 2_000
-CANDIDATES = 2 * MAX_VALID  # sources with the smallest hashes, from which those to hold out are chosen
-KEY = b"1"  # of the hash; with it, the split is the one of earlier versions and their default seed
-LARGEST_SHARE = 0.2  # of a small file no larger part is taken, even if that makes fewer than MIN_VALID
+# The validation split
+
+VALID_SHARE = 0.05  # of the examples
+MIN_VALID = 50  # examples
+MAX_VALID = 2_000
+MAX_VALID_SHARE = 0.2  # of a small file, even if that is fewer than MIN_VALID
+CANDIDATES = 2 * MAX_VALID  # the sources with the smallest hashes, from which the held-out ones are chosen
+HASH_KEY = b"1"  # gives the split of earlier versions with their default seed
 
 
 def valid_count(examples: int) -> int:
-    """How many of `examples` to hold out."""
-    return max(1, round(min(max(VALID_SHARE * examples, min(MIN_VALID, LARGEST_SHARE * examples)), MAX_VALID)))
+    """The number of examples to hold out."""
+    return max(1, round(min(max(VALID_SHARE * examples, min(MIN_VALID, MAX_VALID_SHARE * examples)), MAX_VALID)))
 
 
 class Splitter:
-    """Finds the sources to hold out while they stream by; memory holds only the candidates.
+    """Chooses the sources to hold out from a stream of examples; memory holds only the candidates.
 
-    The smallest hashes are held out: the choice follows from the contents alone, not from their order or a seed.
+    Sources with the smallest hashes are held out, so the choice depends on the contents only, not on order or seed.
     """
 
     def __init__(self, chosen: Iterable[tuple[int, bytes]] = ()) -> None:
-        self._counts: dict[bytes, int] = {}  # hash of a source -> its examples
-        self._sums: dict[bytes, int] = {}  # hash of a source -> its checksum
-        self._bound = b"\xff" * 8  # hashes above are no candidates
+        self._counts: dict[bytes, int] = {}  # hash of a source -> number of its examples
+        self._checksums: dict[bytes, int] = {}  # hash of a source -> its checksum
+        self._bound = b"\xff" * 8  # sources with larger hashes are not candidates
         self._examples = 0
-        self.chosen = frozenset(chosen)  # checksums and hashes of what is held out
-        self._chosen_sums = frozenset(checksum for checksum, _ in self.chosen)
-        self._keyed = blake2b(digest_size=8, key=KEY)
+        self._keyed = blake2b(digest_size=8, key=HASH_KEY)
+        self._choose(chosen)
+
+    def _choose(self, chosen: Iterable[tuple[int, bytes]]) -> None:
+        self.chosen = frozenset(chosen)  # checksums and hashes of the held-out sources
+        self._chosen_checksums = frozenset(checksum for checksum, _ in self.chosen)
 
     def _hash(self, content: bytes) -> bytes:
         keyed = self._keyed.copy()
@@ -400,45 +412,44 @@ class Splitter:
         return keyed.digest()
 
     def see(self, source: str | bytes) -> None:
-        """Count an example's source, a text or the bytes of an image."""
+        """Count an example by its source: a text, or the bytes of an image."""
         self._examples += 1
         content = _bytes(source)
         digest = self._hash(content)
         if digest > self._bound:
             return
         self._counts[digest] = self._counts.get(digest, 0) + 1
-        self._sums[digest] = crc32(content)
-        if len(self._counts) >= 2 * CANDIDATES:  # keep the smallest; what goes now could not come back
+        self._checksums[digest] = crc32(content)
+        if len(self._counts) >= 2 * CANDIDATES:  # keep the smallest; the dropped ones can never be candidates again
             smallest = sorted(self._counts)[:CANDIDATES]
             self._bound = smallest[-1]
             self._counts = {digest: self._counts[digest] for digest in smallest}
-            self._sums = {digest: self._sums[digest] for digest in smallest}
+            self._checksums = {digest: self._checksums[digest] for digest in smallest}
 
     def choose(self) -> int:
-        """Decide, after the last example; return how many are held out (0: all have one source, nothing to split)."""
+        """Choose, after the last example -> the number of held-out examples; 0 if all have the same source."""
         if len(self._counts) < 2:
             return 0
-        want = valid_count(self._examples)
+        limit = valid_count(self._examples)
         chosen: list[bytes] = []
         total = 0
-        candidates = sorted(self._counts)[:CANDIDATES]  # which others are still there depends on the order
+        candidates = sorted(self._counts)[:CANDIDATES]  # larger hashes may be incomplete, depending on the order
         for digest in candidates:
             count = self._counts[digest]
-            if total + count <= want:
+            if total + count <= limit:
                 chosen.append(digest)
                 total += count
-        if not chosen:  # every source has more examples than wanted: take the rarest
+        if not chosen:  # every source has more examples than the limit: take the rarest
             chosen = [min(candidates, key=lambda digest: (self._counts[digest], digest))]
             total = self._counts[chosen[0]]
-        self.chosen = frozenset((self._sums[digest], digest) for digest in chosen)
-        self._chosen_sums = frozenset(checksum for checksum, _ in self.chosen)
+        self._choose((self._checksums[digest], digest) for digest in chosen)
         return total
 
     def held_out(self, source: str | bytes) -> bool:
         """Whether examples with this source belong to validation."""
         content = _bytes(source)
-        checksum = crc32(content)  # many times faster than the hash, and nearly always enough
-        return checksum in self._chosen_sums and (checksum, self._hash(content)) in self.chosen
+        checksum = crc32(content)  # much faster than the hash, and nearly always sufficient
+        return checksum in self._chosen_checksums and (checksum, self._hash(content)) in self.chosen
 
 
 def _bytes(source: str | bytes) -> bytes:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from regard.data.in_memory import InMemory
-from regard.data.pairs import find_features
 from regard.data.prepare import NOTHING, Prepared, changed_files, open_prepared, prepare, require_same
 from regard.decode.alignment import choose_heads, save_heads
 from regard.device import tune_allocator
@@ -230,9 +229,6 @@ def _set_up(
     else:
         require_new(path)
     remove_remains(path)
-    if columns := find_features(recipe):
-        reporter.say(f"columns: {', '.join(columns)}, as the lines of {', '.join(recipe.data.train or ())} look")
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": columns})})
     # Mistakes in the settings are found before the data is read.
     if launch.processes > 1 and (workers := recipe.train.workers) not in (0, launch.processes):
         raise UserError(f"train.workers: {workers} asked for, but {launch.processes} processes were started")
@@ -241,6 +237,8 @@ def _set_up(
     prepared = prepare(
         recipe, path / TRAINING / DATA, base=base_text, memory=memory, processes=cores(), say=reporter.say
     )
+    if prepared.columns is not None:
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"columns": prepared.columns})})
     for note in prepared.notes:
         reporter.say(note)
     plan = plan_run(recipe, base, prepared, device, launch.processes, reporter)
