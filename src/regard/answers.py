@@ -16,12 +16,11 @@ from pydantic_core import from_json
 
 from regard.decode.ctranslate2 import CTranslate2Engine, Scores
 from regard.decode.encoder_only import MaskFiller, classify, embed
-from regard.decode.engine import Engine, TokenStream, TorchEngine
+from regard.decode.engine import Engine, TokenStream, TorchEngine, WorkerPool
 from regard.decode.forced import score
 from regard.decode.hypothesis import unknown_flags
 from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Request
-from regard.decode.workers import WorkerPool
-from regard.device import tune_allocator, usable_precision
+from regard.device import usable_precision
 from regard.errors import UserError, plural
 from regard.inspect.trace import Trace, trace_pair, trace_text
 from regard.parallel.cores import cores
@@ -311,7 +310,7 @@ def open_engine(
         raise UserError(f"workers: {count} processes share the cores of a CPU; on {device} use 1")
     if threads is None:
         torch.set_num_threads(max(1, cores() // count))
-    return WorkerPool(torch_engine, count, tune_allocator, always=workers is not None)
+    return WorkerPool(torch_engine, count, always=workers is not None)
 
 
 def is_small(runs: Iterable[Run]) -> bool:

@@ -15,11 +15,11 @@ from torch import Tensor
 from kit.decoding import NAMES, names, run_of, seeds, sources, words
 from regard.decode.constraints import SearchInput
 from regard.decode.engine import TorchEngine, generate
-from regard.decode.ensemble import Scorer, States, best
+from regard.decode.ensemble import Scorer, States
 from regard.decode.forced import force
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
-from regard.decode.search import beam_search, decode_paths, make_rules, search
+from regard.decode.search import BeamSearch, best, decode_paths, make_rules, search
 from regard.nn.cache import KV, KVCache
 from regard.run import Run
 
@@ -34,7 +34,7 @@ def run_beam(
 ) -> list[list[DecodedIds]]:
     options = Options.model_construct(beam=width * groups, nbest=keep, groups=groups, **settings)  # type: ignore[arg-type]
     with torch.inference_mode():
-        return beam_search(scorer, inputs, make_rules(scorer, inputs, Options(), one_path=False), options)
+        return BeamSearch(scorer, inputs, make_rules(scorer, inputs, Options(), one_path=False), options).run()
 
 
 def exhaustive(
@@ -65,12 +65,9 @@ class CertainScorer(Scorer):
         self.length, self.rest, self.step_number = length, rest, 0
         self.device, self.eos, self.vocab, self.continues = torch.device("cpu"), 3, 30, False
 
-    def start(self, inputs: Sequence[SearchInput]) -> States:
+    def start(self, inputs: Sequence[SearchInput]) -> tuple[list[Tensor], States]:
         self.step_number = 0
-        return ()
-
-    def first(self, inputs: Sequence[SearchInput], count: int = 1) -> list[Tensor]:
-        return [torch.zeros(len(inputs) * count, dtype=torch.long)]
+        return [torch.zeros(len(inputs), dtype=torch.long)], ()
 
     def step(self, tokens_N: Tensor | list[Tensor], states: States) -> tuple[Tensor, States]:
         rows = len(tokens_N[0] if isinstance(tokens_N, list) else tokens_N)

@@ -11,10 +11,9 @@ from test_classify import classifier
 
 from kit.decoding import run_of, same, sources
 from regard.decode.encoder_only import classify
-from regard.decode.engine import TorchEngine
+from regard.decode.engine import TorchEngine, WorkerPool
 from regard.decode.forced import score
 from regard.decode.request import Options
-from regard.decode.workers import WorkerPool
 from regard.model import Model
 from regard.run import Run
 
@@ -50,7 +49,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "beam", "sample"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_generate(options: Options, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: True)
+    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
     engine = TorchEngine(run_of("transformer-tiny", 3), options)
     expected = engine(TEXTS)
     failures = limit(monkeypatch, rows=4, tokens=len(UNFIT))

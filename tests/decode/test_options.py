@@ -93,9 +93,9 @@ def test_options_that_are_used(settings: dict[str, object]) -> None:
     ("request_", "settings", "message"),
     [
         (Request("abc", prefix="aß"), {}, "prefix 'aß': 'ß' is not in the target vocabulary"),
-        (Request("abc", prefix="abcdef"), {"max_length": 5}, "prefix 'abcdef': its 6 tokens are more"),
+        (Request("abc", prefix="abcdef"), {"max_length": 5}, "prefix 'abcdef': its 6 tokens exceed the output limit"),
         (Request("abc", prefix="ab", forbid=("b",)), {}, "prefix 'ab' contains a phrase that forbid rules out"),
-        (Request("abc", require=("abcdef",)), {"max_length": 4}, "require 'abcdef': this needs at least 6 tokens"),
+        (Request("abc", require=("abcdef",)), {"max_length": 4}, "require 'abcdef': needs at least 6 tokens"),
         (Request("abc", prefix="ff", require=("abc",)), {"max_length": 4}, "needs at least 5 tokens"),
         (Request("abc", require=("ß",)), {}, "require 'ß': no output contains this"),
         (Request("abc", require=("ab", "cd")), {"forbid": ("b",)}, "require 'ab', 'cd': no output contains this"),
@@ -106,7 +106,7 @@ def test_options_that_are_used(settings: dict[str, object]) -> None:
         ),
         (Request("abc", prefix="abc"), {"alternatives": 2, "alternatives_at": 1}, "alternatives_at 1 lies within"),
         (Request("abcdef"), {"min_ratio": 2.0, "max_length": 5}, "min_ratio"),
-        (Request("abc"), {"prefix": "abcd", "max_ratio": 1.0}, "prefix 'abcd': its 4 tokens are more"),
+        (Request("abc"), {"prefix": "abcd", "max_ratio": 1.0}, "prefix 'abcd': its 4 tokens exceed the output limit"),
     ],
 )
 def test_constraints_of_a_line_that_cannot_be_met_are_flagged(
@@ -124,9 +124,9 @@ def test_constraints_of_a_line_that_cannot_be_met_are_flagged(
     ("settings", "message"),
     [
         ({"prefix": "aß"}, "prefix 'aß': 'ß' is not in the target vocabulary"),
-        ({"prefix": "abcdef", "max_length": 4}, "prefix 'abcdef': its 6 tokens are more"),
+        ({"prefix": "abcdef", "max_length": 4}, "prefix 'abcdef': its 6 tokens exceed the output limit"),
         ({"prefix": "ab", "forbid": ("b",)}, "prefix 'ab' contains a phrase that forbid rules out"),
-        ({"require": ("abcdef",), "max_length": 4}, "require 'abcdef': this needs at least 6 tokens"),
+        ({"require": ("abcdef",), "max_length": 4}, "require 'abcdef': needs at least 6 tokens"),
         ({"require": ("abc",), "forbid": ("b",)}, "require 'abc': no output contains this"),
         ({"prefix": "abc", "alternatives": 2, "alternatives_at": 1}, "alternatives_at 1 lies within"),
     ],
@@ -155,7 +155,7 @@ def test_phrases_of_separated_tokens() -> None:
     run = run_of("rnn-luong", 1, "space")
     with pytest.raises(UserError, match="require 'a ß': 'ß' is not in the target vocabulary"):
         list(generate(run, ["abc"], Options(require=("a ß",))))
-    with pytest.raises(UserError, match="require ' ': there is nothing in this phrase"):
+    with pytest.raises(UserError, match="require ' ': this phrase is empty"):
         list(generate(run, ["abc"], Options(require=(" ",))))
     (h,) = next(generate(run, ["abc"], Options(forbid=("ß",), max_length=4)))  # never produced anyway
     assert "unsatisfied" not in h.flags

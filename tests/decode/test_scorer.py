@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kit.decoding import NAMES, run_of
 from regard.batch import pad
 from regard.decode.constraints import SearchInput
-from regard.decode.ensemble import Scorer, select, should_leave, similar_lengths
+from regard.decode.ensemble import Scorer, States, similar_lengths
+from regard.decode.search import select, should_leave
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -35,8 +36,8 @@ def test_read_in_parts_is_read_at_once(name: str) -> None:
     assert len(list(similar_lengths(sources))) == 3
     scorer, inputs = Scorer([model]), [SearchInput((source,), 5) for source in sources]
     with torch.inference_mode():
-        states, others = scorer.start(inputs), (model.encode(*pad(sources, 0)),)
-        tokens = scorer.first(inputs)[0]
+        (tokens,), states = scorer.start(inputs)
+        others: States = (model.encode(*pad(sources, 0)),)
         everyone = torch.arange(len(inputs))
         for rows, stay in ((everyone, None), (everyone[1:], everyone[1:])):
             states, others, tokens = select(states, rows, stay), select(others, rows, stay), tokens[rows]

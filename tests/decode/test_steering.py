@@ -141,7 +141,7 @@ def test_ngram_blocking_holds_for_what_is_required_and_for_prefixes(chosen: dict
                 assert ("unsatisfied" in h.flags) == (phrase not in h.text) and (possible or not h.text)
         options = Options.of(no_repeat_ngram=2, max_length=9, **chosen)
         (row,) = generate(run_of(name, 3), [Request("abc", prefix="fabab")], options)
-        assert "prefix 'fabab': 'ab' comes twice" in row[0].flags["unsatisfied"]
+        assert "prefix 'fabab': 'ab' occurs twice" in row[0].flags["unsatisfied"]
 
 
 def every_output(run: Run, source: str, longest: int, options: Options) -> dict[str, list[tuple[float, float]]]:

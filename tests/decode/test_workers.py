@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -15,11 +17,11 @@ import torch
 
 from kit.decoding import run_of, sources
 from regard.decode.constraints import SearchInput
-from regard.decode.engine import TorchEngine
+from regard.decode.engine import TorchEngine, WorkerPool, can_fork
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
-from regard.decode.workers import WorkerPool, can_fork
 from regard.errors import UserError
+from regard.parallel.children import ChildFault
 from regard.run import Run
 
 
@@ -37,25 +39,25 @@ def encoded(rows: list[list[Hypothesis]]) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("fork", [True, False])
 def test_two_processes_give_the_very_same_in_order(saved: Run, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
-    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: fork)
+    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: fork)
     decoder = TorchEngine(saved, Options(beam=3, nbest=2, max_length=8, batch_tokens=60, alignment=True))
     inputs = [*sources(1, 30), "", "a" * 3000, *sources(2, 10)]
     alone = decoder(inputs)
     with WorkerPool(decoder, 2, always=True) as pool:
         assert encoded(pool(inputs)) == encoded(alone)
-        (worker,) = pool.workers
-        while not worker.is_ready():
-            assert worker.connection.poll(60)
+        (child,) = pool.children
+        assert fork or select.select([child.channel.connection], [], [], 60)[0]  # it has loaded the run
         assert encoded(pool(inputs)) == encoded(alone)
         assert pool([]) == []
         good, bad = pool([Request("a"), Request("b", prefix="z")])
         assert good[0].ids == decoder(["a"])[0][0].ids and "prefix 'z'" in bad[0].flags["unsatisfied"]
-    assert not worker.process.is_alive()
+        assert child.poll() is None
+    assert child.poll() == -signal.SIGKILL
 
 
 def slow_parent(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[Hypothesis]], list[Hypothesis]]) -> None:
     """Let this process decode slowly, and a fork of it note what it decoded."""
-    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: True)
+    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
     real, parent = TorchEngine.decode, os.getpid()
 
     def decode(engine: TorchEngine, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
@@ -77,16 +79,16 @@ def test_a_fork_shares_the_work(saved: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_workers_start_when_they_pay_off(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: True)
+    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: True)
     decoder = TorchEngine(saved, Options(max_length=4, batch_tokens=20))
     inputs = decoder.prepare(sources(1, 30))
     batches = len(list(decoder.preparer.batches(dict(enumerate(inputs)))))
 
     def started(seconds: float, workers: int = 2, some: int | None = None) -> int:
-        monkeypatch.setattr("regard.decode.workers.FORK_SECONDS", seconds)
+        monkeypatch.setattr("regard.decode.engine.FORK_SECONDS", seconds)
         with WorkerPool(decoder, workers) as pool:
             pool.decode(inputs[:some])
-            return len(pool.workers)
+            return len(pool.children)
 
     assert batches > 4
     assert started(0.0) == 1 and started(0.0, 4) == 3
@@ -103,28 +105,108 @@ def test_threads_forbid_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
         assert can_fork() == ((python, native, tokenizers) == (1, 1, "false") and sys.platform == "linux")
 
 
-def test_an_error_in_a_worker_is_raised(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_found_by_a_worker_is_raised(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(row: list[Hypothesis]) -> list[Hypothesis]:
         raise UserError("not in this process")
 
     slow_parent(monkeypatch, fail)
     decoder = TorchEngine(saved, Options(batch_tokens=20))
-    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match="not in this process"):
+    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match=r"^not in this process$"):
         pool(sources(1, 30))
 
 
-def test_a_worker_that_was_ended_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_parent(monkeypatch, lambda row: os._exit(1))
+def test_a_fault_in_a_worker_is_a_fault_here(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(row: list[Hypothesis]) -> list[Hypothesis]:
+        raise ZeroDivisionError("in the worker")
+
+    slow_parent(monkeypatch, fail)
     decoder = TorchEngine(saved, Options(batch_tokens=20))
-    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match="ended from outside"):
+    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(ChildFault, match="ZeroDivisionError: in the work"):
         pool(sources(1, 30))
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_a_worker_that_died_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    def die(row: list[Hypothesis]) -> list[Hypothesis]:
+        print("last words", file=sys.stderr)
+        if end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+
+    slow_parent(monkeypatch, die)
+    decoder = TorchEngine(saved, Options(batch_tokens=20))
+    how = "ended with status 3" if end == "exit" else r"was killed by signal 9 \(out of memory\?\)"
+    message = rf"^workers: decoding process 2 {how}\n  last words\n  with fewer workers, each has more memory$"
+    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(UserError, match=message):
+        pool(sources(1, 30))
+
+
+def test_after_an_error_the_pool_starts_other_workers(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_parent(monkeypatch, lambda row: row if all(h.ids for h in row) else os._exit(1))
+    decoder = TorchEngine(saved, Options(max_length=8, batch_tokens=20))
+    inputs = decoder.prepare(sources(1, 30))
+    with WorkerPool(decoder, 2, always=True) as pool:
+        pool.decode(inputs)
+        (first,) = pool.children
+        first.kill()
+        with pytest.raises(UserError, match="signal 9"):
+            pool.decode(inputs)
+        assert encoded(pool.decode(inputs)) == encoded(decoder.decode(inputs))
+
+
+def test_an_interrupt_ends_promptly(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this process waits for a worker."""
+    slow_parent(monkeypatch, lambda row: time.sleep(60) or row)
+    main, decoder = threading.main_thread().ident, TorchEngine(saved, Options(max_length=8, batch_tokens=60))
+    assert main is not None
+    start = time.monotonic()
+    with WorkerPool(decoder, 2, always=True) as pool, pytest.raises(KeyboardInterrupt):
+        threading.Timer(2.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+        pool(sources(1, 12))
+    assert 1.5 < time.monotonic() - start < 20
 
 
 def test_a_run_that_a_spawned_worker_cannot_load_is_reported(saved: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.decode.workers.can_fork", lambda: False)
+    monkeypatch.setattr("regard.decode.engine.can_fork", lambda: False)
     moved = Run(saved.config, saved.codec, saved.model, saved.path / "moved")
-    with WorkerPool(TorchEngine(moved, Options(batch_tokens=20)), 2, always=True) as pool:
-        pool(sources(1, 5))  # done before the worker has tried
-        with pytest.raises(UserError, match="no such run directory"):
-            while not pool.workers[0].is_ready():
-                pool.workers[0].connection.poll(1)
+    deadline = time.monotonic() + 60
+    with (
+        WorkerPool(TorchEngine(moved, Options(batch_tokens=20)), 2, always=True) as pool,
+        pytest.raises(UserError, match="no such run directory"),
+    ):
+        while time.monotonic() < deadline:
+            pool(sources(1, 5))  # does not wait for the worker
+
+
+CONSTRAINTS = Request("abc", prefix="a", require=["b", ["cc", "d"]], forbid=["e"], stop=["ff"], seed=3, max_length=20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(mbr=4, seed=2, top_tokens=2, alignment=True),
+        Options(beam=3, nbest=3, require=("a",), forbid=("fe",), coverage_penalty=0.3),
+        Options(beam=2, groups=2, alternatives=2, stop=("c",)),
+        Options(sample=True, nbest=2, temperature=0.3, no_repeat_ngram=2),
+    ],
+    ids=["mbr", "phrases", "alternatives", "sample"],
+)
+def test_inputs_and_outputs_travel_unchanged(saved: Run, monkeypatch: pytest.MonkeyPatch, options: Options) -> None:
+    """Equal as values, with all flags, alignments, candidates and constraints of single requests."""
+    slow_parent(monkeypatch, lambda row: row)
+    decoder = TorchEngine(saved, options)
+    inputs = [*(CONSTRAINTS.model_copy(update={"source": text}) for text in sources(1, 8)), *sources(2, 12), "zé\ud800"]
+    with WorkerPool(decoder, 2, always=True) as pool:
+        assert list(map(comparable, pool(inputs))) == list(map(comparable, decoder(inputs)))
+
+
+def comparable(row: list[Hypothesis]) -> list[Any]:
+    """Every field, with the bits of the alignment."""
+    return [
+        (
+            {**vars(h), "alignment": None, "candidates": comparable(list(h.candidates))},
+            h.alignment
+            and (h.alignment.soft.tobytes(), h.alignment.soft.dtype, h.alignment.source, h.alignment.output),
+        )
+        for h in row
+    ]

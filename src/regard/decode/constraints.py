@@ -1,4 +1,4 @@
-"""Rules that steer a search: they change the values by which tokens are chosen, never the scores that are reported."""
+"""Rules that steer a search. They change the values that rank tokens, never the reported scores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,27 +18,40 @@ from torch import Tensor
 from regard.text.tokenizer import Tokenizer
 
 Letters = tuple[int, ...]
-MAX_REQUIRED = 10  # requirements at once: the automaton has a state for every subset of them
+MAX_REQUIRED = 10  # requirements at once; the search distinguishes all subsets of them
 MAX_STOP = 1000  # letters of a stop string
-NEVER = 30_000  # tokens: more than any output has
-BOUNDARY = 0x110000  # a letter beyond all characters: the character before is complete
+MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
+NEVER = 30_000  # tokens, more than any output has
+BOUNDARY = 0x110000  # a letter beyond all characters, which marks the end of a character
+
+
+class PhraseTexts(NamedTuple):
+    """The phrases of a request."""
+
+    require: tuple[tuple[str, ...], ...] = ()  # from each tuple, the output contains at least one phrase
+    forbid: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+NO_PHRASES = PhraseTexts()
 
 
 class Spelling:
-    """The letters of every token of a vocabulary, the end token included, and which tokens may come before it."""
+    """The letters of every token of a vocabulary, and which tokens may be produced before the end token."""
 
     def __init__(self, letters: Sequence[Sequence[int]], usable: Sequence[bool], eos: int) -> None:
         self.letters_VL = np.full((len(letters), max(map(len, letters), default=0)), -1, dtype=np.int64)  # padded: -1
         for row, word in zip(self.letters_VL, letters, strict=True):
             row[: len(word)] = list(word)
-        self.usable_V, self.eos = np.asarray(usable, dtype=bool), eos
+        self.usable_V = np.asarray(usable, dtype=bool)
+        self.eos = eos
 
 
 class Speller:
-    """Spells tokens and phrases: in bytes, or in whole tokens where the vocabulary separates them by spaces.
+    """Spells tokens and phrases as letters: bytes, or whole tokens if the vocabulary separates them by spaces.
 
-    Where tokens are parts of characters, composed when text is put together, the letters are those parts, with
-    `BOUNDARY` before each that begins a character and at the end: so `e` is not found in `é`.
+    If tokens are parts of characters (scheme nfd), the letters are these parts, with `BOUNDARY` before each part that
+    begins a character and at the end, so `e` does not match in `é`.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, blocked: Sequence[int], eos: int) -> None:
@@ -65,12 +79,12 @@ class Speller:
 
 
 def is_combining(part: str) -> bool:
-    """Whether a part may combine with the character before it: a diacritic, or a later part of a Hangul syllable."""
+    """Whether a code point combines with the one before it: a diacritic, or a later part of a Hangul syllable."""
     return unicodedata.category(part).startswith("M") or "\u1161" <= part <= "\u1175" or "\u11a8" <= part <= "\u11c2"
 
 
 def combining_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that may change the character before them."""
+    """The tokens that can change the character before them."""
     if tokenizer.scheme != "nfd":
         return ()
     pieces = tokenizer.pieces(range(tokenizer.size))
@@ -83,27 +97,33 @@ def _character_parts(text: str) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Phrases:
-    """The automaton: Q states, M = 2^requirements subsets of them that were met."""
+    """The automaton of some phrases over a vocabulary, with Q states and M = 2^requirements subsets of requirements."""
 
     next_QV: np.ndarray
     met_QV: np.ndarray  # bits of the requirements that the token meets
-    ban_QV: np.ndarray  # the token completes a forbidden phrase, or is not usable
-    stop_QV: np.ndarray  # letters from the start of the stop string that the token completes to its own end; 0: none
-    need_MQ: np.ndarray  # fewest tokens until every requirement is met, those that the end token completes included
-    held_Q: np.ndarray  # last letters read that may be the beginning of a stop string
-    letters_V: np.ndarray  # how many letters a token has
+    ban_QV: np.ndarray  # whether the token completes a forbidden phrase, or is not usable
+    stop_QV: np.ndarray  # if the token completes a stop string: letters from its start to the end of the token; else 0
+    need_MQ: np.ndarray  # fewest tokens until the output may end with every requirement met
+    held_Q: np.ndarray  # number of last letters that may begin a stop string
+    letters_V: np.ndarray  # number of letters of a token
     eos: int
 
     @classmethod
     def none(cls, vocab: int, eos: int) -> Phrases:
-        """The automaton of no phrases."""
-        next_QV, met_QV, stop_QV = (np.zeros((1, vocab), dtype) for dtype in (np.int32, np.int16, np.int16))
-        need_MQ, held_Q = np.zeros((1, 1), np.int16), np.zeros(1, np.int16)
-        ban_QV, letters_V = np.zeros((1, vocab), bool), np.zeros(vocab, np.int64)
-        return cls(next_QV, met_QV, ban_QV, stop_QV, need_MQ, held_Q, letters_V, eos)
+        """The automaton without phrases."""
+        return cls(
+            next_QV=np.zeros((1, vocab), np.int32),
+            met_QV=np.zeros((1, vocab), np.int16),
+            ban_QV=np.zeros((1, vocab), bool),
+            stop_QV=np.zeros((1, vocab), np.int16),
+            need_MQ=np.zeros((1, 1), np.int16),
+            held_Q=np.zeros(1, np.int16),
+            letters_V=np.zeros(vocab, np.int64),
+            eos=eos,
+        )
 
     def find_stop(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Of the first stop string: the tokens until it is complete, and how many of those begin before it."""
+        """Find the first stop string -> the number of tokens up to its end, and of those that begin before it."""
         state = 0
         for position, index in enumerate(ids):
             if last := int(self.stop_QV[state, index]):
@@ -113,7 +133,7 @@ class Phrases:
         return None
 
     def tokens_certain(self, ids: Sequence[int]) -> int:
-        """How many of `ids`, which complete no stop string, cannot be a part of one that comes next."""
+        """How many of `ids`, which contain no stop string, cannot be part of one that later tokens complete."""
         state = 0
         for index in ids:
             state = int(self.next_QV[state, index])
@@ -121,11 +141,11 @@ class Phrases:
         return bisect_right(ends, ends[-1] - int(self.held_Q[state])) if ends else 0
 
     def _ends(self, ids: Sequence[int]) -> list[int]:
-        """How many letters there are before the first of `ids` and after each of them."""
+        """The number of letters before the first of `ids` and after each of them."""
         return list(accumulate((int(self.letters_V[index]) for index in ids), initial=0))
 
     def tokens_needed(self, ids: Sequence[int], not_next: Sequence[int] = ()) -> int | None:
-        """Fewest tokens between `ids` and the end, if none of `not_next` follows `ids`; None: they break a rule."""
+        """Fewest tokens between `ids` and the end if none of `not_next` follows; None if `ids` contain a ban."""
         state = met = 0
         for index in ids:
             if self.ban_QV[state, index]:
@@ -144,7 +164,7 @@ class Phrases:
 def make_phrases(
     require: Sequence[Sequence[Letters]], forbid: Sequence[Letters], spelling: Spelling, stop: Sequence[Letters] = ()
 ) -> Phrases:
-    """The automaton of some phrases over a vocabulary; of each requirement one phrase is enough."""
+    """Build the automaton; a requirement is met by any one of its phrases."""
     require = list(dict.fromkeys(tuple(dict.fromkeys(each)) for each in require))
     letters = sorted({x for word in (*(word for each in require for word in each), *forbid, *stop) for x in word})
     classes = {letter: i + 1 for i, letter in enumerate(letters)}
@@ -164,15 +184,17 @@ def make_phrases(
         next_QV[:, tokens] = moved
         met_QV[:, tokens] |= met_Q[moved]
         ban_QV[:, tokens] |= ban_Q[moved]
-        if stop:  # the first that is complete counts, and of several the longest
-            before, here = stop_QV[:, tokens], stop_Q[moved]
+        if stop:  # the first stop string counts, and the longest of several that end at the same letter
+            before = stop_QV[:, tokens]
+            here = stop_Q[moved]
             after = here + (letters_V[tokens] - position - 1)
             stop_QV[:, tokens] = np.where((before == 0) & (here > 0), after, before)
-    end_Q = met_QV[:, spelling.eos].copy(), ban_QV[:, spelling.eos].copy()
+    end_met_Q = met_QV[:, spelling.eos].copy()
+    end_ban_Q = ban_QV[:, spelling.eos].copy()
     ban_QV |= ~spelling.usable_V
-    ban_QV[:, spelling.eos] = True  # not before the end
-    need_MQ = _fewest_tokens(next_QV, met_QV, ban_QV, stop_QV > 0, end_Q, len(require))
-    ban_QV[:, spelling.eos] = end_Q[1]
+    ban_QV[:, spelling.eos] = True  # on the way to the end
+    need_MQ = _fewest_tokens(next_QV, met_QV, ban_QV, stop_QV > 0, (end_met_Q, end_ban_Q), len(require))
+    ban_QV[:, spelling.eos] = end_ban_Q
     return Phrases(
         next_QV.astype(np.int32), met_QV.astype(np.int16), ban_QV, stop_QV, need_MQ, held_Q, letters_V, spelling.eos
     )
@@ -181,13 +203,17 @@ def make_phrases(
 def _letter_automaton(
     require: Sequence[Sequence[Letters]], forbid: Sequence[Letters], stop: Sequence[Letters], classes: dict[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The Aho-Corasick automaton of the phrases -> transitions, and of every state what was just completed.
+    """Build the Aho-Corasick automaton of the phrases over letters.
 
-    That is: the requirements met, whether a phrase is forbidden, the length of the longest stop string; and how much of
-    a stop string may have begun. A state stands for the longest suffix of the text that begins a phrase.
+    A state is the longest suffix of the text that begins a phrase. Returns the transitions and, per state, the bits of
+    requirements just met, whether a forbidden phrase was just completed, the length of the longest stop string just
+    completed, and the number of last letters that may begin a stop string.
     """
     children: list[dict[int, int]] = [{}]
-    met, ban, stopped, held = [0], [False], [0], [0]
+    met = [0]
+    ban = [False]
+    stopped = [0]
+    held = [0]
 
     def add(word: Letters, begins_stop: bool = False) -> int:
         node = 0
@@ -225,8 +251,13 @@ def _letter_automaton(
             suffix[child] = int(delta_QC[node, classes[letter]]) if node else 0
             delta_QC[node, classes[letter]] = child
             queue.append(child)
-    met_Q, stop_Q, held_Q = np.asarray(met, np.int32), np.asarray(stopped, np.int16), np.asarray(held, np.int16)
-    return delta_QC, met_Q, np.asarray(ban), stop_Q, held_Q
+    return (
+        delta_QC,
+        np.asarray(met, np.int32),
+        np.asarray(ban),
+        np.asarray(stopped, np.int16),
+        np.asarray(held, np.int16),
+    )
 
 
 def _fewest_tokens(
@@ -237,9 +268,9 @@ def _fewest_tokens(
     end: tuple[np.ndarray, np.ndarray],
     count: int,
 ) -> np.ndarray:
-    """Shortest paths from every state and subset to where the end meets all requirements and nothing is forbidden.
+    """Shortest paths from every state and subset of met requirements to a state in which the output may end.
 
-    A token that completes a stop string is the last one.
+    `end` has what the end token meets and bans, per state. A token that completes a stop string is the last one.
     """
     states, full = len(next_QV), (1 << count) - 1
     subset_M1 = np.arange(full + 1)[:, None]
@@ -247,14 +278,14 @@ def _fewest_tokens(
     need_MQ = np.where(may_end_MQ, 0, NEVER).astype(np.int16)
     if not need_MQ.any():
         return need_MQ
-    edges = []  # from, to, requirements met, whether it stops; each once, however many tokens it has
+    edges = []  # from, to, requirements met, whether it completes a stop string; without duplicates
     for state in range(states):
         usable = ~ban_QV[state]
         to, met, stops = (x[state, usable].astype(np.int64) for x in (next_QV, met_QV, stops_QV))
         pairs = np.unique(to << 32 | met << 1 | stops)
         edges.append(np.stack((np.full(len(pairs), state), pairs >> 32, (pairs & 0xFFFFFFFF) >> 1, pairs & 1)))
     begin, to, met, stops = np.concatenate(edges, axis=1)
-    for subset in range(full, -1, -1):  # supersets, which are larger numbers, first: what was met stays met
+    for subset in range(full, -1, -1):  # supersets first: requirements that are met stay met
         after = subset | met
         closed = (stops > 0) & ~may_end_MQ[after, to]
         need = need_MQ[subset]
@@ -268,51 +299,53 @@ def _fewest_tokens(
     return need_MQ
 
 
-MAX_STAGES = 48  # stages of progress towards required phrases that a beam keeps apart
-
-
 @dataclass(frozen=True)
 class SearchInput:
-    """One source to decode, in token ids; with flags it is not decoded, and its output is empty."""
+    """A source to decode, in token ids. An input with flags is not decoded; its output is empty."""
 
-    sources: tuple[Sequence[int], ...]  # per run, each with its end token; of a language model the prompt, not empty
-    limit: int = 0  # most output tokens, the end not counted
-    minimum: int = 0
+    sources: tuple[Sequence[int], ...]  # per run, with end token; for a language model the prompt, never empty
+    limit: int = 0  # most output tokens, the end token not counted
+    minimum: int = 0  # fewest output tokens
     prefix: tuple[int, ...] = ()
     not_after_prefix: tuple[int, ...] = ()  # tokens that would change the last character of the prefix
-    phrases: Phrases | None = None
-    stop: tuple[str, ...] = ()  # strings before which the text ends; the phrases know them too
+    texts: PhraseTexts = NO_PHRASES
+    phrases: Phrases | None = None  # the automaton of the texts
     key: int = 0  # of its random numbers, together with the seed
-    seed: int | None = None  # None: that of the options
-    open_end: bool = False  # a continuation: at the limit it stops without an end token
-    unknown: tuple[str, ...] = ()  # what the source has outside the vocabulary: tokens, and names of features
-    flags: dict[str, str] = field(default_factory=dict)  # why it is not decoded: name -> reason
+    seed: int | None = None  # None: the seed of the options
+    open_end: bool = False  # a continuation, which stops at its limit without an end token
+    unknown: tuple[str, ...] = ()  # tokens and features of the source outside the vocabulary
+    flags: dict[str, str] = field(default_factory=dict)  # name -> reason
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return self.texts.stop
 
     @property
     def stages(self) -> int:
-        """Stages of progress from the beginning to where all required phrases are met."""
+        """The number of stages from the beginning to the state in which all required phrases are met."""
         return 0 if self.phrases is None else min(self.phrases.tokens_needed(()) or 0, MAX_STAGES)
 
 
 class Rule:
-    """A rule over values (N, V). N is the alive sentences times the same number of hypotheses each, sentence-major."""
+    """A rule over values (N, V), where N = alive sentences times hypotheses per sentence, sentence-major."""
 
     def active(self, t: int) -> bool:
         """Whether the rule may change values at step `t`."""
         return True
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        """Change values in place; minus infinity forbids. `alive_B` are the sentences left, numbered as at first."""
+        """Change values in place; minus infinity forbids. `alive_B` are the original numbers of the sentences left."""
 
     def spread(self, rows_N: Tensor) -> None:
-        """Before the first step, start several hypotheses per sentence: the row that each one comes from."""
+        """Before the first step, start several hypotheses per sentence, copied from these rows."""
 
     def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
-        """The hypotheses that carry on: the rows they come from, and the token that each one appended."""
+        """Continue the hypotheses of these rows, each with the token that it appended."""
 
 
 def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Tensor:
-    """The values to choose by; the log-probabilities themselves if no rule is active."""
+    """The values that rank tokens; the log-probabilities themselves if no rule is active."""
     active = [rule for rule in rules if rule.active(t)]
     if not active:
         return logp_NV
@@ -323,7 +356,7 @@ def steer(logp_NV: Tensor, rules: Sequence[Rule], t: int, alive_B: Tensor) -> Te
 
 
 class Length(Rule):
-    """No end token before the minimum, nothing else at the limit, where it costs a continuation nothing."""
+    """Forbids the end token before the minimum, and all others at the limit, where a continuation ends at no cost."""
 
     def __init__(self, inputs: Sequence[SearchInput], eos: int, device: torch.device) -> None:
         self.eos = eos
@@ -347,7 +380,7 @@ class Length(Rule):
 
 
 class Prefix(Rule):
-    """Forces the first tokens, whatever other rules say (so it comes last), and rules out what would alter them."""
+    """Forces the first tokens and forbids tokens that would alter them; comes last and overrides other rules."""
 
     def __init__(self, inputs: Sequence[SearchInput], device: torch.device) -> None:
         longest = max(len(item.prefix) for item in inputs)
@@ -376,7 +409,7 @@ class Prefix(Rule):
 
 
 class PastTokens(Rule):
-    """A rule over the tokens that each hypothesis has produced."""
+    """A rule that depends on the tokens of each hypothesis."""
 
     def __init__(self, inputs: Sequence[SearchInput], device: torch.device) -> None:
         self.past_NT = torch.zeros((len(inputs), 0), dtype=torch.long, device=device)
@@ -392,7 +425,7 @@ class PastTokens(Rule):
 
 
 class NoRepeat(PastTokens):
-    """No sequence of `size` tokens comes twice."""
+    """Forbids any sequence of `size` tokens from occurring twice."""
 
     def __init__(self, inputs: Sequence[SearchInput], size: int, device: torch.device) -> None:
         super().__init__(inputs, device)
@@ -409,7 +442,7 @@ class NoRepeat(PastTokens):
 
 
 class Repetition(PastTokens):
-    """A token that was produced before counts `penalty` times its negative log-probability."""
+    """Multiplies the negative log-probability of tokens that have occurred by `penalty`."""
 
     def __init__(self, inputs: Sequence[SearchInput], penalty: float, device: torch.device) -> None:
         super().__init__(inputs, device)
@@ -419,111 +452,135 @@ class Repetition(PastTokens):
         value_NV.scatter_(1, self.past_NT, value_NV.gather(1, self.past_NT) * self.penalty)
 
 
+class Progress(NamedTuple):
+    """The distance of hypotheses from meeting their requirements, at one step."""
+
+    need_N: Tensor  # fewest tokens until all requirements are met
+    need_NV: Tensor  # the same after each token
+    nearer_NV: Tensor  # whether a token is allowed and brings a requirement nearer
+    pulled_N: Tensor  # whether the end was more probable than all tokens that bring a requirement nearer
+
+
 class PhraseConstraint(Rule):
     """Required and forbidden phrases and stop strings: runs the automaton of its input along every hypothesis.
 
-    A token is ruled out if it completes a forbidden phrase, or if after it the limit leaves too few tokens for what is
-    still required: so any search under this rule ends with every requirement met, or finds nothing. With
-    `redistribute`, for greedy search and sampling, the probability of ending too early goes to tokens that bring a
-    phrase closer. After a stop string a hypothesis ends, which costs nothing; it may not begin before the end of the
-    prefix, the minimum length and what is required.
+    A token is forbidden if it completes a forbidden phrase, or if the limit would then leave too few tokens for the
+    requirements. So any search under this rule meets every requirement or finds no output. With `redistribute`, for
+    greedy search and sampling, the probability of ending too early is moved to tokens that bring a phrase nearer. After
+    a stop string, a hypothesis ends at no cost. A stop string may not begin within the prefix or the minimum length, or
+    before all requirements are met.
     """
 
     def __init__(
         self, inputs: Sequence[SearchInput], eos: int, vocab: int, device: torch.device, redistribute: bool
     ) -> None:
-        self.eos, self.redistribute = eos, redistribute
+        self.eos = eos
+        self.redistribute = redistribute
         no_phrases = Phrases.none(vocab, eos)
-        automaton_of = [item.phrases or no_phrases for item in inputs]
-        automata = list({id(phrases): phrases for phrases in automaton_of}.values())
-        first = np.cumsum([0, *(len(p.next_QV) for p in automata)])  # state of each automaton
-        base = np.cumsum([0, *(p.need_MQ.size for p in automata)])
-        self.next_QV = _tensor([p.next_QV + start for p, start in zip(automata, first[:-1], strict=True)], device)
-        self.met_QV = _tensor([p.met_QV for p in automata], device)
-        self.ban_QV = _tensor([p.ban_QV for p in automata], device)
-        self.stop_QV = _tensor([p.stop_QV for p in automata], device) if any(item.stop for item in inputs) else None
-        self.need_X = _tensor([p.need_MQ.flatten() for p in automata], device)
-        number = {id(phrases): i for i, phrases in enumerate(automata)}
-        which = [number[id(phrases)] for phrases in automaton_of]
-        table = [
-            (first[i], base[i] - first[i], len(automata[i].next_QV), item.limit, max(item.minimum, len(item.prefix)))
-            for i, item in zip(which, inputs, strict=True)
-        ]
-        self.about_B5 = torch.tensor(np.array(table), dtype=torch.long, device=device)
-        self.requires = any(p.need_MQ.any() for p in automata)
-        total_B = torch.tensor([item.stages for item in inputs], device=device)
-        need_B = self._need(self.about_B5[:, 0], torch.zeros_like(total_B), self.about_B5)
-        self.stages_per_token_B = total_B / need_B.clamp(min=1)
-        self.state_N = self.about_B5[:, 0]
-        self.met_N = torch.zeros_like(self.state_N)
+        phrases = [item.phrases or no_phrases for item in inputs]
+        automata = list(dict.fromkeys(phrases))
+        # The states of all automata are numbered consecutively; tables of fewer subsets are padded.
+        ends = list(accumulate(len(each.next_QV) for each in automata))
+        first_state = dict(zip(automata, [0, *ends], strict=False))
+        subsets = max(len(each.need_MQ) for each in automata)
+
+        def join(tables: list[np.ndarray], axis: int = 0) -> Tensor:
+            return torch.from_numpy(np.concatenate(tables, axis)).to(device)
+
+        def per_input(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        self.next_QV = join([each.next_QV + first_state[each] for each in automata])
+        self.met_QV = join([each.met_QV for each in automata])
+        self.ban_QV = join([each.ban_QV for each in automata])
+        self.stop_QV = join([each.stop_QV for each in automata]) if any(item.stop for item in inputs) else None
+        self.need_MQ = join(
+            [np.pad(each.need_MQ, ((0, subsets - len(each.need_MQ)), (0, 0))) for each in automata], axis=1
+        )
+        self.requires = any(each.need_MQ.any() for each in automata)
+        self.limit_B = per_input([item.limit for item in inputs])
+        self.first_stop_B = per_input([max(item.minimum, len(item.prefix)) for item in inputs])
+        # The state of each hypothesis. N is the number of inputs until `spread`.
+        self.state_N = per_input([first_state[each] for each in phrases])
+        self.met_N = torch.zeros_like(self.state_N)  # subset of requirements
         self.committed_N = torch.zeros_like(self.state_N, dtype=torch.bool)  # to a phrase that was begun
         self.stopped_N = torch.zeros_like(self.committed_N)
-
-    def _need(self, state: Tensor, met: Tensor, about: Tensor) -> Tensor:
-        """Fewest tokens to go from states and subsets met, in the automata that `about` describes."""
-        return self.need_X[about[..., 1] + met * about[..., 2] + state]
+        need_B = self.need_MQ[self.met_N, self.state_N]
+        self.stages_per_token_B = per_input([item.stages for item in inputs]) / need_B.clamp(min=1)
+        self._progress: Progress | None = None  # of the latest step
 
     def apply(self, value_NV: Tensor, logp_NV: Tensor, t: int, alive_B: Tensor) -> None:
-        about_N5 = self.about_B5[alive_B].repeat_interleave(len(value_NV) // len(alive_B), dim=0)
+        sentence_N = alive_B.repeat_interleave(len(value_NV) // len(alive_B))
         if self.stop_QV is not None:
             stop_NV = self.stop_QV[self.state_N]
-            # of the tokens, at most one for each letter of a stop string belongs to it; the others come before
-            value_NV.masked_fill_((stop_NV > 0) & ((t + 1 - stop_NV).clamp(min=0) < about_N5[:, 4:]), -math.inf)
+            # Each letter of a stop string belongs to at most one token, so at least the other tokens come before it.
+            before_NV = (t + 1 - stop_NV).clamp(min=0)
+            value_NV.masked_fill_((stop_NV > 0) & (before_NV < self.first_stop_B[sentence_N, None]), -math.inf)
         if self.requires:
-            self._apply_required(value_NV, logp_NV, about_N5, t)
+            self._apply_required(value_NV, logp_NV, self.limit_B[sentence_N] - t)
         else:
             value_NV.masked_fill_(self.ban_QV[self.state_N], -math.inf)
         if self.stop_QV is not None:
             value_NV.masked_fill_(self.stopped_N.unsqueeze(1), -math.inf)
             value_NV[:, self.eos].masked_fill_(self.stopped_N, 0.0)
 
-    def _apply_required(self, value_NV: Tensor, logp_NV: Tensor, about_N5: Tensor, t: int) -> None:
-        about_N15 = about_N5.unsqueeze(1)
+    def _apply_required(self, value_NV: Tensor, logp_NV: Tensor, left_N: Tensor) -> None:
+        """Forbid tokens after which the `left_N` tokens up to the limit are too few."""
         met_NV = self.met_N.unsqueeze(1) | self.met_QV[self.state_N]
-        self.need_NV = self._need(self.next_QV[self.state_N], met_NV, about_N15)
-        self.now_N = self._need(self.state_N, self.met_N, about_N5)
-        end_N = value_NV[:, self.eos].masked_fill(self.now_N > 0, -math.inf)
-        left_N = about_N5[:, 3] - t
-        allowed_NV = ~self.ban_QV[self.state_N] & (self.need_NV < left_N.unsqueeze(1))
+        need_NV = self.need_MQ[met_NV, self.next_QV[self.state_N].long()]
+        need_N = self.need_MQ[self.met_N, self.state_N]
+        end_N = value_NV[:, self.eos].masked_fill(need_N > 0, -math.inf)
+        allowed_NV = ~self.ban_QV[self.state_N] & (need_NV < left_N.unsqueeze(1))
         if self.stop_QV is not None:
-            allowed_NV &= (self.stop_QV[self.state_N] == 0) | (self.need_NV == 0)
-        allowed_NV[:, self.eos] = False  # set below
-        self.nearer_NV = allowed_NV & (self.need_NV < self.now_N.unsqueeze(1))
+            allowed_NV &= (self.stop_QV[self.state_N] == 0) | (need_NV == 0)
+        allowed_NV[:, self.eos] = False  # its value is set below
+        nearer_NV = allowed_NV & (need_NV < need_N.unsqueeze(1))
         value_NV.masked_fill_(~allowed_NV, -math.inf)
+        pulled_N = torch.zeros_like(self.committed_N)
         if self.redistribute:
-            self._redistribute(value_NV, logp_NV[:, self.eos])
+            pulled_N = self._redistribute(value_NV, logp_NV[:, self.eos], need_N > 0, nearer_NV)
         value_NV[:, self.eos] = end_N
+        self._progress = Progress(need_N, need_NV, nearer_NV, pulled_N)
 
-    def _redistribute(self, value_NV: Tensor, end_N: Tensor) -> None:
-        """Give the probability of the end to tokens that come nearer, and complete a phrase that was begun so."""
-        near_NV = value_NV.masked_fill(~self.nearer_NV, -math.inf)
+    def _redistribute(self, value_NV: Tensor, end_N: Tensor, unmet_N: Tensor, nearer_NV: Tensor) -> Tensor:
+        """Move the probability of the end to tokens that bring a requirement nearer, until the phrase is complete.
+
+        Returns the rows in which the end was more probable than all these tokens together.
+        """
+        near_NV = value_NV.masked_fill(~nearer_NV, -math.inf)
         committed_N1 = (self.committed_N & (near_NV > -math.inf).any(1)).unsqueeze(1)
-        value_NV.masked_fill_(committed_N1 & ~self.nearer_NV, -math.inf)
+        value_NV.masked_fill_(committed_N1 & ~nearer_NV, -math.inf)
         near_N = near_NV.logsumexp(1)
-        unmet_N = (self.now_N > 0) & (near_N > -math.inf)
+        unmet_N = unmet_N & (near_N > -math.inf)
         grown_NV = near_NV + (torch.logaddexp(near_N, end_N) - near_N).unsqueeze(1)
-        torch.where(unmet_N.unsqueeze(1) & self.nearer_NV, grown_NV, value_NV, out=value_NV)
-        self.wanted_N = unmet_N & (near_N < end_N)
+        torch.where(unmet_N.unsqueeze(1) & nearer_NV, grown_NV, value_NV, out=value_NV)
+        return unmet_N & (near_N < end_N)
 
     def spread(self, rows_N: Tensor) -> None:
-        self.state_N, self.met_N = self.state_N[rows_N], self.met_N[rows_N]
-        self.committed_N, self.stopped_N = self.committed_N[rows_N], self.stopped_N[rows_N]
+        self.state_N = self.state_N[rows_N]
+        self.met_N = self.met_N[rows_N]
+        self.committed_N = self.committed_N[rows_N]
+        self.stopped_N = self.stopped_N[rows_N]
 
     def advance(self, rows_N: Tensor, tokens_N: Tensor) -> None:
-        state_N, met_N = self.state_N[rows_N], self.met_N[rows_N]
+        state_N = self.state_N[rows_N]
+        met_N = self.met_N[rows_N]
         self.state_N = self.next_QV[state_N, tokens_N].long()
         self.met_N = met_N | self.met_QV[state_N, tokens_N]
         if self.stop_QV is not None:
             self.stopped_N = self.stop_QV[state_N, tokens_N] > 0
-        if self.requires and self.redistribute:
-            nearer_N = self.nearer_NV[rows_N, tokens_N]
-            self.committed_N = (self.committed_N | self.wanted_N)[rows_N] & nearer_N & (self.met_N == met_N)
+        if self._progress is not None and self.redistribute:
+            nearer_N = self._progress.nearer_NV[rows_N, tokens_N]
+            committed_N = (self.committed_N | self._progress.pulled_N)[rows_N]
+            self.committed_N = committed_N & nearer_N & (self.met_N == met_N)
 
-    def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor]:
-        """For a beam: the stage that each token leads to (0: all phrases are met), and whether it comes nearer."""
-        scale_N1 = self.stages_per_token_B[alive_B].repeat_interleave(len(self.need_NV) // len(alive_B)).unsqueeze(1)
-        return (self.need_NV * scale_N1).ceil().long(), self.nearer_NV
+    def stages(self, alive_B: Tensor) -> tuple[Tensor, Tensor] | None:
+        """For a beam: the stage that each token leads to (0: all met), and whether it comes nearer; None: no phrases.
 
-
-def _tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+        Call it after `apply`.
+        """
+        if self._progress is None:
+            return None
+        need_NV = self._progress.need_NV
+        scale_N1 = self.stages_per_token_B[alive_B].repeat_interleave(len(need_NV) // len(alive_B)).unsqueeze(1)
+        return (need_NV * scale_N1).ceil().long(), self._progress.nearer_NV

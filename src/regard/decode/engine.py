@@ -1,22 +1,28 @@
-"""Generation: requests in, one list of hypotheses per request out, by an engine.
+"""Engines: they decode requests into lists of hypotheses.
 
-`Engine` is what every way to execute a model implements: the torch engine here, CTranslate2 in `regard.engines`, and
-the worker pool, which shares the work of an engine among processes.
+`TorchEngine` runs our own search with torch, `WorkerPool` distributes its batches over processes, `TokenStream` yields
+one output token by token. The engine of CTranslate2 is in `decode/ctranslate2.py`.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 from regard.batch import in_parts, windows
-from regard.decode.constraints import SearchInput
-from regard.decode.ensemble import Scorer, top_tokens
+from regard.decode.constraints import PhraseTexts, SearchInput
+from regard.decode.ensemble import Scorer
 from regard.decode.hypothesis import (
+    Alignment,
     DecodedIds,
     Hypothesis,
     TopTokens,
@@ -28,32 +34,38 @@ from regard.decode.hypothesis import (
     top_tokens_json,
 )
 from regard.decode.request import Input, Options, check_engine, check_streaming
-from regard.decode.search import make_choice, make_rules, search, steps
+from regard.decode.search import make_choice, make_rules, search, steps, top_tokens
 from regard.decode.search_inputs import Preparer, out_of_memory
+from regard.device import tune_allocator
 from regard.errors import UserError
+from regard.parallel import children
+from regard.parallel.children import Channel, Child, ChildDied, Message
 from regard.run import Run
+from regard.text.tokenizer import SWITCH
+
+FORK_SECONDS = 0.1  # until a forked worker decodes
 
 
 class Engine(ABC):
-    """Runs ready to decode.
+    """Runs that are loaded and ready to decode; a context manager that closes itself.
 
-    `prepare` tokenises requests once; `decode` takes what it made, any number at a time and in any grouping, with the
-    same outputs. An engine is a context manager that closes itself.
+    `prepare` tokenises requests once. `decode` accepts the prepared inputs in any number and grouping, with the same
+    outputs.
     """
 
     options: Options
     preparer: Preparer
 
     def prepare(self, inputs: Sequence[Input]) -> list[SearchInput]:
-        """An input of the search for every request; its `flags` say if it will not be decoded."""
+        """One search input per request; an input with `flags` is not decoded."""
         return self.preparer(inputs)
 
     @abstractmethod
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """The best outputs of every input, at least one each; it is empty where there is none, and flagged."""
+        """The best outputs of every input. An input without any gets one empty hypothesis with a flag."""
 
-    def close(self) -> None:  # noqa: B027  not every engine holds something
-        """Release what the engine holds; it is not used afterwards."""
+    def close(self) -> None:  # noqa: B027  some engines have nothing to release
+        """Release resources; the engine must not be used afterwards."""
 
     def __call__(self, inputs: Sequence[Input]) -> list[list[Hypothesis]]:
         """Prepare and decode."""
@@ -74,7 +86,8 @@ class TorchEngine(Engine):
         check_engine("torch", self.options)
         self.runs = [runs] if isinstance(runs, Run) else list(runs)
         self.preparer = Preparer(self.runs, self.options)
-        models, packed = [run.model for run in self.runs], [run.packed for run in self.runs]
+        models = [run.model for run in self.runs]
+        packed = [run.packed for run in self.runs]
         self.scorer = Scorer(models, self.options.weights, self.preparer.blocked, self.options.precision, packed)
 
     def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
@@ -90,7 +103,7 @@ class TorchEngine(Engine):
         return self.finish(inputs, search(self.scorer, inputs, self.options))
 
     def finish(self, inputs: Sequence[SearchInput], decoded: Sequence[list[DecodedIds]]) -> list[list[Hypothesis]]:
-        """The outputs of searches as hypotheses, with what the options ask to be shown."""
+        """The outputs of a search as hypotheses, with alignments and top tokens if the options ask for them."""
         codec = self.runs[0].codec
         results = [
             [empty_hypothesis(item.flags)] if item.flags else make_hypotheses(codec, self.options, item, outputs)
@@ -104,22 +117,23 @@ class TorchEngine(Engine):
         return results
 
     def _add_top_tokens(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
-        from regard.decode.forced import force_top  # few outputs are shown so
+        from regard.decode.forced import force_top  # rarely needed
 
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
-        sources, targets = [inputs[i].sources for i, _ in entries], [results[i][rank].ids for i, rank in entries]
+        sources = [inputs[i].sources for i, _ in entries]
+        targets = [results[i][rank].ids for i, rank in entries]
         tops = force_top(self.scorer, sources, targets, self.options.top_tokens, self.options.batch_tokens)
         for (i, rank), rows in zip(entries, tops, strict=True):
             named = tuple(self.named_tokens(row) for row in rows)
             results[i][rank] = replace(results[i][rank], top_tokens=named)
 
     def named_tokens(self, row: Sequence[tuple[int, float]]) -> TopTokens:
-        """Token ids with their scores as tokens with their scores."""
+        """(Token id, score) pairs as (token, score) pairs."""
         pieces = self.runs[0].codec.target_pieces([index for index, _ in row])
         return tuple((piece, score) for piece, (_, score) in zip(pieces, row, strict=True))
 
     def _align(self, inputs: Sequence[SearchInput], results: list[list[Hypothesis]]) -> None:
-        from regard.decode.alignment import align, load_heads  # as in search: few outputs are aligned
+        from regard.decode.alignment import align, load_heads  # rarely needed
 
         entries = [(i, rank) for i, row in enumerate(results) for rank, h in enumerate(row) if h.ids]
         sources = [inputs[i].sources[0] for i, _ in entries]
@@ -133,33 +147,193 @@ class TorchEngine(Engine):
 
 
 def _no_memory(item: SearchInput) -> list[Hypothesis]:
-    """The answer to an input that does not fit into memory even alone."""
+    """The answer to an input that does not fit into memory in a batch of its own."""
     return [empty_hypothesis(out_of_memory("source", max(map(len, item.sources))))]
 
 
 def generate(
     runs: Run | Sequence[Run], inputs: Iterable[Input], options: Options | None = None
 ) -> Iterator[list[Hypothesis]]:
-    """The best outputs for every input, in order; several runs make an ensemble.
+    """The best outputs for every input, in order; several runs form an ensemble.
 
-    `window` inputs are read ahead. An empty line gives an empty output without asking the model, and so does one that
-    is too long, whose constraints cannot be met, or for which memory does not suffice; all are flagged. Options that no
-    line can meet are an error.
+    `window` inputs are read ahead. The output of an input is empty and flagged if the input is empty or too long, if
+    its constraints cannot be met, or if memory does not suffice. Options that no input can satisfy are an error.
     """
     engine = TorchEngine(runs, options)
     for window in windows(inputs, engine.options.window):
         yield from engine(window)
 
 
+# Worker processes
+
+
+class WorkerPool(Engine):
+    """A torch engine and up to `workers` - 1 child processes that share its batches; the outputs are exactly the same.
+
+    Children are forked where possible, which takes milliseconds; otherwise they are spawned and load the runs
+    themselves. Unless `always` is set, they are started only if they pay off: if the remaining batches would take this
+    process at least twice as long as starting the children. This process decodes while the children start.
+    """
+
+    def __init__(self, engine: TorchEngine, workers: int, always: bool = False) -> None:
+        self.engine = engine
+        self.options = engine.options
+        self.preparer = engine.preparer
+        self.max_children = workers - 1
+        self.always = always
+        self.children: list[Child] = []
+        self._loading: list[Child] = []  # spawned children that have not answered yet
+        self._spawn_seconds = time.process_time()  # a spawned child repeats what this process has done so far
+        self._seconds_per_token = 0.0  # measured on the latest batch
+
+    def decode(self, inputs: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        results = [[empty_hypothesis(item.flags)] if item.flags else [] for item in inputs]
+        batches = deque(self.preparer.batches(dict(enumerate(inputs))))  # longest inputs first
+
+        def decode_here(batch: list[int]) -> list[list[Hypothesis]]:
+            return self.engine.decode([inputs[i] for i in batch])
+
+        def ask(child: Child, batch: list[int]) -> list[list[Hypothesis]]:
+            request = {"inputs": [_input_to_json(inputs[i]) for i in batch]}
+            try:
+                rows = child.ask(request).header["rows"]
+            except ChildDied as error:
+                raise UserError(f"workers: {error}\n  with fewer workers, each has more memory") from None
+            return [[_hypothesis_from_json(data) for data in row] for row in rows]
+
+        def store(batch: list[int], rows: list[list[Hypothesis]]) -> None:
+            for i, row in zip(batch, rows, strict=True):
+                results[i] = row
+
+        while batches:
+            sizes = [sum(1 + max(map(len, inputs[i].sources)) for i in batch) for batch in batches]
+            if self._has_children(len(batches), sum(sizes)):
+                workers = [partial(ask, child) for child in self.children]
+                decoded = children.ordered_map(workers, batches, decode_here, self.close)
+                for batch, rows in zip(batches, decoded, strict=True):
+                    store(batch, rows)
+                break
+            start = time.perf_counter()
+            batch = batches.pop()  # a small one, to measure the speed
+            store(batch, decode_here(batch))
+            self._seconds_per_token = (time.perf_counter() - start) / sizes[-1]
+        return results
+
+    def _has_children(self, batches: int, tokens: int) -> bool:
+        """Whether children are ready to share these batches; starts some if that pays off."""
+        count = min(self.max_children, batches - 1) - len(self.children)  # one batch is for this process
+        if count > 0:
+            fork = can_fork()
+            start_seconds = FORK_SECONDS if fork else self._spawn_seconds
+            if self.always or tokens * self._seconds_per_token > 2 * start_seconds:
+                for _ in range(count):
+                    self._start_child(fork)
+        for child in [child for child in self._loading if child.channel.readable]:
+            child.answer()
+            self._loading.remove(child)
+        return batches > 1 and bool(self.children) and not self._loading
+
+    def _start_child(self, fork: bool) -> None:
+        name = f"decoding process {len(self.children) + 2}"  # this process is the first
+        if fork:
+            self.children.append(children.fork(partial(_answer_batches, self.engine), {}, name))
+            return
+        settings = {
+            "runs": [str(run.path) for run in self.engine.runs],
+            "options": self.options.model_dump(mode="json"),
+            "threads": torch.get_num_threads(),
+        }
+        child = children.spawn(f"{__name__}:load_and_answer", settings, name)
+        child.channel.send({})  # answered when the runs are loaded
+        self.children.append(child)
+        self._loading.append(child)
+
+    def close(self) -> None:
+        """Kill the children."""
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.close()
+        self.children.clear()
+        self._loading.clear()
+
+
+def can_fork() -> bool:
+    """Whether this process can be forked to decode: it has one thread, and the tokenizers library has none."""
+    return children.can_fork() and os.environ.get(SWITCH) == "false"
+
+
+def _answer_batches(engine: TorchEngine, channel: Channel, settings: dict[str, Any]) -> None:
+    """The work of a forked child."""
+    children.answer_requests(channel, partial(_answer, engine))
+
+
+def load_and_answer(channel: Channel, settings: dict[str, Any]) -> None:
+    """The work of a spawned child: load the runs at the first request, then answer batches."""
+    engine: TorchEngine | None = None
+
+    def answer(request: Message) -> Message:
+        nonlocal engine
+        if engine is not None:
+            return _answer(engine, request)
+        tune_allocator()
+        torch.set_num_threads(settings["threads"])
+        engine = TorchEngine([Run.load(path) for path in settings["runs"]], Options(**settings["options"]))
+        return Message({})
+
+    children.answer_requests(channel, answer)
+
+
+def _answer(engine: TorchEngine, request: Message) -> Message:
+    inputs = [_input_from_json(engine.preparer, data) for data in request.header["inputs"]]
+    return Message({"rows": [[_hypothesis_to_json(h) for h in row] for row in engine.decode(inputs)]})
+
+
+def _input_to_json(item: SearchInput) -> dict[str, Any]:
+    return {each.name: getattr(item, each.name) for each in fields(item) if each.name != "phrases"}
+
+
+def _input_from_json(preparer: Preparer, data: dict[str, Any]) -> SearchInput:
+    values = {name: _tuples(value) for name, value in data.items()}
+    texts = PhraseTexts(*values.pop("texts"))
+    return SearchInput(**values, texts=texts, phrases=preparer.phrases(texts))
+
+
+def _hypothesis_to_json(hypothesis: Hypothesis) -> dict[str, Any]:
+    data = {each.name: getattr(hypothesis, each.name) for each in fields(hypothesis)}
+    if (alignment := hypothesis.alignment) is not None:
+        soft = alignment.soft
+        data["alignment"] = (soft.tolist(), soft.dtype.name, alignment.source, alignment.output)
+    data["candidates"] = [_hypothesis_to_json(each) for each in hypothesis.candidates]
+    return data
+
+
+def _hypothesis_from_json(data: dict[str, Any]) -> Hypothesis:
+    values = {name: _tuples(value) for name, value in data.items()}
+    if values["alignment"] is not None:
+        soft, dtype, source, output = values["alignment"]
+        values["alignment"] = Alignment(np.array(soft, dtype).reshape(len(output), len(source)), source, output)
+    values["candidates"] = tuple(_hypothesis_from_json(each) for each in data["candidates"])
+    return Hypothesis(**values)
+
+
+def _tuples(value: Any) -> Any:
+    """A JSON value with tuples instead of lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+# Streaming
+
+
 @dataclass(frozen=True)
 class Piece:
-    """One decoded token, and the text that became certain with it; the texts join to the whole output."""
+    """One decoded token and the text that it completes; joined, the texts of all pieces are the output."""
 
     text: str
     token: str
     id: int
-    score: float  # its natural-log probability
-    top_tokens: TopTokens = ()  # the most probable ones in its place, if the options ask for them
+    score: float  # natural-log probability
+    top_tokens: TopTokens = ()  # most probable tokens at its position, if the options ask for them
 
     def as_dict(self) -> dict[str, object]:
         """The JSON shape."""
@@ -170,17 +344,18 @@ class Piece:
 
 
 class TokenStream(Iterator[Piece]):
-    """The pieces of one output; afterwards `hypothesis` is the whole, the same as without streaming.
+    """The pieces of one output, decoded on demand; at the end `hypothesis` is the same as without streaming.
 
-    Decoding goes on when the next piece is asked for, and `close` ends it. With stop strings, tokens that may belong to
-    one are held back, and the last of the others. Where required phrases ask for a beam, all pieces come when it has
-    decided.
+    With stop strings, tokens that may be part of one are held back, and the last token before them as well. If required
+    phrases need a beam search, all pieces come at its end.
     """
 
     def __init__(self, engine: TorchEngine, item: SearchInput) -> None:
         check_streaming(engine.options)
         self.hypothesis: Hypothesis | None = None
-        self._engine, self._item, self._codec = engine, item, engine.runs[0].codec
+        self._engine = engine
+        self._item = item
+        self._codec = engine.runs[0].codec
         self._sent = ""
         beam = item.stages > 0 and not engine.options.samples
         self._pieces = self._decode_first() if item.flags or beam else self._decode()
@@ -192,11 +367,11 @@ class TokenStream(Iterator[Piece]):
         return f"TokenStream({self._sent!r}, {'open' if self.hypothesis is None else 'ended'})"
 
     def close(self) -> None:
-        """Decode no further; there are no more pieces."""
+        """Stop decoding; no more pieces follow."""
         self._pieces.close()
 
     def _decode_first(self) -> Generator[Piece, None, None]:
-        """The pieces of an output that is decided before the first of them."""
+        """The pieces of an output that is decoded completely before the first piece."""
         self.hypothesis = self._engine.decode([self._item])[0][0]
         yield from self._pieces_until_end(0)
 
@@ -209,10 +384,11 @@ class TokenStream(Iterator[Piece]):
         tops: list[TopTokens] = []
         shown = 0
         while True:
-            with torch.inference_mode():  # not around the caller's code between two steps
+            with torch.inference_mode():  # only around the step, not around the caller's code between steps
                 step = next(loop)
-            index, score = int(step.tokens_N[0]), float(step.scores_N[0])
-            if score == -torch.inf:  # nothing is left that the rules allow
+            index = int(step.tokens_N[0])
+            score = float(step.scores_N[0])
+            if score == -torch.inf:  # the rules allow no token
                 self._finish([])
                 return
             ids.append(index)
@@ -227,13 +403,13 @@ class TokenStream(Iterator[Piece]):
                 return
             certain = len(ids)
             if item.stop and item.phrases is not None:
-                certain = item.phrases.tokens_certain(ids) - 1  # one is left for the text that is not certain yet
+                certain = item.phrases.tokens_certain(ids) - 1  # one for the text that is not certain yet
             for n in range(shown, certain):
                 yield self._piece(self._text(ids[: n + 1]), ids[n], scores[n], tops[n])
             shown = max(shown, certain)
 
     def _pieces_until_end(self, shown: int) -> Generator[Piece, None, None]:
-        """The pieces of the finished output that were not shown yet."""
+        """The remaining pieces of the finished output."""
         assert self.hypothesis is not None
         whole = self.hypothesis
         tops = whole.top_tokens or ((),) * len(whole.ids)
@@ -247,11 +423,12 @@ class TokenStream(Iterator[Piece]):
         return Piece(new, self._codec.target_pieces([index])[0], index, score, top)
 
     def _text(self, ids: Sequence[int]) -> str:
-        """The text of the first tokens, as far as no later one can change it."""
-        combining, certain = self._engine.preparer.combining, len(ids)
-        if combining:  # a later token may change the last character
+        """The text of the first tokens, without any character that a later token may change."""
+        combining = self._engine.preparer.combining
+        certain = len(ids)
+        if combining:  # the next token may combine with the last character
             certain = max((position for position, token in enumerate(ids) if token not in combining), default=0)
-        # the bytes of a character may come one by one; until then they are shown as unreadable
+        # A character whose bytes are incomplete decodes to replacement characters.
         return output_text(self._codec, self._item, ids[:certain]).rstrip("\N{REPLACEMENT CHARACTER}")
 
     def _finish(self, outputs: list[DecodedIds]) -> None:
@@ -259,10 +436,10 @@ class TokenStream(Iterator[Piece]):
 
 
 def stream(runs: Run | Sequence[Run], item: Input, options: Options | None = None) -> TokenStream:
-    """The output for one input, token by token, the end token last; nothing for an empty or overlong source.
+    """The output for one input, token by token, including the end token; no pieces for an empty or overlong source.
 
-    A continuation may end at its limit, or before a stop string, without an end token. Only greedy search and sampling
-    can stream.
+    A continuation that ends at its limit or before a stop string has no end token. Only greedy search and sampling can
+    be streamed.
     """
     engine = TorchEngine(runs, options)
     (prepared,) = engine.prepare([item])

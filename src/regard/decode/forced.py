@@ -18,9 +18,10 @@ from regard.batch import Batch, TokenIds, by_length, collate, in_parts, pad, win
 from regard.data.objectives import SpanCorruption, TextObjective, TokenMasking, lm_batch
 from regard.data.order import Indices
 from regard.data.plain_text import Stream
-from regard.decode.ensemble import Scorer, check_numbers, top_tokens
+from regard.decode.ensemble import Scorer, check_numbers
 from regard.decode.hypothesis import unknown_flags
 from regard.decode.request import Options
+from regard.decode.search import top_tokens
 from regard.decode.search_inputs import check_ensemble, encode, out_of_memory, position_limits, too_long
 from regard.errors import UserError, plural
 from regard.model import Model

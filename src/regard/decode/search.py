@@ -1,6 +1,6 @@
-"""Search strategies over token ids: greedy search, sampling, beam search, and alternatives at one position.
+"""Search over token ids: greedy search (the default), sampling, beam search, and alternatives at one position.
 
-A search is greedy unless the options ask for another strategy. All strategies run under the same rules.
+All strategies run under the same rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.decode.constraints import Length, NoRepeat, PhraseConstraint, Prefix, Repetition, Rule, SearchInput, steer
-from regard.decode.ensemble import Scorer, best, select, should_leave
+from regard.decode.ensemble import Scorer, States
 from regard.decode.hypothesis import DecodedIds
 from regard.decode.request import Options
 
@@ -24,25 +24,95 @@ if TYPE_CHECKING:
     from regard.decode.alignment import Coverage
 
 
-class Picked(NamedTuple):
-    """The hypotheses of one group of every sentence that carry on, and those that end."""
+Tokens = Tensor | list[Tensor]  # fed to all models alike, or (at the first step) to each its own
 
-    sum_AW: Tensor  # of values, minus infinity where there is no hypothesis
-    parent_AW: Tensor  # within the group
+
+# Selection
+
+
+def best(value_NV: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+    """The `count` highest values of each row, in order, and their indices.
+
+    A large vocabulary is searched in two steps, chunk maxima first, which is several times faster than one `topk`: the
+    highest `count` values lie within the `count` chunks of the highest maxima.
+    """
+    rows, vocab = value_NV.shape
+    chunks = vocab // chunk
+    if rows * vocab < 1 << 15 or vocab < 1024 or count > chunks // 2:
+        return _top(value_NV, count)
+    chunks_NCW = value_NV[:, : chunks * chunk].view(rows, chunks, chunk)
+    _, which_NK = _top(chunks_NCW.amax(-1), count)
+    near_NKW = chunks_NCW.gather(1, which_NK.unsqueeze(-1).expand(-1, -1, chunk))
+    index_NKW = which_NK.unsqueeze(-1) * chunk + torch.arange(chunk, device=value_NV.device)
+    near, index = near_NKW.flatten(1), index_NKW.flatten(1)
+    if chunks * chunk < vocab:
+        rest = torch.arange(chunks * chunk, vocab, device=value_NV.device).expand(rows, -1)
+        near = torch.cat((near, value_NV[:, chunks * chunk :]), 1)
+        index = torch.cat((index, rest), 1)
+    value_NK, order_NK = _top(near, count)
+    return value_NK, index.gather(1, order_NK)
+
+
+def _top(value_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if count == 1:  # the first of equal values, which topk does not guarantee
+        value_N, index_N = value_NV.max(-1)
+        return value_N.unsqueeze(1), index_N.unsqueeze(1)
+    value_NK, index_NK = value_NV.topk(count)
+    return value_NK, index_NK
+
+
+def top_tokens(logp_NV: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` most probable tokens of every row with their log-probabilities, without blocked tokens."""
+    if not count:
+        return [[] for _ in logp_NV]
+    logp_NK, index_NK = best(logp_NV, min(count, logp_NV.shape[1]))
+    rows = zip(index_NK.tolist(), logp_NK.tolist(), strict=True)
+    return [[(i, x) for i, x in zip(*row, strict=True) if x > -math.inf] for row in rows]
+
+
+def select(states: States, rows: Tensor, sentences: Tensor | None = None) -> States:
+    """Keep these rows (and, if some sentences leave, these sentences) in the state of every model."""
+    return tuple(state.select(rows, sentences) for state in states)
+
+
+def should_leave(done_A: Tensor, full_A: Tensor) -> bool:
+    """Whether finished sentences leave the batch now.
+
+    If they left one by one, copying the state would cost more than it saves. But a sentence that is `full`, at its
+    limit, must not be fed further: it may be at the last position of the model.
+    """
+    return int(done_A.sum()) * 8 >= len(done_A) or bool((done_A & full_A).any())
+
+
+def _spread(tokens: list[Tensor], states: States, rules: Sequence[Rule], rows_N: Tensor) -> tuple[list[Tensor], States]:
+    """Start several hypotheses per sentence, copied from these rows."""
+    for rule in rules:
+        rule.spread(rows_N)
+    return [token[rows_N] for token in tokens], select(states, rows_N)
+
+
+# Beam search
+
+
+class Picked(NamedTuple):
+    """The hypotheses of one group of every sentence that continue, and those that end."""
+
+    sum_AW: Tensor  # of values; minus infinity in unused slots
+    parent_AW: Tensor  # row within the group
     token_AW: Tensor
-    ended_AC: Tensor  # of the first candidates: whether it is an end that counts
+    ended_AC: Tensor  # whether a candidate is a possible end
     ended_sum_AC: Tensor
     ended_parent_AC: Tensor
 
 
-Stages = tuple[Tensor, Tensor]  # towards required phrases (A, W, V): the stage after a token, and if it comes nearer
+Stages = tuple[Tensor, Tensor]  # of required phrases (A, W, V): the stage after a token, and whether it comes nearer
 
 
 def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages | None = None) -> Picked:
-    """Choose the best `width` continuations; ends among the best `width` candidates take no slot of the beam.
+    """Choose the best `width` continuations. Ends among the best `width` candidates take no slot of the beam.
 
-    With stages, every row also offers its best tokens that come nearer, and the slots go round the stages: the best of
-    each, then the second best of each, so that no stage of progress dies out.
+    With stages, the candidates of every row include its best tokens that come nearer. The slots are dealt to the stages
+    in turn (the best of each, then the second best of each), so that no stage dies out.
     """
     sentences, rows, vocab = value_AWV.shape
     end_AW = sum_AW + value_AWV[:, :, eos]
@@ -57,7 +127,7 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
         each *= 2
     token_AC = token_NK.view(sentences, -1)
     go_AC = (sum_AW.unsqueeze(-1) + top_NK.view(sentences, rows, each)).flatten(1)
-    # Ends come first and rows in order: equal values are taken in the order end, row, rank, in any batch.
+    # Ends first, then rows in order: equal values are taken in the order end, row, rank in any batch.
     sum_AC, index_AC = torch.cat((end_AW, go_AC), 1).sort(dim=1, descending=True, stable=True)
     if stages is not None:
         stage_AWK = stage_AWV.gather(2, token_NK.view(sentences, rows, each))
@@ -82,7 +152,7 @@ def pick(sum_AW: Tensor, value_AWV: Tensor, eos: int, width: int, stages: Stages
 
 
 def _turns(stage_AC: Tensor) -> Tensor:
-    """How many earlier candidates are at the same stage."""
+    """The number of better candidates at the same stage."""
     sorted_AC, order_AC = stage_AC.sort(dim=1, stable=True)
     index_AC = torch.arange(stage_AC.shape[1], device=stage_AC.device).expand_as(stage_AC)
     turn_AC = index_AC - torch.searchsorted(sorted_AC, sorted_AC)
@@ -90,14 +160,14 @@ def _turns(stage_AC: Tensor) -> Tensor:
 
 
 class Finished:
-    """The best finished hypotheses of every group of every sentence: their values, and the step and row of each end."""
+    """The best finished hypotheses of every group of every sentence: values, and step and row of the end."""
 
     def __init__(self, sentences: int, groups: int, count: int, device: torch.device) -> None:
         self.value_BGF = torch.full((sentences, groups, count), -math.inf, device=device)
         self.end_BGF2 = torch.zeros((sentences, groups, count, 2), dtype=torch.long, device=device)  # step, row
 
     def add(self, alive_A: Tensor, value_AGC: Tensor, t: int, row_AGC: Tensor) -> None:
-        """Offer the hypotheses that ended at step `t` in these rows; of equal values the earlier stays."""
+        """Add hypotheses that ended at step `t` in these rows; of equal values, the earlier is kept."""
         end_AGC2 = torch.stack((torch.full_like(row_AGC, t), row_AGC), -1)
         value_AGX = torch.cat((self.value_BGF[alive_A], value_AGC), 2)
         end_AGX2 = torch.cat((self.end_BGF2[alive_A], end_AGC2), 2)
@@ -108,11 +178,11 @@ class Finished:
 
 
 class BackPointers:
-    """The parents and tokens chosen at every step, from which the hypotheses are read back at the end."""
+    """The parents and tokens of every step, from which the hypotheses are read at the end."""
 
     def __init__(self) -> None:
-        self.steps: list[list[np.ndarray]] = []  # per row: its parent, token, score
-        self.ends: list[np.ndarray] = []  # per row of a step: the score of ending there
+        self.steps: list[list[np.ndarray]] = []  # parent, token and score of each row
+        self.ends: list[np.ndarray] = []  # score of the end token in each row
 
     def read(self, at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and scores of the hypotheses that end at steps `at` in `rows`, left-aligned, without their ends."""
@@ -122,120 +192,157 @@ class BackPointers:
         for t in range(tokens.shape[1] - 1, -1, -1):
             longer = at > t
             parents, step_tokens, step_scores = self.steps[t]
-            tokens[longer, t], scores[longer, t] = step_tokens[rows[longer]], step_scores[rows[longer]]
+            tokens[longer, t] = step_tokens[rows[longer]]
+            scores[longer, t] = step_scores[rows[longer]]
             rows[longer] = parents[rows[longer]]
         return tokens, scores
 
 
-def beam_search(
-    scorer: Scorer,
-    inputs: Sequence[SearchInput],
-    rules: Sequence[Rule],
-    options: Options,
-    extra: int = 0,
-    coverage: Coverage | None = None,
-) -> list[list[DecodedIds]]:
-    """The n-best outputs of every input, best first; fewer if fewer ended.
+class BeamSearch:
+    """A beam search over a batch; each group is `extra` wider than the options say.
 
-    Each group is `extra` wider than the options say, and may be closed when as many hypotheses have ended as they say.
+    A group may be closed when as many of its hypotheses have ended as the options say.
     """
-    device, groups, penalty = scorer.device, options.groups, options.length_penalty
-    enough, keep = options.beam // groups, options.mbr or options.nbest
-    width = enough + extra
-    constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint)), None)
-    alive_A = torch.arange(len(inputs), device=device)
-    limit_B = torch.tensor([item.limit for item in inputs], device=device)
-    longest_B = (limit_B + 1).float() ** penalty
-    states = tuple(state.with_prefix_tree(len(inputs), device) for state in scorer.start(inputs))
-    if groups > 1:
-        first_N = alive_A.repeat_interleave(groups)
-        states = select(states, first_N)
-        if coverage is not None:
-            coverage.select(first_N)
-        for rule in rules:
-            rule.spread(first_N)
-    tokens: Tensor | list[Tensor] = scorer.first(inputs, groups)
-    stop_B = torch.tensor([item.limit if item.open_end else math.inf for item in inputs], device=device)
-    sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
-    ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
-    finished = Finished(len(inputs), groups, keep if groups == 1 else width, device)
-    pointers = BackPointers()
-    for t in range(max(item.limit for item in inputs) + 1):
-        logp_NV, states = scorer.step(tokens, states)
-        pointers.ends.append(logp_NV[:, scorer.eos].numpy(force=True).copy())
-        if coverage is not None:
-            coverage.add()
-        value_AGWV = steer(logp_NV, rules, t, alive_A).view(*sum_AGW.shape, -1)
-        stages = constraint.stages(alive_A) if constraint is not None and constraint.requires else None
-        picks = _pick_groups(sum_AGW, value_AGWV, scorer.eos, width, options.diversity, stages)
-        parent_AGW = torch.stack([p.parent_AW for p in picks], 1)
-        sum_next_AGW = torch.stack([p.sum_AW for p in picks], 1)
-        tokens_N = torch.stack([p.token_AW for p in picks], 1).flatten()
-        ended_AGC = torch.stack([p.ended_AC for p in picks], 1)
-        first_row_AG1 = torch.arange(len(alive_A) * groups, device=device).view(-1, groups, 1) * sum_AGW.shape[2]
-        if bool(ended_AGC.any()):
-            row_AGC = torch.stack([p.ended_parent_AC for p in picks], 1) + first_row_AG1
-            row_AGC = row_AGC.masked_fill(~ended_AGC, 0)
-            length_AGC = (stop_B[alive_A] - t).clamp(0, 1)[:, None, None].expand(row_AGC.shape)  # 1: has an end token
-            if constraint is not None and constraint.stop_QV is not None:
-                length_AGC = length_AGC.masked_fill(constraint.stopped_N[row_AGC], 0)
-            length_AGC = (length_AGC + t).clamp(min=1)
-            value_AGC = torch.stack([p.ended_sum_AC for p in picks], 1) / length_AGC**penalty
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        inputs: Sequence[SearchInput],
+        rules: Sequence[Rule],
+        options: Options,
+        extra: int = 0,
+        coverage: Coverage | None = None,
+    ) -> None:
+        device = scorer.device
+        groups = options.groups
+        self.scorer = scorer
+        self.inputs = inputs
+        self.rules = rules
+        self.options = options
+        self.coverage = coverage
+        self.constraint = next((rule for rule in rules if isinstance(rule, PhraseConstraint)), None)
+        self.beam = options.beam // groups  # of each group
+        self.width = self.beam + extra
+        self.keep = options.mbr or options.nbest
+        self.limit_B = torch.tensor([item.limit for item in inputs], device=device)
+        self.longest_B = (self.limit_B + 1).float() ** options.length_penalty
+        open_ends = [item.limit if item.open_end else math.inf for item in inputs]
+        self.open_end_B = torch.tensor(open_ends, device=device)  # the step at which an output ends without end token
+        self.alive_A = torch.arange(len(inputs), device=device)
+        self.sum_AGW = torch.zeros((len(inputs), groups, 1), device=device)
+        self.ended_BG = torch.zeros((len(inputs), groups), dtype=torch.long, device=device)
+        self.finished = Finished(len(inputs), groups, self.keep if groups == 1 else self.width, device)
+        self.pointers = BackPointers()
+        tokens, states = scorer.start(inputs)
+        states = tuple(state.with_prefix_tree(len(inputs), device) for state in states)
+        if groups > 1:
+            rows_N = self.alive_A.repeat_interleave(groups)
+            tokens, states = _spread(tokens, states, rules, rows_N)
             if coverage is not None:
-                value_AGC += coverage.value(alive_A).flatten()[row_AGC]
-            value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
-            finished.add(alive_A, value_AGC, t, row_AGC)
-            ended_BG[alive_A] += ended_AGC.sum(2)
-        if not options.exact:
-            better_AG = sum_next_AGW.amax(2) / (t + 1) ** penalty > finished.value_BGF[alive_A, :, 0]
-            closed_AG = (ended_BG[alive_A] >= enough) & ~better_AG
-            sum_next_AGW = sum_next_AGW.masked_fill(closed_AG.unsqueeze(2), -math.inf)
-        bound_AG = sum_next_AGW.amax(2) / longest_B[alive_A].unsqueeze(1)
-        stay_A = (bound_AG > finished.value_BGF[alive_A, :, -1]).any(1)  # above the worst that is kept
-        rows_N = (parent_AGW + first_row_AG1).flatten()
-        sentences = None
+                coverage.select(rows_N)
+        self.tokens: Tokens = tokens
+        self.states = states
+
+    def run(self) -> list[list[DecodedIds]]:
+        """The n-best outputs of every input, best first; fewer if fewer ended."""
+        eos = self.scorer.eos
+        for t in range(max(item.limit for item in self.inputs) + 1):
+            logp_NV, self.states = self.scorer.step(self.tokens, self.states)
+            self.pointers.ends.append(logp_NV[:, eos].numpy(force=True).copy())
+            if self.coverage is not None:
+                self.coverage.add()
+            value_AGWV = steer(logp_NV, self.rules, t, self.alive_A).view(*self.sum_AGW.shape, -1)
+            stages = None if self.constraint is None else self.constraint.stages(self.alive_A)
+            picked = _pick_groups(self.sum_AGW, value_AGWV, eos, self.width, self.options.diversity, stages)
+            if bool(picked.ended_AC.any()):
+                self._finish(picked, t)
+            if not self._advance(picked, logp_NV, t):
+                break
+        return [outputs[: self.keep] for outputs in _read(self.finished, self.pointers, self.inputs, eos)]
+
+    def _rows(self, parent_AGX: Tensor) -> Tensor:
+        """Rows within the batch from rows within the group."""
+        sentences, groups, width = self.sum_AGW.shape
+        first_row_AG1 = torch.arange(sentences * groups, device=parent_AGX.device).view(-1, groups, 1) * width
+        return parent_AGX + first_row_AG1
+
+    def _finish(self, picked: Picked, t: int) -> None:
+        """Add the hypotheses that end at step `t`, ranked by length-normalised value and coverage."""
+        ended_AGC = picked.ended_AC
+        row_AGC = self._rows(picked.ended_parent_AC).masked_fill(~ended_AGC, 0)
+        end_AGC = (self.open_end_B[self.alive_A] - t).clamp(0, 1)[:, None, None].expand(row_AGC.shape)  # 1: end token
+        if self.constraint is not None and self.constraint.stop_QV is not None:
+            end_AGC = end_AGC.masked_fill(self.constraint.stopped_N[row_AGC], 0)
+        length_AGC = (end_AGC + t).clamp(min=1)
+        value_AGC = picked.ended_sum_AC / length_AGC**self.options.length_penalty
+        if self.coverage is not None:
+            value_AGC += self.coverage.value(self.alive_A).flatten()[row_AGC]
+        value_AGC = value_AGC.masked_fill(~ended_AGC, -math.inf)
+        self.finished.add(self.alive_A, value_AGC, t, row_AGC)
+        self.ended_BG[self.alive_A] += ended_AGC.sum(2)
+
+    def _advance(self, picked: Picked, logp_NV: Tensor, t: int) -> bool:
+        """Continue the hypotheses that can still enter the n-best -> whether there are any."""
+        alive_A = self.alive_A
+        sum_AGW = picked.sum_AW
+        finished_AGF = self.finished.value_BGF[alive_A]
+        if not self.options.exact:
+            better_AG = sum_AGW.amax(2) / (t + 1) ** self.options.length_penalty > finished_AGF[..., 0]
+            closed_AG = (self.ended_BG[alive_A] >= self.beam) & ~better_AG
+            sum_AGW = sum_AGW.masked_fill(closed_AG.unsqueeze(2), -math.inf)
+        bound_AG = sum_AGW.amax(2) / self.longest_B[alive_A].unsqueeze(1)
+        stay_A = (bound_AG > finished_AGF[..., -1]).any(1)
         if not bool(stay_A.any()):
-            break
+            return False
+        rows_N = self._rows(picked.parent_AW).flatten()
+        tokens_N = picked.token_AW.flatten()
+        sentences = None
         if not bool(stay_A.all()):
-            sum_next_AGW = sum_next_AGW.masked_fill(~stay_A[:, None, None], -math.inf)
-            if should_leave(~stay_A, limit_B[alive_A] <= t):
+            sum_AGW = sum_AGW.masked_fill(~stay_A[:, None, None], -math.inf)
+            if should_leave(~stay_A, self.limit_B[alive_A] <= t):
                 sentences = stay_A.nonzero().squeeze(1)
                 stay_N = stay_A.repeat_interleave(len(rows_N) // len(alive_A))
                 rows_N, tokens_N = rows_N[stay_N], tokens_N[stay_N]
-                alive_A, sum_next_AGW = alive_A[sentences], sum_next_AGW[sentences]
-        pointers.steps.append([x.numpy(force=True) for x in (rows_N, tokens_N, logp_NV[rows_N, tokens_N])])
-        states = select(states, rows_N, sentences)
-        if coverage is not None:
-            coverage.select(rows_N)
-        for rule in rules:
+                self.alive_A = alive_A[sentences]
+                sum_AGW = sum_AGW[sentences]
+        self.pointers.steps.append([x.numpy(force=True) for x in (rows_N, tokens_N, logp_NV[rows_N, tokens_N])])
+        self.states = select(self.states, rows_N, sentences)
+        if self.coverage is not None:
+            self.coverage.select(rows_N)
+        for rule in self.rules:
             rule.advance(rows_N, tokens_N)
-        tokens, sum_AGW = tokens_N, sum_next_AGW
-    return [outputs[:keep] for outputs in _read(finished, pointers, inputs, scorer.eos)]
+        self.tokens = tokens_N
+        self.sum_AGW = sum_AGW
+        return True
 
 
 def _pick_groups(
     sum_AGW: Tensor, value_AGWV: Tensor, eos: int, width: int, diversity: float, stages: Stages | None
-) -> list[Picked]:
-    """Pick for one group after the other; a token costs `diversity` for every earlier group that just took it."""
+) -> Picked:
+    """Pick for each group in turn -> tensors (A, G, ...). A token costs `diversity` per earlier group that took it."""
+    groups = sum_AGW.shape[1]
     picks: list[Picked] = []
-    taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if sum_AGW.shape[1] > 1 else None
-    for g in range(sum_AGW.shape[1]):
+    taken_AV = torch.zeros_like(value_AGWV[:, 0, 0]) if groups > 1 else None
+    for g in range(groups):
         value_AWV = value_AGWV[:, g]
-        here = None if stages is None else (stages[0].view_as(value_AGWV)[:, g], stages[1].view_as(value_AGWV)[:, g])
+        group_stages = None
+        if stages is not None:
+            stage_NV, nearer_NV = stages
+            group_stages = stage_NV.view_as(value_AGWV)[:, g], nearer_NV.view_as(value_AGWV)[:, g]
         if taken_AV is None:
-            return [pick(sum_AGW[:, g], value_AWV, eos, width, here)]
-        picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, here)
-        # The cost decides which tokens are taken; it is not part of their sums.
+            return Picked(*(x.unsqueeze(1) for x in pick(sum_AGW[:, g], value_AWV, eos, width, group_stages)))
+        picked = pick(sum_AGW[:, g], value_AWV - diversity * taken_AV.unsqueeze(1), eos, width, group_stages)
+        # The cost affects the choice of tokens only; it is not part of their sums.
         cost_AW = diversity * taken_AV.gather(1, picked.token_AW)
         picks.append(picked._replace(sum_AW=picked.sum_AW + cost_AW))
         taken_AV.scatter_add_(1, picked.token_AW, (picked.sum_AW > -math.inf).to(taken_AV.dtype))
-    return picks
+    return Picked(*(torch.stack(x, 1) for x in zip(*picks, strict=True)))
 
 
 def _read(
     finished: Finished, pointers: BackPointers, inputs: Sequence[SearchInput], eos: int
 ) -> list[list[DecodedIds]]:
-    """The finished hypotheses of every sentence, best first, each output once."""
+    """The finished hypotheses of every sentence, best first, without duplicates."""
     order_BF = finished.value_BGF.flatten(1).argsort(dim=1, descending=True, stable=True)
     value_BF = finished.value_BGF.flatten(1).gather(1, order_BF).numpy(force=True)
     end_BF2 = finished.end_BGF2.flatten(1, 2).numpy(force=True)
@@ -252,98 +359,47 @@ def _read(
     return [list(outputs.values()) for outputs in results]
 
 
-Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, rows as numbered at the start -> tokens (N,)
-MIN_TEMPERATURE = 1e-30  # a lower one may be zero in single precision; far above it only ties are still drawn from
+# Greedy search and sampling
 
-
-@torch.inference_mode()
-def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
-    """The n-best outputs of every input (samples as drawn); none where its rules allow none."""
-    if not inputs:
-        return []
-    if options.alternatives:
-        return _alternatives(scorer, inputs, options)
-    if options.samples:
-        count = options.mbr or options.nbest
-        rules = make_rules(scorer, inputs, options, one_path=True)
-        return decode_paths(scorer, inputs, rules, make_choice(scorer, inputs, options, count), count)
-    # The width of a beam depends on the phrases that an input requires, never on the rest of the batch.
-    stages = [item.stages for item in inputs]
-    results: list[list[DecodedIds]] = [[] for _ in inputs]
-    for extra in sorted(set(stages)):
-        indices = [i for i, own in enumerate(stages) if own == extra]
-        for i, outputs in zip(indices, _best(scorer, [inputs[i] for i in indices], options, extra), strict=True):
-            results[i] = outputs
-    return results
-
-
-def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra: int) -> list[list[DecodedIds]]:
-    """Greedy or beam search; each group of the beam is `extra` wider than the options ask for."""
-    if options.beam == 1 and not extra:
-        return decode_paths(scorer, inputs, make_rules(scorer, inputs, options, one_path=True))
-    rules = make_rules(scorer, inputs, options, one_path=False)
-    if not options.coverage_penalty:
-        return beam_search(scorer, inputs, rules, options, extra)
-    from regard.decode.alignment import Coverage  # most searches read no attention
-
-    coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
-    with coverage.record():
-        return beam_search(scorer, inputs, rules, options, extra, coverage)
-
-
-def make_rules(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, one_path: bool) -> list[Rule]:
-    """The rules that apply, in the order in which a later one may overrule an earlier."""
-    device = scorer.device
-    rules: list[Rule] = []
-    if options.repetition_penalty > 1:
-        rules.append(Repetition(inputs, options.repetition_penalty, device))
-    if options.no_repeat_ngram:
-        rules.append(NoRepeat(inputs, options.no_repeat_ngram, device))
-    rules.append(Length(inputs, scorer.eos, device))
-    prefix = [Prefix(inputs, device)] if any(item.prefix for item in inputs) else []
-    if any(item.phrases is not None for item in inputs):
-        rules += prefix  # phrases must know which tokens cannot follow the prefix; but the prefix overrules them
-        rules.append(PhraseConstraint(inputs, scorer.eos, scorer.vocab, device, redistribute=one_path))
-    return rules + prefix
+Choose = Callable[[Tensor, int, Tensor], Tensor]  # values (N, V), step, original row numbers -> tokens (N,)
+MIN_TEMPERATURE = 1e-30  # lower ones underflow to zero in single precision
 
 
 class Step(NamedTuple):
-    """The tokens chosen at one step; rows that ended earlier may still be among them."""
+    """The tokens chosen at one step; may still include rows that have ended."""
 
-    rows_N: Tensor  # as numbered at the start
+    rows_N: Tensor  # original row numbers
     tokens_N: Tensor
-    scores_N: Tensor  # the model's log-probabilities of the tokens; minus infinity where nothing was allowed
-    logp_NV: Tensor  # those of all tokens
+    scores_N: Tensor  # log-probabilities of these tokens; minus infinity if no token was allowed
+    logp_NV: Tensor  # log-probabilities of all tokens
 
 
 def greedy(value_NV: Tensor, step: int, rows_N: Tensor) -> Tensor:
-    """The token of the highest value; the lowest id of equals."""
+    """The token of the highest value; of equal values, the lowest id."""
     return best(value_NV, 1)[1].squeeze(1)
 
 
 def steps(
     scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> Iterator[Step]:
-    """The greedy / sampling loop: choose one token per row and step, for `count` rows per input, until all have ended.
+    """The loop of greedy search and sampling: one token per row and step, with `count` rows per input, until all end.
 
-    The rules must end every row by its limit, as `Length` does.
+    The rules must end every row at its limit, as `Length` does.
     """
-    states = scorer.start(inputs)
+    start_tokens, states = scorer.start(inputs)
     alive_B = torch.arange(len(inputs), device=scorer.device)
     limit_B = torch.tensor([item.limit for item in inputs], device=scorer.device)
     rows_N = torch.arange(len(inputs) * count, device=scorer.device)
     if count > 1:
-        states = select(states, rows_N // count)
-        for rule in rules:
-            rule.spread(rows_N // count)
+        start_tokens, states = _spread(start_tokens, states, rules, rows_N // count)
     done_N = torch.zeros_like(rows_N, dtype=torch.bool)
-    tokens: Tensor | list[Tensor] = scorer.first(inputs, count)
+    tokens: Tokens = start_tokens
     for t in range(max(item.limit for item in inputs) + 1):
         logp_NV, states = scorer.step(tokens, states)
         value_NV = steer(logp_NV, rules, t, alive_B)
         tokens_N = choose(value_NV, t, rows_N)
         scores_N = logp_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
-        if value_NV is not logp_NV:  # a row in which the rules allow nothing ends
+        if value_NV is not logp_NV:  # a row ends if the rules allow no token
             dead_N = value_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1) == -math.inf
             tokens_N = torch.where(dead_N, scorer.eos, tokens_N)
             scores_N = torch.where(dead_N, -math.inf, scores_N)
@@ -367,7 +423,7 @@ def steps(
 def decode_paths(
     scorer: Scorer, inputs: Sequence[SearchInput], rules: Sequence[Rule], choose: Choose = greedy, count: int = 1
 ) -> list[list[DecodedIds]]:
-    """The outputs of the sampling loop, `count` per input; those that the rules keep from ending are left out."""
+    """The outputs of greedy search or sampling, `count` per input, without those that could not end under the rules."""
     tokens = np.full((len(inputs) * count, max(item.limit for item in inputs) + 1), -1, dtype=np.int64)
     scores = np.zeros(tokens.shape)
     for t, step in enumerate(steps(scorer, inputs, rules, choose, count)):
@@ -388,15 +444,15 @@ def decode_paths(
 
 
 def make_choice(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, count: int) -> Choose:
-    """How each row chooses its next token: by sampling, or greedily."""
+    """How rows choose their next tokens: by sampling, or greedily."""
     return Sampler(inputs, count, options, scorer.device) if options.samples else greedy
 
 
 class Sampler:
-    """Draws from the tempered and truncated distribution, by one random number per row and step.
+    """Draws from the truncated distribution at the temperature of the options, one random number per row and step.
 
-    The numbers of a row are a function of the seed, the key of its input and its number among the samples, so a source
-    gives the same samples alone, in a batch, and among more samples.
+    The random numbers are a function of the seed, the key of the input and the number of the sample. So an input gives
+    the same samples in any batch, and however many are drawn.
     """
 
     def __init__(self, inputs: Sequence[SearchInput], count: int, options: Options, device: torch.device) -> None:
@@ -411,7 +467,7 @@ class Sampler:
         self.noise_RT = torch.from_numpy(noise).float().clamp_(max=1 - 2**-24).to(device)
 
     def __call__(self, value_NV: Tensor, t: int, rows_N: Tensor) -> Tensor:
-        behind_NV = value_NV - value_NV.amax(-1, keepdim=True)  # first, so that a low temperature gives no infinities
+        behind_NV = value_NV - value_NV.amax(-1, keepdim=True)  # avoids overflow at low temperatures
         prob_NV = (behind_NV / max(self.options.temperature, MIN_TEMPERATURE)).softmax(-1)
         prob_NV, index_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
         cumulative_NV = truncate(prob_NV, self.options).cumsum(-1)
@@ -422,8 +478,8 @@ class Sampler:
 
 
 def truncate(prob_NV: Tensor, options: Options) -> Tensor:
-    """Descending probabilities, zero where top_k, top_p and min_p cut them off; the first always stays."""
-    prob_NV = prob_NV.nan_to_num(0.0)  # a row in which nothing is allowed; any token drawn there ends it
+    """Set descending probabilities to zero as top_k, top_p and min_p say; the first is always kept."""
+    prob_NV = prob_NV.nan_to_num(0.0)  # a row without an allowed token, which ends with any draw
     if options.top_k:
         prob_NV[:, options.top_k :] = 0.0
     if options.top_p < 1:
@@ -434,8 +490,62 @@ def truncate(prob_NV: Tensor, options: Options) -> Tensor:
     return prob_NV
 
 
+# Strategies
+
+
+@torch.inference_mode()
+def search(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
+    """The n-best outputs of every input (samples in the order drawn); none if its rules allow none."""
+    if not inputs:
+        return []
+    if options.alternatives:
+        return _alternatives(scorer, inputs, options)
+    if options.samples:
+        count = options.mbr or options.nbest
+        rules = make_rules(scorer, inputs, options, one_path=True)
+        return decode_paths(scorer, inputs, rules, make_choice(scorer, inputs, options, count), count)
+    # The width of a beam depends only on the phrases that its input requires, not on the rest of the batch.
+    stages = [item.stages for item in inputs]
+    results: list[list[DecodedIds]] = [[] for _ in inputs]
+    for extra in sorted(set(stages)):
+        indices = [i for i, own in enumerate(stages) if own == extra]
+        for i, outputs in zip(indices, _best(scorer, [inputs[i] for i in indices], options, extra), strict=True):
+            results[i] = outputs
+    return results
+
+
+def _best(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, extra: int) -> list[list[DecodedIds]]:
+    """Greedy or beam search; each group of the beam is `extra` wider than the options say."""
+    if options.beam == 1 and not extra:
+        return decode_paths(scorer, inputs, make_rules(scorer, inputs, options, one_path=True))
+    rules = make_rules(scorer, inputs, options, one_path=False)
+    if not options.coverage_penalty:
+        return BeamSearch(scorer, inputs, rules, options, extra).run()
+    from regard.decode.alignment import Coverage  # rarely needed
+
+    coverage = Coverage(scorer.models[0], [item.sources[0] for item in inputs], options)
+    with coverage.record():
+        return BeamSearch(scorer, inputs, rules, options, extra, coverage).run()
+
+
+def make_rules(scorer: Scorer, inputs: Sequence[SearchInput], options: Options, one_path: bool) -> list[Rule]:
+    """The active rules, in order: a later rule may override an earlier one."""
+    device = scorer.device
+    rules: list[Rule] = []
+    if options.repetition_penalty > 1:
+        rules.append(Repetition(inputs, options.repetition_penalty, device))
+    if options.no_repeat_ngram:
+        rules.append(NoRepeat(inputs, options.no_repeat_ngram, device))
+    rules.append(Length(inputs, scorer.eos, device))
+    prefix = [Prefix(inputs, device)] if any(item.prefix for item in inputs) else []
+    if any(item.phrases is not None for item in inputs):
+        rules += prefix  # also before the phrases, which depend on the tokens that cannot follow the prefix
+        rules.append(PhraseConstraint(inputs, scorer.eos, scorer.vocab, device, redistribute=one_path))
+    return rules + prefix
+
+
 def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[DecodedIds]]:
-    """The best tokens at one position, each completed by the strategy of the other options."""
+    """The best tokens at one position, each completed with the strategy of the other options."""
     plain = options.model_copy(update={"alternatives": 0, "alternatives_at": None})
     bases = [item.prefix for item in inputs]
     at = options.alternatives_at
@@ -443,9 +553,9 @@ def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Option
     for i, outputs in zip(further, search(scorer, [inputs[i] for i in further], plain), strict=True):
         bases[i] = outputs[0].ids[:at] if outputs else bases[i]
         phrases = inputs[i].phrases
-        if phrases is not None and (found := phrases.find_stop(bases[i])):
-            bases[i] = bases[i][: found[1]]
-        if bases[i] and bases[i][-1] == scorer.eos:  # the output is shorter: the position is that of its end
+        if phrases is not None and (stop := phrases.find_stop(bases[i])):
+            bases[i] = bases[i][: stop[1]]
+        if bases[i] and bases[i][-1] == scorer.eos:  # a shorter output: the position is its end
             bases[i] = bases[i][:-1]
     based = [
         item if base == item.prefix else replace(item, prefix=base, not_after_prefix=())
@@ -462,7 +572,7 @@ def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Option
                 variants.append(replace(based[i], prefix=(*bases[i], token), not_after_prefix=()))
             owners.append(i)
     results: list[list[DecodedIds]] = [[] for _ in inputs]
-    for start in range(0, len(variants), len(inputs)):  # no larger batches than were asked for
+    for start in range(0, len(variants), len(inputs)):  # batches no larger than the given one
         part = slice(start, start + len(inputs))
         completed = search(scorer, variants[part], plain)
         for i, variant, outputs in zip(owners[part], variants[part], completed, strict=True):
@@ -473,7 +583,7 @@ def _alternatives(scorer: Scorer, inputs: Sequence[SearchInput], options: Option
 
 
 def _next_tokens(scorer: Scorer, inputs: Sequence[SearchInput], options: Options) -> list[list[int]]:
-    """The best tokens right after the prefix of each input, under its rules."""
+    """The best tokens directly after the prefix of each input, under its rules."""
     results: list[list[int]] = [[] for _ in inputs]
     lengths = torch.tensor([len(item.prefix) for item in inputs], device=scorer.device)
 

@@ -1,4 +1,4 @@
-"""The preparer: tokenises requests once into inputs of the search, with their limits and constraints."""
+"""The preparer: turns requests into search inputs, that is token ids with limits and constraints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from regard.decode.constraints import (
     NEVER,
     Letters,
     Phrases,
+    PhraseTexts,
     SearchInput,
     Speller,
     combining_tokens,
@@ -30,37 +31,38 @@ from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
 
-LENGTH_RATIO, LENGTH_EXTRA = 3, 50  # of the default limit: 3 times the source and 50 more
-CONTINUATION_LENGTH = 100  # tokens that a language model adds at most by default
-MAX_CHARACTERS = 1_000_000  # of a source; a longer one has too many tokens in any case
-CACHED_PHRASES = 256  # automata kept for lines with the same phrases
-UNBOUNDED = 10**9  # positions of a model without a table of them
-
-Requirements = tuple[tuple[str, ...], ...]
+LENGTH_RATIO = 3  # the default limit is LENGTH_RATIO * source + LENGTH_EXTRA
+LENGTH_EXTRA = 50
+CONTINUATION_LENGTH = 100  # default limit of a language model
+MAX_CHARACTERS = 1_000_000  # of a source; a longer one always has too many tokens
+MAX_CACHED_PHRASES = 256  # automata, which inputs with the same phrases share
+UNBOUNDED = 10**9  # positions of a model without a position table
 
 
 class Preparer:
-    """Tokenises requests for some runs, and checks that their constraints can be met.
+    """Tokenises requests for an ensemble of runs and checks that their constraints can be satisfied.
 
-    Constraints that no line can meet raise a UserError at once; those of a single line flag its input.
+    Options that no input can satisfy raise a UserError at once; a single request that cannot be satisfied is flagged.
     """
 
     def __init__(self, runs: Sequence[Run], options: Options, max_tokens: int = UNBOUNDED) -> None:
-        """`max_tokens` is the most that the engine can read or write, the end not counted, beside the runs' limits."""
-        self.runs, self.options = runs, options
+        """`max_tokens` is a limit of the engine on source and target, in addition to the limits of the runs."""
+        self.runs = runs
+        self.options = options
         self.config = check_ensemble(runs)
-        self.codec, self.continues = runs[0].codec, not runs[0].task.seq2seq
+        self.codec = runs[0].codec
+        self.continues = not runs[0].task.seq2seq
         self.max_source, self.max_target = (min(limit, max_tokens) for limit in position_limits(runs))
         for name in runs[0].task.excluded_options:
             if getattr(options, name):
                 raise UserError(f"{name}: a language model has no source to align with; leave it out")
         self.blocked = sorted({index for run in runs for index in run.never_produced(options.unknown)})
         self.combining = combining_tokens(self.codec.target)
-        self._phrases: dict[tuple[Requirements, tuple[str, ...], tuple[str, ...]], Phrases] = {}
+        self._phrases: dict[PhraseTexts, Phrases] = {}
         self._check_options()
 
     def __call__(self, inputs: Sequence[Input]) -> list[SearchInput]:
-        """An input of the search for every request."""
+        """One search input per request."""
         requests = [
             Request(x) if isinstance(x, str) else Request(x.source, x.features) if isinstance(x, Example) else x
             for x in inputs
@@ -76,13 +78,13 @@ class Preparer:
         return prepared
 
     def batches(self, inputs: Mapping[int, SearchInput]) -> Iterator[list[int]]:
-        """The keys of inputs that are decoded together: not flagged, of similar length, within `batch_tokens`."""
+        """Batches of keys of unflagged inputs of similar length, longest first, within `batch_tokens`."""
         keys = [key for key, item in inputs.items() if not item.flags]
         for batch in by_length([self._size(inputs[key]) for key in keys], self.options.batch_tokens):
             yield [keys[j] for j in batch]
 
     def _size(self, item: SearchInput) -> int:
-        """What an input counts in a batch: its tokens, or its share of the table of next tokens if that is more."""
+        """The size of an input in a batch: its tokens, or its share of the logits if that is more."""
         share = self.config.target_vocab // (4096 if item.phrases is None else 1024)
         tokens = max(map(len, item.sources)) + (item.limit if self.continues else 0)
         return (self.options.rows + item.stages) * max(share, tokens)
@@ -100,28 +102,34 @@ class Preparer:
         try:
             length = max(map(len, sources)) if self.continues else len(sources[0]) - 1
             minimum, limit = self._lengths(length, request)
-            prefix, phrases = self._constraints(request, limit)
-        except UserError as error:  # of this line: options that no line can meet were refused before
+            prefix, texts, phrases = self._constraints(request, limit)
+        except UserError as error:  # of this request only: `_check_options` has checked the options
             return SearchInput(sources, flags={"unsatisfied": str(error)})
-        key = zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes())
-        combining = self.combining if prefix else ()
         return SearchInput(
-            sources, limit, minimum, tuple(prefix), combining, phrases, self._stops(request), key, request.seed,
+            sources,
+            limit,
+            minimum,
+            tuple(prefix),
+            not_after_prefix=self.combining if prefix else (),
+            texts=texts,
+            phrases=phrases,
+            key=zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes()),
+            seed=request.seed,
             open_end=self.continues,
-        )  # fmt: skip
+        )
 
     def _check_options(self) -> None:
-        """Refuse options that no line can meet, however long it is."""
+        """Refuse options that no input can satisfy, whatever its length."""
         most = self.max_target - self.continues
         if self.options.min_length > most:
             raise UserError(
-                f"min_length: an output of at least {plural(self.options.min_length, 'token')} is asked for where the"
-                f" model has learned positions for {most}"
+                f"min_length: {plural(self.options.min_length, 'token')} do not fit: the model has learned positions"
+                f" for {most}"
             )
         self._constraints(Request(""), min(most, self.options.max_length or most))
 
     def _lengths(self, source: int, request: Request) -> tuple[int, int]:
-        """Fewest and most output tokens for a source of so many."""
+        """The minimum and maximum number of output tokens for a source of this length."""
         options = self.options
         fewest = options.min_length if request.min_length is None else request.min_length
         most = options.max_length if request.max_length is None else request.max_length
@@ -131,7 +139,7 @@ class Preparer:
             limits.append(most)
         if options.max_ratio is not None:
             limits.append(max(1, math.ceil(options.max_ratio * source)))
-        if len(limits) == 1:  # the default limit gives way to the minimum
+        if len(limits) == 1:  # the default limit, raised to the minimum if necessary
             usual = self.runs[0].generation.max_length
             default = CONTINUATION_LENGTH if self.continues else LENGTH_RATIO * source + LENGTH_EXTRA
             if usual is not None:
@@ -139,104 +147,134 @@ class Preparer:
             limits.append(max(default, minimum))
         if minimum > min(limits):
             raise UserError(
-                f"min_length, min_ratio: an output of at least {plural(minimum, 'token')} is asked for where the"
-                f" limit is {min(limits)} (max_length, max_ratio, or the model's learned positions)"
+                f"min_length, min_ratio: the minimum of {plural(minimum, 'token')} is above the limit of {min(limits)}"
+                " (max_length, max_ratio, or the model's learned positions)"
             )
         return minimum, min(limits)
 
-    def _constraints(self, request: Request, limit: int) -> tuple[list[int], Phrases | None]:
-        """The prefix and the phrases of an output of at most `limit` tokens."""
+    def _constraints(self, request: Request, limit: int) -> tuple[list[int], PhraseTexts, Phrases | None]:
+        """The prefix and the phrases of an output of at most `limit` tokens; checks that it exists."""
         text = request.prefix or self.options.prefix
-        prefix = self.codec.target.encode([text])[0] if text else []
-        if unknown := self.codec.target.unknown_tokens(text) if text else []:
+        prefix = self._prefix(text, limit)
+        texts = self._texts(request)
+        phrases = self.phrases(texts)
+        if phrases is not None:
+            self._check_satisfiable(text, prefix, texts, phrases, limit)
+        return prefix, texts, phrases
+
+    def _prefix(self, text: str, limit: int) -> list[int]:
+        """The tokens of a prefix."""
+        if not text:
+            return []
+        prefix = self.codec.target.encode([text])[0]
+        if unknown := self.codec.target.unknown_tokens(text):
             raise UserError(f"prefix {text!r}: {unknown[0]!r} is not in the target vocabulary")
+        length = plural(len(prefix), "token")
         if len(prefix) > limit:
-            raise UserError(
-                f"prefix {text!r}: its {plural(len(prefix), 'token')} are more than the output may have, {limit}"
-                " (max_length)"
-            )
+            raise UserError(f"prefix {text!r}: its {length} exceed the output limit of {limit} (max_length)")
         at = self.options.alternatives_at
         if at is not None and at < len(prefix):
-            raise UserError(
-                f"alternatives_at {at} lies within the prefix {text!r}, which has {plural(len(prefix), 'token')}"
-            )
-        if repeated := self._repeated(prefix):
-            raise UserError(f"prefix {text!r}: {repeated!r} comes twice in it, which no_repeat_ngram rules out")
-        any_of = (self.options.require_any,) if self.options.require_any else ()
-        require = tuple(dict.fromkeys((*((phrase,) for phrase in self.options.require), *any_of, *request.require)))
-        forbid = tuple(dict.fromkeys((*self.options.forbid, *request.forbid)))
-        stop = self._stops(request)
-        if not require and not forbid and not stop:
-            return prefix, None
-        if (require, forbid, stop) not in self._phrases:
-            if len(self._phrases) >= CACHED_PHRASES:
+            raise UserError(f"alternatives_at {at} lies within the prefix {text!r}, which has {length}")
+        size = self.options.no_repeat_ngram
+        grams = [tuple(prefix[i : i + size]) for i in range(len(prefix) - size + 1)] if size else []
+        for i, gram in enumerate(grams):
+            if gram in grams[:i]:
+                repeated = self.codec.decode_target(gram)
+                raise UserError(f"prefix {text!r}: {repeated!r} occurs twice in it, which no_repeat_ngram rules out")
+        return prefix
+
+    def _texts(self, request: Request) -> PhraseTexts:
+        """The phrases of the options and of a request."""
+        options = self.options
+        any_of = (options.require_any,) if options.require_any else ()
+        require = (*((phrase,) for phrase in options.require), *any_of, *request.require)
+        return PhraseTexts(
+            tuple(dict.fromkeys(require)),
+            tuple(dict.fromkeys((*options.forbid, *request.forbid))),
+            tuple(dict.fromkeys((*options.stop, *request.stop))),
+        )
+
+    def phrases(self, texts: PhraseTexts) -> Phrases | None:
+        """The automaton of these phrases, None if there are none."""
+        if not any(texts):
+            return None
+        if texts not in self._phrases:
+            if len(self._phrases) >= MAX_CACHED_PHRASES:
                 self._phrases.clear()
-            self._phrases[require, forbid, stop] = self._make_phrases(require, forbid, stop)
-        phrases = self._phrases[require, forbid, stop]
+            self._phrases[texts] = self._make_phrases(texts)
+        return self._phrases[texts]
+
+    def _check_satisfiable(
+        self, text: str, prefix: list[int], texts: PhraseTexts, phrases: Phrases, limit: int
+    ) -> None:
+        """Refuse phrases that no output with this prefix and limit can satisfy."""
         if phrases.find_stop(prefix):
-            raise UserError(f"prefix {text!r} contains a stop string ({', '.join(map(repr, stop))})")
+            raise UserError(f"prefix {text!r} contains a stop string ({', '.join(map(repr, texts.stop))})")
         needed = phrases.tokens_needed(prefix, self.combining if prefix else ())
-        if self.combining and any(normalize("NFC", phrase) in normalize("NFC", text) for phrase in forbid):
+        if self.combining and any(normalize("NFC", phrase) in normalize("NFC", text) for phrase in texts.forbid):
             needed = None  # the automaton recognises the last character of the prefix only at the next token
         if needed is None:
             raise UserError(f"prefix {text!r} contains a phrase that forbid rules out")
-        required = f"require {', '.join(' or '.join(map(repr, each)) for each in require)}"
+        required = f"require {', '.join(' or '.join(map(repr, each)) for each in texts.require)}"
         if needed >= NEVER:
             raise UserError(
-                f"{required}: no output contains this: some of it is not in the target vocabulary, or forbid or stop"
+                f"{required}: no output contains this: part of it is not in the target vocabulary, or forbid or stop"
                 " rules it out"
             )
         if len(prefix) + needed > limit:
             raise UserError(
-                f"{required}: this needs at least {plural(len(prefix) + needed, 'token')} where an output has at most"
+                f"{required}: needs at least {plural(len(prefix) + needed, 'token')}, more than the output limit of"
                 f" {limit} (max_length)"
             )
-        return prefix, phrases
 
     @cached_property
     def _speller(self) -> Speller:
         return Speller(self.codec.target, self.config.target_vocab, self.blocked, self.config.ids.eos)
 
-    def _stops(self, request: Request) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.options.stop, *request.stop)))
+    def _make_phrases(self, texts: PhraseTexts) -> Phrases:
+        """Check and spell phrases, and build their automaton."""
+        if len(texts.require) > MAX_REQUIRED:
+            raise UserError(f"require: at most {MAX_REQUIRED} phrases at once, not {len(texts.require)}")
+        spell = self._speller.spell
+        alternatives = [phrase for each in texts.require for phrase in each]
+        for option, phrases in (("require", alternatives), ("forbid", texts.forbid), ("stop", texts.stop)):
+            if empty := [phrase for phrase in phrases if not spell(phrase)]:
+                raise UserError(f"{option} {empty[0]!r}: this phrase is empty")
+        if self._speller.spaced:
+            texts = self._known_words(texts)
+        self._check_stops(texts)
+        require = [[spell(phrase) for phrase in each] for each in texts.require]
+        forbid = [spell(phrase) for phrase in texts.forbid]
+        stop = [spell(string) for string in texts.stop]
+        return make_phrases(require, forbid, self._speller.spelling, stop)
 
-    def _repeated(self, prefix: Sequence[int]) -> str:
-        """The first tokens of a prefix that `no_repeat_ngram` does not allow, as text."""
-        size = self.options.no_repeat_ngram
-        grams = [tuple(prefix[i : i + size]) for i in range(len(prefix) - size + 1)] if size else []
-        return next((self.codec.decode_target(gram) for i, gram in enumerate(grams) if gram in grams[:i]), "")
+    def _known_words(self, texts: PhraseTexts) -> PhraseTexts:
+        """The phrases whose words are all in the vocabulary: no output contains the others."""
 
-    def _make_phrases(self, require: Requirements, forbid: tuple[str, ...], stop: tuple[str, ...]) -> Phrases:
-        """The automaton of these phrases."""
-        if len(require) > MAX_REQUIRED:
-            raise UserError(f"require: at most {MAX_REQUIRED} phrases at once, not {len(require)}")
-        target, speller = self.codec.target, self._speller
-        for option, phrases in (("require", [x for each in require for x in each]), ("forbid", forbid), ("stop", stop)):
-            if empty := [phrase for phrase in phrases if not speller.spell(phrase)]:
-                raise UserError(f"{option} {empty[0]!r}: there is nothing in this phrase")
-        if speller.spaced:
-            for each in require:
-                unknown = [target.unknown_tokens(phrase) for phrase in each]
-                if all(unknown):
-                    raise UserError(f"require {each[0]!r}: {unknown[0][0]!r} is not in the target vocabulary")
-            require = tuple(tuple(x for x in each if not target.unknown_tokens(x)) for each in require)
-            forbid, stop = (tuple(x for x in each if not target.unknown_tokens(x)) for each in (forbid, stop))
-        letters = [[speller.spell(phrase) for phrase in each] for each in require]
-        ends = {string: speller.spell(string) for string in stop}
-        for string, end in ends.items():
-            if len(end) > MAX_STOP:
-                raise UserError(f"stop {string[:20]!r}...: at most {MAX_STOP} letters, not {len(end)}")
-            for phrase, word in (
-                (x, y) for p, w in zip(require, letters, strict=True) for x, y in zip(p, w, strict=True)
-            ):
-                if _overlap(word, end):
+        def known(phrases: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(phrase for phrase in phrases if not self.codec.target.unknown_tokens(phrase))
+
+        for each in texts.require:
+            if not known(each):
+                word = self.codec.target.unknown_tokens(each[0])[0]
+                raise UserError(f"require {each[0]!r}: {word!r} is not in the target vocabulary")
+        return PhraseTexts(tuple(known(each) for each in texts.require), known(texts.forbid), known(texts.stop))
+
+    def _check_stops(self, texts: PhraseTexts) -> None:
+        """Refuse stop strings that are too long, or overlap with a required phrase."""
+        spell = self._speller.spell
+        for string in texts.stop:
+            stop = spell(string)
+            if len(stop) > MAX_STOP:
+                raise UserError(f"stop {string[:20]!r}...: at most {MAX_STOP} letters, not {len(stop)}")
+            for phrase in (phrase for each in texts.require for phrase in each):
+                if _overlap(spell(phrase), stop):
                     raise UserError(f"require {phrase!r} and stop {string!r}: a part of one begins the other")
-        return make_phrases(letters, [*map(speller.spell, forbid)], speller.spelling, list(ends.values()))
 
 
 def _overlap(required: Letters, stop: Letters) -> bool:
-    """Whether a phrase may end within a stop string, or hold it: then it would be cut away with it, or end it early."""
-    if required[-1:] == (BOUNDARY,):  # which begins the next character too
+    """Whether a stop string could cut off the end of a required phrase, or occur in it."""
+    if required[-1:] == (BOUNDARY,):  # it also begins the next character
         required = required[:-1]
     tails = (required[start : start + len(stop)] for start in range(len(required)))
     inside = any(stop[start : start + len(required)] == required for start in range(len(stop)))
@@ -244,7 +282,7 @@ def _overlap(required: Letters, stop: Letters) -> bool:
 
 
 def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
-    """The ids that a run reads before it answers: sources, or the prompts of a language model, without an end."""
+    """The ids that a run reads: sources, or the prompts of a language model, which have no end token."""
     if run.task.seq2seq:
         return run.codec.encode_source(examples)
     before, _ = run.config.ids.around(run.config.frame)
@@ -253,13 +291,13 @@ def encode(run: Run, examples: Sequence[Example]) -> list[list[int]]:
 
 
 def check_ensemble(runs: Sequence[Run]) -> Config:
-    """Refuse runs that cannot decode together -> the config of the first, which they share as far as outputs go."""
+    """Refuse runs that cannot decode together -> the config of the first; all have the same target vocabulary."""
     if not runs:
         raise UserError("no run to generate with")
     first = runs[0]
     for run in runs:
         if "decoder" not in run.task.stacks:
-            raise UserError("only a run with a decoder can generate or score a text; this one has an encoder alone")
+            raise UserError("only a run with a decoder can generate or score a text; this one has only an encoder")
         if run.task.seq2seq != first.task.seq2seq:
             raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
         ours, theirs = ((x.config.target_vocab, x.config.ids, x.codec.target.to_json()) for x in (run, first))
@@ -272,9 +310,9 @@ def check_ensemble(runs: Sequence[Run]) -> Config:
 
 
 def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
-    """Most source and target tokens, the end not counted, for which every run has positions.
+    """The most source and target tokens for which every run has positions, end tokens not counted.
 
-    A language model has so many for both together, and reads at least one token less than that.
+    In a language model, source and target share the positions, and at least one is left for the target.
     """
     stacks = [run.config.stacks for run in runs]
     decoder = min(stack["decoder"].max_positions or UNBOUNDED for stack in stacks)
@@ -284,12 +322,12 @@ def position_limits(runs: Sequence[Run]) -> tuple[int, int]:
 
 
 def out_of_memory(what: str, tokens: int) -> dict[str, str]:
-    """A flag for what does not fit into memory even alone."""
+    """A flag for an input that does not fit into memory, even in a batch of its own."""
     return {"out_of_memory": f"there is not enough memory for the {what} of {plural(tokens, 'token')}, even alone"}
 
 
 def too_long(side: str, length: int, positions: int, most: int) -> dict[str, str]:
-    """A flag if a side of so many tokens is longer than the positions of a model, or than `most` (max_source)."""
+    """A flag if the length exceeds the positions of a model, or `most` (max_source)."""
     if length > min(positions, most):
         learned = f"the {positions} that fit the model's learned positions"
         bound = learned if positions < most else f"{most} (max_source)"

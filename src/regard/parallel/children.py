@@ -184,8 +184,13 @@ class Child:
 
     def ask(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> Message:
         """Send a request to a child that runs `answer_requests`, and wait for the answer; its errors are raised."""
-        try:
+        with suppress(OSError):  # the child has ended, which `answer` reports
             self.channel.send(header, parts)
+        return self.answer()
+
+    def answer(self) -> Message:
+        """Wait for the answer to a request that was sent; its errors are raised."""
+        try:
             answer = self.channel.receive()
         except OSError:
             answer = None
