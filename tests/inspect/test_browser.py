@@ -14,6 +14,7 @@ from kit import chromium
 from kit.models import FAMILIES, family, letters, picture
 from kit.page import PAYLOADS, complaints
 from regard.inspect.circuits import rollout
+from regard.inspect.inputs import Note
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
 from regard.text.codec import Example
@@ -260,7 +261,7 @@ def nasty(found: Trace, payloads: list[str]) -> Trace:
         found,
         title=take(),
         facts={take(): take(), take(): take()},
-        notes=(take(), take()),
+        notes=(Note("method", take()), Note("limit", take())),
         texts={"source": take(), "output": take()},
         tokens={name: tuple(take() for _ in tokens) for name, tokens in found.tokens.items()},
         steps=steps,

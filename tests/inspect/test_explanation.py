@@ -64,7 +64,7 @@ def test_what_is_not_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not traced(run_of("vectors")).importance  # it predicts nothing
     monkeypatch.setattr(tracing, "MAX_SILENCED", 1000)
     found = traced(run_of("transformer-tiny"))
-    assert not found.importance and any("24 heads was not measured" in note for note in found.notes)
+    assert not found.importance and any("24 heads was not measured" in note.text for note in found.notes)
 
 
 @pytest.mark.parametrize("kind", ["masked", "image", "classes"])

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import unicodedata
 from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-import regard.inspect
+from kit.node import JS_TESTS, WEB, needs_node, run_node
 from regard.text.tokenizer import SPECIALS, Tokenizer, byte_letters, pre_tokenizer
 
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="no Node.js on this machine")
+pytestmark = needs_node
 
-MODULE = Path(regard.inspect.__file__).parent / "web" / "tokenizer.js"
+MODULE = WEB / "page" / "tokenizer.js"
 SCHEMES = ("char", "nfd", "space", "word", "byte", "bpe:300", "bpe:900", "unigram:300", "unigram:700")
 TEXTS = (
     "The quick brown fox isn't the one who'll jump; they've said it's 12 o'clock, we're late and I'd rather I'm not.",
@@ -51,8 +47,10 @@ ASTRAL = ((0x10000, 0x1FFFF), (0x10000, 0x10FFFF))
 
 PROGRAM = """
 import { readFileSync } from "node:fs";
-const [module, input] = process.argv.slice(-2);
-const { makeTokenizer } = await import(module);
+const [folder, input] = process.argv.slice(-2);
+const { setConstants } = await import(`${folder}/shared/constants.js`);
+const { makeTokenizer } = await import(`${folder}/page/tokenizer.js`);
+setConstants(JSON.parse(process.env.PAGE_CONSTANTS));
 const answers = JSON.parse(readFileSync(input)).map(({ state, kind, ids, texts, sequences }) => {
   const { encode, decode, piece, unknownTokens, size, special } = makeTokenizer(state, kind, ids);
   return {
@@ -92,10 +90,7 @@ def random_text(random: Random) -> str:
 def answer(path: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the module makes of the cases, in one process."""
     path.write_text(json.dumps(cases))
-    command = [str(NODE), "--input-type=module", "--eval", PROGRAM, "--", MODULE.as_uri(), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    answers: list[dict[str, Any]] = json.loads(run_node(path, program=PROGRAM))
     return answers
 
 
@@ -225,8 +220,4 @@ def base36(number: int) -> str:
 
 
 def test_in_node() -> None:
-    tests = Path(__file__).parent / "js" / "tokenizer.test.js"
-    done = subprocess.run(
-        [str(NODE), "--test", str(tests)], capture_output=True, text=True, encoding="utf-8", timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_node("--test", JS_TESTS / "tokenizer.test.js")

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
+import unicodedata
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-import regard.inspect
 from kit.models import family, letters, picture
+from kit.node import JS_TESTS, needs_node, run_node
 from regard.data.images import LabelledImages
 from regard.inspect.heads import measure_heads
 from regard.inspect.trace import Trace, trace, trace_image
 from regard.run import Run
 from regard.text.codec import Example
+from regard.text.direction import direction
 
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="no Node.js on this machine")
+pytestmark = needs_node
 
-HERE, WEB = Path(__file__).parent, Path(regard.inspect.__file__).parent / "web"
-TESTS = sorted(file for file in (HERE / "js").glob("*.test.js") if file.name != "tokenizer.test.js")
+TESTS = sorted(file for file in JS_TESTS.glob("*.test.js") if file.name != "tokenizer.test.js")
 DESCRIBE = """
 import { readFileSync } from "node:fs";
 import { inflateSync } from "node:zlib";
 const [folder, file] = process.argv.slice(-2);
-const { attachNumbers } = await import(`${folder}/core.js`);
-const { describeHeads } = await import(`${folder}/words.js`);
+const { setConstants } = await import(`${folder}/shared/constants.js`);
+const { attachNumbers } = await import(`${folder}/page/core.js`);
+const { describeHeads } = await import(`${folder}/page/words.js`);
 const trace = JSON.parse(readFileSync(file));
+setConstants(trace.constants);
 const bytes = inflateSync(Buffer.from(trace.numbers, "base64"));
 attachNumbers(trace, bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length));
 console.log(JSON.stringify(Object.fromEntries(describeHeads(trace))));
@@ -39,18 +40,40 @@ console.log(JSON.stringify(Object.fromEntries(describeHeads(trace))));
 
 @pytest.mark.parametrize("file", TESTS, ids=lambda file: file.name)
 def test_in_node(file: Path) -> None:
-    done = subprocess.run([str(NODE), "--test", file], capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_node("--test", file)
+
+
+DIRECTIONS = """
+import { readFileSync } from "node:fs";
+const [folder, file] = process.argv.slice(-2);
+const { direction } = await import(`${folder}/shared/direction.js`);
+console.log(JSON.stringify(JSON.parse(readFileSync(file)).map(direction)));
+"""
+
+
+def test_direction_follows_the_rule_of_python(tmp_path: Path) -> None:
+    """Every character that Unicode 14 assigns, and random strings of characters of many scripts."""
+    if unicodedata.unidata_version == "14.0.0":
+        characters = [chr(i) for i in range(0x110000) if unicodedata.category(chr(i)) not in ("Cn", "Cs")]
+    else:  # bidi classes of a few characters differ
+        parts = (range(0x20, 0x52F), range(0x5D0, 0x5EA), range(0x620, 0x64A))
+        characters = [chr(i) for part in parts for i in part]
+    random = Random(28)
+    texts = characters + ["".join(random.choices(characters, k=random.randint(0, 12))) for _ in range(20_000)]
+    texts += ["".join(random.choices("12 .,!?-#\u0301\u064b\u05d0\u0627aé漢", k=6)) for _ in range(2_000)]
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps(texts), encoding="utf-8")
+    found = json.loads(run_node(path, program=DIRECTIONS))
+    wrong = [text for text, ours in zip(texts, found, strict=True) if ours != direction(text)]
+    assert not wrong, wrong[:8]
+    assert {"ltr", "rtl"} == set(found)
 
 
 def described(found: Trace, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What the page says of every head."""
     path = folder / "trace.json"
     path.write_text(json.dumps(found.page_data()), encoding="utf-8")
-    command = [str(NODE), "--input-type=module", "-", str(WEB), str(path)]
-    done = subprocess.run(command, input=DESCRIBE, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    out: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    out: dict[str, list[dict[str, Any]]] = json.loads(run_node(path, program=DESCRIBE))
     return out
 
 

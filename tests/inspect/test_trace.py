@@ -135,8 +135,8 @@ def test_a_recurrent_step_adds_up(make_letters: Callable[..., Run]) -> None:
 def test_long_texts_are_truncated_with_a_note(transformer_run: Run) -> None:
     found = traced(transformer_run, "ab" * 30, "c" * 40, most=20)
     assert len(found.tokens["source"]) == len(found.tokens["output"]) == 20
-    assert "61 tokens" in found.notes[0] and "first 20" in found.notes[0]
-    assert "41 tokens" in found.notes[1]
+    assert "61 tokens" in found.notes[0].text and "first 20" in found.notes[0].text
+    assert "41 tokens" in found.notes[1].text
     assert not traced(transformer_run).notes
 
 
@@ -161,7 +161,7 @@ def test_an_output_that_was_cut_shows_no_end(transformer_run: Run) -> None:
     handle.remove()
     assert "<eos>" not in found.tokens["output"] and len(found.tokens["output"]) == len(found.steps) > 5
     (note,) = found.notes
-    assert note.startswith("The output ended at the limit of")
+    assert note.kind == "limit" and note.text.startswith("The output ended at the limit of")
 
 
 def hebrew_run() -> Run:

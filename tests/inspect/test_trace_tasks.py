@@ -93,7 +93,7 @@ def test_a_masked_model_predicts_each_token_while_it_is_masked() -> None:
     assert found.steps[0].probability == pytest.approx(float(plain_SV[0, ids[0]]), abs=1e-5), (
         "special tokens are not masked"
     )
-    assert "masked in turn" in found.notes[0]
+    assert "masked in turn" in found.notes[0].text
 
 
 @pytest.mark.parametrize("kind", ["classes", "image"])
@@ -162,4 +162,4 @@ def test_what_does_not_fit_the_model() -> None:
 def test_long_texts_are_truncated_with_a_note(kind: str) -> None:
     found = trace(family(kind), Example("ab" * 30), most=20)
     assert {len(row) for row in found.tokens.values()} == {20}
-    assert "first 20" in found.notes[0]
+    assert "first 20" in found.notes[0].text

@@ -97,7 +97,7 @@ def command(
             message(" → ".join(traced.texts.values()))
     selected = None if layer is None else layer - 1, None if head is None else head - 1
     for note in traced.notes:
-        message(note)
+        message(note.text)
     for path in filter(None, (png, svg)):
         if layer is None and (attention is not None or not traced.alignment):
             save(draw_all_heads(traced, attention or traced.main_kind), path)

@@ -27,9 +27,10 @@ from regard.nn.hooks import record
 from regard.run import Run
 from regard.signatures import checked_call
 
-MAIN_SHARE = 0.5  # of a head's weight: enough to say what it does
-PART_SHARE, MOST_PARTS = 0.1, 3  # of all weight of a head: enough to be named as a part of it, and how many are
-EVEN_SHARE = 0.9  # of the largest possible entropy: enough to say that it attends to everything evenly
+MAIN_SHARE = 0.5  # share of a head's weight that characterises the head
+PART_SHARE = 0.1  # share of a head's weight that is worth naming
+MAX_PARTS = 3  # named parts of a head's weight
+EVEN_SHARE = 0.9  # share of the largest possible entropy that counts as even attention
 TOKEN_SIDES = {"encoder": ("source", "source"), "decoder": ("target", "target"), "cross": ("target", "source")}
 
 
@@ -163,7 +164,7 @@ class AttentionSums:
     def parts(self, head: int) -> tuple[tuple[str, float], ...]:
         """The patterns that have most of all weight of a head, with their shares, the largest first."""
         shares = {what: float(weight_H[head]) / max(1, self.queries) for what, (weight_H, _) in self.targets.items()}
-        largest = sorted(shares.items(), key=lambda item: -item[1])[:MOST_PARTS]
+        largest = sorted(shares.items(), key=lambda item: -item[1])[:MAX_PARTS]
         return tuple((what, share) for what, share in largest if share >= PART_SHARE)
 
 

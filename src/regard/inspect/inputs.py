@@ -9,7 +9,7 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,22 @@ from regard.text.direction import Direction, direction
 CLASS_TOKEN = "<cls>"  # shown for the class token of an image
 
 # One example
+
+NoteKind = Literal["shortened", "method", "unmeasured", "limit"]
+NOTE_TEXTS = {  # of notes that the page's script writes too
+    "shortened": "The {side} has {count} tokens; the model was shown, and you see, the first {limit}.",
+    "limit": "The output reached the length limit, before its end token.",
+}
+
+
+class Note(NamedTuple):
+    """A remark on a trace. A page that computes another trace keeps the notes on the method."""
+
+    kind: NoteKind
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class InspectionInput:
     texts: dict[str, str]
     labels: list[int] | None  # outputs whose probability is shown; None: the most probable ones
     names: OutputNames
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     image: ImageInput | None = None
 
 
@@ -97,9 +113,9 @@ def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int
     if run.task.labels:
         return _token_input(run, rows, texts | _label_text(label), _label_ids(run, label), _class_names(run), notes)
     if run.config.predicts_tokens and run.config.ids.mask is None:
-        notes.append("This vocabulary has no mask token: each token was predicted while it was seen.")
+        notes.append(Note("method", "This vocabulary has no mask token: each token was visible when it was predicted."))
     elif run.config.predicts_tokens:
-        notes.append("Output and logit lens: each token was masked in turn, and predicted from the others.")
+        notes.append(Note("method", "Output and logit lens: each token was masked in turn, then predicted."))
     return _token_input(run, rows, texts, rows["source"], run.codec.source_pieces, notes)
 
 
@@ -109,7 +125,7 @@ def _token_input(
     texts: dict[str, str],
     labels: list[int] | None,
     names: OutputNames,
-    notes: list[str],
+    notes: list[Note],
 ) -> InspectionInput:
     """The input of a model that reads tokens, from the ids of its token rows."""
     if not all(rows.values()):
@@ -192,9 +208,10 @@ def _label_text(label: str | None) -> dict[str, str]:
     return {} if label is None else {"label": label}
 
 
-def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[str]:
-    note = f"The {side} has {len(ids):,} tokens; the model was shown, and you see, the first {limit}."
-    return [note] if len(ids) > limit else []
+def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[Note]:
+    if len(ids) <= limit:
+        return []
+    return [Note("shortened", NOTE_TEXTS["shortened"].format(side=side, count=f"{len(ids):,}", limit=limit))]
 
 
 # Batches of a task's data

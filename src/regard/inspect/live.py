@@ -254,7 +254,7 @@ class PageEngine:
         self._context = context = require_script_engine()()
         self.version = str(context.v8_version)
         self._context.set_hard_memory_limit(SCRIPT_MEMORY)
-        self._context.eval(bundle("proof.js"))
+        self._context.eval(bundle("page/proof.js"))
         self.simd = bool(self._context.eval("loadModel")(json.dumps(block), json.dumps(template), simd))
 
     def ask(self, method: str, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
 """The attention page: one HTML file that needs no network, no server and no other file.
 
-Everything that came from outside (tokens, names) travels as JSON in a data block whose special characters are escaped,
-and becomes text of the document, never markup. A content security policy allows this page's own script and style by
-their hashes, and nothing else.
+Text from outside (tokens, names) is stored as JSON in a data block with escaped special characters; it becomes text
+nodes of the document, never markup. The content security policy allows the page's own script and style, by their
+hashes, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import json
+import posixpath
 import re
 import zlib
 from collections.abc import Callable
@@ -21,15 +22,17 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = "web"  # the page's template, style sheet and JavaScript modules
-NONE = -32768  # in signed arrays: no number
-IMPORT = re.compile(r"^import \{([^}]*)\} from \"\./([\w-]+\.js)\";[ \t]*\n", re.M)
+from regard.text.tokenizer import SHOWN
+
+MISSING = -32768  # stands for "no number" in signed arrays
+TOKEN_NAMES = dict(zip(("pad", "unk", "sos", "eos", "mask"), SHOWN, strict=True))  # of special tokens
+IMPORT = re.compile(r"^import \{([^}]*)\} from \"(\.\.?/[\w/-]+\.js)\";[ \t]*\n", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|const|let|class) )", re.M)
 DECLARED = re.compile(r"^(export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
 
 
 class Packer:
-    """Turns values into JSON, and collects their arrays as integers of two bytes times a scale."""
+    """Converts values to JSON and collects their arrays as two-byte integers with a scale."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -37,11 +40,11 @@ class Packer:
         self._packed: dict[int, tuple[np.ndarray, dict[str, Any]]] = {}
 
     def json(self, value: Any) -> Any:
-        """A value as JSON; dataclasses become objects, with the names of their fields less shape suffixes."""
+        """A value as JSON; a dataclass becomes an object with its field names, without shape suffixes."""
         if isinstance(value, np.ndarray):
             return self.signed(value)
         if isinstance(value, float):
-            return float(f"{value:.5g}") if np.isfinite(value) else None  # five digits are more than anyone reads
+            return float(f"{value:.5g}") if np.isfinite(value) else None  # more digits are never shown
         if isinstance(value, tuple | list):
             return [self.json(item) for item in value]
         if is_dataclass(value):
@@ -55,17 +58,17 @@ class Packer:
         return self.weights(x) if unsigned else self.json(x)
 
     def weights(self, x: np.ndarray) -> dict[str, Any]:
-        """Add numbers that are not negative; a row of 300 attention weights still sums to 1 within 0.003."""
+        """Add non-negative numbers; a row of 300 attention weights still sums to 1 within 0.003."""
         scale = float(x.max(initial=0.0)) / 65535 or 1.0
         return self._add(np.rint(np.maximum(x, 0.0) / scale).astype("<u2"), scale, "u2")
 
     def signed(self, x: np.ndarray) -> dict[str, Any]:
-        """Add any numbers; those that are not finite become NONE."""
-        if id(x) in self._packed:  # the array is kept beside its entry, so that no other gets its id
+        """Add numbers of any sign; infinities and NaN become MISSING."""
+        if id(x) in self._packed:  # the entry keeps the array alive, so its id stays unique
             return self._packed[id(x)][1]
         finite = np.isfinite(x)
         scale = float(np.abs(x[finite]).max(initial=0.0)) / 32767 or 1.0
-        rounded = np.full(x.shape, NONE, dtype=np.float64)
+        rounded = np.full(x.shape, MISSING, dtype=np.float64)
         np.rint(x.astype(np.float64) / scale, out=rounded, where=finite)
         entry = self._add(rounded.astype("<i2"), scale, "i2")
         self._packed[id(x)] = (x, entry)
@@ -79,20 +82,20 @@ class Packer:
         return entry
 
     def pack(self) -> str:
-        """All bytes, compressed, in base 64."""
+        """All bytes, compressed, in base64."""
         return base64.b64encode(zlib.compress(b"".join(self._parts), 6)).decode("ascii")
 
 
 def read_asset(name: str) -> str:
-    """A file of the page."""
-    return files("regard.inspect").joinpath(FOLDER, name).read_text("utf-8")
+    """A file of `regard/web`: a template, a style sheet or a JavaScript module."""
+    return files("regard").joinpath("web", name).read_text("utf-8")
 
 
 def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
-    """One script from a JavaScript module and all that it imports, each after those that it needs.
+    """One script from a JavaScript module and its imports, dependencies first.
 
-    Modules have named imports and exports alone, and no two declare the same name: their statements are joined in one
-    function, without the words that make them modules.
+    Modules may only use named imports and exports, and no two may declare the same name: their statements are joined
+    in one function, without `import` and `export`.
     """
     parts: dict[str, str] = {}
     exported: dict[str, set[str]] = {}
@@ -104,10 +107,11 @@ def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
         if name in parts:
             return
         text = read(name)
-        for names, other in IMPORT.findall(text):
+        for names, path in IMPORT.findall(text):
+            other = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
             add(other, (*importing, name))
-            wanted = {item.strip() for item in names.split(",")} - {""}
-            if missing := wanted - exported[other]:
+            imported = {item.strip() for item in names.split(",")} - {""}
+            if missing := imported - exported[other]:
                 raise ValueError(f"{name} imports {', '.join(sorted(missing))}, which {other} does not export")
         declared = DECLARED.findall(text)
         for _, variable in declared:
@@ -115,8 +119,8 @@ def bundle(entry: str, read: Callable[[str], str] = read_asset) -> str:
                 raise ValueError(f"{name} and {owners[variable]} both declare {variable}")
         exported[name] = {variable for export, variable in declared if export}
         script = EXPORT.sub("", IMPORT.sub("", text))
-        if left := re.search(r"^(?:import|export)\b.*", script, re.M):
-            raise ValueError(f"{name}: cannot be bundled: {left[0]}")
+        if statement := re.search(r"^(?:import|export)\b.*", script, re.M):
+            raise ValueError(f"{name}: cannot be bundled: {statement[0]}")
         parts[name] = script
 
     add(entry, ())
@@ -129,31 +133,36 @@ def _script(entry: str) -> str:
 
 
 def page_hashes() -> dict[str, str]:
-    """The hash of the page's style and of its script, for the content security policy of a page that frames it."""
-    return {"style": _digest(read_asset("page.css")), "script": _digest(_script("start.js"))}
+    """The hashes of the page's style and script, for the content security policy of a page that frames it."""
+    return {"style": _digest(read_asset("page/page.css")), "script": _digest(_script("page/start.js"))}
 
 
 def render_page(data: dict[str, Any], model: dict[str, Any] | None = None) -> str:
-    """The HTML file for what the page's script reads: a trace (`Trace.page_data`), and the model of a live page.
+    """The HTML file of a trace (`Trace.page_data`) or, with a model, of a live page.
 
-    A live page computes in the browser. It compiles WebAssembly, which its content security policy then allows.
+    A live page computes in the browser; its content security policy allows it to compile WebAssembly.
     """
-    style, script = read_asset("page.css"), _script("start.js" if model is None else "live.js")
+    style = read_asset("page/page.css")
+    script = _script("page/start.js" if model is None else "page/live.js")
     compiles = "" if model is None else " 'wasm-unsafe-eval'"
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'{compiles};"
         " base-uri 'none'; form-action 'none'"
     )
-    block = "" if model is None else f'<script type="application/json" id="model">{_escaped_json(model)}</script>\n'
-    parts = {"policy": policy, "style": style, "data": _escaped_json(data), "model": block, "script": script}
-    # The template is split once: what is put in is never searched for more placeholders.
-    pieces = re.split(r"\[\[(\w+)\]\]", read_asset("page.html"))
+    block = "" if model is None else f'<script type="application/json" id="model">{escaped_json(model)}</script>\n'
+    parts = {"policy": policy, "style": style, "data": escaped_json(data), "model": block, "script": script}
+    return fill_template("page/page.html", parts)
+
+
+def fill_template(name: str, parts: dict[str, str]) -> str:
+    """An HTML file of `regard/web` with its placeholders filled; the inserted text is not searched for placeholders."""
+    pieces = re.split(r"\[\[(\w+)\]\]", read_asset(name))
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def _escaped_json(value: dict[str, Any]) -> str:
-    """JSON for a script element, in which nothing may end the element, open a comment or break a line."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII alone: U+2028 and lone surrogates too
+def escaped_json(value: dict[str, Any]) -> str:
+    """JSON for a script element: nothing in it can end the element, open a comment or break a line."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII only, so U+2028 and surrogates are safe
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

@@ -13,14 +13,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.decode.alignment import alignment_quality, best_heads, load_heads
+from regard.decode.alignment import MAX_HEADS, NEARLY_BEST, alignment_quality, best_heads, load_heads
 from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
 from regard.errors import UserError, plural
-from regard.inspect.heads import mean_distance, patch_distances
-from regard.inspect.inputs import ImageInput, InspectionInput, image_input, text_input
+from regard.inspect.heads import EVEN_SHARE, MAIN_SHARE, MAX_PARTS, PART_SHARE, mean_distance, patch_distances
+from regard.inspect.inputs import (
+    CLASS_TOKEN,
+    NOTE_TEXTS,
+    ImageInput,
+    InspectionInput,
+    Note,
+    image_input,
+    text_input,
+)
 from regard.inspect.logit_lens import (
+    LENS_CANDIDATES,
+    STEP_CANDIDATES,
     LensLayer,
     OutputStep,
     attribution,
@@ -32,8 +42,16 @@ from regard.inspect.logit_lens import (
     masked_importance,
     output_steps,
 )
-from regard.inspect.page import Packer, render_frame, render_page
-from regard.inspect.walk import PositionHeatmap, Walk, make_walks, position_heatmap
+from regard.inspect.page import MISSING, TOKEN_NAMES, Packer, render_frame, render_page
+from regard.inspect.walk import (
+    ACTIVE_NEURON,
+    HEATMAP_COLUMNS,
+    SHOWN_NUMBERS,
+    PositionHeatmap,
+    Walk,
+    make_walks,
+    position_heatmap,
+)
 from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
 from regard.nn.hooks import record, record_calls
@@ -48,6 +66,25 @@ MAX_TEXT = 4000  # characters of a text that the page shows
 MIN_POSITIONS = 32  # of a position heatmap
 MAX_ATTRIBUTED = 64  # output tokens: each needs a backward pass
 MAX_SILENCED = 500_000_000_000  # multiplications, a few seconds: more are not spent on the importance of heads
+PAGE_CONSTANTS = {  # read by the page's script: web/shared/constants.js
+    "tokens": {**TOKEN_NAMES, "cls": CLASS_TOKEN},
+    "notes": NOTE_TEXTS,
+    "max_tokens": MAX_TOKENS,
+    "max_text": MAX_TEXT,
+    "missing": MISSING,
+    "shown_numbers": SHOWN_NUMBERS,
+    "min_positions": MIN_POSITIONS,
+    "heatmap_columns": HEATMAP_COLUMNS,
+    "active_neuron": ACTIVE_NEURON,
+    "step_candidates": STEP_CANDIDATES,
+    "lens_candidates": LENS_CANDIDATES,
+    "max_alignment_heads": MAX_HEADS,
+    "nearly_best": NEARLY_BEST,
+    "main_share": MAIN_SHARE,
+    "part_share": PART_SHARE,
+    "max_parts": MAX_PARTS,
+    "even_share": EVEN_SHARE,
+}
 TOKEN_ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
 
 
@@ -111,7 +148,7 @@ class Trace:
     lens: tuple[LensLayer, ...]
     positions: tuple[PositionHeatmap, ...]
     walks: tuple[Walk, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     score: float = 0.0  # log-probability of the output
     unit: str = "token"  # what a step predicts: a token or a class
     image: ImageInput | None = None
@@ -167,9 +204,10 @@ class Trace:
             "alignment": [{"name": name, "weights": weights} for name, weights in self.alignment.items()],
             "image": None if self.image is None else self.image.page_data(),
             "distances": {name: distance_H.tolist() for name, distance_H in self.distances.items()},
+            "notes": [note._asdict() for note in self.notes],
         }
         data: dict[str, Any] = packer.json({f.name: plain.get(f.name, getattr(self, f.name)) for f in fields(self)})
-        return data | {"numbers": packer.pack()}
+        return data | {"numbers": packer.pack(), "constants": PAGE_CONSTANTS}
 
 
 def trace(
@@ -198,7 +236,7 @@ def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
     if limit is not None and ids[-1] == run.config.ids.eos:
         ids.pop()
     found = trace(run, example, ids, heads=load_heads(run.path))
-    notes = () if limit is None else (f"The output {limit}, before its end token.",)
+    notes = () if limit is None else (Note("limit", f"The output {limit}, before its end token."),)
     return replace(found, notes=found.notes + notes)
 
 
@@ -326,14 +364,15 @@ def _attribution(
 
 def _importance(
     model: Model, inputs: InspectionInput, labels: Sequence[int], score: float, masked: MaskedText | None
-) -> tuple[dict[str, list[float]], list[str]]:
+) -> tuple[dict[str, list[float]], list[Note]]:
     """The log-probability lost without each head, by map; none of a model without output. A note if it takes long."""
     if not labels:
         return {}, []
     tokens = sum(len(row) for name, row in inputs.tokens.items() if name != "output")
     heads = sum(attention.heads for attention in model.attentions().values())
     if heads * model.size * tokens * (1 if masked is None else tokens) > MAX_SILENCED:
-        return {}, [f"The importance of the {heads} heads was not measured: this model or this text is too large."]
+        text = f"The importance of the {heads} heads was not measured: this model or this text is too large."
+        return {}, [Note("unmeasured", text)]
     if masked is not None:
         return masked_importance(model, *masked, score), []
     return head_importance(model, inputs.arguments, labels, score), []

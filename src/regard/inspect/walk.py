@@ -25,6 +25,7 @@ from regard.nn.transformer import Transformer
 SHOWN_NUMBERS = 8  # of each vector
 WALK_TOKENS = 40  # tokens whose walk is kept
 HEATMAP_COLUMNS = 256
+ACTIVE_NEURON = 1e-6  # absolute value above which a neuron counts as active
 
 
 @dataclass(frozen=True)
@@ -403,7 +404,7 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     formula = f"o_t = ({gate} ∘ ({up})) {down}" if stack.gated else f"o_t = {act}({up}) {down}"
     if stack.norm_at == "pre":
         formula = f"x̂_t = {norm_formula(block.feed_forward_residual.norm, 'x_t')}    {formula}"
-    active = float((hidden_TF.abs() > 1e-6).float().mean())
+    active = float((hidden_TF.abs() > ACTIVE_NEURON).float().mean())
     text = "Each token by itself."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
     vectors = vectors_of({x: calls.input(part), "neurons": hidden_TF, "o": calls.output(part)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import cache
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +12,7 @@ from aiohttp import web
 from aiohttp_sse import sse_response
 from pydantic_core import to_json
 
-from regard.inspect.page import page_hashes
+from regard.inspect.page import TOKEN_NAMES, escaped_json, fill_template, page_hashes, read_asset
 
 CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -21,13 +20,13 @@ CODES = {
     431: "headers_too_large", 500: "internal", 503: "unavailable", 504: "deadline",
 }  # fmt: skip
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-FOLDER = "web"
-# path -> file of this package
-ASSETS = {"/": "index.html", "/docs": "docs.html"} | {
-    f"/{FOLDER}/{name}": name
+# URL path -> file of regard/web
+ASSETS = {"/": "server/index.html", "/docs": "server/docs.html"} | {
+    f"/web/{name}": name
     for name in (
-        "style.css", "icon.svg", "main.js", "dom.js", "api.js", "single.js", "output.js", "links.js", "batch.js",
-        "docs.js",
+        "shared/constants.js", "shared/direction.js", "shared/dom.js", "shared/text.js", "server/api.js",
+        "server/batch.js", "server/docs.js", "server/format.js", "server/icon.svg", "server/links.js", "server/main.js",
+        "server/output.js", "server/single.js", "server/style.css",
     )
 }  # fmt: skip
 
@@ -127,4 +126,6 @@ async def asset_response(name: str) -> web.Response:
 
 @cache
 def _read(name: str) -> bytes:
-    return files("regard.serve").joinpath(FOLDER, name).read_bytes()
+    if not name.endswith(".html"):
+        return read_asset(name).encode()
+    return fill_template(name, {"constants": escaped_json({"tokens": TOKEN_NAMES})}).encode()

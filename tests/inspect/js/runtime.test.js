@@ -1,38 +1,66 @@
 // The runtime of the live page without a model: products, number formats, search against brute force.
 
+import "./setup.js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import {
-  beamSearch, best, greedySearch, logitLens, logSoftmax, outputSteps, randomNumbers, sampleSearch,
-} from "../../../src/regard/inspect/web/search.js";
-import { decodeBytes, encodeBytes, halfToFloat, Kernel, padded } from "../../../src/regard/inspect/web/weights.js";
+  beamSearch,
+  best,
+  greedySearch,
+  logitLens,
+  logSoftmax,
+  outputSteps,
+  randomNumbers,
+  sampleSearch,
+} from "../../../src/regard/web/page/search.js";
+import { decodeBytes, encodeBytes, halfToFloat, Kernel, padded } from "../../../src/regard/web/page/weights.js";
 
-const numbers = (seed, count) => { const draw = randomNumbers(seed); return Float32Array.from({ length: count }, () => 2 * draw() - 1); };
+const numbers = (seed, count) => {
+  const draw = randomNumbers(seed);
+  return Float32Array.from({ length: count }, () => 2 * draw() - 1);
+};
 
 function product(simd, rows, width, outs, bias) {
-  const kernel = new Kernel(outs * padded(width), simd), at = kernel.allocate(outs * padded(width)), w = numbers(1, outs * width);
+  const kernel = new Kernel(outs * padded(width), simd),
+    at = kernel.allocate(outs * padded(width)),
+    w = numbers(1, outs * width);
   for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
   return kernel.linear(numbers(2, rows * width), rows, { at, outs, width, bias });
 }
 
 test("products: SIMD and plain JavaScript give the sum of products", () => {
-  for (const [rows, width, outs] of [[1, 1, 1], [1, 3, 5], [2, 8, 7], [5, 17, 33], [40, 192, 64]]) {
-    const bias = numbers(3, outs), w = numbers(1, outs * width), x = numbers(2, rows * width);
+  for (const [rows, width, outs] of [
+    [1, 1, 1],
+    [1, 3, 5],
+    [2, 8, 7],
+    [5, 17, 33],
+    [40, 192, 64],
+  ]) {
+    const bias = numbers(3, outs),
+      w = numbers(1, outs * width),
+      x = numbers(2, rows * width);
     for (const simd of [true, false]) {
       const y = product(simd, rows, width, outs, bias);
-      for (let r = 0; r < rows; r++) for (let o = 0; o < outs; o++) {
-        let sum = bias[o];
-        for (let i = 0; i < width; i++) sum += x[r * width + i] * w[o * width + i];
-        assert.ok(Math.abs(y[r * outs + o] - sum) < 1e-4);
-      }
+      for (let r = 0; r < rows; r++)
+        for (let o = 0; o < outs; o++) {
+          let sum = bias[o];
+          for (let i = 0; i < width; i++) sum += x[r * width + i] * w[o * width + i];
+          assert.ok(Math.abs(y[r * outs + o] - sum) < 1e-4);
+        }
     }
   }
 });
 
 test("products: a row has the same result in any company", () => {
-  const width = 40, outs = 9, most = 11, x = numbers(2, most * width), w = numbers(1, outs * width);
-  const kernel = new Kernel(outs * padded(width)), at = kernel.allocate(outs * padded(width)), matrix = { at, outs, width, bias: null };
+  const width = 40,
+    outs = 9,
+    most = 11,
+    x = numbers(2, most * width),
+    w = numbers(1, outs * width);
+  const kernel = new Kernel(outs * padded(width)),
+    at = kernel.allocate(outs * padded(width)),
+    matrix = { at, outs, width, bias: null };
   for (let o = 0; o < outs; o++) kernel.floats.set(w.subarray(o * width, (o + 1) * width), at + o * padded(width));
   const alone = (r) => kernel.linear(x.subarray(r * width, (r + 1) * width), 1, matrix);
   for (let rows = 1; rows <= most; rows++) {
@@ -43,7 +71,8 @@ test("products: a row has the same result in any company", () => {
 
 test("products: scratch space grows behind the weights, which stay", () => {
   for (const simd of [true, false]) {
-    const kernel = new Kernel(64, simd), at = kernel.allocate(64);
+    const kernel = new Kernel(64, simd),
+      at = kernel.allocate(64);
     kernel.floats.fill(1, at, at + 64);
     const many = kernel.linear(new Float32Array(8 * 300_000).fill(0.5), 300_000, { at, outs: 8, width: 8, bias: null });
     assert.equal(many.length, 8 * 300_000);
@@ -53,14 +82,24 @@ test("products: scratch space grows behind the weights, which stay", () => {
 
 test("bytes: base 64 there and back, of any length", () => {
   for (let length = 0; length < 40; length++) {
-    const bytes = Uint8Array.from(numbers(length + 1, length), (v) => (v + 1) * 127), text = encodeBytes(bytes);
+    const bytes = Uint8Array.from(numbers(length + 1, length), (v) => (v + 1) * 127),
+      text = encodeBytes(bytes);
     assert.equal(text, Buffer.from(bytes).toString("base64"));
     assert.deepEqual(decodeBytes(text), bytes);
   }
 });
 
 test("floats of two bytes", () => {
-  for (const [bits, value] of [[0x0000, 0], [0x3c00, 1], [0xc000, -2], [0x7bff, 65504], [0x0001, 2 ** -24], [0x0400, 2 ** -14], [0x3555, 0.333251953125]]) assert.equal(halfToFloat(bits), value);
+  for (const [bits, value] of [
+    [0x0000, 0],
+    [0x3c00, 1],
+    [0xc000, -2],
+    [0x7bff, 65504],
+    [0x0001, 2 ** -24],
+    [0x0400, 2 ** -14],
+    [0x3555, 0.333251953125],
+  ])
+    assert.equal(halfToFloat(bits), value);
   assert.equal(halfToFloat(0x7c00), Infinity);
   assert.ok(Number.isNaN(halfToFloat(0x7e00)));
 });
@@ -71,18 +110,26 @@ test("the best of equals is the first", () => {
 });
 
 test("steps: probabilities and entropy of every label", () => {
-  const vocab = 7, labels = [3, 0], logits = numbers(4, vocab * labels.length).map((v) => 6 * v);
+  const vocab = 7,
+    labels = [3, 0],
+    logits = numbers(4, vocab * labels.length).map((v) => 6 * v);
   outputSteps(logits, labels, String).forEach((step, t) => {
     const logp = logSoftmax(logits, t * vocab, vocab, []);
     const entropy = -logp.reduce((sum, x) => sum + Math.exp(x) * Math.log2(Math.exp(x)), 0);
     assert.ok(Math.abs(step.entropy - entropy) < 1e-9);
     assert.ok(Math.abs(step.probability - Math.exp(logp[labels[t]])) < 1e-12);
-    assert.deepEqual(step.candidates.map(([token]) => Number(token)), best(logp, vocab));
+    assert.deepEqual(
+      step.candidates.map(([token]) => Number(token)),
+      best(logp, vocab),
+    );
   });
 });
 
 test("the lens computes what is looked at", () => {
-  const rows = 40, width = 2, vocab = 3, x = numbers(5, rows * width);
+  const rows = 40,
+    width = 2,
+    vocab = 3,
+    x = numbers(5, rows * width);
   let computed = 0;
   const predict = (some, count) => {
     computed += count;
@@ -95,28 +142,55 @@ test("the lens computes what is looked at", () => {
   assert.equal(computed, 0);
   assert.equal(steps[3][0][0], x[3 * width] > 0 ? "2" : "0");
   assert.ok(computed < rows);
-  assert.deepEqual(JSON.parse(JSON.stringify(steps)).map((step) => step[0][0]), Array.from({ length: rows }, (_, t) => (x[t * width] > 0 ? "2" : "0")));
+  assert.deepEqual(
+    JSON.parse(JSON.stringify(steps)).map((step) => step[0][0]),
+    Array.from({ length: rows }, (_, t) => (x[t * width] > 0 ? "2" : "0")),
+  );
   assert.equal(computed, rows, "each once");
 });
 
 // A model whose next token depends on all before it: logits are drawn from a seed made of them.
-const EOS = 0, VOCAB = 4;
-const logitsAfter = (ids) => numbers(ids.reduce((sum, id) => 7 * sum + id + 1, 3), VOCAB).map((v) => 3 * v);
+const EOS = 0,
+  VOCAB = 4;
+const logitsAfter = (ids) =>
+  numbers(
+    ids.reduce((sum, id) => 7 * sum + id + 1, 3),
+    VOCAB,
+  ).map((v) => 3 * v);
 const model = {
   step: (tokens, states) => {
-    const next = states.map((state, r) => (tokens[r] < 0 ? state : [...state, tokens[r]])), logits = new Float32Array(tokens.length * VOCAB);
+    const next = states.map((state, r) => (tokens[r] < 0 ? state : [...state, tokens[r]])),
+      logits = new Float32Array(tokens.length * VOCAB);
     next.forEach((ids, r) => logits.set(logitsAfter(ids), r * VOCAB));
     return { logits, states: next };
   },
 };
-const job = (more = {}) => ({ model, state: [], first: -1, eos: EOS, blocked: [], limit: 4, openEnd: false, prefix: [], forbid: [], ...more });
+const job = (more = {}) => ({
+  model,
+  state: [],
+  first: -1,
+  eos: EOS,
+  blocked: [],
+  limit: 4,
+  openEnd: false,
+  prefix: [],
+  forbid: [],
+  ...more,
+});
 
 // Every output up to the limit with its score.
 function everything({ limit, openEnd, prefix, forbid, blocked }, ids = [], scores = []) {
-  const logp = logSoftmax(logitsAfter(ids), 0, VOCAB, blocked), t = ids.length, out = [];
+  const logp = logSoftmax(logitsAfter(ids), 0, VOCAB, blocked),
+    t = ids.length,
+    out = [];
   if (t === limit && openEnd) return [{ ids, score: scores.reduce((a, b) => a + b, 0) }];
   for (let id = 0; id < VOCAB; id++) {
-    if (logp[id] === -Infinity || (t < prefix.length ? id !== prefix[t] : forbid.includes(id)) || (t === limit && id !== EOS)) continue;
+    if (
+      logp[id] === -Infinity ||
+      (t < prefix.length ? id !== prefix[t] : forbid.includes(id)) ||
+      (t === limit && id !== EOS)
+    )
+      continue;
     const all = [...scores, logp[id]];
     if (id === EOS) out.push({ ids: [...ids, id], score: all.reduce((a, b) => a + b, 0) });
     else out.push(...everything({ limit, openEnd, prefix, forbid, blocked }, [...ids, id], all));
@@ -124,14 +198,27 @@ function everything({ limit, openEnd, prefix, forbid, blocked }, ids = [], score
   return out;
 }
 
-const CASES = { plain: {}, prefix: { prefix: [2, 1] }, forbidden: { forbid: [3] }, blocked: { blocked: [1] }, continuation: { openEnd: true }, short: { limit: 1 } };
+const CASES = {
+  plain: {},
+  prefix: { prefix: [2, 1] },
+  forbidden: { forbid: [3] },
+  blocked: { blocked: [1] },
+  continuation: { openEnd: true },
+  short: { limit: 1 },
+};
 
 for (const [name, more] of Object.entries(CASES)) {
   test(`beam search as wide as the tree finds the best outputs: ${name}`, () => {
-    const asked = job(more), length = (ids) => Math.max(1, ids.length);
-    const all = everything(asked).map((each) => ({ ...each, value: each.score / length(each.ids) })).sort((a, b) => b.value - a.value);
+    const asked = job(more),
+      length = (ids) => Math.max(1, ids.length);
+    const all = everything(asked)
+      .map((each) => ({ ...each, value: each.score / length(each.ids) }))
+      .sort((a, b) => b.value - a.value);
     const found = beamSearch(asked, { beam: 400, nbest: 5 });
-    assert.deepEqual(found.map((each) => each.ids), all.slice(0, 5).map((each) => each.ids));
+    assert.deepEqual(
+      found.map((each) => each.ids),
+      all.slice(0, 5).map((each) => each.ids),
+    );
     found.forEach((each, i) => assert.ok(Math.abs(each.score - all[i].score) < 1e-9));
   });
 }
@@ -151,10 +238,15 @@ test("what cannot be is no output", () => {
 });
 
 test("samples follow the probabilities, and the seed", () => {
-  const draw = (seed, more) => sampleSearch(job({ limit: 1, openEnd: true }), { nbest: 4000, seed, ...more }).map(({ ids }) => (ids.length ? ids[0] : EOS));
-  const logp = logSoftmax(logitsAfter([]), 0, VOCAB, []), drawn = draw(1);
+  const draw = (seed, more) =>
+    sampleSearch(job({ limit: 1, openEnd: true }), { nbest: 4000, seed, ...more }).map(({ ids }) =>
+      ids.length ? ids[0] : EOS,
+    );
+  const logp = logSoftmax(logitsAfter([]), 0, VOCAB, []),
+    drawn = draw(1);
   for (let id = 0; id < VOCAB; id++) {
-    const p = Math.exp(logp[id]), share = drawn.filter((each) => each === id).length / drawn.length;
+    const p = Math.exp(logp[id]),
+      share = drawn.filter((each) => each === id).length / drawn.length;
     assert.ok(Math.abs(share - p) < 5 * Math.sqrt((p * (1 - p)) / drawn.length) + 1e-3, `${id}: ${share} for ${p}`);
   }
   assert.deepEqual(draw(1), drawn);

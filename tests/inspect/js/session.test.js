@@ -1,30 +1,69 @@
 // What is asked of an engine and kept of its answers, with an engine that answers by rote.
+import "./setup.js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { alternatives, answer, attributionOf, firstWishes, force, hasDraft, importanceOf, look, newSide, shownIds } from "../../../src/regard/inspect/web/session.js";
+import {
+  alternatives,
+  answer,
+  attributionOf,
+  firstWishes,
+  force,
+  hasDraft,
+  importanceOf,
+  look,
+  newSide,
+  shownIds,
+} from "../../../src/regard/web/page/session.js";
 
 function rote(task = "pairs") {
   const asked = [];
-  const hypothesis = (ids, silenced) => ({ text: ids.join("-") + (silenced ? "!" : ""), ids, tokens: ids.map(String), scores: ids.map(() => -0.5), score: -0.5 * ids.length, limited: false });
+  const hypothesis = (ids, silenced) => ({
+    text: ids.join("-") + (silenced ? "!" : ""),
+    ids,
+    tokens: ids.map(String),
+    scores: ids.map(() => -0.5),
+    score: -0.5 * ids.length,
+    limited: false,
+  });
   return {
-    task, asked, silenced: new Set(), traced: 0,
+    task,
+    asked,
+    silenced: new Set(),
+    traced: 0,
     generate(input, options) {
       asked.push(options);
       if (!input.source) return { hypotheses: [], unknown: [], problem: "Type something." };
       if (input.source === "bad") throw new Error("no");
       const loud = this.silenced.size > 0;
-      return { hypotheses: [[...options.prefix, 1, 2], [...options.prefix, 3]].slice(0, options.nbest).map((ids) => hypothesis(ids, loud)), unknown: input.source === "x" ? ["x"] : [], problem: null };
+      return {
+        hypotheses: [
+          [...options.prefix, 1, 2],
+          [...options.prefix, 3],
+        ]
+          .slice(0, options.nbest)
+          .map((ids) => hypothesis(ids, loud)),
+        unknown: input.source === "x" ? ["x"] : [],
+        problem: null,
+      };
     },
-    trace(input, ids) { this.traced++; return { notes: [], ids, steps: [{ candidates: [["a", 1, 0]] }] }; },
+    trace(input, ids) {
+      this.traced++;
+      return { notes: [], ids, steps: [{ candidates: [["a", 1, 0]] }] };
+    },
     next: (input, ids, options, count) => [{ id: ids.length, token: "t", probability: 1, options, count }],
     attribution: () => ({ rows: "output" }),
-    *importance() { yield { map: "m", index: 0, change: 1 }; yield { map: "m", index: 1, change: -1 }; },
+    *importance() {
+      yield { map: "m", index: 0, change: 1 };
+      yield { map: "m", index: 1, change: -1 };
+    },
   };
 }
 
 test("the best hypothesis is traced, and a draft is greedy", () => {
-  const engine = rote(), side = newSide({ source: "a" }), wishes = firstWishes(engine);
+  const engine = rote(),
+    side = newSide({ source: "a" }),
+    wishes = firstWishes(engine);
   answer(engine, side, wishes, true);
   assert.equal(engine.asked[0].strategy, "greedy");
   assert.equal(side.hypotheses.length, 1);
@@ -38,7 +77,8 @@ test("the best hypothesis is traced, and a draft is greedy", () => {
 });
 
 test("the draft of a continuation is its beginning, of the same search", () => {
-  const engine = rote(), side = newSide({ source: "a" });
+  const engine = rote(),
+    side = newSide({ source: "a" });
   engine.task = "lm";
   const wishes = { ...firstWishes(engine), strategy: "sample" };
   assert.ok(hasDraft(engine, wishes));
@@ -55,7 +95,9 @@ test("the draft of a continuation is its beginning, of the same search", () => {
 });
 
 test("problems and failures are told, and what was there stays", () => {
-  const engine = rote(), side = newSide({ source: "x" }), wishes = firstWishes(engine);
+  const engine = rote(),
+    side = newSide({ source: "x" }),
+    wishes = firstWishes(engine);
   answer(engine, side, wishes);
   assert.deepEqual(side.unknown, ["x"]);
   const before = side.trace;
@@ -69,7 +111,9 @@ test("problems and failures are told, and what was there stays", () => {
 });
 
 test("a token is forced in place of another", () => {
-  const engine = rote(), side = newSide({ source: "a" }), wishes = firstWishes(engine);
+  const engine = rote(),
+    side = newSide({ source: "a" }),
+    wishes = firstWishes(engine);
   wishes.forbid = [9];
   answer(engine, side, wishes);
   const [found] = alternatives(engine, side, wishes, 1);
@@ -82,7 +126,9 @@ test("a token is forced in place of another", () => {
 });
 
 test("with silenced heads the output before is kept for comparison", () => {
-  const engine = rote(), side = newSide({ source: "a" }), wishes = firstWishes(engine);
+  const engine = rote(),
+    side = newSide({ source: "a" }),
+    wishes = firstWishes(engine);
   engine.silenced.add("m/0");
   answer(engine, side, wishes);
   assert.equal(side.hypotheses[0].text, "1-2!");
@@ -100,7 +146,8 @@ test("an end token that a limit put there is not shown", () => {
 });
 
 test("importance is measured step by step, once for an output", () => {
-  const engine = rote(), side = newSide({ source: "a" });
+  const engine = rote(),
+    side = newSide({ source: "a" });
   answer(engine, side, firstWishes(engine));
   const found = importanceOf(engine, side);
   found.step();

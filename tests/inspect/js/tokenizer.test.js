@@ -1,8 +1,9 @@
 // The tokenizer of the page by itself; test_js_tokenizer.py compares it with the one in Python.
+import "./setup.js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { makeTokenizer } from "../../../src/regard/inspect/web/tokenizer.js";
+import { makeTokenizer } from "../../../src/regard/web/page/tokenizer.js";
 
 const IDS = { pad: 0, unk: 1, sos: 2, eos: 3, mask: null };
 const SPECIALS = ["< pad >", "< unk >", "< sos >", "< eos >"];
@@ -55,15 +56,45 @@ test("word keeps the space before a word, and puts one before an unknown word", 
 });
 
 test("bpe: the first merge of the list, leftmost", () => {
-  assert.deepEqual(pieces(bpe([["a", "a"], ["aa", "b"]]), "aaab aaa"), ["aa", "a", "b", " ", "aa", "a"]);
-  assert.deepEqual(pieces(bpe([["b", "c"], ["a", "b"], ["a", "bc"]]), "abcab"), ["abc", "ab"]);
+  assert.deepEqual(
+    pieces(
+      bpe([
+        ["a", "a"],
+        ["aa", "b"],
+      ]),
+      "aaab aaa",
+    ),
+    ["aa", "a", "b", " ", "aa", "a"],
+  );
+  assert.deepEqual(
+    pieces(
+      bpe([
+        ["b", "c"],
+        ["a", "b"],
+        ["a", "bc"],
+      ]),
+      "abcab",
+    ),
+    ["abc", "ab"],
+  );
   assert.deepEqual(pieces(bpe([]), "ä"), ["\\xc3", "\\xa4"]);
 });
 
 test("bpe: words are cut before merging, by classes that do not depend on the browser", () => {
-  const joined = bpe([["Ġ", "a"], ["a", "1"], ["ï", "»"], ["Ï", "Ġ"]]);
+  const joined = bpe([
+    ["Ġ", "a"],
+    ["a", "1"],
+    ["ï", "»"],
+    ["Ï", "Ġ"],
+  ]);
   assert.deepEqual(pieces(joined, "  a1"), [" ", " a", "1"]);
-  const tokenizer = bpe([["Ġ", "Â"], ["ĠÂ", "ħ"], ["Ġ", "ï"], ["Ġï", "»"], ["Ġï»", "¿"]]);
+  const tokenizer = bpe([
+    ["Ġ", "Â"],
+    ["ĠÂ", "ħ"],
+    ["Ġ", "ï"],
+    ["Ġï", "»"],
+    ["Ġï»", "¿"],
+  ]);
   assert.deepEqual(pieces(tokenizer, " \x85"), [" \x85"]); // white space for the library, and not for \s here
   assert.deepEqual(pieces(tokenizer, "  \ufeff"), [" ", " \ufeff"]); // the other way round
 });

@@ -1,9 +1,10 @@
 // Words from subword pieces, and the attention between them.
+import "./setup.js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { planeOf } from "../../../src/regard/inspect/web/core.js";
-import { groupPlane, wordSpans } from "../../../src/regard/inspect/web/words.js";
+import { planeOf } from "../../../src/regard/web/page/core.js";
+import { groupPlane, wordSpans } from "../../../src/regard/web/page/words.js";
 
 const spelled = (tokens, features) => wordSpans(tokens, features).map(([from, to]) => tokens.slice(from, to).join(""));
 
@@ -20,7 +21,17 @@ test("special tokens and features stand for themselves", () => {
 
 test("attention between words is a sum over keys and a mean over queries", () => {
   const m = planeOf(Float32Array.from([0.5, 0.25, 0.25, 0, 0.5, 0.5, 1, 0, 0]), 3, 3);
-  const grouped = groupPlane(m, [[0, 2], [2, 3]], [[0, 1], [1, 3]]);
+  const grouped = groupPlane(
+    m,
+    [
+      [0, 2],
+      [2, 3],
+    ],
+    [
+      [0, 1],
+      [1, 3],
+    ],
+  );
   assert.deepEqual(Array.from(grouped.data), [0.25, 0.75, 1, 0]);
   assert.equal(grouped.max, 1);
 });

@@ -1,0 +1,300 @@
+// @ts-check
+// The page that is the model: what is typed is computed here, and the views show it.
+
+import { constants } from "../shared/constants.js";
+import { h } from "../shared/dom.js";
+import { barOf } from "./bar.js";
+import { data, setData, storedData } from "./core.js";
+import { makeEngine } from "./engine.js";
+import { addToAddress, buildPage, tooOld, writeTexts } from "./page.js";
+import {
+  alternatives,
+  answer,
+  attributionCost,
+  attributionOf,
+  BOUNDS,
+  firstWishes,
+  force,
+  hasDraft,
+  importanceOf,
+  look,
+  newSide,
+  searches,
+  silenceKey,
+  storedImportance,
+  STRATEGIES,
+} from "./session.js";
+import { refresh, shell, state, tellChanged } from "./tabs.js";
+
+// milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
+const QUICK = 70,
+  DRAFTED = 150;
+const PAUSE = 120,
+  REST = 500; // milliseconds without a key: the whole search begins, typing has ended
+const FORGET = 0.7; // what is too slow is tried again after a while: the first time is the slowest
+
+// What the page begins with: the input of the stored trace. An image is shown as stored until another is drawn.
+function firstSide(engine, stored) {
+  if (engine.task === "image") return { ...newSide(null), trace: stored };
+  const { source, text, features } = stored.texts;
+  return newSide({ source: source ?? text ?? "", features: features || "" });
+}
+
+class Live {
+  constructor(engine, stored) {
+    this.engine = engine;
+    this.stored = stored;
+    this.wishes = firstWishes(engine);
+    this.sides = [firstSide(engine, stored)];
+    this.explains = engine.model.output !== null; // it predicts something, whose log-probability can be explained
+    this.cost = { draft: 0, whole: 0 };
+    this.bar = barOf(this);
+  }
+
+  traces() {
+    const found = this.sides.map((side) => side.trace).filter(Boolean);
+    return found.length ? found : [this.stored];
+  }
+
+  // Something was asked: compute before the next frame; if that takes long, only a draft of it, and the whole when
+  // nothing more is asked for a moment after the draft was painted.
+  ask() {
+    clearTimeout(this.timer);
+    this.bar.node.setAttribute("aria-busy", "true");
+    // after all keys that wait, and in time for the next frame
+    const soon = (work) => {
+      this.timer = setTimeout(work, 0);
+    };
+    const later = () => {
+      this.timer = setTimeout(() => this.compute(false), PAUSE);
+    };
+    if (this.cost.whole <= QUICK) soon(() => this.compute(false));
+    else if (hasDraft(this.engine, this.wishes) && this.cost.draft <= DRAFTED)
+      soon(() => {
+        this.compute(true);
+        later();
+      });
+    else {
+      this.cost.draft *= FORGET;
+      later();
+    }
+  }
+
+  compute(draft) {
+    const began = performance.now();
+    for (const side of this.sides) answer(this.engine, side, this.wishes, draft);
+    this.lookAtWanted(draft);
+    shell.draft = draft;
+    this.show();
+    shell.draft = false;
+    if (!draft) this.bar.node.setAttribute("aria-busy", "false");
+    this.cost[draft ? "draft" : "whole"] = performance.now() - began;
+  }
+
+  // An address may name a hypothesis, which is there once the search is done.
+  lookAtWanted(draft) {
+    const [side] = this.sides,
+      chosen = (this.wanted || 1) - 1;
+    if (draft) return;
+    this.wanted = null;
+    if (chosen > 0 && chosen < side.hypotheses.length) {
+      side.chosen = chosen;
+      look(this.engine, side);
+    }
+  }
+
+  inspect(side, chosen) {
+    side.chosen = chosen;
+    look(this.engine, side);
+    this.show();
+  }
+
+  show() {
+    const [first] = this.traces();
+    setData(first);
+    writeTexts();
+    this.bar.write();
+    shell.panel.classList.toggle(
+      "stale",
+      this.sides.some((side) => side.problem),
+    );
+    const traces = this.traces(),
+      same = this.drawn && traces.length === this.drawn.length && traces.every((trace, i) => trace === this.drawn[i]);
+    this.layOutLittle();
+    shell.still = true;
+    if (same)
+      tellChanged(); // a search that found what its draft had found
+    else refresh();
+    shell.still = false;
+    if (same) return;
+    this.drawn = shell.draft && state.view === "attribution" ? null : traces; // which draws no drafts
+  }
+
+  // While someone types, only what is on the screen is laid out.
+  layOutLittle() {
+    shell.panel.classList.add("typing");
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => shell.panel.classList.remove("typing"), REST);
+  }
+
+  // Another first input, which was not typed.
+  read(input) {
+    this.sides[0] = newSide(input);
+    this.bar.rebuild();
+    this.ask();
+  }
+
+  alternatives(side, at) {
+    return alternatives(this.engine, side, this.wishes, at);
+  }
+  force(side, at, id) {
+    force(side, at, id);
+    this.ask();
+  }
+  free(side) {
+    side.prefix = [];
+    side.begins = false;
+    this.ask();
+  }
+
+  // Heads
+
+  isSilenced(map, index) {
+    return this.engine.silenced.has(silenceKey(map, index));
+  }
+  silence(map, index) {
+    const key = silenceKey(map, index);
+    if (!this.engine.silenced.delete(key)) this.engine.silenced.add(key);
+    this.compute(false);
+  }
+  restoreHeads() {
+    this.engine.silenced.clear();
+    this.compute(false);
+  }
+
+  sideOf(trace) {
+    return this.sides.find((side) => side.input && side.trace === trace) || null;
+  }
+  attributionCost(trace) {
+    const side = this.sideOf(trace);
+    return side ? attributionCost(this.engine, side) : 0;
+  }
+  attribution(trace) {
+    const side = this.sideOf(trace);
+    return side ? attributionOf(this.engine, side) : trace.attribution;
+  }
+  importance(trace) {
+    const side = this.sideOf(trace);
+    return side ? (this.explains ? importanceOf(this.engine, side) : null) : storedImportance(trace);
+  }
+
+  // One input alone, or beside another one, which begins as the same.
+  compare(two) {
+    const [first] = this.sides;
+    this.sides = two ? [first, { ...newSide(first.input && { ...first.input }), trace: first.trace }] : [first];
+    this.bar.rebuild();
+    this.compute(false);
+  }
+}
+
+function begin(stored) {
+  setData(stored);
+  try {
+    const engine = makeEngine(JSON.parse(document.getElementById("model").textContent), stored);
+    shell.live = new Live(engine, stored);
+    shell.traces = () => shell.live.traces();
+  } catch (error) {
+    buildPage(h("p", { class: "note" }, `The model in this page cannot be run in this browser: ${error.message}`));
+    return;
+  }
+  addToAddress(askedParts(shell.live));
+  buildPage(shell.live.bar.node);
+  shell.live.ask();
+}
+
+storedData().then(begin, tooOld);
+
+// What was asked of the model, as parts of the address: inputs, search, silenced heads. What is read is checked.
+
+const inBounds = (name, text) => {
+  const [low, high] = BOUNDS[name],
+    n = Number(text);
+  return text !== null && text.trim() !== "" && n >= low && n <= high ? n : null;
+};
+const integer = (n) => (n === null ? null : Math.round(n));
+
+// Ids of target tokens that the vocabulary has.
+const tokenIds = (engine, text) =>
+  (text || "")
+    .split(",")
+    .filter((part) => /^\d{1,7}$/.test(part))
+    .map(Number)
+    .filter((id) => engine.codec && id < engine.codec.target.size)
+    .slice(0, 400);
+
+// The parts of one input are named after it, but for the first: source, features, forced; compare, compare-features,
+// compare-forced.
+const partOf = (name, part) => (name === "source" ? part : `${name}-${part}`);
+
+function writeSide(side, name, first) {
+  if (!side || !side.input || side.input.pixels) return []; // an image is too large for an address
+  const changed = (part) => (first && side.input[part] === first[part] ? null : side.input[part]);
+  return [
+    [name, changed("source")],
+    [partOf(name, "features"), changed("features")],
+    [partOf(name, "forced"), side.prefix.join(",")],
+  ];
+}
+
+export function askedParts(live) {
+  const { engine, wishes } = live,
+    first = live.sides[0].input,
+    usual = firstWishes(engine);
+  const unusual = (name) => (wishes[name] === usual[name] ? null : wishes[name]);
+  function write() {
+    const [one, two] = live.sides,
+      sampling = wishes.strategy === "sample";
+    return [
+      ...writeSide(one, "source", first),
+      ...writeSide(two, "compare", null),
+      ["hypothesis", one.chosen ? one.chosen + 1 : null],
+      ["search", unusual("strategy")],
+      ["beam", wishes.strategy === "beam" ? unusual("beam") : null],
+      ["temperature", sampling ? wishes.temperature : null],
+      ["seed", sampling ? wishes.seed : null],
+      ["length", unusual("length")],
+      ["forbidden", wishes.forbid.join(",")],
+      ["silenced", [...engine.silenced].join(",")],
+    ];
+  }
+  // The input of this name; if the address has none, the usual one.
+  function readSide(parts, name, usualInput) {
+    const text = parts.get(name),
+      features = parts.get(partOf(name, "features"));
+    if (text === null && !usualInput) return null;
+    const { source, features: usualFeatures } = usualInput || { source: "", features: "" };
+    const side = newSide({
+      source: (text ?? source).slice(0, constants.max_text),
+      features: (features ?? usualFeatures).slice(0, constants.max_text),
+    });
+    if (searches(engine)) side.prefix = tokenIds(engine, parts.get(partOf(name, "forced")));
+    return side;
+  }
+  function read(parts) {
+    if (engine.task !== "image")
+      live.sides = [readSide(parts, "source", first), readSide(parts, "compare", null)].filter(Boolean);
+    Object.assign(wishes, firstWishes(engine));
+    if (STRATEGIES.includes(parts.get("search"))) wishes.strategy = parts.get("search");
+    for (const name of ["beam", "seed", "length"])
+      wishes[name] = integer(inBounds(name, parts.get(name))) ?? wishes[name];
+    wishes.temperature = inBounds("temperature", parts.get("temperature")) ?? wishes.temperature;
+    wishes.forbid = searches(engine) ? tokenIds(engine, parts.get("forbidden")) : [];
+    const known = new Set(data.maps.flatMap((map) => map.heads.map((_, index) => silenceKey(map, index))));
+    engine.silenced.clear();
+    for (const key of (parts.get("silenced") || "").split(",")) if (known.has(key)) engine.silenced.add(key);
+    live.wanted = integer(inBounds("beam", parts.get("hypothesis"))); // of the first answer
+    live.bar.rebuild();
+    live.ask();
+  }
+  return { write, read };
+}

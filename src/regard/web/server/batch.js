@@ -1,0 +1,322 @@
+// @ts-check
+// Many lines: pasted or from a file, asked for in parts, given back as TSV.
+
+import { h, put } from "../shared/dom.js";
+import { plural } from "../shared/text.js";
+import { patiently, post } from "./api.js";
+import { number } from "./format.js";
+
+const PART = 200; // lines of a request
+const SHOWN = 100; // rows of the table
+const LARGEST = 50_000_000; // bytes of a file
+const ALONE = new Set([413, 422, 504]); // what a smaller request may not meet
+
+// Lines end with \n, a \r in front of it is dropped; the last line may lack it.
+export const splitLines = (text) =>
+  text
+    .replace(/\n$/, "")
+    .split("\n")
+    .map((line) => line.replace(/\r$/, ""));
+const oneLine = (text) => text.replace(/[\n\r\t]/g, " ");
+
+// What is asked of a run, and how an answer becomes columns.
+const KINDS = {
+  generate: {
+    path: "v1/generate",
+    names: ["output", "score", "flags"],
+    columns: (x) => [
+      x.hypotheses[0].text,
+      x.hypotheses[0].score.toFixed(4),
+      Object.keys(x.hypotheses[0].flags || {}).join(","),
+    ],
+  },
+  classify: {
+    path: "v1/classify",
+    names: ["label", "probability", "flags"],
+    columns: (x) => [x.label, x.probabilities[x.label].toFixed(4), Object.keys(x.flags || {}).join(",")],
+  },
+  embed: {
+    path: "v1/embed",
+    names: ["vector"],
+    columns: (x) => [x.vector.map((value) => value.toPrecision(6)).join(" ")],
+  },
+};
+
+export class Batch {
+  constructor(panel, report) {
+    this.report = report;
+    this.file = null;
+    this.answers = [];
+    this.errors = [];
+    this.controller = null;
+    this.lines = h("textarea", {
+      id: "lines",
+      rows: 8,
+      dir: "auto",
+      spellcheck: "false",
+      autocomplete: "off",
+      autocapitalize: "off",
+      input: () => this.changed(),
+    });
+    this.picker = h("input", {
+      id: "file",
+      type: "file",
+      accept: ".txt,.tsv,text/plain,text/tab-separated-values",
+      change: () => this.read(this.picker.files[0]),
+    });
+    this.held = h("p", { hidden: true });
+    this.beam = h("input", { id: "batch-beam", type: "number", min: 1, max: 20, step: 1, input: () => this.changed() });
+    this.beam.value = "5";
+    this.beamField = h("label", { class: "field", for: "batch-beam" }, h("span", {}, "Beam"), this.beam);
+    this.format = h("p", { class: "dim" });
+    this.start = h("button", { type: "button", class: "primary", id: "start", click: () => this.run() }, "Start");
+    this.stop = h(
+      "button",
+      { type: "button", class: "quiet", id: "stop", hidden: true, click: () => this.controller.abort() },
+      "Stop",
+    );
+    this.save = h(
+      "button",
+      { type: "button", class: "quiet", id: "download", hidden: true, click: () => this.download() },
+      "Download TSV",
+    );
+    this.bar = h("progress", { max: 1, value: 0, hidden: true, "aria-label": "Progress" });
+    this.state = h("p", { role: "status" });
+    this.table = h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Results" });
+    const zone = h(
+      "section",
+      { class: "card drop" },
+      h("label", { for: "lines" }, h("h2", {}, "Lines")),
+      this.lines,
+      this.held,
+      h(
+        "label",
+        { class: "field", for: "file" },
+        h("span", {}, "or a text or TSV file, chosen or dropped here"),
+        this.picker,
+      ),
+      h("div", { class: "controls" }, this.beamField),
+      this.format,
+      h("p", { class: "row" }, this.start, this.stop, this.save),
+      this.bar,
+      this.state,
+    );
+    // A file that is dropped beside the card must not replace the page either.
+    const dragged = (event, action) => {
+      if (event.dataTransfer.types.includes("Files")) {
+        event.preventDefault();
+        action();
+      }
+    };
+    window.addEventListener("dragover", (event) => dragged(event, () => zone.classList.add("over")));
+    window.addEventListener("dragleave", () => zone.classList.remove("over"));
+    window.addEventListener("drop", (event) =>
+      dragged(event, () => {
+        zone.classList.remove("over");
+        if (!panel.hidden) this.read(event.dataTransfer.files[0]);
+      }),
+    );
+    put(panel, zone, h("section", { class: "card" }, h("h2", {}, "Results"), this.table));
+  }
+
+  setRun(run) {
+    this.model = run;
+    this.kind = KINDS[Object.keys(KINDS).find((name) => run.kinds.includes(name === "generate" ? "stream" : name))];
+    this.beamField.hidden = !run.kinds.includes("stream");
+    this.start.disabled = !this.kind;
+    put(
+      this.format,
+      run.features
+        ? "One input per line: source, tab, features. Further columns are kept."
+        : "One input per line. Of a line with tabs the first column is the source; the others are kept.",
+    );
+    if (!this.kind) put(this.format, "This run answers nothing that goes by lines.");
+    this.changed();
+  }
+
+  get text() {
+    return this.file ? this.file.text : this.lines.value;
+  }
+
+  // Other input, another run or another beam: earlier answers are no longer those of what is shown.
+  changed() {
+    if (this.controller) this.controller.abort();
+    this.answers = [];
+    this.errors = [];
+    put(this.table, h("p", { class: "dim" }, "None yet."));
+    this.save.hidden = this.bar.hidden = this.stop.hidden = true;
+    this.start.hidden = false;
+    put(this.state);
+    put(this.start, "Start");
+  }
+
+  async read(file) {
+    if (!file) return;
+    this.report(null);
+    if (file.size > LARGEST)
+      return this.report(
+        `${file.name}: has more than ${LARGEST / 1e6} MB; use regard generate for files of this size.`,
+      );
+    let text;
+    try {
+      text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    } catch (error) {
+      return this.report(`${file.name}: is not UTF-8 text.`);
+    }
+    this.file = { name: file.name, text };
+    this.lines.hidden = true;
+    this.held.hidden = false;
+    put(
+      this.held,
+      h("bdi", { class: "strong" }, file.name),
+      ` · ${plural(splitLines(text).length, "line")} `,
+      h("button", { type: "button", class: "quiet", click: () => this.forget() }, "Remove"),
+    );
+    this.changed();
+  }
+
+  forget() {
+    this.file = null;
+    this.picker.value = "";
+    this.lines.hidden = false;
+    this.held.hidden = true;
+    this.changed();
+    this.lines.focus();
+  }
+
+  input(line) {
+    const [source, features] = line.split("\t");
+    return this.model.features && features ? { source, features } : this.kind === KINDS.embed ? source : { source };
+  }
+
+  async run() {
+    const text = this.text;
+    this.report(null);
+    if (!text.trim()) return this.report("There is nothing to do: paste lines, or choose a file.");
+    this.given = splitLines(text);
+    this.controller = new AbortController();
+    const { signal } = this.controller,
+      answers = this.answers;
+    this.start.hidden = true;
+    this.stop.hidden = this.bar.hidden = false;
+    this.stop.focus();
+    try {
+      for (let at = answers.length; at < this.given.length; at += PART) {
+        const part = await this.ask(this.given.slice(at, at + PART), signal);
+        if (signal.aborted) break;
+        this.errors.push(...part.map((x, i) => at + i).filter((i) => part[i - at].error));
+        answers.push(...part);
+        this.progress();
+      }
+    } catch (error) {
+      if (error.name !== "AbortError")
+        this.report(
+          `${error.message} ${plural(answers.length, "line")} of ${this.given.length} are done; Continue goes on from there.`,
+        );
+    }
+    if (this.answers !== answers) return; // something else is shown by now
+    const focused = document.activeElement === this.stop;
+    this.stop.hidden = true;
+    this.start.hidden = answers.length === this.given.length;
+    put(this.start, answers.length ? "Continue" : "Start");
+    this.progress();
+    if (focused) (this.start.hidden ? this.save : this.start).focus();
+  }
+
+  // The answers for lines: columns, or an error. What a whole part cannot have, its halves are asked for.
+  async ask(lines, signal) {
+    const body = { run: this.model.id, inputs: lines.map((line) => this.input(line)) };
+    const beam = Number(this.beam.value) || 1;
+    if (this.kind === KINDS.generate && beam > 1) body.beam = beam;
+    try {
+      const { results } = await patiently(
+        () => post(this.kind.path, body, signal),
+        signal,
+        (seconds) => put(this.state, `The server is busy; trying again in ${plural(seconds, "second")}.`),
+      );
+      return results.map((x) => (x.error ? { error: x.error.message } : { columns: this.kind.columns(x) }));
+    } catch (error) {
+      if (!ALONE.has(error.status)) throw error;
+      if (lines.length === 1) return [{ error: error.message }];
+      const half = Math.ceil(lines.length / 2);
+      return [...(await this.ask(lines.slice(0, half), signal)), ...(await this.ask(lines.slice(half), signal))];
+    }
+  }
+
+  progress() {
+    const done = this.answers.length,
+      failed = this.errors.length;
+    this.bar.value = done / this.given.length;
+    this.save.hidden = !done;
+    put(
+      this.state,
+      `${done.toLocaleString("en")} of ${plural(this.given.length, "line")}`,
+      failed ? ` · ${plural(failed, "error")}` : "",
+    );
+    const first = Array.from({ length: Math.min(done, SHOWN) }, (_, i) => i);
+    const shown = Array.from(new Set([...this.errors.slice(0, SHOWN), ...first]))
+      .slice(0, SHOWN)
+      .sort((a, b) => a - b)
+      .map((i) => ({ ...this.answers[i], i }));
+    put(
+      this.table,
+      h(
+        "table",
+        {},
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            ["line", "input", ...this.kind.names].map((name) => h("th", { scope: "col" }, name)),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          shown.map((x) =>
+            h(
+              "tr",
+              {},
+              h("td", { class: "dim" }, x.i + 1),
+              h("td", {}, h("bdi", {}, this.given[x.i].slice(0, 200))),
+              x.error
+                ? h("td", { class: "error", colspan: this.kind.names.length }, x.error)
+                : x.columns.map((column) => h("td", {}, h("bdi", {}, oneLine(column).slice(0, 200)))),
+            ),
+          ),
+        ),
+      ),
+      done > shown.length
+        ? h(
+            "p",
+            { class: "dim" },
+            `${shown.length} of ${done.toLocaleString("en")} are shown, errors first; the file has all.`,
+          )
+        : null,
+    );
+  }
+
+  // The lines as they were given, and the answer's columns behind them; the last one tells errors.
+  tsv() {
+    const blank = this.kind.names.map(() => "");
+    return this.answers
+      .map(
+        (x, i) =>
+          [this.given[i], ...(x.columns || blank), x.error || ""]
+            .map((column, j) => (j ? oneLine(column) : column))
+            .join("\t") + "\n",
+      )
+      .join("");
+  }
+
+  download() {
+    const link = h("a", {
+      download: (this.file ? this.file.name.replace(/\.\w+$/, "") : "lines") + `.${this.model.id}.tsv`,
+    });
+    link.href = URL.createObjectURL(new Blob([this.tsv()], { type: "text/tab-separated-values;charset=utf-8" }));
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  }
+}

@@ -1,0 +1,15 @@
+// @ts-check
+// Tokens, numbers and probabilities as the pages of the server show them.
+
+import { h } from "../shared/dom.js";
+import { isEnd, word as tokenWord } from "../shared/text.js";
+
+/** A token as an element; the end token is written "end". @param {string} token */
+export const word = (token) => (isEnd(token) ? h("bdi", { class: "special" }, "end") : tokenWord(token));
+
+/** @param {number} x */
+export const number = (x) => x.toFixed(Math.abs(x) >= 100 ? 1 : 2).replace("-", "−");
+
+/** A bar whose length is a share. @param {number} share */
+export const bar = (share) =>
+  h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${Math.max(1, 100 * share)}%` } }));

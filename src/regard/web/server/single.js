@@ -1,0 +1,516 @@
+// @ts-check
+// One text: the output appears as it is decoded, can be steered, and is looked at.
+
+import { h, put } from "../shared/dom.js";
+import { percent, plural, visible } from "../shared/text.js";
+import { patiently, post, stream } from "./api.js";
+import { bar, number } from "./format.js";
+import { Links } from "./links.js";
+import { flagNote, Output } from "./output.js";
+
+const DELAY = 200; // milliseconds after the last key
+const ALTERNATIVES = 8;
+
+export class Single {
+  constructor(panel, report) {
+    this.report = report;
+    this.panel = panel;
+    this.timer = 0;
+    this.controller = new AbortController();
+    this.source = h("textarea", {
+      id: "source",
+      rows: 3,
+      dir: "auto",
+      spellcheck: "false",
+      autocomplete: "off",
+      autocapitalize: "off",
+      input: () => this.changed(),
+    });
+    this.features = h("input", {
+      id: "features",
+      type: "text",
+      dir: "auto",
+      spellcheck: "false",
+      autocomplete: "off",
+      autocapitalize: "off",
+      input: () => this.changed(),
+    });
+    this.prefix = h("textarea", {
+      id: "prefix",
+      rows: 1,
+      dir: "auto",
+      spellcheck: "false",
+      autocomplete: "off",
+      autocapitalize: "off",
+      input: () => this.changed(),
+    });
+    this.require = new Phrases("require", "Contains", () => this.changed(0));
+    this.forbid = new Phrases("forbid", "Lacks", () => this.changed(0));
+    this.numbers = {
+      beam: numeric("beam", 5, { min: 1, max: 20, step: 1 }, () => this.changed()),
+      temperature: numeric("temperature", 0, { min: 0, max: 5, step: 0.1 }, () => this.changed()),
+      seed: numeric("seed", 1, { min: 0, step: 1 }, () => this.changed()),
+      max_length: numeric("max_length", "", { min: 1, step: 1 }, () => this.changed()),
+    };
+    this.again = h(
+      "button",
+      { type: "button", class: "quiet", id: "again", click: () => this.drawAgain() },
+      "Draw again",
+    );
+    this.output = new Output({
+      alternatives: (prefix) => this.alternatives(prefix),
+      choose: (prefix, hypothesis) => this.choose(prefix, hypothesis),
+      forbid: (phrase) => this.forbid.add(phrase),
+      onFocus: (index) => this.links.highlight(index),
+    });
+    this.nbest = h("ol", { id: "nbest" });
+    this.links = new Links();
+    this.labels = h("div", { id: "labels", "aria-live": "polite" });
+    this.state = h("p", { class: "dim", role: "status" });
+    this.frame = h("div", {});
+    this.attention = h(
+      "details",
+      { id: "attention", toggle: () => this.inspect() },
+      h("summary", {}, "Attention"),
+      this.frame,
+    );
+    this.steering = h(
+      "div",
+      { class: "steer" },
+      field("Begins with", "prefix", this.prefix),
+      this.require.element,
+      this.forbid.element,
+      h(
+        "div",
+        { class: "controls" },
+        field("Beam", "beam", this.numbers.beam),
+        field("Temperature", "temperature", this.numbers.temperature),
+        field("Seed", "seed", this.numbers.seed),
+        field("Most tokens", "max_length", this.numbers.max_length),
+      ),
+      (this.hint = h("p", { class: "dim" })),
+    );
+    this.cards = {
+      features: field("Features", "features", this.features),
+      steering: h("details", { id: "steering" }, h("summary", {}, "Steer"), this.steering),
+      output: h("div", {}, this.output.element, this.again),
+      nbest: h(
+        "section",
+        { class: "card" },
+        h("h2", {}, "n-best"),
+        this.nbest,
+        h("p", { class: "dim" }, "Log-probabilities; ranked by that per token. Choose one to look at it."),
+      ),
+      alignment: h("section", { class: "card" }, h("h2", {}, "Alignment"), this.links.element),
+    };
+    put(
+      panel,
+      h(
+        "div",
+        { class: "pair" },
+        h(
+          "section",
+          { class: "card" },
+          h("label", { for: "source" }, h("h2", {}, "Input")),
+          this.source,
+          this.cards.features,
+          this.cards.steering,
+        ),
+        h("section", { class: "card" }, h("h2", {}, "Output"), this.state, this.labels, this.cards.output),
+      ),
+      this.cards.nbest,
+      this.cards.alignment,
+      this.attention,
+    );
+    this.cards.steering.open = window.innerWidth > 820;
+  }
+
+  // `run` as /v1/models describes it.
+  setRun(run) {
+    this.run = run;
+    this.generates = run.kinds.includes("stream"); // a masked language model fills masks, all at once
+    this.cards.features.hidden = !run.features;
+    this.cards.steering.hidden = this.cards.output.hidden = !this.generates;
+    this.attention.hidden = !run.kinds.includes("inspect");
+    this.numbers.temperature.value = run.task === "lm" ? "0.8" : "0";
+    this.numbers.max_length.value = run.task === "lm" ? "40" : "";
+    this.source.placeholder =
+      run.task === "lm"
+        ? "A text to continue"
+        : run.kinds.includes("classify")
+          ? "A text to classify"
+          : run.task === "masked"
+            ? "A text with <mask>"
+            : "A source text";
+    this.prefix.value = "";
+    this.require.clear();
+    this.forbid.clear();
+    this.clear();
+    this.changed(0);
+  }
+
+  changed(delay = DELAY) {
+    clearTimeout(this.timer);
+    this.controller.abort();
+    this.panel.dataset.state = "busy";
+    this.timer = setTimeout(() => this.decode(), delay);
+  }
+
+  get beam() {
+    return Number(this.numbers.beam.value) || 1;
+  }
+
+  get sampling() {
+    return Number(this.numbers.temperature.value) > 0;
+  }
+
+  // What every request for this input has in common.
+  request() {
+    const inputs = { source: this.source.value };
+    if (this.run.features && this.features.value) inputs.features = this.features.value;
+    if (this.prefix.value) inputs.prefix = this.prefix.value;
+    if (this.require.items.length) inputs.require = this.require.items;
+    if (this.forbid.items.length) inputs.forbid = this.forbid.items;
+    const body = { run: this.run.id, inputs };
+    if (this.numbers.max_length.value) body.max_length = Number(this.numbers.max_length.value);
+    if (this.run.task !== "lm") body.alignment = true; // a language model has no source to align with
+    return body;
+  }
+
+  strategy() {
+    return this.sampling
+      ? { sample: true, temperature: Number(this.numbers.temperature.value), seed: Number(this.numbers.seed.value) }
+      : {};
+  }
+
+  async decode() {
+    this.controller.abort();
+    this.controller = new AbortController();
+    const signal = this.controller.signal;
+    this.report(null);
+    this.again.hidden = !this.sampling;
+    put(
+      this.hint,
+      this.sampling
+        ? "Tokens are drawn; the same seed draws the same ones."
+        : "Greedy search while you type, then a beam; temperature above 0 draws tokens instead.",
+    );
+    if (!this.source.value.trim()) {
+      this.clear();
+      this.panel.dataset.state = "idle";
+      return;
+    }
+    put(this.state, "…");
+    try {
+      if (this.generates) await this.generate(signal);
+      else if (this.run.kinds.includes("classify")) await this.classify(signal);
+      else if (this.run.kinds.includes("generate")) await this.fill(signal);
+      else
+        put(
+          this.labels,
+          h(
+            "p",
+            { class: "dim" },
+            this.run.kinds.includes("embed")
+              ? "This run gives vectors: see Many lines. Its attention is below."
+              : "This run answers nothing that can be typed.",
+          ),
+        );
+      if (signal.aborted) return;
+      put(this.state);
+      this.inspect();
+    } catch (error) {
+      if (error.name === "AbortError" || signal.aborted) return;
+      this.clear();
+      this.report(error.message);
+    }
+    this.panel.dataset.state = "idle";
+  }
+
+  clear() {
+    this.output.clear();
+    put(this.labels);
+    put(this.state);
+    put(this.frame);
+    this.cards.nbest.hidden = this.cards.alignment.hidden = true;
+  }
+
+  // The answer of the server, waited for while it is busy.
+  async ask(call) {
+    let waited = false;
+    const answer = await patiently(call, this.controller.signal, (seconds) => {
+      waited = true;
+      put(this.state, `The server is busy; trying again in ${plural(seconds, "second")}.`);
+    });
+    if (waited) put(this.state);
+    return answer;
+  }
+
+  async generate(signal) {
+    put(this.labels);
+    this.output.start();
+    const body = { ...this.request(), ...this.strategy() };
+    const first = await this.ask(() =>
+      stream("v1/generate", body, signal, (piece) => {
+        if (!signal.aborted) this.output.piece(piece);
+      }),
+    );
+    if (signal.aborted) return;
+    this.nbest.style.minHeight = `${this.nbest.offsetHeight}px`; // what is below does not jump while the beam is searched
+    this.show(first.hypotheses);
+    this.cards.nbest.hidden = this.sampling || this.beam < 2;
+    if (this.cards.nbest.hidden) return;
+    const answer = await this.ask(() =>
+      post("v1/generate", { ...this.request(), beam: this.beam, nbest: this.beam }, signal),
+    );
+    if (signal.aborted) return;
+    this.show(answer.results[0].hypotheses);
+    this.nbest.style.minHeight = "";
+  }
+
+  show(hypotheses) {
+    this.hypotheses = hypotheses;
+    put(
+      this.nbest,
+      hypotheses.map((each, i) =>
+        h(
+          "li",
+          {},
+          h(
+            "button",
+            {
+              type: "button",
+              class: "hypothesis",
+              "aria-pressed": i === 0,
+              click: () => {
+                this.select(i);
+                this.inspect();
+              },
+            },
+            h("span", { class: "whole", dir: "auto" }, each.text || "∅"),
+            h("span", { class: "dim" }, `${number(each.normalized)} per token · ${number(each.score)}`),
+          ),
+        ),
+      ),
+    );
+    if (this.output.at === null) this.select(0);
+    else this.mark(hypotheses.findIndex((each) => each.text === this.output.hypothesis.text)); // someone looks at its tokens
+  }
+
+  mark(index) {
+    Array.from(this.nbest.querySelectorAll("button"), (node, i) =>
+      node.setAttribute("aria-pressed", String(i === index)),
+    );
+  }
+
+  select(index) {
+    const hypothesis = this.hypotheses[index];
+    this.mark(index);
+    this.output.show(hypothesis);
+    this.cards.alignment.hidden = !(hypothesis.alignment && hypothesis.alignment.soft.length);
+    if (!this.cards.alignment.hidden) this.links.show(hypothesis.alignment, hypothesis.tokens);
+  }
+
+  async alternatives(prefix) {
+    const body = this.request();
+    delete body.alignment;
+    if (prefix) body.inputs.prefix = prefix;
+    else delete body.inputs.prefix;
+    const answer = await this.ask(() =>
+      post("v1/generate", { ...body, alternatives: ALTERNATIVES, beam: this.beam }, this.controller.signal),
+    );
+    return answer.results[0].hypotheses;
+  }
+
+  choose(prefix, hypothesis) {
+    if (prefix === null) {
+      // the output ends there, which no prefix can say; but it is there already
+      this.output.close(false);
+      this.show([hypothesis]);
+      this.inspect();
+      return;
+    }
+    this.prefix.value = prefix;
+    this.cards.steering.open = true;
+    this.changed(0);
+  }
+
+  drawAgain() {
+    this.numbers.seed.value = String(Number(this.numbers.seed.value) + 1);
+    this.changed(0);
+  }
+
+  async classify(signal) {
+    const input = { source: this.source.value };
+    if (this.run.features && this.features.value) input.features = this.features.value;
+    const answer = await this.ask(() => post("v1/classify", { run: this.run.id, inputs: [input] }, signal));
+    if (signal.aborted) return;
+    const { label, probabilities, flags } = answer.results[0];
+    put(
+      this.labels,
+      h("p", { class: "text" }, h("bdi", {}, label)),
+      flagNote(flags),
+      h(
+        "table",
+        {},
+        h(
+          "tbody",
+          {},
+          Object.entries(probabilities).map(([name, p]) =>
+            h(
+              "tr",
+              {},
+              h("th", { scope: "row" }, h("bdi", {}, name)),
+              h("td", {}, percent(p)),
+              h("td", { class: "wide" }, bar(p)),
+            ),
+          ),
+        ),
+      ),
+    );
+  }
+
+  async fill(signal) {
+    const answer = await this.ask(() =>
+      post("v1/generate", { run: this.run.id, inputs: [{ source: this.source.value }], top_tokens: 5 }, signal),
+    );
+    if (signal.aborted) return;
+    const { text, flags, top_tokens: masks = [] } = answer.results[0].hypotheses[0];
+    put(
+      this.labels,
+      h("p", { class: "text", dir: "auto" }, text),
+      flagNote(flags),
+      masks.map((tokens, i) =>
+        h(
+          "table",
+          {},
+          h("caption", {}, `mask ${i + 1}`),
+          h(
+            "tbody",
+            {},
+            tokens.map(({ token, probability: p }) =>
+              h(
+                "tr",
+                {},
+                h("th", { scope: "row" }, h("bdi", {}, token)),
+                h("td", {}, percent(p)),
+                h("td", { class: "wide" }, bar(p)),
+              ),
+            ),
+          ),
+        ),
+      ),
+    );
+  }
+
+  // The attention page of what is shown, in a frame that can run its own script and reach nothing else.
+  async inspect() {
+    if (!this.attention.open || this.attention.hidden || !this.source.value.trim()) return;
+    const signal = this.controller.signal;
+    const body = { run: this.run.id, source: this.source.value };
+    if (this.run.features && this.features.value) body.features = this.features.value;
+    if (this.generates && this.output.hypothesis) body.target = this.output.hypothesis.text;
+    if (this.generates && !body.target) {
+      put(this.frame);
+      return;
+    }
+    const key = JSON.stringify(body);
+    const shown = /** @type {HTMLElement | null} */ (this.frame.firstElementChild);
+    if (shown && shown.dataset.key === key) return;
+    try {
+      const { html } = await this.ask(() => post("v1/inspect", body, signal));
+      if (signal.aborted) return;
+      const frame = this.frame.querySelector("iframe") || h("iframe", { sandbox: "allow-scripts", title: "Attention" });
+      frame.dataset.key = key;
+      frame.srcdoc = html;
+      if (!frame.isConnected) put(this.frame, frame); // the same frame keeps its view
+    } catch (error) {
+      if (error.name !== "AbortError" && !signal.aborted)
+        put(this.frame, h("p", { class: "note", role: "alert" }, error.message));
+    }
+  }
+}
+
+const field = (label, id, input) => h("label", { class: "field", for: id }, h("span", {}, label), input);
+
+function numeric(id, value, limits, changed) {
+  const made = h("input", {
+    id,
+    type: "number",
+    ...limits,
+    input: () => {
+      if (made.checkValidity()) changed();
+    },
+  });
+  made.value = value;
+  return made;
+}
+
+// Phrases that are added one by one and can be removed.
+class Phrases {
+  constructor(id, label, changed) {
+    this.items = [];
+    this.changed = changed;
+    this.list = h("span", { class: "chips" });
+    this.input = h("input", {
+      id,
+      type: "text",
+      dir: "auto",
+      placeholder: "a phrase, then Enter",
+      spellcheck: "false",
+      autocomplete: "off",
+      autocapitalize: "off",
+      keydown: (event) => {
+        if (event.key === "Enter" && this.input.value) {
+          event.preventDefault();
+          this.add(this.input.value);
+          this.input.value = "";
+        }
+      },
+      change: () => {
+        if (this.input.value) {
+          this.add(this.input.value);
+          this.input.value = "";
+        }
+      },
+    });
+    this.element = h("div", { class: "field" }, h("label", { for: id }, label), h("div", {}, this.list, this.input));
+  }
+
+  clear() {
+    this.items = [];
+    this.fill();
+  }
+
+  add(phrase) {
+    if (this.items.includes(phrase)) return;
+    this.items.push(phrase);
+    this.fill();
+    this.element.closest("details").open = true;
+    this.changed();
+  }
+
+  fill() {
+    put(
+      this.list,
+      this.items.map((phrase) =>
+        h(
+          "button",
+          {
+            type: "button",
+            class: "chip",
+            "aria-label": `Remove ${phrase}`,
+            click: () => {
+              this.items = this.items.filter((each) => each !== phrase);
+              this.fill();
+              this.input.focus();
+              this.changed();
+            },
+          },
+          h("bdi", {}, visible(phrase)),
+          " ×",
+        ),
+      ),
+    );
+  }
+}

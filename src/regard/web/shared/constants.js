@@ -1,0 +1,31 @@
+// @ts-check
+// Values that Python owns and sends with a page: names of special tokens, limits and thresholds.
+
+/**
+ * @typedef {object} Constants
+ * @property {Record<"pad" | "unk" | "sos" | "eos" | "mask" | "cls", string>} tokens  names of special tokens
+ * @property {number} max_tokens  tokens per side in a trace
+ * @property {number} max_text  characters of a text that a page shows
+ * @property {number} missing  stands for "no number" in packed signed integers
+ * @property {number} shown_numbers  first numbers of a vector on a card
+ * @property {number} min_positions  rows of a position heatmap, at least
+ * @property {number} heatmap_columns
+ * @property {number} active_neuron  absolute value above which a neuron counts as active
+ * @property {number} step_candidates  most probable tokens of an output step
+ * @property {number} lens_candidates  most probable tokens of a layer in the logit lens
+ * @property {number} max_alignment_heads
+ * @property {number} nearly_best  share of the best merit that another alignment head must reach
+ * @property {number} main_share  share of a head's weight that characterises it
+ * @property {number} part_share  share of a head's weight that is worth naming
+ * @property {number} max_parts  named parts of a head's weight
+ * @property {number} even_share  share of the largest possible entropy that counts as even attention
+ * @property {{shortened: string, limit: string}} notes  texts of notes; `shortened` with {side}, {count} and {limit}
+ */
+
+/** @type {Constants} */
+export let constants;
+
+/** @param {Constants} values */
+export function setConstants(values) {
+  constants = values;
+}
