@@ -1,4 +1,4 @@
-"""The drawings of docs/attention.md are what their script makes, and can be read without seeing them."""
+"""The drawings of docs/attention.md equal the output of their script, and have descriptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def script() -> ModuleType:
 
 
 def compare(drawn: str, expected: str) -> None:
-    """The same drawing but for a unit in the last digit: processors differ in the last bits of a sum."""
+    """Compare drawings, up to a unit in the last digit: processors differ in the last bits of a sum."""
     assert NUMBER.sub("#", drawn) == NUMBER.sub("#", expected), "run: python docs/pictures/attention.py"
     for number, other in zip(NUMBER.findall(drawn), NUMBER.findall(expected), strict=True):
         unit = 10.0 ** -len(number.partition(".")[2])
@@ -39,8 +39,8 @@ def test_drawing_is_up_to_date(script, name):
     compare(str(script.PICTURES[name]()), (SCRIPT.parent / f"{name}.svg").read_text(encoding="utf-8"))
 
 
-def test_drawing_of_a_trained_model_shows_what_it_learnt(script):
-    """Training differs between machines in more than the last bits; where the weight lies does not."""
+def test_drawing_of_a_trained_model_shows_the_reversal(script):
+    """Training differs between machines in more than the last bits, so only the position of the weight is compared."""
     drawn = str(script.PICTURES["attention-cross"]())
     for text in (drawn, (SCRIPT.parent / "attention-cross.svg").read_text(encoding="utf-8")):
         cells = re.findall(r'class="cell weight" x="([\d.]+)" y="([\d.]+)"[^>]*?(?:fill-opacity="([\d.]+)")?/>', text)
@@ -51,7 +51,7 @@ def test_drawing_of_a_trained_model_shows_what_it_learnt(script):
         assert all(sum(row) == pytest.approx(1, abs=0.04) for row in rows)
 
 
-def test_every_drawing_is_shown_and_told(script):
+def test_every_drawing_is_shown_and_described(script):
     assert sorted(script.PICTURES) == DRAWN
     for name in DRAWN:
         shown = re.findall(rf"!\[([^\]]+)\]\(pictures/{name}\.svg\)", PAGE)

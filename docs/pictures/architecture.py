@@ -1,8 +1,9 @@
 """Draw the packages of regard and the imports between them: python docs/pictures/architecture.py
 
-Writes architecture.svg beside this file. The layers are those of tests/test_policy.py, everything else is read off the
-imports, lazy ones included. Only the standard library is used, and the same source always gives the same bytes.
-An arrow that follows from two others is left out, or nothing could be seen; the tooltip of a box lists all its imports.
+Writes architecture.svg next to this file. The layers come from tests/test_policy.py, everything else from the imports,
+lazy ones included. Only the standard library is used, and the same source always gives the same bytes. Arrows that
+follow from two others are left out for readability; the tooltip of a box lists all its imports. Two packages of one
+layer whose modules import each other are joined by an arrow with two tips.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "regard"
 OUT = Path(__file__).with_suffix(".svg")
 
-MARGIN, LABEL = 16, 34  # around the drawing, and for the number of a layer on its left
-CHAR, LINE = 6.05, 14  # of the small monospaced text: pixels per character and per line
-GAP, ROW_GAP, LANE = 14, 30, 10  # between boxes of a row, between rows, and for an arrow that passes a row
-NAMES_WIDTH = 270  # module names in a box are wrapped to this many pixels
-STRAIGHT = 8  # weight of a straight line for long arrows
+# All lengths are in pixels.
+MARGIN = 16  # around the drawing
+LABEL_WIDTH = 34  # of the layer number on the left
+CHAR_WIDTH = 6.05  # of the small monospaced text
+LINE_HEIGHT = 14
+BOX_GAP = 14
+ROW_GAP = 30
+LANE_WIDTH = 10  # of an arrow that passes a row
+MAX_NAMES_WIDTH = 270  # module names in a box are wrapped at this width
+LONG_ARROW_WEIGHT = 8  # pull of the neighbours on the same long arrow, which makes it straight
 
 STYLE = """
 svg { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
@@ -45,21 +51,21 @@ class Node:
 
     row: int
     name: str = ""
-    modules: list[str] = field(default_factory=list)  # of a package, wrapped into lines
-    width: float = LANE
+    lines: list[str] = field(default_factory=list)  # the module names of a package
+    width: float = LANE_WIDTH
     height: float = 0
-    x: float = 0  # of the middle
-    y: float = 0  # of the top
+    x: float = 0  # middle
+    y: float = 0  # top
     above: list[Node] = field(default_factory=list)
     below: list[Node] = field(default_factory=list)
 
 
 def layers() -> dict[str, int]:
-    """The layer of every package and top-level module, as the policy test has it; entry points are left out."""
+    """The layer of every package and top-level module in the policy test, without entry points."""
     for node in ast.parse((ROOT / "tests" / "test_policy.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
-            found: dict[str, int] = ast.literal_eval(node.value)
-            return {name: layer for name, layer in found.items() if not name.startswith("_") and exists(name)}
+            table: dict[str, int] = ast.literal_eval(node.value)
+            return {name: layer for name, layer in table.items() if not name.startswith("_") and exists(name)}
     raise ValueError("tests/test_policy.py has no LAYERS")
 
 
@@ -89,28 +95,33 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def imports(names: dict[str, int]) -> dict[str, set[str]]:
-    """For every box, the boxes that it imports from."""
-    found: dict[str, set[str]] = {name: set() for name in names}
+    """The boxes that each box imports from."""
+    graph: dict[str, set[str]] = {name: set() for name in names}
     for name in names:
         files = (SOURCE / name).rglob("*.py") if (SOURCE / name).is_dir() else [SOURCE / f"{name}.py"]
         for file in files:
-            found[name] |= {other for other in imported(file) if other in names and other != name}
-    return found
+            graph[name] |= {other for other in imported(file) if other in names and other != name}
+    return graph
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """All that a box imports, directly or through others."""
+    """All direct and indirect imports of a box."""
     seen: set[str] = set()
-    left = [start]
-    while left:
-        for other in graph[left.pop()] - seen:
+    pending = [start]
+    while pending:
+        for other in graph[pending.pop()] - seen:
             seen.add(other)
-            left.append(other)
+            pending.append(other)
     return seen
 
 
+def mutual(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Pairs of boxes that import each other."""
+    return [(a, b) for a in sorted(graph) for b in sorted(graph[a]) if a < b and a in graph[b]]
+
+
 def direct(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without the arrows that follow from others."""
+    """The graph without arrows that follow from others."""
     reach = {name: reachable(graph, name) for name in graph}
     for name in graph:
         if name in reach[name]:
@@ -119,7 +130,7 @@ def direct(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def rows_of(names: dict[str, int], graph: dict[str, set[str]]) -> dict[str, int]:
-    """The row of every box, from the top: within a layer, what is imported stands below what imports it."""
+    """The row of every box, from the top. Within a layer, an imported box is below the importing one."""
     depth: dict[str, int] = {}
 
     def deep(name: str) -> int:
@@ -135,17 +146,17 @@ def rows_of(names: dict[str, int], graph: dict[str, set[str]]) -> dict[str, int]
 def make_box(name: str, row: int) -> Node:
     lines: list[str] = []
     for module in modules_of(name):
-        if lines and (len(lines[-1]) + 1 + len(module)) * CHAR <= NAMES_WIDTH:
+        if lines and (len(lines[-1]) + 1 + len(module)) * CHAR_WIDTH <= MAX_NAMES_WIDTH:
             lines[-1] += f" {module}"
         else:
             lines.append(module)
-    title = len(name) * CHAR * 1.3
-    width = max([title, *(len(line) * CHAR for line in lines)]) + 16
-    return Node(row, name, lines, width, 26 + LINE * len(lines) + (2 if lines else 0))
+    title = len(name) * CHAR_WIDTH * 1.3
+    width = max([title, *(len(line) * CHAR_WIDTH for line in lines)]) + 16
+    return Node(row, name, lines, width, 26 + LINE_HEIGHT * len(lines) + (2 if lines else 0))
 
 
 def lay_out(names: dict[str, int], graph: dict[str, set[str]]) -> tuple[list[list[Node]], dict[str, Node]]:
-    """Boxes and passing arrows in rows, ordered so that arrows are short and cross little."""
+    """Boxes and passing arrows in rows, ordered for short arrows with few crossings."""
     of_row = rows_of(names, graph)
     boxes = {name: make_box(name, of_row[name]) for name in sorted(names)}
     rows: list[list[Node]] = [[] for _ in range(max(of_row.values()) + 1)]
@@ -155,10 +166,10 @@ def lay_out(names: dict[str, int], graph: dict[str, set[str]]) -> tuple[list[lis
         for other in sorted(graph[name]):
             here = boxes[name]
             for row in range(here.row + 1, boxes[other].row):
-                passing = Node(row)
-                rows[row].append(passing)
-                join(here, passing)
-                here = passing
+                point = Node(row)
+                rows[row].append(point)
+                join(here, point)
+                here = point
             join(here, boxes[other])
     for turn in range(40):
         order = range(1, len(rows)) if turn % 2 == 0 else range(len(rows) - 2, -1, -1)
@@ -180,7 +191,7 @@ def mean(values: list[float]) -> float | None:
 
 
 def set_x(rows: list[list[Node]]) -> None:
-    """Put every node near the middle of its neighbours, in the order of its row and without overlap."""
+    """Move every node towards the middle of its neighbours, in the order of its row and without overlap."""
     for row in rows:
         spread(row, [0.0] * len(row))
     for turn in range(600):
@@ -189,21 +200,22 @@ def set_x(rows: list[list[Node]]) -> None:
     left = min(node.x - node.width / 2 for row in rows for node in row)
     for row in rows:
         for node in row:
-            node.x += MARGIN + LABEL - left
+            node.x += MARGIN + LABEL_WIDTH - left
 
 
 def middle(node: Node) -> float:
-    """The mean position of the neighbours; those on the same long arrow weigh more, which makes it straight."""
+    """The weighted mean position of the neighbours."""
     neighbours = node.above + node.below
-    weights = [1 if node.name or other.name else STRAIGHT for other in neighbours]
+    weights = [1 if node.name or other.name else LONG_ARROW_WEIGHT for other in neighbours]
     total = fsum(weight * other.x for weight, other in zip(weights, neighbours, strict=True))
     return total / sum(weights) if neighbours else node.x
 
 
-def spread(row: list[Node], wanted: list[float]) -> None:
-    """Positions near the wanted ones that keep a distance: pushed to the right, pushed to the left, and the mean."""
-    gaps = [(a.width + b.width) / 2 + GAP for a, b in pairwise(row)]
-    right, left = list(wanted), list(wanted)
+def spread(row: list[Node], targets: list[float]) -> None:
+    """Set positions near the targets without overlap: the mean of pushing to the right and pushing to the left."""
+    gaps = [(a.width + b.width) / 2 + BOX_GAP for a, b in pairwise(row)]
+    right = list(targets)
+    left = list(targets)
     for i, gap in enumerate(gaps):
         right[i + 1] = max(right[i + 1], right[i] + gap)
     for i, gap in reversed(list(enumerate(gaps))):
@@ -216,8 +228,14 @@ def draw() -> str:
     """The drawing as SVG."""
     names = layers()
     everything = imports(names)
-    rows, boxes = lay_out(names, direct(everything))
-    y, bands = float(MARGIN), dict[int, tuple[float, float]]()
+    pairs = mutual(everything)
+    graph = {
+        name: {other for other in others if not {(name, other), (other, name)} & {*pairs}}
+        for name, others in everything.items()
+    }
+    rows, boxes = lay_out(names, direct(graph))
+    y = float(MARGIN)
+    bands: dict[int, tuple[float, float]] = {}
     for row in rows:
         height = max(node.height for node in row)
         layer = names[next(node.name for node in row if node.name)]
@@ -234,7 +252,8 @@ def draw() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" role="img" aria-label="Packages of regard by layer, and the imports between them">',
         f"<style>{STYLE}</style>",
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto-start-reverse">'
         '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>',
     ]
     for layer, (top, bottom) in sorted(bands.items(), reverse=True):
@@ -246,6 +265,7 @@ def draw() -> str:
     for name in sorted(boxes):
         for lower in boxes[name].below:
             parts.append(arrow(boxes[name], lower))
+    parts += [two_tips(boxes[a], boxes[b]) for a, b in pairs]
     for name, box in sorted(boxes.items()):
         parts.append(draw_box(box, sorted(everything[name])))
     return "\n".join([*parts, "</svg>", ""])
@@ -266,19 +286,29 @@ def arrow(upper: Node, lower: Node) -> str:
     return f'<path class="import" d="{path}" marker-end="url(#tip)"/>'
 
 
+def two_tips(a: Node, b: Node) -> str:
+    """The arrow between two boxes of a row that import each other."""
+    left, right = sorted((a, b), key=lambda box: box.x)
+    y = (max(a.y, b.y) + min(a.y + a.height, b.y + b.height)) / 2
+    path = f"M{left.x + left.width / 2:.1f} {y:.1f}H{right.x - right.width / 2:.1f}"
+    return f'<path class="import" d="{path}" marker-start="url(#tip)" marker-end="url(#tip)"/>'
+
+
 def port(box: Node, ends: list[Node], end: Node) -> float:
-    """Where the arrow to or from `end`, one of `ends`, touches a box: side by side around its middle."""
-    index, last = sorted(ends, key=lambda node: node.x).index(end), len(ends) - 1
+    """The x of the arrow to or from `end` at a box; the arrows of all `ends` are side by side around its middle."""
+    index = sorted(ends, key=lambda node: node.x).index(end)
+    last = len(ends) - 1
     return box.x + (index - last / 2) * min(12.0, (box.width - 20) / max(1, last))
 
 
-def draw_box(box: Node, used: list[str]) -> str:
+def draw_box(box: Node, others: list[str]) -> str:
     x, y = box.x - box.width / 2, box.y
-    tooltip = f"{box.name} imports {', '.join(used)}" if used else f"{box.name} imports nothing of regard"
-    name = f"{box.name}/" if box.modules else box.name
+    tooltip = f"{box.name} imports {', '.join(others)}" if others else f"{box.name} imports nothing of regard"
+    name = f"{box.name}/" if box.lines else box.name
     lines = "".join(
-        f'<text class="modules" x="{box.x:.1f}" y="{y + 31 + LINE * i:.1f}" text-anchor="middle">{escape(line)}</text>'
-        for i, line in enumerate(box.modules)
+        f'<text class="modules" x="{box.x:.1f}" y="{y + 31 + LINE_HEIGHT * i:.1f}" text-anchor="middle">'
+        f"{escape(line)}</text>"
+        for i, line in enumerate(box.lines)
     )
     return (
         f"<g><title>{escape(tooltip)}</title>"

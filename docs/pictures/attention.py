@@ -1,7 +1,7 @@
 """Draw the pictures of docs/attention.md: python docs/pictures/attention.py
 
-Writes attention-*.svg beside this file. What shows numbers is computed by regard's own modules, with fixed seeds; one
-model is trained for a few seconds. Nothing but regard is needed.
+Writes attention-*.svg next to this file. Numbers come from regard's own modules with fixed seeds; one model is
+trained for a few seconds. The script needs only regard.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Picture:
         )
 
     def box(self, x: float, y: float, width: float, text: str, style: str = "", note: str = "") -> None:
-        """A named box around the middle (x, y), with a note on its right side."""
+        """A named box centred at (x, y), with a note on its right side."""
         self.rect(x - width / 2, y - 13, width, 26, f"box {style}".strip(), round=4)
         self.text(x - width / 2 + 8 if note else x, y + 4, text, anchor="start" if note else "middle")
         if note:
@@ -91,7 +91,7 @@ class Picture:
         self.parts.append(f'<path class="{style}" d="{route}"{end}/>')
 
     def plus(self, x: float, y: float) -> None:
-        """The addition of a residual."""
+        """A residual addition."""
         self.parts.append(f'<circle class="box" cx="{x:.1f}" cy="{y:.1f}" r="8"/>')
         self.text(x, y + 4, "+")
 
@@ -147,7 +147,7 @@ def millions(*parts: nn.Module | None) -> str:
 
 
 def architecture() -> Picture:
-    """The whole Transformer, one layer of each stack opened; parameters are counted on the model itself."""
+    """The whole Transformer, with the first layer of each stack in detail; parameters are counted on the model."""
     config = regard.preset("transformer-base", vocab=37000)
     model = on_meta(config)
     assert config.encoder is not None and model.encoder is not None and model.decoder is not None
@@ -169,8 +169,8 @@ def architecture() -> Picture:
     ):
         edge = x + side / 2
         picture.text(x, bottom + 24, tokens, "mono")
-        told = "source" if name == "encoder" else "output so far"
-        picture.text(x - side / 2 - 8, bottom + 24, told, "small", "end")
+        source = "source" if name == "encoder" else "output so far"
+        picture.text(x - side / 2 - 8, bottom + 24, source, "small", "end")
         picture.path((x, bottom + 10), (x, bottom - 17))
         picture.box(x, bottom - 30, side, "embedding, × √d", note=f"{vocab} × {width}")
         picture.path((x, bottom - 43), (x, bottom - 62))
@@ -208,11 +208,11 @@ def architecture() -> Picture:
     picture.path((trunk, ends[f"decoder layer {layers}"]), (trunk, ends["cross"]), tip=False)
     for y in (ends["cross"], ends["decoder layer 2"], ends[f"decoder layer {layers}"]):
         picture.path((trunk, y), (right - side / 2, y))
-    picture.text(trunk - 8, output - 38, "each decoder layer makes", "small", "end")
-    picture.text(trunk - 8, output - 23, "its own K and V of it", "small", "end")
+    picture.text(trunk - 8, output - 38, "each decoder layer computes", "small", "end")
+    picture.text(trunk - 8, output - 23, "its own K and V from it", "small", "end")
     y = ends["decoder"]
     for label, note in (
-        ("LM head", "the embedding again"),
+        ("LM head", "shares the embedding"),
         ("softmax", f"{vocab} probabilities"),
         ("choose one token", "g"),
     ):
@@ -228,19 +228,23 @@ def architecture() -> Picture:
 
 
 def softmax() -> Picture:
-    """The weights of a query over 16 keys for three head widths, as they are and scaled."""
-    widths, keys, wide, high = (4, 64, 1024), 16, 200, 96
+    """The weights of a query over 16 keys for three head widths, unscaled and scaled."""
+    widths = (4, 64, 1024)
+    keys = 16
+    wide, high = 200, 96
     picture = Picture(
         760,
         322,
-        "Softmax weights over 16 keys for head widths 4, 64 and 1024: without scaling one key takes all, "
+        "Softmax weights over 16 keys for head widths 4, 64 and 1024: without scaling one key gets all weight, "
         "divided by the root of the width the weights stay spread",
     )
     for column, width in enumerate(widths):
         torch.manual_seed(0)
         query, key = torch.randn(500, width), torch.randn(keys, width)
         largest = (query @ key.T).softmax(-1).amax(-1)
-        typical = int((largest - largest.mean()).abs().argmin())  # the query whose largest weight is the average one
+        typical = int(
+            (largest - largest.mean()).abs().argmin()
+        )  # the query whose largest weight is closest to the mean
         x = 110 + column * (wide + 20)
         picture.text(x + wide / 2, 20, f"d_k = {width}", "head")
         for row, scale in enumerate((1.0, width**-0.5)):
@@ -251,8 +255,8 @@ def softmax() -> Picture:
             picture.path((x, y), (x, y + high), (x + wide, y + high), style="grid", tip=False)
             for i, weight in enumerate(weights[typical].tolist()):
                 picture.rect(x + 4 + i * (wide - 4) / keys, y + high * (1 - weight), 8, high * weight, "weight")
-            told = f"largest {weights.amax(-1).mean():.2f}, gradient {gradient.abs().mean():.4f}"
-            picture.text(x + wide / 2, y + high + 18, told, "small")
+            caption = f"largest {weights.amax(-1).mean():.2f}, gradient {gradient.abs().mean():.4f}"
+            picture.text(x + wide / 2, y + high + 18, caption, "small")
     for row, name in enumerate(("q · k", "q · k / √d_k")):
         picture.text(98, 34 + row * (high + 50) + high / 2, name, "head", "end")
     picture.text(110, 312, "bars: the weights of one query; below: means over 500 queries", "small", "start")
@@ -260,7 +264,7 @@ def softmax() -> Picture:
 
 
 def mask() -> Picture:
-    """The weights of an untrained model in its three attentions: what is masked, and where weight may lie."""
+    """The weights of an untrained model in its three attentions, with masked cells hatched."""
     torch.manual_seed(0)
     model = regard.Model(regard.preset("transformer-tiny", vocab=50)).eval()
     source, target = torch.tensor([[5, 6, 7, 8, 3, 0, 0]]), torch.tensor([[2, 9, 10, 11]])
@@ -292,7 +296,7 @@ def mask() -> Picture:
 
 
 def train_reversal() -> regard.Model:
-    """A small model that has learnt to reverse six letters, as in docs/attention.md."""
+    """Train a small model to reverse six letters, as in docs/attention.md."""
     torch.manual_seed(0)
     stack = {"layers": 2, "width": 64, "heads": 1, "ff": 128, "position": "sinusoid", "dropout": 0.0}
     config = regard.preset("transformer-tiny", vocab=30, changes={"encoder": stack, "decoder": stack})
@@ -310,14 +314,14 @@ def train_reversal() -> regard.Model:
 
 
 def cross() -> Picture:
-    """Where Q, K and V of the cross-attention come from, and its weights in a model that reverses words."""
+    """The origin of Q, K and V in cross-attention, and its weights in a model that reverses words."""
     model = train_reversal()
     word = "regard"
     source = torch.tensor([[4 + ord(letter) - ord("a") for letter in word]])
     shifted = F.pad(source.flip(1)[:, :-1], (1, 0), value=model.config.start_id)
     with torch.no_grad(), record(model, "decoder.*.cross.weights") as maps:
-        said = model(source, None, shifted).argmax(-1)
-    assert said.equal(source.flip(1)), "the training of the example has failed"
+        output = model(source, None, shifted).argmax(-1)
+    assert output.equal(source.flip(1)), "the model has not learned to reverse words"
     picture = Picture(
         790,
         300,
@@ -347,7 +351,7 @@ def cross() -> Picture:
 
 
 def layer_norm() -> Picture:
-    """One LayerNorm of a real layer before and after: every token is normalised by itself."""
+    """Vectors before and after LayerNorm: every token is normalised by itself."""
     torch.manual_seed(0)
     tokens, width = 5, 16
     x = torch.randn(tokens, width) * torch.tensor([0.4, 1.0, 2.0, 0.7, 1.5]).unsqueeze(1)
@@ -357,7 +361,9 @@ def layer_norm() -> Picture:
     with torch.no_grad():
         normed = block.attention_residual.norm(x)
     picture = Picture(
-        784, 214, "LayerNorm: each row, the vector of one token, gets mean 0 and deviation 1, whatever the other rows"
+        784,
+        214,
+        "LayerNorm: each row, the vector of one token, gets mean 0 and deviation 1, independent of the other rows",
     )
     cell = 15
     for left, title, values in ((66, "x", x), (462, "LayerNorm(x), γ = 1, β = 0", normed)):
@@ -373,13 +379,14 @@ def layer_norm() -> Picture:
             mean, deviation = row.mean().item(), row.std(correction=0).item()
             picture.text(left + width * cell + 12, y + 15, f"{mean:.1f}".replace("-0.0", "0.0"), "mono", "start")
             picture.text(left + width * cell + 52, y + 15, f"{deviation:.1f}", "mono", "start")
-    picture.text(66, 202, "→ the axis of mean and deviation: the 16 numbers of one token", "small", "start")
+    picture.text(66, 202, "→ mean and deviation are over this axis: the 16 numbers of one token", "small", "start")
     return picture
 
 
 def norm_at() -> Picture:
-    """Post-norm and pre-norm as flows, and what they do to 12 untrained layers."""
-    sizes, gradients = dict[str, list[float]](), dict[str, list[float]]()
+    """Post-norm and pre-norm as flows, and their effect on 12 untrained layers."""
+    sizes: dict[str, list[float]] = {}
+    gradients: dict[str, list[float]] = {}
     for at in ("post", "pre"):
         torch.manual_seed(0)
         model = regard.Model(regard.preset("gpt-tiny", vocab=50, changes={"decoder": {"norm_at": at, "layers": 12}}))

@@ -1,7 +1,7 @@
 """Make the pictures of the documentation: python docs/pictures/make.py RUN WORD PAIRS IMAGE_RUN IMAGES
 
-The attention page is photographed in a headless Chromium; everything else is drawn by regard itself. The map of the
-code has its own script, architecture.py.
+Pages are captured in a headless Chromium; regard draws the other pictures. The map of the code has its own script,
+architecture.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ sys.path.insert(0, str(HERE.parent.parent / "tests"))
 
 from kit import chromium  # noqa: E402
 
-CLIPS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
-MEASURED = 5.0  # seconds until the page has measured all heads
-LIVE = (1180, 1240)  # size of the picture of the live page
+CLIP_HEIGHTS = {"alignment": 680, "walk": 900}  # visible height of each view in pixels
+MEASUREMENT_SECONDS = 5.0  # until the page has measured all heads
+LIVE_SIZE = (1180, 1240)  # of the picture of the live page
 
 
 def regard(*arguments: object) -> None:
@@ -33,7 +33,7 @@ def regard(*arguments: object) -> None:
 
 
 def sinusoid_page(word: str) -> str:
-    """The page of a model with sinusoids, whose position view needs no training."""
+    """The page of an untrained model with sinusoid positions, for its position view."""
     tokenizer = Tokenizer.train("char", [word])
     stack = {"position": "sinusoid", "width": 128}
     model = Model(preset("transformer-tiny", tokenizer.size, changes={"encoder": stack, "decoder": stack}))
@@ -53,7 +53,7 @@ def main() -> None:
     regard("heads", run, pairs, "--picture", HERE / "heads.svg", "--no-store")
     program = chromium.find()
     assert program is not None, "no Chromium on this machine"
-    for name, height in CLIPS.items():
+    for name, height in CLIP_HEIGHTS.items():
         browser = chromium.Chromium(program, 1180, height)
         browser.open(page)
         browser.click(f"#tab-{name}")
@@ -61,9 +61,9 @@ def main() -> None:
         browser.run("window.scrollTo(0, 0)")
         browser.screenshot(HERE / f"page-{name}.png", full=False)
         browser.close()
-    browser = chromium.Chromium(program, *LIVE)
+    browser = chromium.Chromium(program, *LIVE_SIZE)
     browser.open(live_page)
-    time.sleep(MEASURED)
+    time.sleep(MEASUREMENT_SECONDS)
     browser.screenshot(HERE / "page-live.png", full=False)
     browser.close()
     browser = chromium.Chromium(program, 1180, 470)
