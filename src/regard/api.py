@@ -150,7 +150,6 @@ def as_settings(settings: Mapping[str, Any] | None) -> list[str]:
 
 SCORING = tuple(ScoringSettings.__annotations__)
 BATCHING = tuple(BatchSettings.__annotations__)
-SETTINGS = "; keys of a recipe, such as lr, go into settings={'lr': 1e-3}"
 
 
 class LoadedRun(Run):
@@ -301,7 +300,6 @@ class LoadedRun(Run):
         warnings.warn(skipped := f"{source.name}: {counter.summary()}", stacklevel=3)
         return replace(evaluation, remarks=[skipped, *evaluation.remarks])
 
-    @checked_call()
     def attention(
         self, source: str | Example | NDArray[Any], target: str | None = None, *, beam: int = 5, more: int = 0
     ) -> Trace:
@@ -341,7 +339,6 @@ class LoadedRun(Run):
         check_engine(engine, checked)
         return usable_options(checked, self.model.device, lambda message: warnings.warn(message, stacklevel=7))
 
-    @checked_call()
     @torch.inference_mode()
     def logits(
         self, source_ids: Sequence[Sequence[int]] | Tensor, target_ids: Sequence[Sequence[int]] | Tensor | None = None
@@ -362,7 +359,6 @@ class LoadedRun(Run):
         logits: Tensor = self.model(source_BS, None, input_BT)
         return logits
 
-    @checked_call()
     def embed(
         self,
         texts: Sequence[str],
@@ -386,7 +382,6 @@ class LoadedRun(Run):
         return vectors
 
 
-@checked_call()
 def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool = False) -> LoadedRun:
     """Open a run directory; the device is cpu, cuda, cuda:N, mps, or auto for a GPU if there is one.
 
@@ -399,7 +394,6 @@ def load(path: str | Path, device: str | torch.device = "cpu", *, verify: bool =
     return LoadedRun.load(path, choose_device(device) if isinstance(device, str) else device, verify)
 
 
-@checked_call(hint=SETTINGS)
 def train(
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     out: str | Path = "run",

@@ -6,14 +6,25 @@ A decoder is causal, an encoder is not. A decoder attends to the encoder if ther
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from regard.signatures import ReportsMistakes, mistakes
+from regard.errors import UserError
+from regard.suggest import closest, nearest, synonym
 
 ScoreName = Literal["scaled_dot", "dot", "general", "additive", "concat", "cosine", "location"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
@@ -33,10 +44,11 @@ Width = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
 Few = Annotated[int, Field(ge=1, le=1000, strict=True)]
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]  # of an image
 Rate = Annotated[float, Field(ge=0, lt=1)]
-Problem = tuple[object, str]  # whether it is so, and the message
+Problem = tuple[object, str]  # (failed, message)
+PYDANTIC_ERRORS = {"errors": "pydantic"}  # validation context: a Value raises ValidationError instead of UserError
 
 
-class Value(BaseModel, metaclass=ReportsMistakes):
+class Value(BaseModel):
     """A frozen value that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -63,15 +75,26 @@ class Value(BaseModel, metaclass=ReportsMistakes):
         return f"<pre>{escape(to_toml(self.model_dump(mode='json')))}</pre>"
 
     def problems(self) -> Iterator[Problem]:
-        """What makes the fields inconsistent, each as (whether it is so, message); the first that holds is raised."""
+        """Consistency checks as (failed, message) pairs; the first failed one is raised."""
         yield from ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for wrong, message in self.problems():
-            if wrong:
+        for failed, message in self.problems():
+            if failed:
                 raise ValueError(message)
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_user_error(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """Translate the errors of a direct construction, `Stack(layers=0)`; `parse` translates its own."""
+        try:
+            return handler(data)
+        except ValidationError as error:
+            if info.context == PYDANTIC_ERRORS:
+                raise
+            raise mistakes(cls, error, cls.__name__) from None
 
 
 class RotaryConfig(Value):
@@ -375,11 +398,57 @@ V = TypeVar("V", bound=BaseModel)
 
 
 def parse(kind: type[V], data: dict[str, Any], where: str) -> V:
-    """Validate `data` as `kind`; every mistake becomes one line that names its key, and all come in one error."""
+    """Validate `data` as `kind`; the UserError has one line per mistake, with its key."""
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context=PYDANTIC_ERRORS)
     except ValidationError as error:
         raise mistakes(kind, error, where) from None
+
+
+def mistakes(kind: type[BaseModel], error: ValidationError, where: str) -> UserError:
+    """The UserError for an invalid value, with one line per mistake."""
+    lines = [explain(kind, dict(item)) for item in error.errors(include_url=False)]
+    return UserError(f"{where}: " + "\n  ".join(["not valid", *lines]))
+
+
+def explain(kind: type[BaseModel], item: dict[str, Any]) -> str:
+    """One of pydantic's errors about a value of this kind, as a line that starts with its key."""
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "value_error":
+        return f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
+    if item["type"] == "extra_forbidden":
+        for part in path[:-1]:
+            kind = _tables(kind).get(part, kind)
+        return f"{key}: no such key{_probable_key(kind, path[-1])} (known: {', '.join(sorted(kind.model_fields))})"
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    try:
+        value = repr(item["input"])[:80]
+    except (ValueError, RecursionError):  # Python does not format integers of more than 4,300 digits
+        value = f"this {type(item['input']).__name__}"
+    if item["type"] in ("model_type", "dict_type"):
+        return f"{key or 'it'} must be a table of keys and values, not {value}"
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        allowed = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        return f"{key}: {value} is not known{closest(item['input'], allowed)} (allowed: {', '.join(allowed)})"
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, not {value}"
+
+
+def _probable_key(kind: type[BaseModel], word: str) -> str:
+    """A suggestion from the keys of a table, or else from the keys of its inner tables."""
+    inner = {name: table.model_fields for name, table in _tables(kind).items()}
+    if one := synonym(word, [*kind.model_fields, *(f"{name}.{key}" for name in inner for key in inner[name])]):
+        return f"; did you mean {one!r}?"
+    near = nearest(word, [key for fields in inner.values() for key in fields])
+    keys = " and ".join(f"'{name}.{near}'" for name, fields in inner.items() if near in fields)
+    return closest(word, kind.model_fields) or (f"; did you mean {keys}?" if keys else "")
+
+
+def _tables(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The types of the fields that are tables."""
+    types = {name: (field.annotation, *get_args(field.annotation)) for name, field in kind.model_fields.items()}
+    return {name: option for name, options in types.items() for option in options if hasattr(option, "model_fields")}
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:

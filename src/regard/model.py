@@ -19,7 +19,6 @@ from regard.nn.primitives import Linear
 from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
 from regard.nn.transformer import SegmentMemory, Transformer
-from regard.signatures import checked_call
 
 ONE_STACK = "model(tokens, None) gives the logits of a model with one of them"
 
@@ -27,7 +26,6 @@ ONE_STACK = "model(tokens, None) gives the logits of a model with one of them"
 class Model(nn.Module):
     """An encoder, a decoder, or both, between embeddings and an output layer: LM head or classifier."""
 
-    @checked_call()
     def __init__(self, config: Config) -> None:
         super().__init__()
         if not isinstance(config, Config):

@@ -11,7 +11,6 @@ from typing import Any
 from regard.config import Config, parse
 from regard.errors import UserError, shown_value
 from regard.recipe import Recipe, assign, put, recipe_tables, split_setting
-from regard.signatures import checked_call
 from regard.suggest import one_of
 
 Table = dict[str, Any]
@@ -85,7 +84,6 @@ def refuse_unused(base: Table, changes: Table) -> None:
         raise UserError(f"model: {names}: not used by a recurrent stack (gru, lstm), only by attention layers")
 
 
-@checked_call(hint="; keys of the config go into changes={'tie_output': True}")
 def preset(
     name: str,
     vocab: int | None = None,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator
 
-from regard.config import MAX_COUNT, Config, Count, Id, Rate, Stack, Value, parse
+from regard.config import MAX_COUNT, Config, Count, Id, Problem, Rate, Stack, Value, parse
 from regard.errors import UserError, plural
 from regard.suggest import closest
 from regard.tasks import BOTH, TASKS, TaskName
@@ -98,21 +98,19 @@ class Data(Value):
             raise ValueError(f"columns must name source and target once each, not {','.join(columns)}")
         return columns
 
-    @model_validator(mode="after")
-    def _fits(self) -> Data:
-        names, corpora = self.column_names, len(self.train or self.source or ())
-        if names is not None and len(set(names)) != len(names):
-            raise ValueError(f"column_names names a column twice: {', '.join(names)}")
-        if self.min_length > self.max_length:
-            raise ValueError(f"min_length ({self.min_length}) is more than max_length ({self.max_length})")
-        if self.weights is not None and self.temperature is not None:
-            raise ValueError("give either weights or temperature, not both")
-        if self.weights is not None and corpora and len(self.weights) != corpora:
-            numbers = plural(len(self.weights), "number")
-            raise ValueError(f"weights has {numbers} for {corpora} corpora (entries of the list)")
-        if self.temperature is not None and corpora == 1:
-            raise ValueError("temperature is between corpora, and there is one; list several")
-        return self
+    def problems(self) -> Iterator[Problem]:
+        names = self.column_names or ()
+        yield len(set(names)) != len(names), f"column_names names a column twice: {', '.join(names)}"
+        lengths = f"min_length ({self.min_length}) is more than max_length ({self.max_length})"
+        yield self.min_length > self.max_length, lengths
+        weights = self.weights
+        mixed = self.temperature is not None
+        yield weights is not None and mixed, "give either weights or temperature, not both"
+        corpora = len(self.train or self.source or ())
+        if weights is not None and corpora:
+            numbers = plural(len(weights), "number")
+            yield len(weights) != corpora, f"weights has {numbers} for {corpora} corpora (entries of the list)"
+        yield mixed and corpora == 1, "temperature is between corpora, and there is one; list several"
 
 
 class Train(Value):
@@ -195,19 +193,6 @@ class Recipe(Value):
     data: Data = Data()
     train: Train = Field(default=Train(), validate_default=True)
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Recipe:
-        data = self.data
-        for table, source, target in (("train", "source", "target"), ("valid", "valid_source", "valid_target")):
-            sides = getattr(data, source), getattr(data, target)
-            if getattr(data, table) and any(sides):
-                raise ValueError(f"data: give either {table} (a TSV) or {source} and {target}, not both")
-            if (sides[0] is None) != (sides[1] is None):
-                raise ValueError(f"data: {source} and {target} belong together")
-        if self.task != "pairs" and (data.source or data.valid_source):
-            raise ValueError(f"data: task {self.task} takes one file (train, and valid), not source and target")
-        return self
-
     @field_validator("train")
     @classmethod
     def _task_defaults(cls, train: Train, info: ValidationInfo) -> Train:
@@ -219,18 +204,26 @@ class Recipe(Value):
         defaults = {**dict(train), "metric": task.metrics[0], **task.train}
         return Train.model_construct(train.model_fields_set, **{**defaults, **values})
 
-    @model_validator(mode="after")
-    def _fits_task(self) -> Recipe:
-        task, train, names = TASKS[self.task], self.train, self.data.column_names
-        columns = ("text",) if task.reads == "text" else self.data.columns
-        if names is not None and len(names) != len(columns):
-            raise ValueError(f"data.column_names must name a column for each of {', '.join(columns)}")
-        if train.scheduled_sampling and not task.seq2seq:
-            raise ValueError(f"train.scheduled_sampling: task {self.task} has no output of its own to be fed back")
-        if train.metric not in task.metrics:
-            allowed = " or ".join(sorted(task.metrics, key=get_args(Metric).index))
-            raise ValueError(f"train.metric: task {self.task} is judged by {allowed}, not {train.metric}")
-        return self
+    def problems(self) -> Iterator[Problem]:
+        data = self.data
+        for table, source, target in (("train", "source", "target"), ("valid", "valid_source", "valid_target")):
+            sides = [getattr(data, source), getattr(data, target)]
+            both = getattr(data, table) and any(sides)
+            yield both, f"data: give either {table} (a TSV) or {source} and {target}, not both"
+            yield (sides[0] is None) != (sides[1] is None), f"data: {source} and {target} belong together"
+        parallel = data.source or data.valid_source
+        message = f"data: task {self.task} takes one file (train, and valid), not source and target"
+        yield self.task != "pairs" and parallel, message
+        task = TASKS[self.task]
+        columns = ("text",) if task.reads == "text" else data.columns
+        names = data.column_names
+        message = f"data.column_names must name a column for each of {', '.join(columns)}"
+        yield names is not None and len(names) != len(columns), message
+        message = f"train.scheduled_sampling: task {self.task} has no output of its own to be fed back"
+        yield self.train.scheduled_sampling and not task.seq2seq, message
+        metric = self.train.metric
+        allowed = " or ".join(sorted(task.metrics, key=get_args(Metric).index))
+        yield metric not in task.metrics, f"train.metric: task {self.task} is judged by {allowed}, not {metric}"
 
 
 def read_toml(text: str, where: str) -> dict[str, Any]:

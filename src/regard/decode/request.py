@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from regard.config import Count, Value, parse
+from regard.config import Count, Problem, Value, explain, parse
 from regard.errors import UserError
 from regard.recipe import option
-from regard.signatures import checked_call, explain
 from regard.suggest import nearest
 from regard.tasks import Task
 from regard.text.codec import Example
@@ -105,30 +104,27 @@ class Options(Value):
             raise ValueError(f"at most 10000, not {count}")
         return count
 
-    @model_validator(mode="after")
-    def _agree(self) -> Options:
-        if self.beam % self.groups:
-            raise ValueError(f"beam {self.beam} is not a multiple of groups {self.groups}")
-        if self.sample and self.beam > 1:
-            raise ValueError(f"sample and beam {self.beam} are two strategies; choose one")
-        if not self.samples and not self.alternatives and self.nbest > self.beam:
-            raise ValueError(f"nbest {self.nbest} needs a beam at least as wide, not {self.beam}, or sample")
-        if self.mbr and self.beam > 1 and self.mbr > self.beam:
-            raise ValueError(f"mbr {self.mbr} needs a beam at least as wide, not {self.beam}, or sample")
-        if self.mbr and self.nbest > self.mbr:
-            raise ValueError(f"nbest {self.nbest} is more than the {self.mbr} candidates of mbr")
-        if self.alternatives and self.mbr:
-            raise ValueError("alternatives and mbr each make their own list of outputs; choose one")
-        if self.alternatives and self.nbest > 1:
-            raise ValueError("alternatives lists one output per alternative; leave nbest at 1")
-        if self.alternatives_at is not None and not self.alternatives:
-            raise ValueError("alternatives_at needs alternatives, the number of them")
-        if self.max_length is not None and self.min_length > self.max_length:
-            raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}")
-        if self.max_ratio is not None and self.min_ratio > self.max_ratio:
-            raise ValueError(f"min_ratio {self.min_ratio} is more than max_ratio {self.max_ratio}")
-        # Options that would be ignored; a seed without sampling is no mistake, since every seed gives the same.
-        sampling, beam = "sample, or mbr without a beam", "a beam of at least 2"
+    def problems(self) -> Iterator[Problem]:
+        yield self.beam % self.groups, f"beam {self.beam} is not a multiple of groups {self.groups}"
+        yield self.sample and self.beam > 1, f"sample and beam {self.beam} are two strategies; choose one"
+        wider = f"needs a beam at least as wide, not {self.beam}, or sample"
+        searched = not self.samples and not self.alternatives
+        yield searched and self.nbest > self.beam, f"nbest {self.nbest} {wider}"
+        yield self.beam > 1 and self.mbr > self.beam, f"mbr {self.mbr} {wider}"
+        ranked = self.mbr > 0
+        yield ranked and self.nbest > self.mbr, f"nbest {self.nbest} is more than the {self.mbr} candidates of mbr"
+        listed = self.alternatives > 0
+        yield listed and ranked, "alternatives and mbr each make their own list of outputs; choose one"
+        yield listed and self.nbest > 1, "alternatives lists one output per alternative; leave nbest at 1"
+        placed = self.alternatives_at is not None
+        yield placed and not listed, "alternatives_at needs alternatives, the number of them"
+        limits = (("length", self.min_length, self.max_length), ("ratio", self.min_ratio, self.max_ratio))
+        for name, least, most in limits:
+            crossed = most is not None and least > most
+            yield crossed, f"min_{name} {least} is more than max_{name} {most}"
+        # Options that would have no effect. A seed without sampling is allowed: every seed gives the same output.
+        sampling = "sample, or mbr without a beam"
+        beam = "a beam of at least 2"
         for name, used, needed in (
             ("temperature", self.samples, sampling),
             ("top_k", self.samples, sampling),
@@ -140,9 +136,8 @@ class Options(Value):
             ("diversity", self.groups > 1, "groups, at least 2"),
             ("alignment_heads", self.alignment or self.coverage_penalty > 0, "alignment or coverage_penalty"),
         ):
-            if not used and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} needs {needed}")
-        return self
+            unused = not used and getattr(self, name) != type(self).model_fields[name].default
+            yield unused, f"{name} needs {needed}"
 
     @property
     def samples(self) -> bool:
@@ -257,7 +252,6 @@ class Request(BaseModel):
     max_length: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
     seed: Whole | None = None
 
-    @checked_call(hint="; options of the search, such as beam, go into generate(..., beam=5)")
     def __init__(
         self,
         source: str,

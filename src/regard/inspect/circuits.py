@@ -26,7 +26,6 @@ from regard.nn.position import NO_POSITION
 from regard.nn.transformer import Transformer
 from regard.notebook import table, table_of
 from regard.run import Run
-from regard.signatures import checked_call
 
 MAX_PAIRS = 25_000_000  # entries of a matrix over tokens that are computed at once
 CONTEXT = 12  # tokens shown before the one that activates a neuron
@@ -71,7 +70,6 @@ class Attribution:
         return sorted(parts.items(), key=lambda item: -abs(item[1]))
 
 
-@checked_call()
 @torch.no_grad()
 def attribute(run: Run, text: str, token: str | None = None, place: int = -1) -> Attribution:
     """The parts of the logit of a token after `text`, or at an earlier position (`place`) in it.
@@ -194,7 +192,6 @@ class Circuit:
         return [TokenPair(self.names[row], self.names[column], value) for value, row, column in best]
 
 
-@checked_call()
 @torch.no_grad()
 def qk(run: Run, layer: int, head: int) -> Circuit:
     """The score that a query token (row) gives a key token (column), both as bare embeddings, without position.
@@ -209,7 +206,6 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
     return Circuit(attention.score.query(q_1HVE)[0, index] * attention.score.scale, k_VE, _token_names(run))
 
 
-@checked_call()
 @torch.no_grad()
 def ov(run: Run, layer: int, head: int) -> Circuit:
     """What attending to a token (row) adds to the logit of another (column), up to the last normalisation's scale."""
@@ -281,7 +277,6 @@ class Neuron:
     promotes: tuple[tuple[str, float], ...]  # tokens whose logits it raises most, per unit of its value
 
 
-@checked_call()
 @torch.no_grad()
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
     """The neurons of a layer (from 0) of a language model that stood out most in a text, each against its own mean."""
@@ -337,7 +332,6 @@ def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]
 # Attention rollout
 
 
-@checked_call()
 def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
     """After each layer, the share of every input in every position, (T, T): the products of (A + I) / 2.
 

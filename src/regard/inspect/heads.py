@@ -25,7 +25,6 @@ from regard.inspect.prune import HeadKey, ablation_importance, gradient_importan
 from regard.model import Model, kind_and_layer
 from regard.nn.hooks import record
 from regard.run import Run
-from regard.signatures import checked_call
 
 MAIN_SHARE = 0.5  # share of a head's weight that characterises the head
 PART_SHARE = 0.1  # share of a head's weight that is worth naming
@@ -292,7 +291,6 @@ def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
 INDUCTION_TOKENS = 24  # that are then repeated
 
 
-@checked_call()
 @torch.no_grad()
 def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) -> dict[HeadKey, float]:
     """The weight of every head of a language model from a token to what followed it the last time.

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from regard.errors import UserError, require_type, shown_value
-from regard.signatures import checked_call
 from regard.suggest import closest
 
 Change = Callable[[Tensor], Tensor]
@@ -76,7 +75,6 @@ class Recording(Mapping[str, Tensor]):
         return len(self._passes)
 
 
-@checked_call()
 @contextmanager
 def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
     """Record the taps that match the patterns (all by default) while the context is open.
@@ -90,7 +88,6 @@ def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
         yield recording
 
 
-@checked_call()
 @contextmanager
 def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
     """Replace the values of matching taps by a function of them, by pattern, while the context is open.

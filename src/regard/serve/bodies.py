@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from regard.config import PYDANTIC_ERRORS, explain
 from regard.decode.request import Options, Request
 from regard.errors import UserError
 from regard.serve.settings import MAX_INPUTS, MAX_TEXT
-from regard.signatures import explain
 from regard.suggest import closest
 
 MAX_LENGTH = 100_000  # output tokens
@@ -220,7 +220,7 @@ def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
     if len(data) > SMALL:
         check_size(data, max_inputs)
     try:
-        return kind.model_validate_json(data, strict=True)
+        return kind.model_validate_json(data, strict=True, context=PYDANTIC_ERRORS)
     except ValidationError as error:
         items = error.errors(include_url=False)
         if items[0]["type"] == "json_invalid":

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from regard.config import Frame, SpecialIds, Tokens, Value
 from regard.errors import UserError, plural
 from regard.recipe import Column
-from regard.signatures import checked_call
 from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
 TOKENIZERS = SOURCE, TARGET, SHARED = "source.tokenizer.json", "target.tokenizer.json", "tokenizer.json"
@@ -25,7 +24,6 @@ class Example(NamedTuple):
 
 
 # A call that does not fit is the mistake of a user of the library.
-Example.__new__ = staticmethod(checked_call()(Example.__new__))  # type: ignore[method-assign]
 
 
 class TextConfig(Value):
