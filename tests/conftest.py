@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from kit.preloaded import forked_children
 from kit.shared import shared_copy
 from kit.toy import call, small, spell, toy_words
 
@@ -17,6 +19,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded() -> Iterator[None]:
+    with forked_children():
+        yield
 
 
 @pytest.fixture(scope="session")

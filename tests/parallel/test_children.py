@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.preloaded import new_interpreter
 from regard.errors import UserError
 from regard.parallel import children, cores
 from regard.parallel.children import (
@@ -32,6 +33,14 @@ from regard.parallel.children import (
 
 HERE = "parallel_work"
 Start = Callable[[str], Child]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _new_interpreters() -> Iterator[None]:
+    """`spawn` starts interpreters here, as it does for users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(children, "spawn", new_interpreter)
+        yield
 
 
 @pytest.fixture(scope="module")
