@@ -371,9 +371,9 @@ def _run(channel: Channel, work: Work, settings: dict[str, Any]) -> int:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            sys.stderr.write(f"{error.code}\n")
     except UserError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         status = 2
     except BaseException:
         traceback.print_exc()
