@@ -56,7 +56,7 @@ def test_labels_may_be_numbers_only() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(UserError, match="does not tell labels"):
+    with pytest.raises(UserError, match="is not a classifier"):
         classify(run_of("rnn-luong", 0), ["a"])
     with pytest.raises(UserError, match="reads text, not images"):
         classify_images(classifier(LEARNED), torch.zeros(1, 1, 4, 4).numpy())

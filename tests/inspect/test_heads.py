@@ -174,7 +174,7 @@ def test_links_are_read_and_checked(tmp_path: Path, make_letters: Callable[..., 
         read_links(tmp_path / "none")
     with pytest.raises(UserError, match="3 lines of links for 1 pairs"):
         measure_heads(make_letters(), [Example("a", "b")], links=[[], [], []])
-    with pytest.raises(UserError, match="not one of the links"):
+    with pytest.raises(UserError, match="no link lies within its pair"):
         measure_heads(make_letters(), [Example("a", "b")], links=[[(0, 7)]])
 
 

@@ -1,7 +1,7 @@
-"""Alignment of outputs with their sources by cross-attention, and the heads that it is read from.
+"""Alignment of outputs with their sources, read from cross-attention heads.
 
-Attention weights come from a forced pass over the finished outputs. The heads are chosen once, on pairs that were not
-trained on, and kept in the run directory.
+The attention weights come from a forced pass over the finished outputs. The heads are chosen once, on held-out pairs,
+and stored in the run directory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from regard.nn.hooks import Recording, record
 from regard.run import HEADS, Run
 from regard.text.codec import Example
 
-MAX_HEADS, NEARLY_BEST = 4, 0.9  # alignment heads: the best, and up to 4 in all with so much of its merit
-EXAMPLES = 200  # pairs on which they are chosen
-PAIRS = 32  # in a batch
-MIN_COVERAGE = 1e-3  # attention counted for a source token that got less, so that no single token decides
+MAX_HEADS = 4  # alignment heads
+NEARLY_BEST = 0.9  # their least merit, as a share of the merit of the best head
+MAX_EXAMPLES = 200  # pairs on which heads are chosen
+BATCH_PAIRS = 32
+MIN_COVERAGE = 1e-3  # floor for the attention of a source token, so that a single token does not decide
 
 Links = list[tuple[int, int]]  # (source position, output position) from 0
 H = TypeVar("H", bound=Hashable)
 
 
 class AlignmentHeads(Value):
-    """The content of alignment.json: layers and heads counted from 0, as in `Options`."""
+    """The content of alignment.json; layers and heads are counted from 0, as in `Options`."""
 
     heads: tuple[HeadIndex, ...]
 
@@ -52,20 +53,20 @@ def save_heads(path: Path, heads: Sequence[HeadIndex]) -> None:
 
 
 def load_heads(path: Path) -> tuple[HeadIndex, ...]:
-    """The alignment heads of a run directory; none if it has no file of them."""
+    """The alignment heads of a run directory; none if it has no alignment.json."""
     if not (path / HEADS).is_file():
         return ()
     return parse(AlignmentHeads, read_json(path / HEADS), str(path / HEADS)).heads
 
 
 def cross_attentions(model: Model) -> dict[int, str]:
-    """The names of the cross-attentions by decoder layer."""
+    """The name of the cross-attention of every decoder layer."""
     named = {name: kind_and_layer(name) for name in model.attentions()}
     return {layer: name for name, (kind, layer) in named.items() if kind == "cross"}
 
 
 def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ...]:
-    """These heads, if the model has them; without any, all of the last layer but one, where alignments are clearest."""
+    """Check that the model has these heads. The default is all heads of the second to last layer."""
     counts = {layer: model.attentions()[name].heads for layer, name in cross_attentions(model).items()}
     if not heads:
         layer = sorted(counts)[-2:][0]
@@ -75,13 +76,13 @@ def check_heads(model: Model, heads: Sequence[HeadIndex]) -> tuple[HeadIndex, ..
             known = ", ".join(f"{i + 1}: {plural(count, 'head')}" for i, count in sorted(counts.items()))
             raise UserError(
                 f"alignment_heads: there is no layer {layer + 1} with a head {head + 1}"
-                f" (layers that look at the source, from 1: {known})"
+                f" (layers with cross-attention, counted from 1: {known})"
             )
     return tuple(heads)
 
 
 def weight_taps(model: Model, layers: Iterable[int]) -> dict[int, str]:
-    """The names of the taps of the cross-attention weights (B, H, T, S) by decoder layer."""
+    """The name of the tap of the cross-attention weights (B, H, T, S) of each of these layers."""
     names = cross_attentions(model)
     return {layer: f"{names[layer]}.weights" for layer in layers}
 
@@ -91,14 +92,15 @@ def forced_attention(
     model: Model, sources: Sequence[TokenIds], outputs: Sequence[TokenIds], layers: Iterable[int]
 ) -> dict[int, Tensor]:
     """The cross-attention weights (B, H, T, S) of these layers in a forced pass over the outputs."""
-    batch, taps = collate(sources, outputs, model.config).to(model.device), weight_taps(model, layers)
+    batch = collate(sources, outputs, model.config).to(model.device)
+    taps = weight_taps(model, layers)
     with record(model, *taps.values()) as recording:
         model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
     return {layer: recording[tap] for layer, tap in taps.items()}
 
 
 def mean_heads(weights: Mapping[int, Tensor], heads: Sequence[HeadIndex]) -> Tensor:
-    """The mean weights (B, T, S) of some heads, from the weights (B, H, T, S) of their layers."""
+    """The mean weights (B, T, S) of some heads, given the weights (B, H, T, S) of their layers."""
     return torch.stack([weights[layer][:, head] for layer, head in heads]).mean(0)
 
 
@@ -109,9 +111,9 @@ def align(
     heads: Sequence[HeadIndex] = (),
     batch_tokens: int = 8192,
 ) -> list[Alignment]:
-    """The alignment of every output with its source, both as ids with the end token: the mean weights of the heads.
+    """Align outputs with their sources (ids with end tokens) by the mean weights of the heads.
 
-    The source's end token has a column, since heads attend to it when nothing else fits, but no hard link.
+    The end token of the source has a column, since heads attend to it when nothing else fits, but no hard link.
     """
     heads = check_heads(run.model, heads)
     results: list[Alignment] = [Alignment(np.zeros((0, 0)), (), ())] * len(outputs)
@@ -122,17 +124,19 @@ def align(
         )
         for i, weights_TS in zip(batch, mean_heads(weights, heads).numpy(force=True), strict=True):
             soft = weights_TS[: len(outputs[i]) - 1, : len(sources[i])]
-            soft = soft / np.maximum(soft.sum(1, keepdims=True), 1e-9)  # local attention fades within its window
-            source, output = run.codec.source_pieces(sources[i]), run.codec.target_pieces(outputs[i][:-1])
-            results[i] = Alignment(soft, tuple(source), tuple(output))
+            soft = soft / np.maximum(soft.sum(1, keepdims=True), 1e-9)  # with local attention they sum to less than 1
+            source = tuple(run.codec.source_pieces(sources[i]))
+            output = tuple(run.codec.target_pieces(outputs[i][:-1]))
+            results[i] = Alignment(soft, source, output)
     return results
 
 
 class Coverage:
-    """The attention that each source token got from each hypothesis; it ranks by p * sum log min(1, attention)."""
+    """The coverage penalty of hypotheses, p * sum log min(1, attention) over the attention to each source token."""
 
     def __init__(self, model: Model, sources: Sequence[TokenIds], options: Options) -> None:
-        self.model, self.penalty = model, options.coverage_penalty
+        self.model = model
+        self.penalty = options.coverage_penalty
         self.heads = check_heads(model, options.alignment_heads)
         self.taps = weight_taps(model, (layer for layer, _ in self.heads))
         self.recording = Recording()
@@ -155,18 +159,18 @@ class Coverage:
         self.recording.clear()
 
     def value(self, alive_B: Tensor) -> Tensor:
-        """What to add to the rank of each row if it ends now; zero where every source token got its attention."""
+        """The penalty of each row if it ends now; zero if every source token has been attended to."""
         covered_BKS = self.sum_NS.clamp(MIN_COVERAGE, 1.0).log().view(len(alive_B), -1, self.sum_NS.shape[1])
         return self.penalty * (covered_BKS * self.real_BS[alive_B].unsqueeze(1)).sum(-1)
 
     def select(self, rows_N: Tensor) -> None:
-        """Carry on these rows."""
+        """Keep these rows."""
         self.sum_NS = self.sum_NS[rows_N]
 
 
 def choose_heads(run: Run, pairs: Iterable[Example]) -> tuple[HeadIndex, ...]:
     """The decoder heads (layer, head) that align best on the first usable pairs."""
-    examples = [pair for pair in islice(pairs, EXAMPLES) if pair.source.strip() and pair.target]
+    examples = [pair for pair in islice(pairs, MAX_EXAMPLES) if pair.source.strip() and pair.target]
     if not examples:
         raise UserError("choosing alignment heads needs pairs with a source and a target")
     sources = run.codec.encode_source(examples)
@@ -176,7 +180,7 @@ def choose_heads(run: Run, pairs: Iterable[Example]) -> tuple[HeadIndex, ...]:
 
 
 def best_heads(merits: Mapping[H, float]) -> list[H]:
-    """The selection rule: the head of the highest merit and those with nearly as much, in the given order."""
+    """Select the head of the highest merit and those that are nearly as good, in the order of `merits`."""
     ranked = sorted(merits, key=lambda head: -merits[head])[:MAX_HEADS]
     chosen = {head for head in ranked if merits[head] >= NEARLY_BEST * merits[ranked[0]]}
     return [head for head in merits if head in chosen]
@@ -185,15 +189,15 @@ def best_heads(merits: Mapping[H, float]) -> list[H]:
 def alignment_merits(
     model: Model, pairs: Sequence[tuple[TokenIds, TokenIds]], links: Sequence[Links] | None = None
 ) -> dict[tuple[str, int], float]:
-    """How well each head (name, head) of the cross-attention aligns: its agreement with links, else its quality.
+    """How well each cross-attention head (name, head) aligns: its agreement with links, or else its quality.
 
-    Agreement is the share of linked output tokens whose heaviest weight is on a token they are linked with.
+    Agreement is the share of linked output tokens whose highest weight is on a linked source token.
     """
     names = cross_attentions(model)
     total: dict[tuple[str, int], float] = {}
     count = 0.0
-    for start in range(0, len(pairs), PAIRS):
-        part = pairs[start : start + PAIRS]
+    for start in range(0, len(pairs), BATCH_PAIRS):
+        part = pairs[start : start + BATCH_PAIRS]
         weights = forced_attention(model, [source for source, _ in part], [target for _, target in part], names)
         for row, (source, target) in enumerate(part):
             length = max(1, len(target) - 1)
@@ -205,14 +209,15 @@ def alignment_merits(
                 for head, merit in enumerate(merit_H.tolist()):
                     total[name, head] = total.get((name, head), 0.0) + merit
     if links is not None and not count:
-        raise UserError("not one of the links is within its pair of texts; they are written source-output, from 0")
+        raise UserError("no link lies within its pair of texts; links are written source-output, counted from 0")
     return {head: merit / count for head, merit in total.items()}
 
 
 def alignment_quality(weights_TS: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Sharpness times coverage of attention weights (..., T, S), whose last column is the source's end.
+    """Sharpness times coverage of attention weights (..., T, S); the last column is the end of the source.
 
-    Sharpness is the mean of the largest weights, coverage the attention that source tokens got, at most 1 each.
+    Sharpness is the mean of the highest weights of the output tokens. Coverage is the mean attention to the source
+    tokens, at most 1 each.
     """
     if weights_TS.size == 0:
         return np.zeros(weights_TS.shape[:-2])
@@ -227,7 +232,7 @@ def _agreement(weights_HTS: NDArray[np.floating], links: set[tuple[int, int]]) -
 
 
 def read_links(path: str | Path) -> list[Links]:
-    """An alignment file: per line, pairs like `0-0 1-2`, source first, from 0."""
+    """Read an alignment file with lines of source-output pairs like `0-0 1-2`, counted from 0."""
     rows = []
     for number, line, problem in read_lines(str(path)):
         if problem:
@@ -235,7 +240,9 @@ def read_links(path: str | Path) -> list[Links]:
         links = []
         for word in line.split():
             if not re.fullmatch(r"[0-9]{1,6}-[0-9]{1,6}", word):
-                raise UserError(f"{path}:{number}: {word!r} is not a link; write source-output from 0, like 0-0 1-2")
+                raise UserError(
+                    f"{path}:{number}: {word!r} is not a link; write source-output, counted from 0, like 0-0 1-2"
+                )
             source, _, output = word.partition("-")
             links.append((int(source), int(output)))
         rows.append(links)

@@ -1,4 +1,4 @@
-"""The CTranslate2 engine: its search, with the tokenisation, limits and flags of our own."""
+"""The CTranslate2 engine: search by CTranslate2, with our tokenisation, limits and flags."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from regard.parallel.cores import cores
 from regard.run import Run
 from regard.text.codec import Example
 
-# CTranslate2 stops when patience times the beam width hypotheses have ended, even if a better one is alive; our search
-# goes on then. With 1.5 both found the same for all of 2,000 words, with less CTranslate2 was worse than greedy.
+# CTranslate2 stops as soon as patience * beam hypotheses have ended; our search continues if a better one is alive.
+# With 1.5, both gave the same outputs for 2,000 words; with less, CTranslate2 was worse than greedy search.
 PATIENCE = 1.5
-SCORE_CHANGING = ("sample", "no_repeat_ngram", "repetition_penalty")  # options under which its totals are not ours
+SCORE_CHANGING = ("sample", "no_repeat_ngram", "repetition_penalty")  # options that change its total scores
 
 Scores = Literal["tokens", "totals", "none"]
 Inputs = dict[int, SearchInput]
@@ -42,14 +42,14 @@ def _load(run: Run, precision: str, workers: int, threads: int) -> Any:
             write_model(run, Path(directory))
             return open_translator(Path(directory), "int8" if precision == "int8" else "fp32", workers, threads)
     except OSError as error:
-        raise UserError(f"cannot write what CTranslate2 reads: {error.strerror or error}; set TMPDIR") from None
+        raise UserError(f"cannot write the model for CTranslate2: {error.strerror or error}; set TMPDIR") from None
 
 
 class CTranslate2Engine(Engine):
-    """One run, decoded by CTranslate2: `workers` batches at once, each by `threads` threads.
+    """One run, decoded by CTranslate2: `workers` batches at once, each with `threads` threads.
 
-    Scores of tokens come from a forced pass over the outputs. Totals alone need it only where the search ranked by
-    something else than the model's probability. Scores that are not wanted are NaN.
+    Token scores come from a forced pass over the outputs. Total scores need this pass only if the search ranked by
+    something other than the probability of the model. Scores that are not requested are NaN.
     """
 
     def __init__(
@@ -61,9 +61,11 @@ class CTranslate2Engine(Engine):
         scores: Scores = "tokens",
         translator: Any = None,
     ) -> None:
-        """`translator` is that of another engine of the same run, which saves loading the model again."""
-        self.run, self.options, self.scores = run, options or Options(), scores
-        # Computed positions are written as a table of so many rows, one of them for the end token.
+        """`translator` is the loaded model of another engine of the same run, if there is one."""
+        self.run = run
+        self.options = options or Options()
+        self.scores = scores
+        # Computed positions are written as a table of POSITIONS rows; one is needed for the end token.
         computed = any(s.position in ("none", "sinusoid", "sinusoid_halves") for s in run.config.stacks.values())
         self.preparer = Preparer([run], self.options, POSITIONS - 1 if computed else UNBOUNDED)
         check_engine("ctranslate2", self.options, workers=workers)
@@ -103,21 +105,23 @@ class CTranslate2Engine(Engine):
         return results
 
     def texts(self, sources: Sequence[str]) -> list[list[str]]:
-        """The texts that sources without constraints of their own become, without the time for scores and flags."""
+        """The output texts of plain sources, without scores and flags, which take extra time."""
         codec = self.run.codec
         rows = codec.encode_source([Example(source) for source in sources])
         inputs = [self._plain_input(source, row) for source, row in zip(sources, rows, strict=True)]
         outputs = self._search_all({i: item for i, item in enumerate(inputs) if not item.flags})
-        found = [[output_text(codec, x, y.ids) for y in outputs.get(i, ())] for i, x in enumerate(inputs)]
-        return [row or [""] for row in found]
+        texts = [
+            [output_text(codec, item, output.ids) for output in outputs.get(i, ())] for i, item in enumerate(inputs)
+        ]
+        return [row or [""] for row in texts]
 
     def _plain_input(self, source: str, row: list[int]) -> SearchInput:
-        """What `prepare` makes of a source: beside its ids that depends on how many they are, and is kept for those.
+        """The search input of a plain source. Apart from the ids, it depends only on their number, and is cached.
 
-        To prepare one source anew took 0.2 ms of the 4 that a short one takes in all.
+        Preparing a short source takes 0.2 ms, decoding it 4 ms.
         """
-        if (like := self._by_length.get(len(row))) and source.strip():
-            return replace(like, sources=(row,))
+        if (cached := self._by_length.get(len(row))) and source.strip():
+            return replace(cached, sources=(row,))
         (item,) = self.prepare([source])
         if not item.flags:
             self._by_length[len(row)] = item
@@ -134,12 +138,12 @@ class CTranslate2Engine(Engine):
         self.translator.unload_model()
 
     def _search(self, inputs: Inputs, strict: bool, exact: bool = False) -> dict[int, list[DecodedIds]]:
-        """The outputs of some inputs. Blocked tokens are ruled out (`strict`) only where they came up.
+        """Search, then repeat the search for inputs whose outputs break a rule that CTranslate2 does not know.
 
-        Ruling them out changes what CTranslate2 ranks by: it normalises the other probabilities again. And tokens that
-        must not follow a prefix can only be ruled out behind the same tokens anywhere. A batch has one limit, but
-        similar limits share it: few outputs reach theirs, and where the batch had a higher one these are searched for
-        again with it (`exact`).
+        Blocked tokens are suppressed (`strict`) only for inputs whose outputs have them, because CTranslate2 then
+        normalises the other probabilities again, which changes the ranking. Tokens that must not follow a prefix can
+        only be suppressed after the same tokens anywhere. A batch has one limit for inputs with similar limits; an
+        output that reaches its own lower limit is searched again with that limit (`exact`).
         """
         searches = []
         for batch in self._batches(inputs, strict, exact or strict or self.options.sample):
@@ -156,12 +160,12 @@ class CTranslate2Engine(Engine):
                     late[i] = item
         outputs |= self._search(late, strict, exact=True) if late else {}
         wrong = {i: x for i, x in inputs.items() if not all(self._allowed(x, output) for output in outputs[i])}
-        if strict:  # there was nothing else
+        if strict:  # no other outputs exist
             return outputs | {i: [x for x in outputs[i] if self._allowed(item, x)] for i, item in wrong.items()}
         return outputs | self._search(wrong, strict=True) if wrong else outputs
 
     def _batches(self, inputs: Inputs, strict: bool, exact: bool) -> list[list[int]]:
-        """The keys of inputs that are searched together, with similar limits, or the same (`exact`)."""
+        """Batches of keys of inputs with similar limits, or equal limits (`exact`)."""
         if len(inputs) == 1:
             return [list(inputs)]
         alike: dict[Any, Inputs] = {}
@@ -172,11 +176,11 @@ class CTranslate2Engine(Engine):
         return [batch for part in alike.values() for batch in self.preparer.batches(part)]
 
     def _allowed(self, item: SearchInput, output: DecodedIds) -> bool:
-        """Whether an output has no blocked token, and its prefix is not altered by the token after it."""
+        """Whether an output has no blocked token, and the token after its prefix does not alter the prefix."""
         return self._blocked.isdisjoint(output.ids) and output.ids[len(item.prefix)] not in item.not_after_prefix
 
     def _make_search_options(self) -> dict[str, Any]:
-        """The options that all searches have in common."""
+        """The options that are the same for all batches."""
         options = self.options
         sampling = {
             "sampling_topk": min(options.top_k, self.run.config.target_vocab),
@@ -198,7 +202,7 @@ class CTranslate2Engine(Engine):
         }
 
     def _translate(self, inputs: Sequence[SearchInput], limit: int, strict: bool) -> list[Any]:
-        """Start the search of one batch, for outputs of at most `limit` tokens -> futures of its answers."""
+        """Start to search a batch, with outputs of at most `limit` tokens -> futures of the answers."""
         first = inputs[0]
         suppressed: list[list[str]] | None = None
         if strict:
@@ -217,8 +221,10 @@ class CTranslate2Engine(Engine):
         return answers
 
     def _outputs(self, item: SearchInput, answer: Any, strict: bool) -> list[DecodedIds]:
-        """The outputs of an answer, each with its end token, which those that reached the limit lack."""
-        eos, options, outputs = self.run.config.ids.eos, self.options, []
+        """The outputs of an answer; those that reached the limit get the end token that CTranslate2 leaves out."""
+        eos = self.run.config.ids.eos
+        options = self.options
+        outputs = []
         exact = not strict and not item.minimum and not item.prefix and self.scores == "totals"
         exact = exact and all(getattr(options, name) == Options.model_fields[name].default for name in SCORE_CHANGING)
         for rank, tokens in enumerate(answer.hypotheses):
@@ -226,7 +232,7 @@ class CTranslate2Engine(Engine):
             ended = ids[-1:] == (eos,)
             total = answer.scores[rank] * len(ids) ** options.length_penalty if exact and ended else math.nan
             ids = ids if ended else (*ids[: item.limit], eos)
-            if len(ids) > item.minimum:  # else nothing was allowed but the end
+            if len(ids) > item.minimum:  # otherwise only the end was allowed
                 outputs.append(DecodedIds(ids, (), total, limited=len(ids) - 1 >= item.limit))
         return outputs if options.sample else list({output.ids: output for output in outputs}.values())
 

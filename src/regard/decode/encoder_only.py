@@ -1,4 +1,4 @@
-"""Classification: the labels of texts and images with their probabilities."""
+"""Encoders without a decoder: classification of texts and images, filling of masks, embeddings."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ BATCH_IMAGES = 256
 class Classification:
     """The most probable label, and the probabilities of all labels, most probable first."""
 
-    label: str  # empty if there is none
+    label: str  # empty if the input was not classified
     probabilities: dict[str, float]
-    flags: dict[str, str] = field(default_factory=dict)  # why there is none, or what is unknown: name -> reason
+    flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
 
     @property
     def probability(self) -> float:
@@ -55,7 +55,7 @@ class Classification:
         return table(self.probabilities.items(), ("label", "probability"))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; flags only where there are any, and no label where they say why."""
+        """The JSON shape; flags only if present; the label is null if the input was not classified."""
         out: dict[str, Any] = {"label": self.label if self.probabilities else None, "probabilities": self.probabilities}
         return {**out, "flags": dict(self.flags)} if self.flags else out
 
@@ -63,7 +63,7 @@ class Classification:
 def classify(
     run: Run, texts: Sequence[str | Example], batch_tokens: int = BATCH_TOKENS, max_source: int = MAX_SOURCE
 ) -> list[Classification]:
-    """The labels of texts, in order; one that is too long has none, and a flag."""
+    """The labels of texts, in order. A text that is too long has a flag and no label."""
     if run.task.reads == "images":
         raise UserError(f"{run.path}: its model reads images, not text")
     examples = [Example(text) if isinstance(text, str) else text for text in texts]
@@ -80,9 +80,9 @@ def classify(
 def classify_ids(
     run: Run, rows: Sequence[TokenIds], batch_tokens: int = BATCH_TOKENS, max_source: int = MAX_SOURCE
 ) -> list[Classification]:
-    """The labels of texts given as token ids, the special tokens around them included."""
+    """The labels of texts as token ids, including the special tokens around them."""
     if not run.task.labels:
-        raise UserError(f"{run.path}: its model does not tell labels")
+        raise UserError(f"{run.path}: its model is not a classifier")
     results = [Classification("", {}, _too_long(run, len(row), max_source)) for row in rows]
     fit = [i for i, result in enumerate(results) if not result.flags]
     for batch in by_length([len(rows[i]) for i in fit], batch_tokens):
@@ -106,7 +106,7 @@ def _too_long(run: Run, tokens: int, most: int) -> dict[str, str]:
 
 
 def classify_images(run: Run, images_NCHW: NDArray[Any]) -> list[Classification]:
-    """The labels of images, whose numbers are as in the file that the run was trained on."""
+    """The labels of images, with values on the same scale as in the training data."""
     if run.task.reads != "images":
         raise UserError(f"{run.path}: its model reads text, not images")
     patches, pixels = run.config.image_patches, run.pixels
@@ -137,22 +137,24 @@ def _classify(run: Run, source: Tensor, keep_BS: Tensor | None) -> list[Classifi
     ]
 
 
-CANDIDATES = 5  # for every mask, unless `top_tokens` asks for another number
+# Masks
+
+CANDIDATES = 5  # per mask, the default of `top_tokens`
 MAX_LOGITS = 1 << 22  # in memory at once
 
 
 @dataclass(frozen=True)
 class MaskedText(SearchInput):
-    """A text with masks: its ids, and the parts of it between the masks."""
+    """A text with masks: its ids, and the parts between the masks."""
 
     parts: tuple[str, ...] = ()
 
 
 class MaskFiller(Engine):
-    """Fills every mask of a text with its most probable token, predicted while all masks are still masks.
+    """Fills each mask of a text with its most probable token, independently of the other masks.
 
     The score of a hypothesis is the sum of the log-probabilities of its tokens, one per mask; `top_tokens` are the
-    candidates of each mask. Probabilities are those of the whole vocabulary, but special tokens are no candidates.
+    candidates for each mask. Probabilities are over the whole vocabulary, but special tokens are not candidates.
     """
 
     def __init__(self, runs: Run | Sequence[Run], options: Options | None = None) -> None:
@@ -168,7 +170,7 @@ class MaskFiller(Engine):
         source = run.codec.source
         self.mask, self.mask_id = source.pieces([mask])[0], mask
         self._spellings = source.spellings()
-        # Where words bring along the space before them, the space before a mask belongs to the masked token.
+        # If tokens include the space before a word, the space before a mask belongs to the masked token.
         self._space = " " if any(len(each) > 1 and each.startswith(b" ") for each in self._spellings) else ""
         never = sorted({*source.special, *range(source.size, run.config.source_vocab)})
         self._never = torch.tensor(never, dtype=torch.long, device=run.model.device)
@@ -178,12 +180,13 @@ class MaskFiller(Engine):
 
     def _prepare(self, item: Input) -> MaskedText:
         request = item if isinstance(item, Request) else Request(item if isinstance(item, str) else item.source)
-        text, fields = request.source, Request.model_fields
-        wishes = [name for name in fields if name != "source" and getattr(request, name) != fields[name].default]
+        text = request.source
+        fields = Request.model_fields
+        unsupported = [name for name in fields if name != "source" and getattr(request, name) != fields[name].default]
         if isinstance(item, Example) and item.features:
-            wishes.append("features")
-        if wishes:
-            return MaskedText((), flags={"error": f"{', '.join(wishes)}: no meaning where masks are filled"})
+            unsupported.append("features")
+        if unsupported:
+            return MaskedText((), flags={"error": f"{', '.join(unsupported)}: not supported when filling masks"})
         if len(text) > MAX_CHARACTERS:
             return MaskedText((), flags={"too_long": f"the text has {len(text)} characters"})
         if not text.strip():
@@ -199,7 +202,7 @@ class MaskFiller(Engine):
         limit = (self.run.config.top.max_positions or UNBOUNDED) - special
         flags = too_long("text", len(row) - special, limit, self.options.max_source)
         if len(parts) == 1 and not flags:
-            flags = {"unsatisfied": f"there is no {self.mask} in it to fill"}
+            flags = {"unsatisfied": f"there is no {self.mask} to fill"}
         return MaskedText((row,), unknown=unknown, flags=flags, parts=tuple(parts))
 
     @torch.inference_mode()
@@ -215,7 +218,7 @@ class MaskFiller(Engine):
         return results
 
     def _candidates(self, rows: Sequence[TokenIds]) -> Iterator[list[tuple[int, float]]]:
-        """The most probable tokens of every mask of some texts, with their log-probabilities."""
+        """The most probable tokens of each mask of these texts, with their log-probabilities."""
         model = self.run.model
         ids_BS, keep_BS = pad(rows, model.config.ids.pad, model.device)
         x_ND = model.hidden(ids_BS, keep_BS)[ids_BS == self.mask_id]
@@ -230,12 +233,20 @@ class MaskFiller(Engine):
         ids, scores = zip(*(row[0] for row in candidates), strict=True)
         pieces = self.run.codec.source_pieces
         named = tuple(tuple(zip(pieces([i for i, _ in row]), [x for _, x in row], strict=True)) for row in candidates)
-        score, tokens, flags = sum(scores), tuple(pieces(ids)), unknown_flags(item.unknown)
-        text = self._text(item.parts, ids)
-        return Hypothesis(text, score, tokens, scores, score / len(ids), ids, flags=flags, top_tokens=named)
+        score = sum(scores)
+        return Hypothesis(
+            self._text(item.parts, ids),
+            score,
+            tuple(pieces(ids)),
+            scores,
+            score / len(ids),
+            ids,
+            flags=unknown_flags(item.unknown),
+            top_tokens=named,
+        )
 
     def _text(self, parts: Sequence[str], ids: Sequence[int]) -> str:
-        """The parts with tokens between them; as bytes, since a token may be a part of a character."""
+        """The parts with tokens between them, joined as bytes because a token may be part of a character."""
         first, *rest = (part.encode("utf-8", "replace") for part in parts)
         joined = first
         for index, part in zip(ids, rest, strict=True):
@@ -248,26 +259,29 @@ class MaskFiller(Engine):
 def fill_masks(
     runs: Run | Sequence[Run], inputs: Iterable[Input], options: Options | None = None
 ) -> Iterator[list[Hypothesis]]:
-    """Every text with its masks filled, in order; one without a mask, or too long, is empty and flagged."""
+    """Fill the masks of every text, in order. The output is empty and flagged without a mask or for too long a text."""
     engine = MaskFiller(runs, options)
     for window in windows(inputs, engine.options.window):
         yield from engine(window)
 
 
+# Embeddings
+
+
 class Embeddings(NamedTuple):
-    """Vectors of texts (texts, width), and the tokens of those that were truncated, by the number of the text."""
+    """Vectors of texts (texts, width)."""
 
     vectors: NDArray[np.float32]
-    truncated: dict[int, int]
-    limit: int  # tokens that the model reads at once, without special tokens
+    truncated: dict[int, int]  # truncated texts by number, with their number of tokens
+    limit: int  # most tokens that the model reads, without special tokens
 
 
 @torch.inference_mode()
 def embed(run: Run, texts: Sequence[str], batch_tokens: int, average_windows: bool, normalize: bool) -> Embeddings:
-    """The mean of an encoder's vectors of the tokens of each text, special tokens included.
+    """The mean of the encoder's vectors for the tokens of each text, including special tokens.
 
-    Of a text with more tokens than the model has positions the first ones count or, with `average_windows`, all of
-    them, read in as many windows as it takes.
+    If a text has more tokens than the model has positions, it is truncated or, with `average_windows`, read in several
+    windows.
     """
     codec, model, config = run.codec, run.model, run.config
     before, after = codec.ids.around(codec.frame)
@@ -293,5 +307,5 @@ def embed(run: Run, texts: Sequence[str], batch_tokens: int, average_windows: bo
 
 
 def _sum(x_BSD: Tensor, keep_BS: Tensor | None) -> Tensor:
-    """The sum of the vectors of each row, padding left out."""
+    """The sum of the vectors of each row, without padding."""
     return (x_BSD if keep_BS is None else x_BSD * keep_BS.unsqueeze(-1)).sum(1)

@@ -1,4 +1,4 @@
-"""Scoring by forced decoding: log-probabilities of given targets, and of the tokens of plain text."""
+"""Forced decoding: log-probabilities of given targets and of the tokens of plain text."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ Pair = tuple[str, str] | Example
 Numbers = NDArray[np.float64]
 MAX_LOGITS = 1 << 22  # in memory at once
 TEXT_BATCH = 4096  # tokens of plain text in a batch
-DEFAULT_CONTEXT = 1024  # of plain text, for a model that was not trained on it and has no position table
+DEFAULT_CONTEXT = 1024  # for a model that has no position table and was not trained on plain text
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A target's natural-log probability, in total and per token, the end included."""
+    """The natural-log probability of a target, in total and per token, including the end token."""
 
-    score: float  # nan if there is none
+    score: float  # NaN if the pair was not scored
     tokens: tuple[str, ...]
     token_scores: tuple[float, ...]
-    flags: dict[str, str] = field(default_factory=dict)  # why there is none, or what is unknown: name -> reason
+    flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
 
     def __repr__(self) -> str:
         return f"Scored({self.score:.3f}, {plural(len(self.tokens), 'token')})"
@@ -60,18 +60,18 @@ class Scored:
         return token_table(self.tokens, self.token_scores, f"score {self.score:.3f}")
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; flags only where there are any, and no score where they say why."""
+        """The JSON shape; flags only if present; the score is null if the pair was not scored."""
         score = None if math.isnan(self.score) else self.score
         out: dict[str, Any] = {"score": score, "tokens": list(self.tokens), "token_scores": list(self.token_scores)}
         return {**out, "flags": dict(self.flags)} if self.flags else out
 
 
 def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | None = None) -> Iterator[Scored]:
-    """The score of every pair, in order; several runs make an ensemble. Of the options weights and batching matter.
+    """Score pairs, in order; several runs form an ensemble. Only the options of weights and batching are used.
 
-    An empty target for an empty source scores 0, as in `generate`; a pair that is too long, whose features do not fit
-    the run, or for which memory does not suffice, has a flag and no score. For a language model the source is a prompt
-    and the target its continuation; there too the end token counts.
+    An empty target for an empty source scores 0, as in `generate`. A pair has a flag and no score if it is too long, if
+    its features do not fit the run, or if memory does not suffice. For a language model, the source is a prompt and the
+    target is its continuation, scored with an end token.
     """
     runs = [runs] if isinstance(runs, Run) else list(runs)
     options = options or Options()
@@ -97,7 +97,7 @@ def score(runs: Run | Sequence[Run], pairs: Iterable[Pair], options: Options | N
 
 
 def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[str]:
-    """Why each pair is too long to be used with a run; empty if it is not."""
+    """For each pair, why it is too long for a run, or an empty text."""
     pairs = [example._replace(target=example.target or "") for example in examples]
     return [flag.get("too_long", "") for flag in _encode([run], pairs, options)[2]]
 
@@ -106,9 +106,9 @@ def overlong(run: Run, examples: Sequence[Example], options: Options) -> list[st
 def force(
     scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds], batch_tokens: int = 8192
 ) -> list[tuple[float, ...] | None]:
-    """The log-probability of each token of every target (with its end token), or None if it does not fit into memory.
+    """The log-probability of each token of every target (with end token); None if a pair does not fit into memory.
 
-    `sources` holds ids per model.
+    `sources` are ids per model.
     """
 
     def scores(batch: Sequence[int]) -> list[NDArray[np.float64]]:
@@ -120,8 +120,8 @@ def force(
 
     results: list[tuple[float, ...] | None] = [None] * len(targets)
     for batch in _batches(scorer, sources, targets, batch_tokens):
-        for rows, found in in_parts(lambda rows: scores(batch[rows]), len(batch)):  # noqa: B023
-            for i, row in zip(batch[rows], found or (), strict=found is not None):
+        for rows, part in in_parts(lambda rows: scores(batch[rows]), len(batch)):  # noqa: B023
+            for i, row in zip(batch[rows], part or (), strict=part is not None):
                 results[i] = tuple(row.tolist())
     return results
 
@@ -134,7 +134,7 @@ def force_top(
     count: int,
     batch_tokens: int = 8192,
 ) -> list[list[list[tuple[int, float]]]]:
-    """The `count` most probable tokens, with their log-probabilities, in place of each token of every target."""
+    """The `count` most probable tokens, with log-probabilities, at the position of each token of every target."""
     results: list[list[list[tuple[int, float]]]] = [[] for _ in targets]
     for batch in _batches(scorer, sources, targets, batch_tokens):
         parts = _forced(scorer, [sources[i] for i in batch], [targets[i] for i in batch])
@@ -155,7 +155,7 @@ def _batches(
 def _forced(
     scorer: Scorer, sources: Sequence[Sequence[TokenIds]], targets: Sequence[TokenIds]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some log-probabilities (N, V) of a batch at a time, with the tokens that stand there (N,)."""
+    """The log-probabilities (N, V) of a batch in parts, with the target tokens (N,)."""
     hidden = []
     for m, model in enumerate(scorer.models):
         with use_matmuls(scorer.matmuls):
@@ -170,7 +170,7 @@ def _forced(
 
 
 def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenIds]) -> Tensor:
-    """The vectors (N, D) from which the tokens of all targets are predicted, one target after the other."""
+    """The vectors (N, D) that predict the tokens of all targets, which are concatenated."""
     if not model.decoder_only:
         batch = collate(sources, targets, model.config).to(model.device)
         x_BTD = model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
@@ -184,17 +184,19 @@ def _hidden(model: Model, sources: Sequence[TokenIds], targets: Sequence[TokenId
 def _encode(
     runs: Sequence[Run], examples: Sequence[Example], options: Options
 ) -> tuple[list[tuple[list[int], ...]], list[list[int]], list[dict[str, str]]]:
-    """The ids of the sources, for every run, and of the targets; and for every pair why it cannot be scored."""
+    """Tokenise pairs -> ids of the sources (per run), ids of the targets, flags of pairs that cannot be scored."""
     for example in examples:
         if example.target is None:
             raise UserError(f"score: no target for the source {example.source[:40]!r}")
     sources = list(zip(*(encode(run, examples) for run in runs), strict=True))
     targets = runs[0].codec.encode_target([example.target or "" for example in examples])
-    (longest_source, longest_target), most = position_limits(runs), options.max_source
-    shared = not runs[0].task.seq2seq  # source and target of a language model share its positions
+    longest_source, longest_target = position_limits(runs)
+    most = options.max_source
+    shared = not runs[0].task.seq2seq  # in a language model, source and target share the positions
     flags = []
     for example, ids, target in zip(examples, sources, targets, strict=True):
-        first, second = max(map(len, ids)) - (not shared), len(target) - 1
+        first = max(map(len, ids)) - (not shared)
+        second = len(target) - 1
         if problem := runs[0].codec.features_problem(example):
             flags.append({"error": problem})
         elif shared and first + second > longest_target:
@@ -206,10 +208,10 @@ def _encode(
 
 
 class TokenScores(NamedTuple):
-    """Per token of a plain text but its first: negative log-probability, was it the highest, was it predicted.
+    """Per token of a plain text except the first: negative log-probability, whether correct, whether predicted.
 
-    With masked spans, the first token of a span also counts the sentinel before it, and the last token of all the
-    closing sentinel and the end token.
+    With masked spans, the sentinel before a span counts with its first token, the closing sentinel and the end token
+    with the last token of all.
     """
 
     nll: Numbers
@@ -222,9 +224,9 @@ Part = tuple[NDArray[np.integer[Any]], Numbers, Numbers]  # tokens by number, nl
 
 @torch.inference_mode()
 def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None = None) -> TokenScores:
-    """Score the tokens of a plain text as the task of the run predicts them, `context` tokens at a time.
+    """Score the tokens of a plain text with the objective of the run's task, `context` tokens at a time.
 
-    A causal LM with segment memory remembers `memory` tokens (None: as in training).
+    `memory` is the length of segment memory, by default as in training.
     """
     scores = TokenScores(*(np.zeros(len(ids) - 1) for _ in TokenScores._fields))
     for index, nll, correct in TEXT_SCORERS[run.task.name](run, ids, context, memory):
@@ -234,23 +236,23 @@ def score_text(run: Run, ids: NDArray[np.uint32], context: int, memory: int | No
 
 
 def scoring_context(run: Run, context: int | None = None) -> int:
-    """Tokens read at a time: `context` if it is given, else as in training, else as many as the model has positions."""
+    """The tokens to read at a time: `context`, or as in training, or the positions of the model."""
     positions = run.config.top.max_positions
     if context is not None:
         if context < 2 or (positions is not None and context > positions):
             bound = "at least 2" if positions is None else f"from 2 to {positions}, the positions of the model"
-            raise UserError(f"context: {context} is out of range; it goes {bound}")
+            raise UserError(f"context: {context} is out of range; allowed: {bound}")
         return context
     return _train_settings(run).context or min(positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
 def _train_settings(run: Run) -> Train:
-    """How a run was trained; a converted one has no recipe."""
+    """The training settings of a run; the defaults for a converted run, which has no recipe."""
     return saved_recipe(run.path).train if (run.path / RECIPE).is_file() else Train()
 
 
 def _score_lm(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
-    """Every token with at least half a window of `context` tokens before it; with segment memory, by segments."""
+    """Score tokens in overlapping windows, so that each has at least half a window before it, or by segments."""
     if run.config.has_memory:
         yield from _score_segments(run.model, ids, context, memory)
         return
@@ -261,7 +263,7 @@ def _score_lm(run: Run, ids: NDArray[np.uint32], context: int, memory: int | Non
     for first in range(0, len(starts), rows):
         index_BW = starts[first : first + rows, None] + np.arange(context + 1)
         nll_BT, correct_BT = _score_batch(run.model, lm_batch(ids[index_BW].astype(np.int64)))
-        for row, index_W in enumerate(index_BW):  # of each window, the tokens that the one before did not score
+        for row, index_W in enumerate(index_BW):  # only tokens that the previous window has not scored
             window = first + row
             new = context - int(starts[window] - starts[window - 1]) if window else 0
             yield index_W[new:-1], nll_BT[row, new:], correct_BT[row, new:]
@@ -283,11 +285,11 @@ def _score_segments(model: Model, ids: NDArray[np.uint32], context: int, memory:
 
 @contextmanager
 def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[None]:
-    """Let a decoder remember `memory` tokens while the context is open.
+    """Set the length of the segment memory of a decoder while the context is open.
 
-    With more than in training, every token of a segment attends as far back as its last one did, and not farther: each
-    further key would take its share of the attention without the model having learned to use it. Among those, distances
-    that only the later tokens of a segment met in training count as the longest that all of them did.
+    If it is longer than in training, the attention of every token is limited to the longest distance in training:
+    further keys would get attention that the model has not learned to use. Relative distances are clipped to the
+    longest distance that all tokens of a segment had in training.
     """
     relatives = [module for module in decoder.modules() if isinstance(module, Relative)]
     trained, window, reaches = decoder.memory, decoder.window, [relative.reach for relative in relatives]
@@ -306,7 +308,7 @@ def _use_memory(decoder: Transformer, memory: int, context: int) -> Iterator[Non
 
 
 def _score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
-    """Mask some tokens, the same ones every time, and score those."""
+    """Mask and score some tokens, the same ones every time."""
     masking = TokenMasking(Stream(ids[1:], 0), run.codec, run.config, Train(context=context))
     nll, correct, masked = (np.zeros(len(ids) - 1, dtype) for dtype in (float, float, bool))
     for starts, _, batch in _text_batches(masking, len(ids) - 1, context):
@@ -314,14 +316,14 @@ def _score_masked(run: Run, ids: NDArray[np.uint32], context: int, memory: int |
         nll_BS, correct_BS = _score_batch(run.model, batch)
         for row, (start, keep) in enumerate(zip(starts, batch.keep_BT.numpy(), strict=True)):
             index = start + np.flatnonzero(keep) - masking.text_offset
-            # The last window overlaps the one before; what both mask counts once, as the last one scores it.
+            # The last two windows overlap; a token that both mask counts once, as scored in the last one.
             nll[index], correct[index], masked[index] = nll_BS[row, keep], correct_BS[row, keep], True
     (index,) = masked.nonzero()
     yield index, nll[index], correct[index]
 
 
 def _score_spans(run: Run, ids: NDArray[np.uint32], context: int, memory: int | None) -> Iterator[Part]:
-    """Mask some spans as in training, the same ones every time, and score their prediction."""
+    """Mask and score some spans, as in training, the same ones every time."""
     train = _train_settings(run).model_copy(update={"context": context})
     corruption = SpanCorruption(Stream(ids[1:], 0), run.codec, run.config, train)
     for starts, key, batch in _text_batches(corruption, len(ids) - 1, context):
@@ -338,7 +340,7 @@ TEXT_SCORERS = {"lm": _score_lm, "masked": _score_masked, "span": _score_spans} 
 def _text_batches(
     objective: TextObjective, tokens: int, context: int
 ) -> Iterator[tuple[Indices, tuple[int, ...], Batch]]:
-    """Batches of windows that cover a text: the starts of the windows, the key of the random choices, the batch."""
+    """Batches of windows that cover a text, as (starts of the windows, key of the random choices, batch)."""
     windows = objective.windows
     starts = np.unique(np.minimum(np.arange(0, tokens, windows.length), windows.last))
     rows = max(1, TEXT_BATCH // context)
@@ -355,7 +357,7 @@ def _score_batch(model: Model, batch: Batch) -> tuple[Numbers, Numbers]:
 
 
 def _compare(model: Model, x_BTD: Tensor, label_BT: Tensor) -> tuple[Numbers, Numbers]:
-    """Negative log-probabilities of labels, and whether each had the highest, a few logits at a time."""
+    """Negative log-probabilities of labels, and whether each label is the most probable token."""
     rows = max(1, MAX_LOGITS // max(model.config.source_vocab, model.config.target_vocab))
     nll, correct = [], []
     for x_ND, label_N in zip(x_BTD.flatten(0, 1).split(rows), label_BT.flatten().split(rows), strict=True):

@@ -1,4 +1,4 @@
-"""Hypotheses: decoded ids as text with scores, alignment and flags, and their choice by minimum Bayes risk."""
+"""Hypotheses: outputs as text with scores, alignment and flags; minimum Bayes risk decoding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from regard.errors import plural
 from regard.notebook import heat_table, result_cells, token_table
 from regard.text.codec import Codec, shown_token
 
-LOOP_TURNS, LOOP_TOKENS = 4, 8  # a unit that often in a row, over that many tokens, is a loop
-LONG, SHORT, MIN_LENGTH = 4.0, 0.2, 10  # output tokens per source token; short only counts for longer sources
-LOW_SCORE = -2.5  # mean log-probability per token
-PARKED, MIN_ALIGNED = 0.9, 6  # share of all attention on one source token, over so many output tokens
-UNIFORM = 0.95  # of the entropy of uniform attention
-MAX_UNKNOWN = 8  # tokens that a flag names
-DEGENERATE = ("repetition", "length_ratio")  # flags of outputs that a trained model seldom gives
-MANY_DEGENERATE = 0.2  # of all outputs: more are worth a warning
-
+# Thresholds of flags
+LOOP_TURNS = 4  # repetitions in a row
+LOOP_TOKENS = 8  # tokens that they cover
+MAX_LENGTH_RATIO = 4.0  # output tokens per source token
+MIN_LENGTH_RATIO = 0.2
+MIN_RATIO_TOKENS = 10  # of a long output, or of the source of a short one
+MIN_MEAN_SCORE = -2.5  # log-probability per token
+MAX_ATTENTION_SHARE = 0.9  # of a single source token
+MAX_ATTENTION_ENTROPY = 0.95  # as a share of the entropy of uniform attention
+MIN_ALIGNED_TOKENS = 6  # of source and output; fewer give no flag
+MAX_UNKNOWN = 8  # tokens named in a flag
+DEGENERATE = ("repetition", "length_ratio")  # flags that are rare for a trained model
+MANY_DEGENERATE = 0.2  # share of outputs with such flags above which a warning is given
 
 TopTokens = tuple[tuple[str, float], ...]  # tokens with their natural-log probabilities, most probable first
 
@@ -32,9 +36,9 @@ class DecodedIds(NamedTuple):
     """An output of the search, in token ids."""
 
     ids: tuple[int, ...]  # with the end token, unless a continuation stopped at its limit
-    token_scores: tuple[float, ...]  # natural-log probabilities, one per id; none where only their sum is known
-    value: float  # the search ranked by it; the sum if that is all that is known
-    limited: bool = False  # it ended at the limit
+    token_scores: tuple[float, ...]  # natural-log probabilities of the ids; empty if only their sum is known
+    value: float  # the search ranked by it; without token scores, their sum
+    limited: bool = False  # ended at the limit
 
     @property
     def score(self) -> float:
@@ -43,10 +47,10 @@ class DecodedIds(NamedTuple):
 
 @dataclass(frozen=True)
 class Alignment:
-    """The source tokens that an output is aligned with: a row of weights per output token, the end not counted."""
+    """The alignment of an output: weights of source tokens for each output token except the end."""
 
-    soft: np.ndarray  # (output tokens, source tokens), rows sum to 1; the last source token is its end
-    source: tuple[str, ...]  # the tokens as shown
+    soft: np.ndarray  # (output tokens, source tokens), rows sum to 1; the last source token is the end
+    source: tuple[str, ...]  # display forms of the tokens
     output: tuple[str, ...]
 
     def __repr__(self) -> str:
@@ -57,7 +61,7 @@ class Alignment:
 
     @property
     def hard(self) -> list[tuple[int, int]]:
-        """(source position, output position) of the strongest link of each output token, never to the source's end."""
+        """The strongest link (source position, output position) of each output token, never to the source's end."""
         return [(int(s), t) for t, s in enumerate(self.soft[:, :-1].argmax(1))] if self.soft.size else []
 
 
@@ -67,15 +71,15 @@ class Hypothesis:
 
     text: str
     score: float  # the sum of token_scores
-    tokens: tuple[str, ...]  # as shown, with the end token if there is one
+    tokens: tuple[str, ...]  # display forms, including the end token if present
     token_scores: tuple[float, ...]
     normalized: float  # score / length ** length_penalty
     ids: tuple[int, ...] = ()
     alignment: Alignment | None = None
-    utility: float | None = None  # expected, of minimum Bayes risk
+    utility: float | None = None  # expected utility (minimum Bayes risk)
     flags: dict[str, str] = field(default_factory=dict)  # problems: name -> reason
-    candidates: tuple[Hypothesis, ...] = ()  # of minimum Bayes risk, on its best output: all, best first
-    top_tokens: tuple[TopTokens, ...] = ()  # per token: the most probable ones in its place
+    candidates: tuple[Hypothesis, ...] = ()  # all candidates of minimum Bayes risk, best first, on the best output
+    top_tokens: tuple[TopTokens, ...] = ()  # the most probable tokens at each position
 
     def __repr__(self) -> str:
         flags = f", flags: {', '.join(self.flags)}" if self.flags else ""
@@ -91,7 +95,7 @@ class Hypothesis:
         return tokens if self.alignment is None else tokens + self.alignment._repr_html_()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON shape; alignment, utility, top tokens and flags only where there are any, the candidates never."""
+        """The JSON shape. Utility, alignment, top tokens and flags only if present; never the candidates."""
         out: dict[str, Any] = {
             "text": self.text,
             "score": self.score,
@@ -112,39 +116,40 @@ class Hypothesis:
 
 
 def top_tokens_json(row: TopTokens) -> list[dict[str, object]]:
-    """The JSON shape of the most probable tokens in one place."""
+    """The JSON shape of the most probable tokens at one position."""
     return [{"token": token, "score": score, "probability": math.exp(score)} for token, score in row]
 
 
 def empty_hypothesis(flags: dict[str, str]) -> Hypothesis:
-    """The output of an input that was not decoded, or has none, with the reason."""
+    """The empty output of an input that was not decoded or has no output, with the reason."""
     return Hypothesis("", 0.0, (), (), 0.0, flags=flags)
 
 
 def make_hypotheses(
     codec: Codec, options: Options, item: SearchInput, outputs: Sequence[DecodedIds]
 ) -> list[Hypothesis]:
-    """The outputs of a search as text with flags, chosen by minimum Bayes risk if the options ask for it."""
+    """The outputs of a search as text with flags, ranked by expected utility if the options say so."""
     if not outputs:
-        return [empty_hypothesis({"unsatisfied": "no output was found that meets what was asked for"})]
+        return [empty_hypothesis({"unsatisfied": "the search found no output that satisfies the constraints"})]
     hypotheses = [_hypothesis(codec, options, item, output) for output in outputs]
-    if item.stop and not options.samples:  # different stop strings may have ended the same output
+    if item.stop and not options.samples:  # the same output may have ended before different stop strings
         hypotheses = list({(h.ids, h.text): h for h in reversed(hypotheses)}.values())[::-1]
     return _minimum_risk(codec, options, hypotheses) if options.mbr else hypotheses
 
 
 def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: DecodedIds) -> Hypothesis:
-    all_ids, text, flags = output.ids, None, unknown_flags(item.unknown)
-    # with an end token in any case: the last character is complete there
-    found = item.phrases.find_stop((*all_ids, codec.ids.eos)) if item.phrases is not None and item.stop else None
-    if found is not None:
-        text = stopped_text(codec, item, all_ids[: found[0]], found[1])
+    text = None
+    flags = unknown_flags(item.unknown)
+    stop = None
+    if item.phrases is not None and item.stop:  # the end token completes the last character
+        stop = item.phrases.find_stop((*output.ids, codec.ids.eos))
+    if stop is not None:
+        end, length = stop
+        text = stopped_text(codec, item, output.ids[:end], length)
         flags["stopped"] = f"ended before a stop string ({', '.join(map(repr, item.stop))})"
-        output = output._replace(
-            ids=all_ids[: found[1]], token_scores=output.token_scores[: found[1]], value=0.0, limited=False
-        )
+        output = DecodedIds(output.ids[:length], output.token_scores[:length], value=0.0)
     ids = output.ids[:-1] if output.ids[-1:] == (codec.ids.eos,) else output.ids
-    source = 0 if item.open_end or found else len(item.sources[0]) - 1  # else it may have any length
+    source = 0 if item.open_end or stop else len(item.sources[0]) - 1  # 0: no expectation about the length
     flags |= output_flags(ids, source, output.token_scores)
     if output.limited:
         flags["max_length"] = f"ended at the limit of {plural(item.limit, 'token')}"
@@ -159,23 +164,23 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
     )
 
 
-def stopped_text(codec: Codec, item: SearchInput, ids: Sequence[int], kept: int) -> str:
-    """The text before the stop string that is completed by the last of `ids`, of which `kept` begin before it."""
-    before = output_text(codec, item, ids[:kept])
+def stopped_text(codec: Codec, item: SearchInput, ids: Sequence[int], length: int) -> str:
+    """The text before the stop string that the last of `ids` completes; the first `length` ids begin before it."""
+    before = output_text(codec, item, ids[:length])
     if not splits_tokens(codec):
         return before
     text = output_text(codec, item, ids)
     ends = [(at + len(string), at) for string in item.stop if (at := text.find(string)) >= 0]
-    return text[: min(ends)[1]] if ends else before  # the first that is complete, and of several the longest
+    return text[: min(ends)[1]] if ends else before  # the first one to end, the longest of several
 
 
 def splits_tokens(codec: Codec) -> bool:
-    """Whether a string in the text may begin or end within a token."""
+    """Whether a string of the text can begin or end within a token."""
     return codec.target.scheme not in ("space", "nfd")
 
 
 def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:
-    """The text of an output; a continuation is what it adds to its prompt, the space between included."""
+    """The text of an output. The text of a continuation includes the space between prompt and continuation."""
     if not item.open_end:
         return codec.decode_target(ids)
     prompt, text = (codec.decode_target([*item.sources[0], *more]) for more in ((), ids))
@@ -183,41 +188,41 @@ def output_text(codec: Codec, item: SearchInput, ids: Sequence[int]) -> str:
 
 
 def flag_segmentation(codec: Codec, rows: list[list[Hypothesis]]) -> None:
-    """Flag outputs whose text `score` would tokenise differently: the score here is that of the decoded tokens."""
+    """Flag outputs whose text is tokenised differently, so that `score` gives another score."""
     entries = [(i, rank) for i, row in enumerate(rows) for rank, h in enumerate(row) if h.ids]
     for (i, rank), ids in zip(entries, codec.encode_target([rows[i][rank].text for i, rank in entries]), strict=True):
         hypothesis = rows[i][rank]
         if tuple(ids)[: len(hypothesis.ids)] != hypothesis.ids:
-            reason = "the text is usually cut into other tokens, so forced decoding scores it differently"
+            reason = "the text is tokenised differently, so forced decoding gives another score"
             rows[i][rank] = replace(hypothesis, flags={**hypothesis.flags, "segmentation": reason})
 
 
 def unknown_flags(tokens: Sequence[str]) -> dict[str, str]:
-    """A flag for a source with tokens outside the vocabulary, or features that the run does not know."""
-    named = ", ".join(map(shown_token, dict.fromkeys(tokens[:MAX_UNKNOWN])))
+    """A flag for tokens or features outside the vocabulary."""
+    names = ", ".join(map(shown_token, dict.fromkeys(tokens[:MAX_UNKNOWN])))
     rest = f" and {len(tokens) - MAX_UNKNOWN} more" if len(tokens) > MAX_UNKNOWN else ""
-    return {"unknown": f"not in the vocabulary: {named}{rest}"} if tokens else {}
+    return {"unknown": f"not in the vocabulary: {names}{rest}"} if tokens else {}
 
 
 def output_flags(ids: Sequence[int], source: int, token_scores: Sequence[float]) -> dict[str, str]:
-    """Flags of an output (ids without the end token) for a source of so many tokens; 0: any length is right."""
+    """Flags of an output (ids without end token) for a source of this length; 0: any length is right."""
     flags = {}
     length = len(ids)
     if loop := longest_loop(ids):
         size, turns = loop
         flags["repetition"] = f"{plural(size, 'token')} repeated {turns} times in a row"
-    if source and length / source > LONG and length > MIN_LENGTH:
+    if source and length / source > MAX_LENGTH_RATIO and length > MIN_RATIO_TOKENS:
         flags["length_ratio"] = f"{plural(length, 'token')} for a source of {source:,}"
-    elif source >= MIN_LENGTH and length / source < SHORT:
+    elif source >= MIN_RATIO_TOKENS and length / source < MIN_LENGTH_RATIO:
         flags["length_ratio"] = f"only {plural(length, 'token')} for a source of {source:,}"
     mean = sum(token_scores) / max(1, len(token_scores))
-    if mean < LOW_SCORE:
-        flags["low_score"] = f"{mean:.2f} per token on average, below {LOW_SCORE}"
+    if mean < MIN_MEAN_SCORE:
+        flags["low_score"] = f"{mean:.2f} per token on average, below {MIN_MEAN_SCORE}"
     return flags
 
 
 def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
-    """(size, turns) of the unit that is repeated in a row over the most tokens, if that is a loop."""
+    """The loop that covers the most tokens, as (length of the repeated unit, repetitions), if there is one."""
     row = np.asarray(ids)
     longest: tuple[int, int] | None = None
     for size in range(1, len(row) // LOOP_TURNS + 1):
@@ -233,20 +238,20 @@ def longest_loop(ids: Sequence[int]) -> tuple[int, int] | None:
 
 
 def attention_flags(alignment: Alignment) -> dict[str, str]:
-    """Flags of an alignment that is parked on one source token, or uniform."""
+    """Flags of attention that is concentrated on one source token, or uniform."""
     soft = alignment.soft
-    if len(soft) < MIN_ALIGNED or soft.shape[1] < MIN_ALIGNED:
+    if min(soft.shape) < MIN_ALIGNED_TOKENS:
         return {}
     share = soft.mean(0)
     top = int(share.argmax())
-    if share[top] > PARKED:
+    if share[top] > MAX_ATTENTION_SHARE:
         return {"attention": f"{100 * share[top]:.0f}% of it on source token {top} ({alignment.source[top]!r})"}
     entropy = -(soft * np.log(np.maximum(soft, 1e-12))).sum(1).mean() / np.log(soft.shape[1])
-    return {"attention": "spread evenly over the source"} if entropy > UNIFORM else {}
+    return {"attention": "spread evenly over the source"} if entropy > MAX_ATTENTION_ENTROPY else {}
 
 
 def _minimum_risk(codec: Codec, options: Options, hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """The distinct texts by expected utility: samples weigh the same, the n-best of a beam their probability."""
+    """Rank distinct texts by expected utility. Samples have equal weights, an n-best list its probabilities."""
     count = len(hypotheses)
     weights = [1 / count] * count if options.samples else probability_shares([h.score for h in hypotheses])
     spaced = codec.target.scheme == "space"
@@ -257,7 +262,7 @@ def _minimum_risk(codec: Codec, options: Options, hypotheses: Sequence[Hypothesi
 
 
 def probability_shares(scores: Sequence[float]) -> list[float]:
-    """Log-probabilities of distinct outputs as shares that sum to one."""
+    """Log-probabilities as probabilities that are normalised to sum to one."""
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
     total = math.fsum(weights)
@@ -267,9 +272,9 @@ def probability_shares(scores: Sequence[float]) -> list[float]:
 def expected_utility(
     texts: Sequence[str], weights: Sequence[float], utility: Utility, spaced: bool = False
 ) -> list[float]:
-    """The expected utility, 0 to 1, of every text if each is the reference with its weight (they sum to one).
+    """The expected utility (0 to 1) of every text, if each text is the reference with the probability `weights`.
 
-    Edit distance counts characters, or tokens where the texts are `spaced` tokens.
+    Edit distance counts characters, or tokens if the texts are tokens separated by spaces (`spaced`).
     """
     compare = _utility(utility, spaced)
     mass: dict[str, float] = {}
@@ -284,8 +289,8 @@ def expected_utility(
 
 def _utility(name: Utility, spaced: bool) -> Callable[[str, str], float]:
     if name == "exact":
-        return lambda text, other: 0.0  # a text has utility 1 for itself by every measure
-    # imported here, since few searches compare texts
+        return lambda text, other: 0.0  # the utility of equal texts is 1 by every measure
+    # Imported here because these measures are rarely needed.
     if name == "edit":
         from rapidfuzz.distance import Levenshtein
 
