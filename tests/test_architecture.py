@@ -1,4 +1,4 @@
-"""docs/architecture.md and its drawing tell the truth about the source."""
+"""docs/architecture.md and its drawing agree with the source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drawing() -> ModuleType:
     spec = importlib.util.spec_from_file_location("architecture", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
+    sys.modules[spec.name] = module  # needed by dataclasses
     spec.loader.exec_module(module)
     return module
 
@@ -60,15 +60,27 @@ def holds_code(file: Path) -> bool:
 def test_arrows_that_follow_from_others_are_left_out(drawing):
     assert drawing.direct({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
     with pytest.raises(ValueError, match="cycle"):
-        drawing.direct({"a": {"b"}, "b": {"a"}})
+        drawing.direct({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+
+
+def test_packages_that_import_each_other_are_joined(drawing):
+    assert drawing.mutual({"a": {"b", "c"}, "b": {"a"}, "c": set()}) == [("a", "b")]
+    pairs = drawing.mutual(drawing.imports(drawing.layers()))
+    assert drawing.draw().count("marker-start") == len(pairs)
 
 
 def test_table_of_layers_is_that_of_the_policy():
-    told = {}
+    table = {}
     for layer, names in re.findall(r"^\| (\d) \| ([^|]+) \|", PAGE, re.MULTILINE):
-        told |= {name: int(layer) for name in re.findall(r"`(\w+)/?`", names)}
+        table |= {name: int(layer) for name in re.findall(r"`(\w+)/?`", names)}
     present = (name for name in LAYERS if not name.startswith("_") and (exists(name) or exists(f"{name}.py")))
-    assert told == {name: LAYERS[name] for name in present}
+    assert table == {name: LAYERS[name] for name in present}
+
+
+def test_every_module_is_named_in_a_table():
+    files = [file.relative_to(SOURCE) for file in SOURCE.rglob("*.py")]
+    modules = {str(file) for file in files if not file.stem.startswith("_")}
+    assert modules == set(re.findall(r"^\| `([\w/]+\.py)` \|", PAGE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", PATHS)
