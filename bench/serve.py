@@ -197,26 +197,30 @@ def soak(options: argparse.Namespace, lines: list[str]) -> None:
 
 
 def stop(options: argparse.Namespace, lines: list[str]) -> None:
-    """SIGTERM under load: what was accepted is answered.
+    """SIGTERM under load: every request that was sent before the signal is answered.
 
-    A request counts as lost if its connection was made and it got no whole answer; a connection that is refused was
-    never accepted.
+    Later requests may be lost (`lost_after`): the server resets connections that arrive while its listener closes.
     """
-    statuses, codes = Counter[object](), Counter[int]()
+    statuses = Counter[object]()
+    codes = Counter[int]()
+    lost = 0
     for _ in range(options.rounds):
         port, ended = free_port(), threading.Event()
         with process(regard(options.runs, port, "--beam", options.beam), port) as server:
             load = Load(port, lines)
             running = load.start(32, seconds=60, ended=ended)
             time.sleep(1.0)
+            terminated = time.time()
             server.send_signal(signal.SIGTERM)
             server.wait()
-            time.sleep(0.2)  # for clients to see the end of their connections
+            time.sleep(0.2)  # until clients notice that their connections have ended
             ended.set()
             running.result()
         statuses += load.statuses
+        lost += sum(sent < terminated for sent in load.lost)
         codes[server.returncode] += 1
-    show("stop", times=options.rounds, statuses=counts(statuses), lost=statuses["lost"], exit_codes=codes)
+    after = int(statuses["lost"]) - lost
+    show("stop", times=options.rounds, statuses=counts(statuses), lost=lost, lost_after=after, exit_codes=codes)
 
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -1,8 +1,8 @@
-"""Clients for bench/serve.py: they ask one line after the other over connections that are kept.
+"""Clients for bench/serve.py: each sends one request after the other over a persistent connection.
 
-What the server takes must not be mixed up with what the client takes, which is Python on the same processor cores: an
-answer has come when the kernel has put it into the socket (SO_TIMESTAMPNS), and the time until the client looked at it
-is told apart, as the client's own delay. Hence bare sockets and epoll, which also cost a tenth of an HTTP library.
+The clients are Python programs on the same cores as the server, so their own time must not count as latency. An answer
+counts as received when the kernel puts it into the socket (SO_TIMESTAMPNS); the time until the client reads it is
+reported separately, as `client_delay`. This requires plain sockets and epoll, which cost a tenth of an HTTP library.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-TIMESTAMPS = 35  # SO_TIMESTAMPNS of Linux, for which the socket module has no name
+SO_TIMESTAMPNS = 35  # of Linux; missing in the socket module
 TIMESPEC = struct.Struct("qq")
-PATIENCE = 120.0  # seconds
-RETRY = 0.05  # seconds after which a client that was refused asks again
+CLIENT_TIMEOUT = 120.0  # seconds
+RETRY_SECONDS = 0.05  # after a refusal
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """The median, the 99th percentile and the greatest, in milliseconds."""
+    """The median, the 99th percentile and the maximum, in milliseconds."""
     ordered = sorted(seconds) or [float("nan")]
     last = len(ordered) - 1
     named = {"p50_ms": ordered[(last + 1) // 2], "p99_ms": ordered[min(last, int(0.99 * len(ordered)))]}
@@ -35,36 +35,39 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 class Client:
-    """One connection, with at most one request on its way."""
+    """One connection with at most one pending request."""
 
     def __init__(self, port: int, seed: int) -> None:
-        self.port, self.draw = port, random.Random(seed)
+        self.port = port
+        self.draw = random.Random(seed)
         self.socket: socket.socket | None = None
-        self.sent, self.received = 0.0, 0.0
+        self.sent = 0.0
+        self.received = 0.0
         self._buffer = b""
 
     def send(self, request: bytes) -> bool:
-        """Send a request; False if nobody takes the connection."""
+        """Send a request; False if the connection is refused."""
         if self.socket is None:
             try:
-                self.socket = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+                self.socket = socket.create_connection(("127.0.0.1", self.port), timeout=CLIENT_TIMEOUT)
             except OSError:
                 return False
-            self.socket.setsockopt(socket.SOL_SOCKET, TIMESTAMPS, 1)
+            self.socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._buffer, self.sent = b"", time.time()
+        self._buffer = b""
+        self.sent = time.time()
         self.socket.sendall(request)
         return True
 
     def receive(self) -> int | None:
-        """The status of the answer if it is complete, else None; a ConnectionError if the server has left."""
+        """The status of the answer, or None while it is incomplete; a ConnectionError if the server has closed."""
         assert self.socket is not None
         data, extra, _, _ = self.socket.recvmsg(1 << 18, 64, socket.MSG_DONTWAIT)
         if not data:
             raise ConnectionError
         self.received = time.time()
         for _, kind, value in extra:
-            if kind == TIMESTAMPS:
+            if kind == SO_TIMESTAMPNS:
                 seconds, nanoseconds = TIMESPEC.unpack(value)
                 self.received = seconds + nanoseconds / 1e9
         self._buffer += data
@@ -79,26 +82,27 @@ class Client:
         return int(head[9:12])
 
     def close(self) -> None:
-        """Close the connection; the next request opens another one."""
+        """Close the connection; the next request opens a new one."""
         if self.socket is not None:
             self.socket.close()
             self.socket = None
 
 
 class Load:
-    """Clients that ask one line after the other, and what came of it."""
+    """Clients that send one request after the other, and the results."""
 
     def __init__(self, port: int, lines: list[str], many: list[str] | None = None) -> None:
-        """`many` are asked at once each time, instead of one of the lines."""
+        """With `many`, every request has all these lines, otherwise one of `lines`."""
         self.port = port
         self.requests = [_request(line) for line in lines] if many is None else [_request(many)]
         self.statuses: Counter[object] = Counter()
-        self.seconds: list[float] = []  # until an answer was there
-        self.refused: list[float] = []  # until a refusal was there
-        self.delays: list[float] = []  # from then until a client had looked at it
+        self.seconds: list[float] = []  # latencies of answers
+        self.refused: list[float] = []  # latencies of refusals
+        self.delays: list[float] = []  # until the client read the answer
+        self.lost: list[float] = []  # times when requests were sent that got no complete answer
 
     def start(self, clients: int, **limits: Any) -> Future[float]:
-        """`run` in a thread of its own."""
+        """`run` in a new thread."""
         return ThreadPoolExecutor(1).submit(self.run, clients, **limits)
 
     def run(
@@ -109,44 +113,46 @@ class Load:
         rate: float = 1e9,
         ended: threading.Event | None = None,
     ) -> float:
-        """Ask with so many clients for a time, or for a number of requests -> seconds that it took.
+        """Send requests for a time, or a number of requests -> the duration in seconds.
 
-        All together ask at most `rate` times a second, without it each as soon as it is answered. With `ended`, what
-        is on its way then is waited for no longer.
+        All clients together send at most `rate` requests per second; without it each client sends its next request as
+        soon as it has an answer. Once `ended` is set, pending answers are not awaited.
         """
         began = due = time.perf_counter()
         order = count()
-        idle = [(began, next(order), Client(self.port, i)) for i in range(clients)]  # by when they may ask
-        kept: dict[int, Client] = {}  # by the number of their socket
-        asking: set[int] = set()
+        idle = [(began, next(order), Client(self.port, i)) for i in range(clients)]  # by the time of their next request
+        clients_by_socket: dict[int, Client] = {}
+        pending: set[int] = set()  # sockets with a request
         poll = select.epoll()
         while not (ended is not None and ended.is_set()):
             now = time.perf_counter()
             over = now - began >= seconds or not requests
-            if over and not asking:
+            if over and not pending:
                 break
             while idle and not over and max(due, idle[0][0]) <= now:
                 client = heappop(idle)[2]
-                requests, due = requests - 1, due + 1 / rate
+                requests -= 1
+                due += 1 / rate
                 opened = client.socket is None
                 if not self._send(client):
-                    heappush(idle, (now + RETRY, next(order), client))
+                    heappush(idle, (now + RETRY_SECONDS, next(order), client))
                     continue
                 assert client.socket is not None
-                asking.add(number := client.socket.fileno())
-                kept[number] = client
+                number = client.socket.fileno()
+                pending.add(number)
+                clients_by_socket[number] = client
                 if opened:
                     poll.register(number, select.EPOLLIN)
                 over = not requests
             next_time = max(due, idle[0][0]) - time.perf_counter() if idle and not over else 0.1
             for number, _ in poll.poll(min(0.1, max(0.0, next_time))):
-                client = kept[number]
-                if number not in asking:  # the server has closed a connection that was not in use
+                client = clients_by_socket[number]
+                if number not in pending:  # the server has closed an idle connection
                     client.close()
                 elif (status := self._receive(client)) is not None:
-                    asking.remove(number)
-                    heappush(idle, (time.perf_counter() + RETRY * (status != 200), next(order), client))
-        for client in kept.values():
+                    pending.remove(number)
+                    heappush(idle, (time.perf_counter() + RETRY_SECONDS * (status != 200), next(order), client))
+        for client in clients_by_socket.values():
             client.close()
         return time.perf_counter() - began
 
@@ -154,7 +160,7 @@ class Load:
         try:
             sent = client.send(client.draw.choice(self.requests))
         except OSError:
-            sent = True  # the connection is broken: read what came before, or that it has ended
+            sent = True  # the connection is broken: `_receive` reads the rest, or its end
         if not sent:
             self.statuses["refused connection"] += 1
         return sent
@@ -164,6 +170,7 @@ class Load:
             status: object = client.receive()
         except OSError:
             client.close()
+            self.lost.append(client.sent)
             status = "lost"
         if status is not None:
             self.statuses[status] += 1
@@ -173,7 +180,7 @@ class Load:
         return status
 
     def report(self, took: float) -> dict[str, object]:
-        """Answers per second, their latencies, the clients' own delays, and how many answers of each status."""
+        """Answers per second, latencies, delays of the clients, and counts by status."""
         return {
             "per_second": round(self.statuses[200] / took, 1),
             **quantiles(self.seconds),
@@ -183,7 +190,7 @@ class Load:
 
 
 def counts(statuses: Counter[object]) -> dict[str, int]:
-    """Counts by status, in order."""
+    """Counts by status, sorted."""
     return {str(key): count for key, count in sorted(statuses.items(), key=str) if count}
 
 

@@ -109,9 +109,9 @@ def test_what_a_replica_refuses(toy: Path, tmp_path: Path) -> None:
         for path, given, headers, status, message in (
             ("/v1/generate", {**body, "stream": True, "beam": 2}, known, 422, "stream: beam, nbest"),
             ("/v1/generate", {"inputs": "a" * 300}, known, 413, "the body has more than 200 bytes"),
-            ("/v1/generate", body, {**known, "content-type": "text/plain"}, 415, "the body is JSON"),
-            ("/v1/runs/reload", {}, known, 404, "POST /v1/runs/reload: there is nothing here"),
-            ("/v1/models", {}, known, 405, "allowed are GET, HEAD"),
+            ("/v1/generate", body, {**known, "content-type": "text/plain"}, 415, "the body must be JSON"),
+            ("/v1/runs/reload", {}, known, 404, "POST /v1/runs/reload: no such path"),
+            ("/v1/models", {}, known, 405, "allowed methods: GET, HEAD"),
         ):
             reply = ask("POST", path, given, headers)
             assert reply.status == status and message in json.loads(reply.body)["error"]["message"], reply

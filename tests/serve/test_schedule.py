@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.serve.queue import (
-    FEWEST,
-    FIRST_SINGLE,
-    KEPT,
-    OLDEST,
-    SHORT,
-    SHORTEST,
-    SINGLES,
-    SLICE,
+    BATCH_LATENCIES,
+    INITIAL_LATENCY,
+    MAX_BATCH_SECONDS,
+    MIN_BATCH_SECONDS,
+    MIN_SHARED,
+    OLDEST_EVERY,
+    RESERVE_SECONDS,
+    SHORT_BATCH,
     Group,
     Job,
     Queue,
@@ -55,9 +55,9 @@ def test_every_input_is_taken_once_and_batches_have_one_group(rows, short, large
     assert queue.cost == 0 and len(queue) == 0 and all(j.remaining == 0 for j in given_jobs)
     for batch in batches:  # padded to the longest, a batch of several stays within what one of its kind may cost
         costs = [j.costs[i] for j, i in batch.entries]
-        assert len(costs) == 1 or max(costs) * len(costs) <= (largest if len(costs) <= FEWEST else 512)
+        assert len(costs) == 1 or max(costs) * len(costs) <= (largest if len(costs) <= MIN_SHARED else 512)
         if short:
-            assert all(sum(k is j for k, _ in batch.entries) <= SHORT for j, _ in batch.entries if j.large)
+            assert all(sum(k is j for k, _ in batch.entries) <= SHORT_BATCH for j, _ in batch.entries if j.large)
 
 
 def test_one_line_does_not_wait_for_the_thousand_of_another_request():
@@ -71,13 +71,13 @@ def test_one_line_does_not_wait_for_the_thousand_of_another_request():
 def test_a_worker_is_kept_for_small_requests_while_they_come():
     queue, large = Queue(10**9, 10**6), job(*[10] * 1000)
     queue.add(large, 0.0)
-    assert len(queue.take(0.0, free=1).entries) == SHORT
+    assert len(queue.take(0.0, free=1).entries) == SHORT_BATCH
     queue.add(small := job(10, group=OTHER), 5.0)
     assert [j for j, _ in queue.take(5.0, free=1).entries] == [small]
     assert queue.take(5.5, free=1) is None
-    assert len(queue.take(5.5, free=2).entries) > SHORT  # another worker goes on with the large one
-    assert len(queue.take(5.5, free=1, workers=1).entries) == SHORT  # and so does the only one
-    assert len(queue.take(5.0 + KEPT, free=1).entries) == SHORT
+    assert len(queue.take(5.5, free=2).entries) > SHORT_BATCH  # another worker goes on with the large one
+    assert len(queue.take(5.5, free=1, workers=1).entries) == SHORT_BATCH  # and so does the only one
+    assert len(queue.take(5.0 + RESERVE_SECONDS, free=1).entries) == SHORT_BATCH
 
 
 def test_the_oldest_request_is_not_forgotten_while_others_keep_coming():
@@ -89,7 +89,7 @@ def test_the_oldest_request_is_not_forgotten_while_others_keep_coming():
         queue.take()
         if not large.waiting:
             break
-    assert i < OLDEST * 50
+    assert i < OLDEST_EVERY * 50
 
 
 def test_a_queue_is_bounded_but_takes_one_job_of_any_size():
@@ -130,7 +130,7 @@ def test_inputs_whose_worker_ended_come_back_each_alone():
 def test_batches_shrink_when_slow_and_grow_when_fast():
     queue = Queue(10**9, 4096)
     queue.add(job(*[8] * 5000), 0.0)
-    slice, sizes = SINGLES * FIRST_SINGLE, []
+    slice, sizes = BATCH_LATENCIES * INITIAL_LATENCY, []
     for seconds in (slice / 4,) * 3 + (2 * slice,) * 3:
         batch = queue.take()
         sizes.append(len(batch.entries))
@@ -149,7 +149,9 @@ def test_batches_are_as_long_as_a_few_inputs_that_are_answered_alone():
             batch = queue.take()
             queue.measure(batch, seconds := 0.001 * len(batch.entries))
         queue.remove(large)
-        assert seconds == pytest.approx(min(SLICE, max(SHORTEST, SINGLES * single)), rel=0.2)
+        assert seconds == pytest.approx(
+            min(MAX_BATCH_SECONDS, max(MIN_BATCH_SECONDS, BATCH_LATENCIES * single)), rel=0.2
+        )
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
@@ -157,7 +159,7 @@ def test_results_may_come_in_any_order_and_the_job_is_done_with_the_last(order):
     each = job(*[1] * len(order))
     for rank, index in enumerate(sorted(range(len(order)), key=lambda i: order[i])):
         assert not each.done
-        each.give(index, {"n": rank})
+        each.add_result(index, {"n": rank})
     assert each.done and len(each.results) == len(order)
     each.fail("too late", 503)
     assert all("error" not in result for result in each.results.values())

@@ -1,6 +1,6 @@
-"""The endpoints: what is at each path, who may ask, and every error as an answer of one shape.
+"""The endpoints: paths, access, and errors in one shape.
 
-The HTTP server and the replicas of Ray Serve answer by this table, so that they answer alike.
+The HTTP server and the replicas of Ray Serve share this table, so they give the same answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -37,15 +37,20 @@ from regard.serve.settings import Keys
 log = logging.getLogger("regard.serve")
 
 
+# Who may use a route, where the server has keys: everyone, clients with a key (in the header, or in a field of the body
+# as well), or clients with an admin key.
+Access = Literal["open", "key", "key or body", "admin"]
+
+
 @dataclass(frozen=True)
 class Route:
-    """An endpoint: where it is, what it takes, and who may use it."""
+    """An endpoint: path, body and access."""
 
     method: str
     path: str
     handle: Callable[..., Awaitable[Reply]]
     body: type[BaseModel] | None = None
-    access: str = "key"  # open, key or admin
+    access: Access = "key"
 
     @property
     def summary(self) -> str:
@@ -56,7 +61,7 @@ def routes(handlers: Handlers) -> list[Route]:
     """The endpoints of the API."""
     return [
         Route("POST", "/v1/generate", handlers.generate, GenerateBody),
-        Route("POST", "/translate", handlers.translate, TranslateBody),
+        Route("POST", "/translate", handlers.translate, TranslateBody, "key or body"),
         Route("GET", "/languages", handlers.languages),
         Route("POST", "/v1/completions", handlers.completions, CompletionBody),
         Route("GET", "/v1/models", handlers.models),
@@ -64,18 +69,19 @@ def routes(handlers: Handlers) -> list[Route]:
         Route("POST", "/v1/classify", handlers.classify, ClassifyBody),
         Route("POST", "/v1/embed", handlers.embed, EmbedBody),
         Route("POST", "/v1/inspect", handlers.inspect, InspectBody),
-        Route("POST", "/v1/runs/reload", handlers.reload, ReloadBody, access="admin"),
+        Route("POST", "/v1/runs/reload", handlers.reload, ReloadBody, "admin"),
         Route("GET", "/health/live", handlers.live, access="open"),
         Route("GET", "/health/ready", handlers.ready, access="open"),
     ]
 
 
 class Endpoints:
-    """Answers requests by a table of routes, whatever brought them here."""
+    """Answers requests by a table of routes, for any HTTP server."""
 
     def __init__(self, routes: Iterable[Route], handlers: Handlers, keys: Keys) -> None:
         self.paths: dict[str, dict[str, Route]] = {}
-        self._handlers, self._keys = handlers, keys
+        self._handlers = handlers
+        self._keys = keys
         for route in routes:
             self.paths.setdefault(route.path, {})[route.method] = route
         for methods in self.paths.values():
@@ -85,9 +91,10 @@ class Endpoints:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
     ) -> Reply:
-        """The answer to a request, also if it is refused; `read` gives its body, and is called only if one is wanted.
+        """The answer to a request; errors are answers too.
 
-        The names of headers are in lower case, or their case does not matter.
+        `read` returns the body, and is called only if the route has one. Names of headers are in lower case, or
+        `headers` ignores their case.
         """
         try:
             return await self._answer(method, path, headers, read)
@@ -104,45 +111,44 @@ class Endpoints:
     async def _answer(
         self, method: str, path: str, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
     ) -> Reply:
-        key, methods = _key(headers), self.paths.get(path)
-        route = methods.get(method) if methods else None
+        methods = self.paths.get(path, {})
+        access = next((route.access for route in methods.values()), "key")
+        key = _key(headers)
         known = not self._keys.any or self._keys.allows(key)
-        keyless = path.startswith("/health/") or path == "/translate"  # whose key may be in its body
-        if not known and not keyless:
-            raise Refused(401, "a key is needed, as the header Authorization: Bearer KEY")
-        if methods is None:
-            raise Refused(404, f"{method} {path[:200]}: there is nothing here")
+        if not known and access in ("key", "admin"):
+            raise Refused(401, "a key is required, as the header Authorization: Bearer KEY")
+        if not methods:
+            raise Refused(404, f"{method} {path[:200]}: no such path")
+        route = methods.get(method)
         if route is None:
             allowed = ", ".join(methods)
-            raise Refused(405, f"{method} {path}: allowed are {allowed}", headers={"Allow": allowed})
-        if route.access == "admin" and not self._keys.allows_admin(key):
-            raise Refused(403, "an admin key is needed (a line 'admin KEY' in the file of --keys)")
+            raise Refused(405, f"{method} {path}: allowed methods: {allowed}", headers={"Allow": allowed})
+        if access == "admin" and not self._keys.allows_admin(key):
+            raise Refused(403, "an admin key is required (a line 'admin KEY' in the file of --keys)")
         if route.body is None:
             return await route.handle()
-        if route.access == "key":
+        if access != "admin":
             self._handlers.check_room()  # before the body is read
         body = parse_body(route.body, await self._read(headers, read), self._handlers.settings.max_inputs)
-        if isinstance(body, TranslateBody) and not known and not self._keys.allows(body.api_key):
-            raise Refused(401, "a key is needed: api_key, or the header Authorization: Bearer KEY")
+        if not known and access == "key or body" and not self._keys.allows(getattr(body, "api_key", "")):
+            raise Refused(401, "a key is required: api_key, or the header Authorization: Bearer KEY")
         return await route.handle(body)
 
     async def _read(self, headers: Mapping[str, str], read: Callable[[], Awaitable[bytes]]) -> bytes:
         """The body of a request, if it is JSON and not too long."""
-        kind, most = (
-            headers.get("content-type", "none").partition(";")[0].strip().lower(),
-            self._handlers.settings.max_body,
-        )
-        if kind != "application/json":
-            raise Refused(415, f"the body is JSON: Content-Type: application/json, not {kind[:80]}")
+        content_type = headers.get("content-type", "none").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise Refused(415, f"the body must be JSON: Content-Type: application/json, not {content_type[:80]}")
+        limit = self._handlers.settings.max_body
         length = headers.get("content-length", "")
-        announced = length.isdecimal() and (len(length) > len(str(most)) or int(length) > most)
-        if announced or len(data := await read()) > most:
-            raise Refused(413, f"the body has more than {most} bytes")
+        too_long = length.isdecimal() and (len(length) > len(str(limit)) or int(length) > limit)
+        if too_long or len(data := await read()) > limit:
+            raise Refused(413, f"the body has more than {limit} bytes")
         return data
 
 
 def _key(headers: Mapping[str, str]) -> str:
-    """The key of a request: a bearer token, or the password that a browser asks for."""
+    """The key of a request: a bearer token, or the password of HTTP basic authentication."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -170,7 +176,7 @@ ERROR = {
 
 
 def describe_api(routes: Sequence[Route], runs: Sequence[str]) -> dict[str, Any]:
-    """The document that /openapi.json serves; it names the runs that there are."""
+    """The OpenAPI document, with the names of the runs."""
     schemas: dict[str, Any] = {"Error": ERROR}
     paths: dict[str, Any] = {}
     for route in routes:

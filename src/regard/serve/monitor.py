@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: counts, times and what waits. Labels name endpoints and statuses, never texts or keys.
+"""Metrics for Prometheus: counts, times and the length of the queue. Labels never contain texts or keys.
 
-Requests are counted in plain numbers, which become metrics when somebody asks for them: to count with the metrics of
-the library took as long as to check a request.
+Requests are counted in plain numbers, which are converted when the metrics are read: counting with the metric objects
+of prometheus_client takes as long as validating a request.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from regard.serve.queue import InputBatch
 from regard.serve.service import Service
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+INPUTS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Labels = tuple[str, ...]
 
 
 class Tally:
-    """How many values there were between bounds, and their sum."""
+    """A histogram: the number of values between bounds, and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def add(self, value: float) -> None:
         """Count a value."""
@@ -34,7 +36,7 @@ class Tally:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """The number of values up to each bound, as Prometheus wants it."""
+        """The number of values up to each bound, in the form of Prometheus."""
         names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, accumulate(self.counts), strict=True))
 
@@ -45,8 +47,8 @@ class Monitor:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._requests: Counter[tuple[str, int]] = Counter()
-        self._seconds: defaultdict[Labels, Tally] = defaultdict(lambda: Tally(SECONDS))
-        self._batches: defaultdict[Labels, Tally] = defaultdict(lambda: Tally(INPUTS))
+        self._seconds: defaultdict[Labels, Tally] = defaultdict(lambda: Tally(SECONDS_BOUNDS))
+        self._batches: defaultdict[Labels, Tally] = defaultdict(lambda: Tally(INPUTS_BOUNDS))
         self._work: defaultdict[Labels, float] = defaultdict(float)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -63,7 +65,7 @@ class Monitor:
         self._work[labels] += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """The current metrics."""
         requests = CounterMetricFamily("regard_requests", "Requests answered.", labels=("path", "status"))
         for (path, status), count in self._requests.items():
             requests.add_metric((path, str(status)), count)
@@ -71,21 +73,21 @@ class Monitor:
         for labels, seconds in self._work.items():
             work.add_metric(labels, seconds)
         yield from (requests, work)
-        for name, text, names, tallies in (
+        for name, text, label_names, tallies in (
             ("regard_request_seconds", "Time to answer.", ("path",), self._seconds),
             ("regard_batch_inputs", "Inputs of a batch.", ("run", "kind"), self._batches),
         ):
-            family = HistogramMetricFamily(name, text, labels=names)
+            family = HistogramMetricFamily(name, text, labels=label_names)
             for labels, tally in tallies.items():
                 family.add_metric(labels, tally.buckets(), tally.sum)
             yield family
         queue = self._service.queue
-        yield GaugeMetricFamily("regard_queue_inputs", "Inputs that wait for a worker.", len(queue))
-        yield GaugeMetricFamily("regard_queue_tokens", "Tokens times hypotheses that wait.", queue.cost)
-        yield GaugeMetricFamily("regard_workers", "Workers that can answer.", self._service.workers)
+        yield GaugeMetricFamily("regard_queue_inputs", "Inputs waiting for a worker.", len(queue))
+        yield GaugeMetricFamily("regard_queue_tokens", "Tokens times hypotheses waiting for a worker.", queue.cost)
+        yield GaugeMetricFamily("regard_workers", "Running workers.", self._service.workers)
         restarts = self._service.numbers.restarts
-        yield GaugeMetricFamily("regard_worker_restarts", "Workers that had to be replaced.", restarts)
+        yield GaugeMetricFamily("regard_worker_restarts", "Workers that were replaced.", restarts)
 
     def text(self) -> bytes:
-        """All metrics as Prometheus reads them."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

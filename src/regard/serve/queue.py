@@ -1,9 +1,9 @@
-"""The queue: which inputs of which requests make the next batch.
+"""The queue: selects the inputs of the next batch.
 
-Inputs of concurrent requests share batches when they go to the same run with the same options. The request that got
-least so far comes first, so that one line does not wait for the thousand of another; every few batches the oldest one
-comes first, so that it is not forgotten. Batches are as large as a worker answers in a fraction of a second, and a
-request of many inputs never has long ones with all workers; while small requests keep coming, one worker is theirs.
+Inputs of concurrent requests share a batch if they have the same run and options. The request that has been served
+least goes first, so a request of one line does not wait for a request of a thousand lines. Every few batches the oldest
+request goes first, so it cannot starve. The batch size is adapted so that a batch takes a fraction of a second. A large
+request never occupies all workers with long batches; while small requests keep coming, one worker is reserved for them.
 """
 
 from __future__ import annotations
@@ -14,46 +14,49 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-SHORT = 4  # inputs in a short batch; a request of more is large
-OLDEST = 4  # of so many batches, one begins with the oldest request
-SHORTEST, SLICE = 0.02, 0.25  # seconds between which a batch takes at most, if that can be helped
-SINGLES = 4.0  # and it takes as long as so many inputs do that are answered alone
-FEWEST = 8  # inputs that share a batch even if they take longer: fewer would waste most of the processor
-FIRST_COST, FIRST_SINGLE = 512, 0.025  # of batches of which nothing is known yet
+SHORT_BATCH = 4  # inputs; a request with more inputs is large
+OLDEST_EVERY = 4  # batches: this often, a batch starts with the oldest request
+MIN_BATCH_SECONDS = 0.02  # bounds of the target batch time
+MAX_BATCH_SECONDS = 0.25
+BATCH_LATENCIES = 4.0  # target batch time, in multiples of the latency of a single input
+MIN_SHARED = 8  # inputs that share a batch even if it takes longer; smaller batches would waste most of the CPU
+INITIAL_COST = 512  # of a batch, before any has been measured
+INITIAL_LATENCY = 0.025  # seconds of a single input, before any has been measured
 SMOOTHING = 0.2
-ROOM = 1 / 64  # of the capacity: with less, nothing is taken on, so that refusals need not look at what is asked
-KEPT = 1.0  # seconds after a small request in which a worker is kept for others
+MIN_ROOM = 1 / 64  # of the capacity; with less room every request is refused, without reading its body
+RESERVE_SECONDS = 1.0  # after a small request, one worker is reserved for small requests
 
 
 @dataclass
 class BatchSpeed:
-    """What is known about the batches of a run and kind."""
+    """The measured speed of a kind of batch with one run."""
 
-    budget: float = FIRST_COST  # padded cost of a batch
-    single: float = FIRST_SINGLE  # seconds of one input alone
+    budget: float = INITIAL_COST  # padded cost of a batch
+    latency: float = INITIAL_LATENCY  # seconds of a batch of one input
 
     @property
-    def slice(self) -> float:
-        return min(SLICE, max(SHORTEST, SINGLES * self.single))
+    def target(self) -> float:
+        """The target batch time."""
+        return min(MAX_BATCH_SECONDS, max(MIN_BATCH_SECONDS, BATCH_LATENCIES * self.latency))
 
 
 @dataclass(frozen=True)
 class Group:
-    """What inputs have in common that may share a batch."""
+    """Inputs share a batch only if these values are equal."""
 
     run: str
     kind: str
     options: str  # as JSON
-    alone: bool = False  # streams: every input is a batch of its own
+    alone: bool = False  # every input has its own batch, as streams do
 
 
 class QueueFull(Exception):
-    """More work than the server takes on."""
+    """The queue has no room for a job."""
 
 
 @dataclass(eq=False)
 class Job:
-    """The inputs of one request, and their results as they come."""
+    """The inputs of one request, and the results so far."""
 
     group: Group
     inputs: list[dict[str, Any]]
@@ -61,21 +64,23 @@ class Job:
     arrived: float = 0.0
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)  # indices of inputs, the next one last
-    retried: set[int] = field(default_factory=set)  # those whose worker ended, to be tried once more, each alone
-    pieces: deque[dict[str, Any]] = field(default_factory=deque)  # of a stream, that its client has not got yet
-    news: asyncio.Future[None] | None = None  # is set when there are pieces, or all results
+    retried: set[int] = field(default_factory=set)  # indices of inputs whose worker ended
+    pieces: deque[dict[str, Any]] = field(default_factory=deque)  # of a stream, not sent yet
+    news: asyncio.Future[None] | None = None  # done when there are pieces, or all results
     cancelled: bool = False
-    started: bool = False  # a stream of which the client has got something
-    remaining: int = 0  # cost of what waits
-    served: int = 0  # cost of what went to a worker
+    started: bool = False  # a stream: at least one piece has arrived
+    remaining: int = 0  # cost of the waiting inputs
+    served: int = 0  # cost of the inputs that went to a worker
 
     def __post_init__(self) -> None:
         self.remaining = sum(self.costs)
-        self.waiting = sorted(range(len(self.inputs)), key=self.costs.__getitem__, reverse=True)  # equal ones together
+        self.waiting = sorted(
+            range(len(self.inputs)), key=self.costs.__getitem__, reverse=True
+        )  # similar costs together
 
     @property
     def large(self) -> bool:
-        return len(self.inputs) > SHORT
+        return len(self.inputs) > SHORT_BATCH
 
     @property
     def done(self) -> bool:
@@ -87,14 +92,14 @@ class Job:
             self.news = asyncio.get_running_loop().create_future()
             await self.news
 
-    def tell(self, piece: dict[str, Any]) -> None:
-        """Take a piece of a stream."""
+    def add_piece(self, piece: dict[str, Any]) -> None:
+        """Add a piece of a stream."""
         self.started = True
         self.pieces.append(piece)
         self._wake()
 
-    def give(self, index: int, result: dict[str, Any]) -> None:
-        """Take the result of one input."""
+    def add_result(self, index: int, result: dict[str, Any]) -> None:
+        """Add the result of one input."""
         self.results[index] = result
         if self.done:
             self._wake()
@@ -104,15 +109,15 @@ class Job:
             self.news.set_result(None)
 
     def fail(self, message: str, status: int) -> None:
-        """End with an error for all inputs that have no result."""
+        """Give every input without a result this error."""
         for index in range(len(self.inputs)):
             if index not in self.results:
-                self.give(index, {"error": message, "status": status})
+                self.add_result(index, {"error": message, "status": status})
 
 
 @dataclass
 class InputBatch:
-    """Inputs that are answered together."""
+    """Inputs that a worker answers together."""
 
     group: Group
     entries: list[tuple[Job, int]] = field(default_factory=list)
@@ -127,23 +132,24 @@ class InputBatch:
 
     @property
     def long(self) -> bool:
-        """Whether requests of one line would have to wait long for its end."""
-        return len(self.entries) > SHORT and any(job.large for job, _ in self.entries)
+        """Whether a small request would wait long for the end of this batch."""
+        return len(self.entries) > SHORT_BATCH and any(job.large for job, _ in self.entries)
 
     @property
-    def wanted(self) -> bool:
+    def needed(self) -> bool:
         return any(not job.cancelled for job, _ in self.entries)
 
 
 class Queue:
-    """Jobs with inputs that no worker has yet."""
+    """Jobs with inputs that wait for a worker."""
 
     def __init__(self, capacity: int, batch_cost: int) -> None:
-        """`capacity` is the most cost that may wait, `batch_cost` that of a batch."""
-        self.capacity, self.batch_cost = capacity, batch_cost
-        self.cost = 0  # of what waits
-        self._taken = 0
-        self._small = -KEPT  # when the last small request came
+        """`capacity` is the maximum cost of the waiting inputs, `batch_cost` of a batch."""
+        self.capacity = capacity
+        self.batch_cost = batch_cost
+        self.cost = 0  # of the waiting inputs
+        self._batches = 0
+        self._last_small = -RESERVE_SECONDS  # arrival of the last small request
         self._speeds: dict[tuple[str, str], BatchSpeed] = {}  # by run and kind
         self._jobs: dict[int, Job] = {}
 
@@ -152,21 +158,21 @@ class Queue:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is taken on, however small it is."""
-        return self.cost > 0 and self.capacity - self.cost < ROOM * self.capacity
+        """Whether every request is refused, however small it is."""
+        return self.cost > 0 and self.capacity - self.cost < MIN_ROOM * self.capacity
 
     def add(self, job: Job, now: float) -> None:
-        """Let a job wait, or refuse it. An empty queue takes any job: its own limits have been checked."""
+        """Add a job, or raise QueueFull. An empty queue accepts any job: other limits bound its size."""
         if self.cost and self.cost + job.remaining > self.capacity:
             raise QueueFull
         job.arrived = now
         if not job.large:
-            self._small = now
+            self._last_small = now
         self.cost += job.remaining
         self._jobs[id(job)] = job
 
     def put_back(self, entries: Iterable[tuple[Job, int]]) -> None:
-        """Let inputs wait once more, each for a batch of its own."""
+        """Queue inputs for a retry, each in its own batch."""
         for job, index in entries:
             job.retried.add(index)
             job.waiting.append(index)
@@ -175,7 +181,7 @@ class Queue:
             self._jobs[id(job)] = job
 
     def remove(self, job: Job) -> None:
-        """Forget what waits of a job."""
+        """Remove the waiting inputs of a job."""
         if self._jobs.pop(id(job), None):
             self.cost -= job.remaining
             job.remaining = 0
@@ -184,43 +190,46 @@ class Queue:
     def take(self, now: float = 0.0, free: int = 2, workers: int = 2) -> InputBatch | None:
         """The next batch, or None if nothing waits; `free` of the `workers` have no long batch.
 
-        The last of them gets few inputs of large requests, or none if it is kept for small ones.
+        The last free worker gets only few inputs of large requests, and none while it is reserved for small requests.
         """
         short = free <= 1
-        kept = short and workers > 1 and now - self._small < KEPT
-        waiting = [job for job in self._jobs.values() if not (kept and job.large)]
+        reserved = short and workers > 1 and now - self._last_small < RESERVE_SECONDS
+        waiting = [job for job in self._jobs.values() if not (reserved and job.large)]
         if not waiting:
             return None
-        self._taken += 1
-        oldest = self._taken % OLDEST == 0
+        self._batches += 1
+        oldest = self._batches % OLDEST_EVERY == 0
         jobs = sorted(waiting, key=lambda job: (0 if oldest else job.served, job.arrived))
         first = jobs[0]
         batch = InputBatch(first.group)
         if first.waiting[-1] in first.retried or first.group.alone:
             self._move(batch, first)
             return batch
-        longest, budget = 0, self._speed(first.group).budget
+        longest = 0
+        budget = self._speed(first.group).budget
         for job in (job for job in jobs if job.group == first.group):
-            most = SHORT if short and job.large else len(job.waiting)
-            while job.waiting and most and job.waiting[-1] not in job.retried:
+            limit = SHORT_BATCH if short and job.large else len(job.waiting)
+            while job.waiting and limit and job.waiting[-1] not in job.retried:
                 longest = max(longest, job.costs[job.waiting[-1]])
-                padded, count = longest * (len(batch.entries) + 1), len(batch.entries)
-                if count and padded > (self.batch_cost if count < FEWEST else budget):
+                count = len(batch.entries)
+                padded = longest * (count + 1)
+                if count and padded > (self.batch_cost if count < MIN_SHARED else budget):
                     return batch
                 self._move(batch, job)
-                most -= 1
+                limit -= 1
         return batch
 
     def measure(self, batch: InputBatch, seconds: float) -> None:
-        """Learn from the time that a batch took how large the next ones of its kind should be."""
-        speed, count = self._speed(batch.group), len(batch.entries)
+        """Adapt the size of further batches to the measured time of a batch."""
+        speed = self._speed(batch.group)
+        count = len(batch.entries)
         longest = max(job.costs[index] for job, index in batch.entries)
         if count == 1:
-            speed.single += SMOOTHING * (seconds - speed.single)
-        elif seconds > speed.slice:
-            speed.budget = max(1.0, min(speed.budget, longest * count * speed.slice / seconds))
-        elif longest * (count + 1) > speed.budget:  # it was full
-            speed.budget = min(self.batch_cost, speed.budget * min(2.0, speed.slice / seconds))
+            speed.latency += SMOOTHING * (seconds - speed.latency)
+        elif seconds > speed.target:
+            speed.budget = max(1.0, min(speed.budget, longest * count * speed.target / seconds))
+        elif longest * (count + 1) > speed.budget:  # the batch was full
+            speed.budget = min(self.batch_cost, speed.budget * min(2.0, speed.target / seconds))
 
     def _speed(self, group: Group) -> BatchSpeed:
         return self._speeds.setdefault((group.run, group.kind), BatchSpeed())

@@ -25,7 +25,6 @@ from regard.serve.endpoints import Endpoints, routes
 from regard.serve.handlers import Handlers
 from regard.serve.pool import PoolSettings
 from regard.serve.responses import EventStream, Reply
-from regard.serve.server import LARGEST_BATCH
 from regard.serve.service import Service
 from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
 
@@ -77,7 +76,7 @@ class Replica:
         settings = parse(DeploymentSettings, arguments, "ray serve")
         self.settings = settings
         pool = PoolSettings(runs, 1, settings.engine, settings.precision, settings.threads)
-        self.service = Service(pool, settings.queue, LARGEST_BATCH, settings.deadline)
+        self.service = Service(pool, settings.queue, settings.deadline)
         handlers = Handlers(self.service, settings)
         # reloading the runs of one replica would make no sense
         api = [route for route in routes(handlers) if route.access != "admin"]

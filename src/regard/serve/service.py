@@ -1,4 +1,4 @@
-"""The service: jobs in, results out, by way of the queue and the worker pool. HTTP is the business of others."""
+"""The service: takes jobs, and answers them through the queue and the worker pool. It contains no HTTP."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from regard.serve.pool import Pool, PoolSettings, WorkerConnection
 from regard.serve.queue import InputBatch, Job, Queue
 
 log = logging.getLogger("regard.serve")
-HANGING = 5.0  # seconds after its deadline until a batch that does not stop costs its worker the life
+KILL_SECONDS = 5.0  # grace period before a worker stuck on an expired batch is killed
+DEADLINE_CHECK_SECONDS = 0.1
 SMOOTHING = 0.1  # of the measured speed
-WATCHED = 0.1  # seconds between two looks at the deadlines
+MAX_BATCH_COST = 16_384  # tokens times hypotheses
 
 
 @dataclass
@@ -32,24 +33,25 @@ class Numbers:
 
 @dataclass
 class RunningBatch:
-    """A batch that a worker has."""
+    """The batch of a worker."""
 
     batch: InputBatch
     began: float
 
 
 class Service:
-    """Answers jobs with worker processes; the answers do not depend on what else is asked at the time."""
+    """Answers jobs with worker processes; concurrent jobs do not change the answers."""
 
-    def __init__(self, settings: PoolSettings, capacity: int, batch_cost: int, deadline: float) -> None:
-        self.settings, self.deadline = settings, deadline
-        self.queue = Queue(capacity, batch_cost)
+    def __init__(self, settings: PoolSettings, capacity: int, deadline: float) -> None:
+        self.settings = settings
+        self.deadline = deadline
+        self.queue = Queue(capacity, MAX_BATCH_COST)
         self.numbers = Numbers()
         self.on_batch: Callable[[InputBatch, float], None] = lambda batch, seconds: None
         self._pool = self._new_pool()
-        self._jobs: set[Job] = set()  # that somebody waits for
+        self._jobs: set[Job] = set()  # unfinished
         self._running: dict[WorkerConnection, RunningBatch] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # that start processes, or end those of an older state of the runs
+        self._tasks: set[asyncio.Task[None]] = set()  # starting or ending processes
         self._reloading = asyncio.Lock()
 
     def _new_pool(self) -> Pool:
@@ -57,17 +59,17 @@ class Service:
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
-        """What clients can ask about each run."""
+        """Name -> description of a run, for clients."""
         return self._pool.runs
 
     @property
     def workers(self) -> int:
-        """Workers that can answer."""
+        """The number of running workers."""
         return sum(worker.alive for worker in self._pool.workers)
 
     @property
     def ready(self) -> bool:
-        """Whether there is a worker that can answer."""
+        """Whether at least one worker is running."""
         return any(worker.alive for worker in self._pool.workers)
 
     @property
@@ -75,60 +77,62 @@ class Service:
         return not len(self.queue) and not self._running
 
     async def start(self) -> None:
-        """Load the runs; a UserError says why one cannot be loaded."""
+        """Load the runs; raises a UserError if a run cannot be loaded."""
         await self._pool.start()
         self._begin(self._watch())
 
     async def _watch(self) -> None:
-        """End jobs whose time is over, and workers that do not stop then; a timer for each would cost more."""
+        """Fail expired jobs, and kill workers stuck on them; one timer per job would cost more."""
         while True:
-            await asyncio.sleep(WATCHED)
+            await asyncio.sleep(DEADLINE_CHECK_SECONDS)
             now = time.monotonic()
             for job in [each for each in self._jobs if now - each.arrived > self.deadline]:
                 self._cancel(job)
                 job.fail(f"not finished within {plural(self.deadline, 'second', 'g')}", 504)
-            limit = self.deadline + HANGING
+            limit = self.deadline + KILL_SECONDS
             for worker in [each for each, running in self._running.items() if now - running.began > limit]:
                 await asyncio.to_thread(worker.child.kill)
 
     async def close(self) -> None:
-        """End all processes; what is still being answered fails."""
-        for task in (tasks := list(self._tasks)):
+        """End all processes; unfinished jobs fail."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._pool.close()
 
     def submit(self, job: Job) -> None:
-        """Take on a job, or raise QueueFull; `finish` ends it."""
+        """Accept a job, or raise QueueFull; the caller must call `finish` afterwards."""
         self.queue.add(job, time.monotonic())
         self._jobs.add(job)
         self._dispatch()
 
     def finish(self, job: Job) -> None:
-        """Forget a job that nobody waits for any more, and stop its work if there is any left."""
+        """Forget a job, and cancel the rest of its work."""
         self._jobs.discard(job)
         if not job.done:
             self._cancel(job)
 
     def _cancel(self, job: Job) -> None:
-        """Drop what waits of a job, and the batches that were wanted for it alone."""
+        """Drop the queued inputs of a job, and cancel batches that no other job needs."""
         job.cancelled = True
         self.queue.remove(job)
         for worker, running in self._running.items():
-            if not running.batch.wanted and worker.alive:
+            if not running.batch.needed and worker.alive:
                 worker.send({"cancel": True})
 
     def wait_seconds(self) -> float:
-        """A guess of how long what waits will take."""
+        """An estimate of the time until the queue is empty."""
         return self.queue.cost * self.numbers.seconds_per_cost / max(1, self.settings.workers)
 
     async def reload(self) -> None:
-        """Load the runs anew from their directories; requests go to the old processes until the new ones are ready."""
+        """Reload the runs from their directories; the old processes answer until the new ones are ready."""
         async with self._reloading:
             pool = self._new_pool()
             await pool.start()
-            old, self._pool = self._pool, pool
+            old = self._pool
+            self._pool = pool
             self._begin(self._close_when_idle(old))
             self._dispatch()
 
@@ -140,15 +144,16 @@ class Service:
             await pool.close()
 
     def _dispatch(self) -> None:
-        """Give batches to all workers that are free."""
+        """Give batches to all idle workers."""
         if not self.queue.cost:
             return
         for worker in self._pool.workers:
             if not worker.alive or worker in self._running:
                 continue
-            workers, now = self.settings.workers, time.monotonic()
-            without = workers - sum(running.batch.long for running in self._running.values())
-            batch = self.queue.take(now, without, workers)
+            now = time.monotonic()
+            workers = self.settings.workers
+            free = workers - sum(running.batch.long for running in self._running.values())
+            batch = self.queue.take(now, free, workers)
             if batch is None:
                 return
             self._running[worker] = RunningBatch(batch, now)
@@ -156,37 +161,38 @@ class Service:
             worker.send({"run": group.run, "kind": group.kind, "options": group.options, "inputs": batch.inputs})
 
     def _received(self, worker: WorkerConnection, message: dict[str, Any]) -> None:
-        """A piece of a stream, or the results of a batch, which are None if it was cancelled."""
+        """Take a piece of a stream, or the results of a batch (None if it was cancelled)."""
         if "piece" in message:
-            self._running[worker].batch.entries[0][0].tell(message["piece"])
+            self._running[worker].batch.entries[0][0].add_piece(message["piece"])
             return
         batch, seconds = self._take_back(worker)
         results = message["results"]
         for (job, index), result in zip(batch.entries, results or (), strict=results is not None):
             if not job.cancelled:
-                job.give(index, result)
+                job.add_result(index, result)
         self._dispatch()
-        asyncio.get_running_loop().call_soon(self._measure, batch, seconds)  # answers first
+        asyncio.get_running_loop().call_soon(self._measure, batch, seconds)  # after the answers are sent
 
     def _ended(self, worker: WorkerConnection) -> None:
-        """Try the inputs of a worker that has ended once more, each alone; those that have been are answered."""
+        """Retry the inputs of a worker that has ended, each in its own batch; inputs that were retried before fail."""
         if worker in self._running:
             batch, _ = self._take_back(worker)
             for job, index in batch.entries:
                 if job.cancelled:
                     continue
                 if index in job.retried or job.started:
-                    job.give(index, {"error": "the process that worked on this input has ended", "status": 503})
+                    error = "the process that worked on this input has ended"
+                    job.add_result(index, {"error": error, "status": 503})
                 else:
                     self.queue.put_back([(job, index)])
         if worker in self._pool.workers:
             self.numbers.restarts += 1
-            log.warning("a worker process (%d) has ended; another one is started", worker.pid)
+            log.warning("a worker process (%d) has ended; starting a replacement", worker.pid)
             self._begin(self._replace_until_done(self._pool))
         self._dispatch()
 
     def _take_back(self, worker: WorkerConnection) -> tuple[InputBatch, float]:
-        """The batch of a worker that has finished or ended, and the seconds that it took."""
+        """The batch of a worker that has finished or ended, and its duration in seconds."""
         running = self._running.pop(worker)
         return running.batch, time.monotonic() - running.began
 
