@@ -246,7 +246,7 @@ def test_running_out_of_memory_is_no_fault(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nGPU 0 has ...")
 
-    monkeypatch.setattr("regard.cli.input.Run.load", fail)
+    monkeypatch.setattr("regard.cli.options.Run.load", fail)
     result = call("generate", "runs/none", stdin="a\n")
     assert result.code == 2 and "fault" not in result.err and "GPU 0" not in result.err
     assert "error: not enough memory: CUDA out of memory" in result.err and "--batch-tokens" in result.err

@@ -15,10 +15,10 @@ import torch
 from pydantic_core import from_json
 
 from regard.decode.ctranslate2 import CTranslate2Engine, Scores
-from regard.decode.encoder_only import MaskFiller, classify, embed
+from regard.decode.encoder_only import Classification, MaskFiller, classify, embed
 from regard.decode.engine import Engine, TokenStream, TorchEngine, WorkerPool
-from regard.decode.forced import score
-from regard.decode.hypothesis import unknown_flags
+from regard.decode.forced import Scored, score
+from regard.decode.hypothesis import Hypothesis, unknown_flags
 from regard.decode.request import CONSTRAINTS, ENGINES, EngineName, Options, Precision, Request
 from regard.device import usable_precision
 from regard.errors import UserError, plural
@@ -100,12 +100,10 @@ class Answerer:
             answers = engine.decode(inputs)
         results = []
         for request, item, hypotheses in zip(requests, inputs, answers, strict=True):
-            result: Result = {"source": request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
-            result["source_tokens"] = len(item.sources[0]) if item.sources else 0
+            details: Result = {"source_tokens": len(item.sources[0]) if item.sources else 0}
             if attention and hypotheses[0].text:
-                result["attention"] = self._attention(task, request, hypotheses[0].text)
-            if candidates := hypotheses[0].candidates:
-                result["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
+                details["attention"] = self._attention(task, request, hypotheses[0].text)
+            result = generation_json(request.source, hypotheses, details)
             results.append(result if ours else {**result, "engine": "torch"})
         return results
 
@@ -151,20 +149,20 @@ class Answerer:
             for piece in pieces:
                 send({"piece": piece.as_dict()})
         assert pieces.hypothesis is not None
-        return [{"source": request.source, "hypotheses": [pieces.hypothesis.as_dict()]}]
+        return [generation_json(request.source, [pieces.hypothesis])]
 
     def score(self, task: BatchTask, send: Send) -> list[Result]:
         """Score pairs, see `regard score`."""
         pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
         scored = score(self.runs[task.run], pairs, Options.of(**task.settings))
-        return [{"source": p.source, "target": p.target, **s.as_dict()} for p, s in zip(pairs, scored, strict=True)]
+        return [score_json(pair, each) for pair, each in zip(pairs, scored, strict=True)]
 
     def classify(self, task: BatchTask, send: Send) -> list[Result]:
         """Tell labels."""
         texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
         options = Options.of(**task.settings)
-        found = classify(self.runs[task.run], texts, options.batch_tokens, options.max_source)
-        return [{"source": x.source, **c.as_dict()} for x, c in zip(texts, found, strict=True)]
+        labels = classify(self.runs[task.run], texts, options.batch_tokens, options.max_source)
+        return [label_json(text.source, label) for text, label in zip(texts, labels, strict=True)]
 
     def embed(self, task: BatchTask, send: Send) -> list[Result]:
         """Give vectors of texts; one that was too long says so."""
@@ -316,6 +314,30 @@ def open_engine(
 def is_small(runs: Iterable[Run]) -> bool:
     """Whether the models are so small that threads wait longer than they compute."""
     return sum(run.model.size for run in runs) < SMALL_MODEL
+
+
+# The JSON shapes of answers
+
+
+def generation_json(source: str, hypotheses: Sequence[Hypothesis], details: Mapping[str, Any] = {}) -> Result:
+    """The outputs for a source, with further details."""
+    answer: Result = {"source": source, "hypotheses": [hypothesis.as_dict() for hypothesis in hypotheses], **details}
+    if candidates := hypotheses[0].candidates:
+        answer["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
+    return answer
+
+
+def label_json(source: str, label: Classification) -> Result:
+    """The label of a text."""
+    return {"source": source, **label.as_dict()}
+
+
+def score_json(pair: Example, scored: Scored) -> Result:
+    """The score of a pair."""
+    return {"source": pair.source, "target": pair.target, **scored.as_dict()}
+
+
+# Attention and embeddings
 
 
 def unknown_remark(codec: Codec, example: Example) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 import regard
 from kit.toy import call, small
-from regard.cli.input import InputLines, announce_data
+from regard.cli.lines import InputLines, announce_data
 from regard.data.reader import Source
 
 
@@ -269,6 +269,6 @@ def test_standard_input_is_announced_in_the_words_of_generate(lm, toy, monkeypat
         (lm, {**prompts, "prefix_column": True}, "a text and a prefix per line, separated by a tab"),
     ):
         lines = InputLines("-", regard.load(run).codec, **options)
-        monkeypatch.setattr("regard.cli.input.read_lines", lambda path: iter(()))
+        monkeypatch.setattr("regard.cli.lines.read_lines", lambda path: iter(()))
         assert list(lines.batches(1)) == []
         assert capsys.readouterr().err.startswith(f"reading standard input: {what}; Ctrl-D ends it")

@@ -78,8 +78,8 @@ def test_a_file_has_the_output_and_the_remarks_of_stdout(runs: dict[str, Path], 
 def test_what_does_not_go_with_a_file(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, out = runs["files"] / "words", tmp_path / "out"
     for options, message in (
-        ([words, "--out", out, "--stream"], "--stream: prints tokens as they come"),
-        ([words, "--ray", "local"], "--ray: goes with --out"),
+        ([words, "--out", out, "--stream"], "--stream: cannot be combined with --out"),
+        ([words, "--ray", "local"], "--ray: needs --out FILE"),
         (["--out", out], "--out: standard input cannot be read again"),
         ([words, "--out", out, "--engine", "ctranslate2", "--sample"], "use the engine torch"),
     ):

@@ -14,7 +14,7 @@ import torch
 
 from kit.models import family, letters, picture
 from kit.toy import CliResult, call, strict_json
-from regard.cli import tables
+from regard.cli import output
 from regard.cli.app import VERBS
 from regard.metrics import METRICS
 from regard.run import Run
@@ -140,5 +140,5 @@ def test_convert(task: str, folder: Path, tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_know_are_null(capsys: pytest.CaptureFixture[str]) -> None:
-    tables.out_json({"a": [1.5, float("inf"), {"b": float("nan")}], "c": (float("-inf"),)})
+    output.out_json({"a": [1.5, float("inf"), {"b": float("nan")}], "c": (float("-inf"),)})
     assert strict_json(capsys.readouterr().out) == {"a": [1.5, None, {"b": None}], "c": [None]}

@@ -238,7 +238,7 @@ def test_constraints_that_one_line_cannot_meet_give_an_empty_output(folder: Path
         (["test.tsv", "--outputs", "short.txt"], "test.tsv has 16 lines but {}/short.txt has 1 line;"),
         (["--outputs", "short.txt", "--reference", "ref.txt"], "ref.txt has 16 lines but {}/short.txt has 1 line;"),
         (["run", "test.tsv", "--reference", "short.txt"], "test.tsv has 16 lines but {}/short.txt has 1 line;"),
-        (["run", "test.tsv", "--outputs", "ref.txt"], "is judged as it is, without a run; leave out {}/run"),
+        (["run", "test.tsv", "--outputs", "ref.txt"], "is evaluated without a run; leave out {}/run"),
         (["--outputs", "ref.txt"], "what to compare with?"),
         ([], "RUN is missing"),
         (["test.tsv", "--outputs", "ref.txt", "--beam", "2", "--workers", "2"], "--beam, --workers: no meaning for"),

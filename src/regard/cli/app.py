@@ -21,7 +21,7 @@ import typer.main
 
 from regard import __version__
 from regard.cli import READER
-from regard.cli.tables import OutputClosed, flush
+from regard.cli.output import OutputClosed, flush
 from regard.errors import UserError, is_out_of_memory
 from regard.suggest import closest, nearest, synonym
 
@@ -31,7 +31,7 @@ VERBS = {
     "train": "Train a model and write a run directory.",
     "generate": "Give the best output for every line of input.",
     "score": "Print how probable each target is, given its source.",
-    "evaluate": "Score a run on what it has not seen.",
+    "evaluate": "Score a run on held-out data.",
     "inspect": "Write the attention page of one example, a file for any browser.",
     "heads": "Judge every head of every layer.",
     "prune": "Remove heads for real: the new run is smaller and faster.",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.tables import message
+from regard.cli.output import message
 from regard.errors import plural
 from regard.run import average
 

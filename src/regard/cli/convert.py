@@ -6,8 +6,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from regard.cli.input import Json
-from regard.cli.tables import message, out_json, print_table
+from regard.cli.options import Json
+from regard.cli.output import message, out_json, print_table
 from regard.convert import to_ctranslate2
 from regard.convert.hf import from_hf, to_hf
 from regard.errors import UserError

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from regard.cli.tables import message
+from regard.cli.output import message
 from regard.data.reader import LineCounter, Source
 from regard.decode.engine import generate
 from regard.decode.hypothesis import Hypothesis

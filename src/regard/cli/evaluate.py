@@ -1,4 +1,4 @@
-"""`regard evaluate`: how good a run is on what it has not seen."""
+"""`regard evaluate`: the quality of a run on held-out data."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from typing import Annotated, Any
 import typer
 
 from regard.answers import open_engine
-from regard.cli.decoding import EngineOption, Ensemble, PrefixColumn, decoding_options, parse_decoding, usable_here
-from regard.cli.input import (
+from regard.cli.lines import announce_data
+from regard.cli.options import (
     Device,
+    EngineOption,
+    Ensemble,
     Json,
+    PrefixColumn,
     Strict,
     Target,
     Threads,
     Workers,
-    announce_data,
     chosen_options,
+    decoding_options,
     field_options,
     open_runs,
     option_name,
+    parse_decoding,
+    usable_here,
     with_options,
 )
-from regard.cli.tables import message, out, out_json, print_table
+from regard.cli.output import message, out, out_json, print_table
 from regard.config import parse
 from regard.data.reader import STDIN, LineCounter, Source, is_jsonl, shown
 from regard.decode.engine import Engine
@@ -36,18 +41,19 @@ from regard.evaluate.test_data import ParallelFiles
 from regard.metrics import MetricSettings
 from regard.recipe import Column
 from regard.run import Run
+from regard.tasks import Reads
 
 EXAMPLE = "regard evaluate runs/g2p test.tsv --beam 5"
-# fields of what is shown beside the one output that is judged
-ONE_OUTPUT = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
+# Options of decoding that show more than the one evaluated output.
+NOT_EVALUATED = ("nbest", "alternatives", "alternatives_at", "alignment", "top_tokens")
 
 
-@with_options("options", *decoding_options(*ONE_OUTPUT))
+@with_options("options", *decoding_options(*NOT_EVALUATED))
 @with_options("settings", *field_options(MetricSettings, *MetricSettings.model_fields))
 def command(
     *,
     options: dict[str, Any],
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory; left out with --outputs.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory; not with --outputs.")] = None,
     file: Annotated[
         str | None,
         typer.Argument(
@@ -56,40 +62,37 @@ def command(
     ] = None,
     target: Target = None,
     reference: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Further references, one per line. Repeatable.")
+        list[str] | None, typer.Option(metavar="FILE", help="More references, one per line. Repeatable.")
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="What the columns are; target may be there several times. (default: as the run was trained)",
-        ),
+        typer.Option(metavar="NAMES", help="The columns of FILE; target may be repeated. (default: as in training)"),
     ] = None,
     outputs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Judge these outputs, one per line; no RUN is needed then.")
+        str | None, typer.Option(metavar="FILE", help="Evaluate these outputs, one per line, instead of a run.")
     ] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="accuracy, wer, per, cer, bleu, chrf, chrf++, ter, perplexity; of plain text also bits_per_char, "
-            "loss, pseudo_perplexity. Repeatable. (default: by the task)",
+            help="accuracy, wer, per, cer, bleu, chrf, chrf++, ter, perplexity; for plain text also bits_per_char, "
+            "loss, pseudo_perplexity. Repeatable. (default: by task)",
         ),
     ] = None,
     settings: dict[str, Any],
     against: Annotated[
         str | None,
-        typer.Option(metavar="RUN|FILE", help="Compare with another run or outputs, with paired significance."),
+        typer.Option(metavar="RUN|FILE", help="Compare with another run or file of outputs, with paired significance."),
     ] = None,
-    bootstrap: Annotated[int, typer.Option(min=0, help="Samples for the 95% intervals; 0 for none.")] = 1000,
+    bootstrap: Annotated[int, typer.Option(min=0, help="Bootstrap samples for the 95% intervals; 0: none.")] = 1000,
     confusions: Annotated[
-        int | None, typer.Option(min=0, help="Most frequent confusions to tell. (default: 10, of sentences 0)")
+        int | None, typer.Option(min=0, help="Most frequent confusions to print. (default: 10; for sentences 0)")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of text read at a time. (default: as in training)")
+        int | None, typer.Option(help="Tokens of plain text read at a time. (default: as in training)")
     ] = None,
     memory: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of segment memory while reading on. (default: as in training)")
+        int | None, typer.Option(min=1, help="Tokens of segment memory for plain text. (default: as in training)")
     ] = None,
     ensemble: Ensemble = None,
     prefix_column: PrefixColumn = False,
@@ -100,58 +103,50 @@ def command(
     threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
-    """Score a run on what it has not seen.
+    """Score a run on held-out data.
 
-    Of pairs, the sources are decoded as by `regard generate` with the same options and compared with the targets.
-    Language models are judged by the probability of a text, masked language models by the masked tokens they predict,
-    models trained by span corruption by the masked spans, classifiers by their labels. Scores come with 95% bootstrap
-    intervals. wer is the share of sequences that are wrong, per and cer count edits per token and character. Shares are
-    in percent.
+    Sources of pairs are decoded with the same options as in `regard generate`, and the outputs are compared with the
+    targets. Language models are scored by the probability of the text, masked language models by their predictions of
+    masked tokens, models trained by span corruption by the masked spans, classifiers by their labels.
+
+    Scores come with 95% bootstrap intervals. wer is the percentage of wrong sequences; per and cer are edits per
+    token and per character, in percent.
     """
     if outputs is not None and file is not None:
-        raise UserError(f"--outputs: {shown(outputs)} is judged as it is, without a run; leave out {run}")
+        raise UserError(f"--outputs: {shown(outputs)} is evaluated without a run; leave out {run}")
     if outputs is None and run is None:
-        raise UserError("RUN is missing: name a run directory, or outputs that are ready by --outputs FILE")
+        raise UserError("RUN is missing: name a run directory, or a file of outputs with --outputs FILE")
     decoding, engine_name = parse_decoding(options, engine)
     metrics = [name for each in metric or [] for name in each.split(",")]
     reading = chosen_options(confusions=confusions, context=context, memory=memory, strict=strict)
-    asked = parse(EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options")
-    compared = against if against is not None and _is_file(against) else None  # ready outputs, too
+    evaluation_options = parse(
+        EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options"
+    )
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
-    count = len(paths)
-    if against is not None and compared is None:
-        if not os.path.isdir(against):
-            raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
-        paths.append(against)
-    runs = open_runs(paths, device, threads)
-    ours, theirs = runs[:count], runs[count:]
+    runs, others, other_outputs = _open_all(paths, against, device, threads)
     lines = dict(target=target, columns=columns, reference=reference, outputs=outputs)
     rest = dict(ensemble=ensemble, prefix_column=prefix_column, engine=engine, workers=workers)
-    given = {*options, *settings, *reading, *chosen_options(**lines, **rest)}
-    reads = check_given(given, [*ours[:1], *theirs], compared is not None, option_name)
+    names = {*options, *settings, *reading, *chosen_options(**lines, **rest)}
+    reads = check_given(names, [*runs[:1], *others], other_outputs is not None, option_name)
     if "length_penalty" in options and decoding.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
-    if runs and reads == "pairs":
-        decoding = usable_here(decoding, runs[0].model.device)
+    loaded = [*runs, *others]
+    if loaded and reads == "pairs":
+        decoding = usable_here(decoding, loaded[0].model.device)
+    systems = [System(runs, decoding, outputs)]
+    if against is not None:  # weights belong to the ensemble
+        systems.append(System(others, decoding.model_copy(update={"weights": ()}), other_outputs))
+    table = run if outputs is not None else file or STDIN
+    ready = [path for path in dict.fromkeys((outputs, other_outputs)) if path is not None]
+    files = _files(reads, table, loaded, target, columns, reference or [], prefix_column, ready)
+    if files.table is not None:
+        announce_data(files.table, reads)
 
     def open_one(runs: Sequence[Run], options: Options) -> Engine:
         return open_engine(runs, options, engine_name, "none", workers, threads)
 
-    systems = [System(ours, decoding, outputs)]
-    if against is not None:  # which answers alone: weights are those of an ensemble
-        alone = decoding.model_copy(update={"weights": ()})
-        systems.append(System(theirs, alone, compared))
-    table = run if outputs is not None else file or STDIN
-    if reads in ("pairs", "labelled"):
-        named = runs[0].codec.columns if runs else ("source", "target")
-        ready = [path for path in dict.fromkeys((outputs, compared)) if path is not None]
-        files = _files(table, target, columns, reference or [], named, prefix_column, ready)
-    else:
-        files = ParallelFiles(Source((table or STDIN,)))
-    if files.table is not None:
-        announce_data(files.table, reads)
     counter = LineCounter(strict)
-    evaluation = evaluate_file(asked.request(systems, files, counter, open_one))
+    evaluation = evaluate_file(evaluation_options.request(systems, files, counter, open_one))
     skipped = [f"{files.name}: {counter.summary()}"] if counter.skipped else []
     for remark in skipped + evaluation.remarks:
         message(remark)
@@ -161,20 +156,31 @@ def command(
         _print_scores(evaluation, str(run if outputs is None else outputs), against)
 
 
-def _is_file(path: str) -> bool:
-    return path == STDIN or os.path.isfile(path)
+def _open_all(
+    paths: list[str], against: str | None, device: str, threads: int | None
+) -> tuple[list[Run], list[Run], str | None]:
+    """The runs, the run to compare with if there is one, and the file of outputs to compare with otherwise."""
+    if against is None or against == STDIN or os.path.isfile(against):
+        return open_runs(paths, device, threads), [], against
+    if not os.path.isdir(against):
+        raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
+    runs = open_runs([*paths, against], device, threads)
+    return runs[:-1], runs[-1:], None
 
 
 def _files(
+    reads: Reads,
     table: str | None,
+    runs: Sequence[Run],
     target: str | None,
     columns: str | None,
     references: Sequence[str],
-    of_run: Sequence[Column],
     prefix_column: bool,
     outputs: Sequence[str],
 ) -> ParallelFiles:
-    """Where sources, references and outputs are."""
+    """The files with sources, references and outputs."""
+    if reads not in ("pairs", "labelled"):
+        return ParallelFiles(Source((table or STDIN,)))
     if target is not None:
         references = [target, *references]
     if table is None:
@@ -185,7 +191,9 @@ def _files(
         return ParallelFiles(None, references, outputs)
     if is_jsonl(table) and (columns or prefix_column):
         raise UserError(f"--columns, --prefix-column: {table} has JSON objects in its lines, with keys")
-    names = parse_columns(columns, bool(references), "--columns") if columns else tuple(of_run)
+    names: tuple[Column, ...] = runs[0].codec.columns if runs else ("source", "target")
+    if columns:
+        names = parse_columns(columns, bool(references), "--columns")
     if target is not None and columns and "target" in names:
         raise UserError(f"--columns: the targets are in {shown(target)}; name the columns of {shown(table)} without it")
     if target is not None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from regard.cli.decoding import EngineOption, Ensemble, PrefixColumn, decoding_options, usable_here
-from regard.cli.input import (
-    IMAGES,
+from regard.cli.lines import IMAGES, GenerateJob, InputLines, LineAnswerer, announce_stdin, links, one_line
+from regard.cli.options import (
     Device,
-    InputLines,
+    EngineOption,
+    Ensemble,
     Json,
+    PrefixColumn,
     RunPath,
     Threads,
     Workers,
-    announce_stdin,
     chosen_options,
+    decoding_options,
     option_name,
     with_options,
 )
-from regard.cli.lines import GenerateJob, Show, links, no_output, one_line, shown_label
-from regard.cli.sharded import check_output, write_shards
-from regard.cli.tables import flush, message, out_json
-from regard.cli.tables import out as write
+from regard.cli.output import flush, message, out_json
+from regard.cli.output import out as write
 from regard.decode.engine import TokenStream, TorchEngine
+from regard.decode.hypothesis import empty_hypothesis
 from regard.decode.request import check_engine, check_streaming, check_supported
 from regard.errors import UserError
 from regard.run import Run
@@ -41,22 +43,22 @@ def command(
         typer.Argument(metavar="FILE", help="Sources, one per line, requests (.jsonl), or images (.npz); - is stdin."),
     ] = "-",
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="Lines are JSON objects, as in a file .jsonl. Implies --json.")
+        bool, typer.Option("--jsonl", help="Lines are JSON objects, as in a .jsonl file. Implies --json.")
     ] = False,
     ensemble: Ensemble = None,
     prefix_column: PrefixColumn = False,
     engine: EngineOption = None,
     json: Json = False,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Print tokens as they are decoded, one line after the other.")
+        bool, typer.Option("--stream", help="Print each token as soon as it is decoded, line by line.")
     ] = False,
     out: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Write to a file, in shards of --window lines; started again, it goes on."),
+        typer.Option(metavar="PATH", help="Write to a file, in shards of --window lines; a restart continues."),
     ] = None,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="With --out: on a Ray cluster; local starts one here, auto finds it."),
+        typer.Option(metavar="ADDRESS", help="With --out: use a Ray cluster; local starts one here, auto finds one."),
     ] = None,
     workers: Workers = None,
     threads: Threads = None,
@@ -64,18 +66,21 @@ def command(
 ) -> None:
     """Give the best output for every line of input.
 
-    Lines come from FILE or stdin, outputs in the same order. A language model continues prompts. A plain output is one
-    line of text. With several outputs per line (--nbest, --alternatives) each becomes a line of its own: number of the
-    input line, score, text, separated by tabs. With --alignment the links follow, written source-target from 0. A
-    line of a .jsonl is an object with the key source and, if wanted, constraints of its own: features, prefix,
-    require, forbid, stop, min_length, max_length, seed. A masked language model fills the masks of a line; with
-    --top-tokens K the K best tokens of each mask are lines of their own: number of the input line, of the mask,
-    probability, token. A classifier gives a label for every line, or for every image of an .npz.
+    FILE or stdin is read line by line; outputs keep the order. A language model continues prompts. A masked language
+    model fills the masks of a line. A classifier prints a label for every line, or for every image of an .npz file.
+
+    By default each output is one line of text. With several outputs per input (--nbest, --alternatives) each output is
+    a line with the input's line number, the score and the text, separated by tabs. --alignment adds a column of links,
+    source-target, counted from 0. For a masked language model, --top-tokens K prints the K best tokens of each mask:
+    line number, number of the mask, probability, token.
+
+    A line of a .jsonl file is an object with the key source and optional constraints: features, prefix, require,
+    forbid, stop, min_length, max_length, seed.
     """
     paths = (run, *(ensemble or ()))
-    asked = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
-    job = check_output(asked, out, ray, stream)
-    decoding, engine_name = job.decoding()
+    request = GenerateJob(paths, file, options, engine, workers, threads, device, jsonl, json, prefix_column)
+    job = _local_job(request, out, ray, stream)
+    parsed, engine_name = job.decoding()
     runs = job.load()
     task = runs[0].task
     if task.options is not None:
@@ -92,45 +97,58 @@ def command(
     if stream:
         if (workers or 1) > 1:
             raise UserError(f"--stream: one process decodes one line after the other; leave out --workers {workers}")
-        check_engine(engine_name, decoding, stream=True, show=option_name)
-        check_streaming(decoding, option_name)
-        decoding = usable_here(decoding, runs[0].model.device)
-        lines = job.lines(runs[0])
-        _stream(TorchEngine(runs, decoding), lines, job.show(lines, decoding))
-    else:
-        with job.answerer(runs, decoding, engine_name) as answerer:
-            lines = answerer.lines()
-            if out is not None:
-                write_shards(asked, answerer, lines, out, ray)
-            else:
-                for batch in lines.batches(answerer.options.window):
-                    for text in answerer.answer(lines, batch):
-                        write(text)
-                    flush()
+        check_engine(engine_name, parsed, stream=True, show=option_name)
+        check_streaming(parsed, option_name)
+    with LineAnswerer(job, runs, parsed, engine_name) as answerer:
+        lines = answerer.lines()
+        if stream:
+            _stream(answerer, lines)
+        elif out is not None:
+            from regard.cli.sharded import write_shards  # most outputs are printed
+
+            write_shards(request, answerer, lines, out, ray)
+        else:
+            for batch in lines.batches(answerer.options.window):
+                for text in answerer.answer(lines, batch):
+                    write(text)
+                flush()
     for remark in lines.remarks():
         message(remark)
 
 
-def _stream(engine: TorchEngine, lines: InputLines, show: Show) -> None:
+def _local_job(job: GenerateJob, out: str | None, ray: str | None, stream: bool) -> GenerateJob:
+    """The part of a job for this process."""
+    if stream:
+        job = replace(job, workers=1)
+    if out is None and ray is None and "WORLD_SIZE" not in os.environ:
+        return job
+    from regard.cli.sharded import check_output  # few commands write shards
+
+    return check_output(job, out, ray, stream)
+
+
+def _stream(answerer: LineAnswerer, lines: InputLines) -> None:
     """Decode one line after the other, and print every token at once."""
+    engine = answerer.engine
+    assert isinstance(engine, TorchEngine)
     for line in (line for batch in lines.batches(engine.options.window) for line in batch):
         if line.error:
-            for text in show.answer(line, [no_output(line)]):
+            for text in answerer.shown(line, [empty_hypothesis({"error": line.error})]):
                 write(text)
         else:
             (item,) = engine.prepare([line.request])
             lines.unknown.count(item.unknown)
             pieces = TokenStream(engine, item)
             for piece in pieces:
-                if show.json:
+                if answerer.json:
                     out_json({"line": line.number, **piece.as_dict()})
                 else:
                     write(one_line(piece.text), end="")
                 flush()
             assert pieces.hypothesis is not None
             lines.note_flags(line, pieces.hypothesis.flags)
-            if show.json:
-                for text in show.answer(line, [pieces.hypothesis]):
+            if answerer.json:
+                for text in answerer.shown(line, [pieces.hypothesis]):
                     write(text)
             else:
                 write(links(pieces.hypothesis))
@@ -138,10 +156,12 @@ def _stream(engine: TorchEngine, lines: InputLines, show: Show) -> None:
 
 
 def _print_image_labels(run: Run, file: str, json: bool) -> None:
-    # here, since generating text needs none of it
-    from regard.data.images import read_images
+    from regard.data.images import read_images  # only for images
     from regard.decode.encoder_only import classify_images
 
     announce_stdin(file, IMAGES)
-    for answer in classify_images(run, read_images(file, labelled=False).images_NCHW):
-        write(shown_label(answer.label, answer.as_dict(), json))
+    for label in classify_images(run, read_images(file, labelled=False).images_NCHW):
+        if json:
+            out_json(label.as_dict())
+        else:
+            write(one_line(label.label))

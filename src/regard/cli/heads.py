@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.input import (
+from regard.cli.lines import announce_data
+from regard.cli.options import (
     Columns,
     Device,
     Json,
@@ -14,11 +15,10 @@ from regard.cli.input import (
     RunPath,
     Strict,
     Target,
-    announce_data,
     open_runs,
     pairs_of,
 )
-from regard.cli.tables import message, out_json, print_table
+from regard.cli.output import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.decode.alignment import read_links, save_heads
 from regard.inspect.heads import HeadStatistics, best_alignment_heads, grids, induction_heads, measure_heads

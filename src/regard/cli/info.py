@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.input import Json, Set, field_options, option_name, with_options
-from regard.cli.tables import at_terminal, message, out_json, print_table
+from regard.cli.options import Json, Set, field_options, option_name, with_options
+from regard.cli.output import at_terminal, message, out_json, print_table
 from regard.config import Config, parse
 from regard.cost.describe import Info, Workload, count_parameters, describe, duration, measure_rate, si
 from regard.cost.scaling import Hardware, Scaling, plan_scaling

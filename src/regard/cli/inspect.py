@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from regard.answers import unknown_remark
-from regard.cli.input import Device, OneThread, RunPath, open_runs
-from regard.cli.tables import message, out
+from regard.cli.options import Device, OneThread, RunPath, open_runs
+from regard.cli.output import message, out
 from regard.data.images import read_images
 from regard.errors import UserError, plural
 from regard.files import replace_file

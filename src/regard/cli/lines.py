@@ -1,36 +1,248 @@
-"""Answers to lines of text: what a run gives for each line, as lines of output."""
+"""Lines of input as requests, and the lines of output that answer them."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, Queue
+from stat import S_ISREG
+from threading import Thread
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from regard.answers import open_engine
-from regard.cli.decoding import parse_decoding, usable_here
-from regard.cli.input import InputLine, InputLines, open_runs
-from regard.cli.tables import json_line
-from regard.data.reader import NAMED, Line
+from regard.answers import generation_json, label_json, open_engine
+from regard.batch import windows
+from regard.cli import READER
+from regard.cli.options import open_runs, parse_decoding, usable_here
+from regard.cli.output import json_line, message
+from regard.data.reader import (
+    BAD_REQUEST,
+    COLUMNS,
+    LONG,
+    NAMED,
+    NO_MEMORY,
+    STDIN,
+    UNMET,
+    Line,
+    LineCounter,
+    Source,
+    is_jsonl,
+    read_lines,
+    shown,
+)
 from regard.decode.ctranslate2 import Scores
 from regard.decode.encoder_only import Classification, classify
 from regard.decode.engine import Engine
-from regard.decode.hypothesis import Hypothesis, empty_hypothesis
-from regard.decode.request import EngineName, Options
+from regard.decode.hypothesis import DEGENERATE, MANY_DEGENERATE, Hypothesis, empty_hypothesis
+from regard.decode.request import ANSWER_KEYS, EngineName, Options, Request, parse_request
 from regard.decode.sharded_output import Counts
-from regard.errors import UserError
+from regard.errors import UserError, plural
+from regard.files import json_object
 from regard.run import Run
-from regard.text.codec import DISTINCT, Example
+from regard.tasks import Reads
+from regard.text.codec import DISTINCT, Codec, Example, UnknownTokens
+
+IMAGES = "images (.npz)"
+# The content of a column of a table, in words.
+COLUMN_WORDS = {"source": "a source", "features": "features", "target": "a target"}
+COLUMN_WORDS |= {"text": "a text", "prefix": "a prefix"}  # further columns of `generate`
+LABELLED_WORDS = COLUMN_WORDS | {"source": "a text", "target": "a label"}
+
+
+def announce_stdin(path: str, content: str) -> None:
+    """Tell a user at a terminal that standard input is read, and the expected content."""
+    if path == STDIN and sys.stdin is not None and sys.stdin.isatty():
+        message(f"reading standard input: {content}; Ctrl-D ends it (or name a file after the run)")
+
+
+def announce_data(source: Source, reads: Reads) -> None:
+    """Announce standard input with the content of data files."""
+    names = [*(source.columns if len(source.paths) == 1 else ("source",)), *["prefix"] * source.prefix_column]
+    table = columns_in_words(names, LABELLED_WORDS if reads == "labelled" else COLUMN_WORDS)
+    announce_stdin(source.paths[0], {"text": "plain text", "images": IMAGES}.get(reads, table))
+
+
+def columns_in_words(names: Sequence[str], words: Mapping[str, str] = COLUMN_WORDS) -> str:
+    """The content of a line of a table: a source and a target per line, separated by a tab."""
+    *first, last = (words[name] for name in names)
+    if not first:
+        return f"{last} per line"
+    return f"{', '.join(first)} and {last} per line, separated by {'a tab' if len(names) == 2 else 'tabs'}"
+
+
+# Input
+
+
+class InputLine(NamedTuple):
+    """A line as a request; a bad line has an empty request and an error."""
+
+    location: str
+    number: int
+    request: Request
+    extra: Mapping[str, Any] = MappingProxyType({})  # keys of a JSON line that are not part of a request
+    error: str = ""
+
+
+class InputLines:
+    """The lines of a file as requests: columns, or JSON objects. Bad lines are counted and reported at the end."""
+
+    def __init__(
+        self, path: str, codec: Codec, prefix_column: bool = False, prompts: bool = False, jsonl: bool = False
+    ) -> None:
+        self.path = path
+        self.is_file = _is_file(path)
+        self.jsonl = jsonl or is_jsonl(path)
+        self.codec = codec
+        self.counter = LineCounter()
+        self.unknown = UnknownTokens()
+        self.targets_ignored = 0
+        self.degenerate = 0  # outputs
+        self.fields = [name for name in Request.model_fields if name != "features" or "features" in codec.columns]
+        self._names = [name for name in codec.columns if name != "target"]
+        self._target_at = codec.columns.index("target") if "target" in codec.columns else None
+        self._prompts = prompts
+        self._prefix_column = prefix_column
+        if self.jsonl and prefix_column:
+            raise UserError("--prefix-column: lines of JSON have no columns; give each its prefix by the key prefix")
+
+    def batches(self, count: int) -> Iterator[list[InputLine]]:
+        """The lines, up to `count` at a time; from a pipe, the available lines, so that no line waits for the next."""
+        names = [*(["text"] if self._prompts else self._names), *["prefix"] * self._prefix_column]
+        announce_stdin(self.path, "a JSON object per line" if self.jsonl else columns_in_words(names))
+        lines = read_lines(self.path)
+        for batch in windows(lines, count) if self.is_file else _available(lines, count):
+            yield self.parse(batch)
+
+    def parse(self, lines: Iterable[Line]) -> list[InputLine]:
+        """Lines as requests, counted."""
+        return [self._read(line) for line in lines]
+
+    def note_flags(self, line: InputLine, flags: Mapping[str, str]) -> None:
+        """Count a line whose output is empty or degenerate, as its flags say."""
+        for name, reason in (("too_long", LONG), ("unsatisfied", UNMET), ("out_of_memory", NO_MEMORY)):
+            if name in flags:
+                self.counter.skip(reason, line.location, flags[name], tell=True)
+        self.degenerate += any(name in flags for name in DEGENERATE)
+
+    def remarks(self) -> list[str]:
+        """Messages about unusable lines, ignored columns and unknown tokens."""
+        remarks = []
+        if self.counter.skipped:
+            remarks.append(f"{self.counter.summary()}; their outputs are empty")
+        if self.targets_ignored:
+            lines = "line has" if self.targets_ignored == 1 else "lines have"
+            remarks.append(f"{self.targets_ignored:,} {lines} a target column, which was ignored")
+        if self.unknown:
+            remarks.append(self.unknown.summary())
+        if self.degenerate > MANY_DEGENERATE * self.counter.read:
+            share = f"{self.degenerate:,} of {plural(self.counter.read, 'output')}"
+            remarks.append(f"{share} repeat tokens or are far too long or short: too little training?")
+        return remarks
+
+    def _read(self, line: Line) -> InputLine:
+        self.counter.read += 1
+        location = f"{shown(self.path)}:{line.number}"
+        if line.problem:
+            return self._bad(line, location, line.problem)
+        return self._from_json(line, location) if self.jsonl else self._from_columns(line, location)
+
+    def _bad(
+        self, line: Line, location: str, reason: str, detail: str = "", source: str = "", extra: Mapping[str, Any] = {}
+    ) -> InputLine:
+        self.counter.skip(reason, location, detail, tell=bool(detail))
+        return InputLine(location, line.number, Request(source), extra, detail or reason)
+
+    def _from_columns(self, line: Line, location: str) -> InputLine:
+        cells = line.text.split("\t")
+        prefix = cells.pop() if self._prefix_column and len(cells) > 1 else ""
+        if self._prompts:  # a prompt may contain tabs
+            return InputLine(location, line.number, Request("\t".join(cells), None, prefix))
+        if len(cells) == len(self._names) + 1 and self._target_at is not None:
+            del cells[self._target_at]
+            self.targets_ignored += 1
+        if len(cells) != len(self._names):
+            if line.text.strip():
+                return self._bad(line, location, COLUMNS)
+            return InputLine(location, line.number, Request(""))
+        row = dict(zip(self._names, cells, strict=True))
+        return InputLine(location, line.number, Request(row["source"], row.get("features"), prefix))
+
+    def _from_json(self, line: Line, location: str) -> InputLine:
+        data: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        try:
+            data = json_object(line.text)
+            extra = {key: value for key, value in data.items() if key not in (*Request.model_fields, *ANSWER_KEYS)}
+            request = parse_request(data, self.fields)
+            if "features" in self.fields and request.features is None:
+                raise UserError("features: is required, since the run was trained with features")
+        except UserError as error:
+            source = data.get("source")
+            return self._bad(line, location, BAD_REQUEST, str(error), source if isinstance(source, str) else "", extra)
+        return InputLine(location, line.number, request, extra)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return S_ISREG((os.fstat(sys.stdin.fileno()) if path == STDIN else os.stat(path)).st_mode)
+    except FileNotFoundError:
+        hint = f"a text itself goes to standard input: echo {shlex.quote(path)} | regard ..."
+        raise UserError(f"{path}: no such file; {hint}") from None
+    except (OSError, ValueError, AttributeError):
+        # The reader reports the problem. A stdin without a file number is not a pipe; a closed stdin is None.
+        return True
+
+
+class _End(NamedTuple):
+    error: BaseException | None
+
+
+def _available(lines: Iterator[Line], count: int) -> Iterator[list[Line]]:
+    """The lines that have arrived, up to `count` at a time; a thread reads ahead while the model works."""
+    waiting: Queue[Line | _End] = Queue(maxsize=count)
+
+    def read() -> None:
+        try:
+            for line in lines:
+                waiting.put(line)
+            waiting.put(_End(None))
+        except BaseException as error:  # raised by the consumer
+            waiting.put(_End(error))
+
+    Thread(target=read, daemon=True, name=READER).start()
+    end = None
+    while end is None:
+        batch: list[Line] = []
+        item = waiting.get()
+        while isinstance(item, Line):
+            batch.append(item)
+            if len(batch) == count:
+                break
+            try:
+                item = waiting.get_nowait()
+            except Empty:
+                break
+        end = item if isinstance(item, _End) else None
+        if batch:
+            yield batch
+    if end.error is not None:
+        raise end.error
+
+
+# Answers
 
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What `regard generate` is to do with a file of lines, in plain values that can go to another machine."""
+    """The work of `regard generate` on a file of lines, as plain values that can be sent to another machine."""
 
     runs: tuple[str, ...]
     file: str
-    options: dict[str, Any]  # of decoding, those that were given
+    options: dict[str, Any]  # of decoding, as on the command line
     engine: str | None = None
     workers: int | None = None
     threads: int | None = None
@@ -38,139 +250,90 @@ class GenerateJob:
     jsonl: bool = False
     json: bool = False
     prefix_column: bool = False
-    path: str = ""  # of the file, where that is relative to another directory
+    path: str = ""  # of the file, from another directory
 
     def decoding(self) -> tuple[Options, EngineName]:
         """The checked options and the engine."""
         return parse_decoding(self.options, self.engine)
 
     def load(self) -> list[Run]:
-        """The runs."""
         return open_runs(list(self.runs), self.device, self.threads)
 
     def open(self) -> LineAnswerer:
-        """What answers the lines, with its runs."""
-        return self.answerer(self.load(), *self.decoding())
+        """Load the runs and open their engine."""
+        return LineAnswerer(self, self.load(), *self.decoding())
 
     def lines(self, run: Run) -> InputLines:
-        """A reader of the file, with counts of its own."""
-        prompts = not (run.task.seq2seq or run.task.labels)
+        """A new reader of the file, with its own counts."""
+        task = run.task
+        prompts = task.reads == "text" and not task.seq2seq
         lines = InputLines(self.path or self.file, run.codec, self.prefix_column, prompts, self.jsonl)
-        lines.path = self.file  # as messages name it
-        if (known := run.task.request_fields) is not None:
-            lines.fields = [name for name in lines.fields if name in known]
+        lines.path = self.file  # the path in messages
+        if task.request_fields is not None:
+            lines.fields = [name for name in lines.fields if name in task.request_fields]
         return lines
 
-    def show(self, lines: InputLines, options: Options) -> Show:
-        """How the outputs of a search are written."""
-        show = Show(self.json or lines.jsonl, several=options.nbest > 1 or options.alternatives > 0)
-        if options.top_tokens and not show.json:
-            raise UserError("--top-tokens: plain output does not show them; give --json too")
-        return show
 
-    def answerer(self, runs: Sequence[Run], options: Options, engine: EngineName) -> LineAnswerer:
-        """What answers the lines, by the task of the run."""
-        run = runs[0]
-        lines = self.lines(run)
-        if run.task.labels:
-            return LabelAnswerer(self, run, options, self.json or lines.jsonl)
-        if run.task.name == "masked":
-            show = Show(self.json or lines.jsonl, candidates=options.top_tokens > 0)
-        else:
-            options = usable_here(options, run.model.device)
-            show = self.show(lines, options)
-        scores: Scores = "tokens" if show.json else "totals" if show.several else "none"
-        return EngineAnswerer(self, run, open_engine(runs, options, engine, scores, self.workers, self.threads), show)
+class LineAnswerer:
+    """Answers the lines of a job: requests in, lines of output out. A context manager that closes the engine."""
 
-
-class LineAnswerer(ABC):
-    """A run that answers the lines of a job; a context manager that ends its processes."""
-
-    def __init__(self, job: GenerateJob, run: Run, options: Options) -> None:
-        self.job, self.run, self.options = job, run, options
+    def __init__(self, job: GenerateJob, runs: Sequence[Run], options: Options, engine: EngineName) -> None:
+        self.job = job
+        self.run = runs[0]
+        task = self.run.task
+        self.json = job.json or self.lines().jsonl
+        self.masks = "embed" in task.answers and options.top_tokens > 0  # plain output: the candidates of each mask
+        self.several = options.nbest > 1 or options.alternatives > 0  # plain output: the number and score of each text
+        self.engine: Engine | None = None
+        if "generate" in task.answers:
+            options = usable_here(options, self.run.model.device)
+            if options.top_tokens and not self.json and not self.masks:
+                raise UserError("--top-tokens: plain output does not show them; give --json too")
+            scores: Scores = "tokens" if self.json else "totals" if self.several else "none"
+            self.engine = open_engine(runs, options, engine, scores, job.workers, job.threads)
+        self.options = options
 
     def lines(self) -> InputLines:
-        """A reader of the file, with counts of its own."""
+        """A new reader of the file, with its own counts."""
         return self.job.lines(self.run)
 
-    @abstractmethod
     def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        """The lines of output for some lines that `lines` has read, which counts what is wrong with them."""
+        """The lines of output for a batch of `lines`, which counts unusable lines."""
+        return self._label(lines, batch) if self.engine is None else self._decode(self.engine, lines, batch)
 
-    def shard(self, lines: Iterable[Line]) -> tuple[Counts, str]:
-        """The counts and the output of the lines of a shard."""
-        reader = self.lines()
-        output = "".join(f"{line}\n" for line in self.answer(reader, reader.parse(lines)))
-        return counts_of(reader), output
-
-    def close(self) -> None:  # noqa: B027  not every one has processes
-        """End its processes."""
-
-    def __enter__(self) -> LineAnswerer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class EngineAnswerer(LineAnswerer):
-    """Outputs of an engine."""
-
-    def __init__(self, job: GenerateJob, run: Run, engine: Engine, show: Show) -> None:
-        super().__init__(job, run, engine.options)
-        self.engine, self.show = engine, show
-
-    def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        inputs = self.engine.prepare([line.request for line in batch if not line.error])
+    def _decode(self, engine: Engine, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
+        inputs = engine.prepare([line.request for line in batch if not line.error])
         for item in inputs:
             lines.unknown.count(item.unknown)
-        answers = iter(self.engine.decode(inputs))
+        answers = iter(engine.decode(inputs))
         for line in batch:
-            hypotheses = [no_output(line)] if line.error else next(answers)
+            hypotheses = [empty_hypothesis({"error": line.error})] if line.error else next(answers)
             lines.note_flags(line, hypotheses[0].flags)
-            yield from self.show.answer(line, hypotheses)
+            yield from self.shown(line, hypotheses)
 
-    def close(self) -> None:
-        self.engine.close()
-
-
-class LabelAnswerer(LineAnswerer):
-    """Labels of a classifier."""
-
-    def __init__(self, job: GenerateJob, run: Run, options: Options, json: bool) -> None:
-        super().__init__(job, run, options)
-        self.json = json
-
-    def answer(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
-        empty = Classification("", {}, {"empty": "the text is empty"})
-        good = [line for line in batch if not line.error]
-        texts = [Example(x.request.source, features=x.request.features) for x in good if x.request.source.strip()]
+    def _label(self, lines: InputLines, batch: Sequence[InputLine]) -> Iterator[str]:
+        texts = [
+            Example(line.request.source, features=line.request.features)
+            for line in batch
+            if not line.error and line.request.source.strip()
+        ]
         self.run.codec.note_unknown(texts, lines.unknown)
-        answers = iter(classify(self.run, texts, self.options.batch_tokens, self.options.max_source))
+        labels = iter(classify(self.run, texts, self.options.batch_tokens, self.options.max_source))
         for line in batch:
-            answer = empty if line.error or not line.request.source.strip() else next(answers)
             if line.error:
-                answer = replace(empty, flags={"error": line.error})
-            lines.note_flags(line, answer.flags)
-            shown = {**line.extra, "source": line.request.source, **answer.as_dict()}
-            yield shown_label(answer.label, {**shown, **_error(line)}, self.json)
+                label = Classification("", {}, {"error": line.error})
+            elif not line.request.source.strip():
+                label = Classification("", {}, {"empty": "the text is empty"})
+            else:
+                label = next(labels)
+            lines.note_flags(line, label.flags)
+            yield self._json(line, label_json(line.request.source, label)) if self.json else one_line(label.label)
 
-
-class Show(NamedTuple):
-    """How outputs are written."""
-
-    json: bool
-    several: bool = False  # outputs per line
-    candidates: bool = False  # of masks, instead of an output
-
-    def answer(self, line: InputLine, hypotheses: list[Hypothesis]) -> Iterator[str]:
-        """The outputs of a line, as lines."""
+    def shown(self, line: InputLine, hypotheses: Sequence[Hypothesis]) -> Iterator[str]:
+        """The lines of output for the hypotheses of a line."""
         if self.json:
-            answer = {**line.extra, "source": line.request.source, "hypotheses": [h.as_dict() for h in hypotheses]}
-            if candidates := hypotheses[0].candidates:
-                answer["candidates"] = [{"text": h.text, "utility": h.utility, "score": h.score} for h in candidates]
-            yield json_line({**answer, **_error(line)})
-        elif self.candidates:
+            yield self._json(line, generation_json(line.request.source, hypotheses))
+        elif self.masks:
             rows = [(n, top) for n, row in enumerate(hypotheses[0].top_tokens, 1) for top in row]
             for number, (token, score) in rows:
                 yield f"{line.number}\t{number}\t{math.exp(score):.4f}\t{_escaped(token)}"
@@ -182,34 +345,37 @@ class Show(NamedTuple):
         else:
             yield one_line(hypotheses[0].text) + links(hypotheses[0])
 
+    def _json(self, line: InputLine, answer: Mapping[str, Any]) -> str:
+        error = {"error": f"{line.location}: {line.error}"} if line.error else {}
+        return json_line({**line.extra, **answer, **error})
 
-def no_output(line: InputLine) -> Hypothesis:
-    """The answer to a line with an error."""
-    return empty_hypothesis({"error": line.error})
+    def shard(self, lines: Iterable[Line]) -> tuple[Counts, str]:
+        """The counts and the output of the lines of a shard."""
+        reader = self.lines()
+        output = "".join(f"{line}\n" for line in self.answer(reader, reader.parse(lines)))
+        return counts_of(reader), output
 
+    def __enter__(self) -> LineAnswerer:
+        return self
 
-def _error(line: InputLine) -> dict[str, str]:
-    return {"error": f"{line.location}: {line.error}"} if line.error else {}
+    def __exit__(self, *_: object) -> None:
+        if self.engine is not None:
+            self.engine.close()
 
 
 def links(hypothesis: Hypothesis) -> str:
-    """The column of an alignment, if there is one."""
+    """The alignment as a further column; empty without an alignment."""
     alignment = hypothesis.alignment
     return "" if alignment is None else f"\t{' '.join(f'{s}-{t}' for s, t in alignment.hard)}"
 
 
-def shown_label(label: str, answer: dict[str, Any], json: bool) -> str:
-    """The line of a label."""
-    return json_line(answer) if json else one_line(label)
-
-
 def _escaped(token: str) -> str:
-    """A token without the characters that end cells and lines."""
+    """A token with its tabs and line breaks escaped."""
     return token.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
 
 
 def one_line(text: str) -> str:
-    """Text whose line breaks are shown as blanks: a line in is a line out."""
+    """A text with spaces for line breaks: one line in, one line out."""
     return text.replace("\n", " ").replace("\r", " ")
 
 
@@ -217,22 +383,23 @@ def one_line(text: str) -> str:
 
 
 def counts_of(lines: InputLines) -> Counts:
-    """What was counted, as JSON."""
+    """The counts of a reader as JSON."""
     unknown = {"counts": dict(lines.unknown.counts), "total": lines.unknown.total, "texts": lines.unknown.texts}
     others = {"targets_ignored": lines.targets_ignored, "degenerate": lines.degenerate, "unknown": unknown}
     return {**lines.counter.to_json(), **others}
 
 
 def add_counts(lines: InputLines, counts: Counts) -> None:
-    """Add what was counted of later lines."""
-    counter, unknown = lines.counter, lines.unknown
+    """Add the counts of later lines."""
+    counter = lines.counter
     counter.read += counts["read"]
     counter.skipped.update(counts["skipped"])
-    for reason, places in counts["places"].items():
+    for reason, locations in counts["places"].items():
         named = counter.locations.setdefault(reason, [])
-        named += places[: NAMED - len(named)]
+        named += locations[: NAMED - len(named)]
     lines.targets_ignored += counts["targets_ignored"]
     lines.degenerate += counts["degenerate"]
+    unknown = lines.unknown
     unknown.total += counts["unknown"]["total"]
     unknown.texts += counts["unknown"]["texts"]
     for token, count in counts["unknown"]["counts"].items():

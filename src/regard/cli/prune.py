@@ -8,8 +8,8 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from regard.cli.input import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
-from regard.cli.tables import message, out_json, print_table
+from regard.cli.options import Columns, Device, Json, OneThread, RunPath, Strict, Target, open_runs, pairs_of
+from regard.cli.output import message, out_json, print_table
 from regard.data.reader import LineCounter
 from regard.errors import UserError
 from regard.inspect.inputs import describe_size, read_task_data

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from regard.answers import score_json
 from regard.batch import windows
-from regard.cli.input import (
+from regard.cli.lines import announce_data, announce_stdin
+from regard.cli.options import (
     Columns,
     Device,
     Json,
@@ -17,14 +19,12 @@ from regard.cli.input import (
     Strict,
     Target,
     Threads,
-    announce_data,
-    announce_stdin,
     field_options,
     open_runs,
     pairs_of,
     with_options,
 )
-from regard.cli.tables import message, out, out_json
+from regard.cli.output import message, out, out_json
 from regard.data.reader import (
     BAD_REQUEST,
     BLANK,
@@ -85,7 +85,7 @@ def command(
             if name in scored.flags:
                 counter.skip(reason, f"{shown(pairs)}:{number}", scored.flags[name], tell=True)
         if json:
-            out_json({"line": number, "source": example.source, "target": example.target, **scored.as_dict()})
+            out_json({"line": number, **score_json(example, scored)})
         else:
             for _ in range(printed + 1, number):
                 out("nan")

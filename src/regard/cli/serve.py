@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.input import field_options, with_options
-from regard.cli.tables import message
+from regard.cli.options import field_options, with_options
+from regard.cli.output import message
 from regard.config import parse
 from regard.errors import missing_extra
 from regard.serve.settings import ServeSettings, named_runs

@@ -1,4 +1,4 @@
-"""Output to a file, in shards: by the processes of this machine, by the ranks of torchrun, or by the actors of Ray."""
+"""Output to a file, in shards, written by this machine, by the ranks of torchrun or by Ray actors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 import typer
 
 from regard import __version__
-from regard.cli.input import InputLines, option_name
-from regard.cli.lines import GenerateJob, LineAnswerer, add_counts
-from regard.cli.tables import message
+from regard.cli.lines import GenerateJob, InputLines, LineAnswerer, add_counts
+from regard.cli.options import option_name
+from regard.cli.output import message
 from regard.decode.request import check_engine
 from regard.decode.sharded_output import Answer, ShardDirectory, answer_on_ray
 from regard.errors import UserError, plural
@@ -28,21 +28,21 @@ Begin = Callable[[], AbstractContextManager[ShardDirectory]]
 
 
 def check_output(job: GenerateJob, out: str | None, ray: str | None, stream: bool) -> GenerateJob:
-    """Refuse options that do not go together -> the job as this process does it."""
+    """Refuse options that exclude each other, and return the job of this process."""
     if out is None:
         if ray is not None:
-            raise UserError("--ray: goes with --out FILE, into which the machines write")
+            raise UserError("--ray: needs --out FILE, the file that the machines write")
         if _has_launcher():
-            raise UserError("--out: is required with several processes (WORLD_SIZE): each would print all outputs")
+            raise UserError("--out: is required with several processes (WORLD_SIZE); otherwise each prints all outputs")
         return job
     if stream:
-        raise UserError("--stream: prints tokens as they come; with --out leave it out")
+        raise UserError("--stream: cannot be combined with --out, which writes whole outputs")
     options, engine = job.decoding()
     check_engine(engine, options, shards=True, show=option_name)
     if ray is not None:
         if _has_launcher():
             raise UserError("--ray: Ray starts processes itself; leave out torchrun (WORLD_SIZE)")
-        return replace(job, device="cpu", workers=1)  # what is wrong is found here, before actors are started
+        return replace(job, device="cpu", workers=1)  # mistakes are reported here, before actors start
     if _has_launcher():
         from regard.training.launch import process_device
 
@@ -59,7 +59,7 @@ def _has_launcher() -> bool:
 
 
 def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, out: str, ray: str | None) -> None:
-    """Write the output of a job, or what is missing of it; `lines` gets the counts of all lines."""
+    """Write the missing shards of a job's output, and add the counts of all lines to `lines`."""
     path = Path(out).resolve()
     begin = partial(ShardDirectory.begin, path, asked.file, answerer.options.window, _identity(asked, answerer))
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
             directory, rank, ranks = stack.enter_context(begin()), 0, 1
         missing, count = directory.missing(), len(directory.shards)
         if rank == 0 and len(missing) < count:
-            message(f"{out}: {count - len(missing):,} of {plural(count, 'shard')} are done; going on with the others")
+            message(f"{out}: {count - len(missing):,} of {plural(count, 'shard')} are done; continuing with the others")
         if ray is not None:
             _over_ray(asked, directory, ray)
         else:
@@ -80,11 +80,11 @@ def write_shards(asked: GenerateJob, answerer: LineAnswerer, lines: InputLines, 
 
 
 def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDirectory, int, int]:
-    """Let the first rank begin, and the others open what it has made; an error is reported once."""
+    """The first rank makes the directory of shards, the others open it; an error is reported once."""
     from regard.training.launch import join_group, restart_problem
 
     directory, error = None, None
-    with join_group(torch.device("cpu")) as group:  # shards are files: nothing else goes over the network
+    with join_group(torch.device("cpu")) as group:  # no tensors are sent
         if group.first:
             if warning := restart_problem():
                 message(f"warning: {warning}")
@@ -92,11 +92,11 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
                 directory = stack.enter_context(begin())
             except UserError as caught:
                 error = caught
-        group.wait_for_first()  # which reads the whole input: a collective would give up after half an hour
+        group.wait_for_first()  # it reads the whole input, which may exceed the time limit of a collective
         failed = group.broadcast(error is not None)
         if not failed and directory is None:
             directory = stack.enter_context(ShardDirectory(path))
-        group.broadcast(None)  # the first removes the directory at the end, not before all have opened it
+        group.broadcast(None)  # the first rank removes the directory at the end, after all have opened it
     if error is not None:
         raise error
     if directory is None:
@@ -105,7 +105,7 @@ def _begin_together(stack: ExitStack, begin: Begin, path: Path) -> tuple[ShardDi
 
 
 def _over_ray(asked: GenerateJob, directory: ShardDirectory, address: str) -> None:
-    """Let actors answer the shards; each machine has the run and the files at the same paths."""
+    """Answer the shards in Ray actors; every machine has the run and the files at the same paths."""
     runs = tuple(str(Path(run).resolve()) for run in asked.runs)
     job = replace(asked, runs=runs, path=str(Path(asked.file).resolve()), workers=1)
     gpus = int(asked.device.startswith("cuda"))
@@ -117,7 +117,7 @@ def _open_answer(job: GenerateJob) -> Answer:
 
 
 def _identity(asked: GenerateJob, answerer: LineAnswerer) -> dict[str, Any]:
-    """All that the output depends on, beside the input."""
+    """Everything that the output depends on, except the input."""
     return {
         "regard": __version__,
         "runs": [_digest(Path(run)) for run in asked.runs],
@@ -133,8 +133,9 @@ def _identity(asked: GenerateJob, answerer: LineAnswerer) -> dict[str, Any]:
 
 
 def _digest(run: Path) -> str:
-    """A hash of the files that are read from a run, by its manifest where that has them."""
-    entries, digest = read_manifest(run).files, hashlib.sha256()
+    """A hash of the files that a run is loaded from; hashes in the manifest are reused."""
+    entries = read_manifest(run).files
+    digest = hashlib.sha256()
     for name in sorted(READ):
         if (run / name).is_file():
             digest.update(f"{name} {entries[name].sha256 if name in entries else _sha256(run / name)}\n".encode())
@@ -142,6 +143,5 @@ def _digest(run: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
-    """The SHA-256 of a file that no manifest names."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.input import Set, field_options, with_options
-from regard.cli.tables import message, print_table
+from regard.cli.options import Set, field_options, with_options
+from regard.cli.output import message, print_table
 from regard.errors import UserError
 from regard.parallel.ray_cluster import NoCluster
 from regard.presets import changed_recipe

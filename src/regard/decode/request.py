@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
@@ -13,7 +13,9 @@ from regard.errors import UserError
 from regard.recipe import option
 from regard.suggest import nearest
 from regard.tasks import Task
-from regard.text.codec import Example
+
+if TYPE_CHECKING:
+    from regard.text.codec import Example  # imports tokenizers, which shell completion need not wait for
 
 Precision = Literal["fp32", "bf16", "int8"]
 Utility = Literal["chrf", "bleu", "edit", "exact"]
@@ -308,7 +310,7 @@ def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request
     return Request(**given)
 
 
-Input = str | Example | Request
+Input: TypeAlias = "str | Example | Request"
 
 
 # What each engine supports

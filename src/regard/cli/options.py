@@ -1,0 +1,225 @@
+"""Options that several verbs share, options made from the fields of config values, and the runs that options name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+import torch
+import typer
+from pydantic import BaseModel
+
+from regard.answers import is_small, usable_options
+from regard.cli.output import message
+from regard.config import parse
+from regard.data.reader import Source
+from regard.decode.request import ENGINES, EngineName, Options
+from regard.device import choose_device, tune_allocator
+from regard.errors import UserError
+from regard.recipe import Column, Data
+from regard.run import Run
+from regard.suggest import one_of
+
+SEARCH, SAMPLING, STEERING, OUTPUT = "Search", "Sampling", "Steering", "Length and output"
+PANELS = {  # options of decoding by panel of the help
+    SEARCH: (
+        "beam", "nbest", "length_penalty", "coverage_penalty", "exact", "groups", "diversity", "mbr", "utility",
+        "weights",
+    ),
+    SAMPLING: ("sample", "temperature", "top_k", "top_p", "min_p", "seed"),
+    STEERING: (
+        "prefix", "require", "require_any", "forbid", "stop", "alternatives", "alternatives_at", "no_repeat_ngram",
+        "repetition_penalty", "unknown",
+    ),
+    OUTPUT: (
+        "min_length", "max_length", "min_ratio", "max_ratio", "max_source", "alignment", "alignment_heads",
+        "top_tokens", "batch_tokens", "window", "precision",
+    ),
+}  # fmt: skip
+
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads. (default: 1 for a small model, else one per core)")]
+OneThread = Annotated[int, typer.Option("--threads", min=1, help="Threads.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Worker processes. (default: one per core, for a small model and enough input)"),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first bad line instead of skipping it.")]
+Columns = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="The columns of the data. (default: as in training)")
+]
+Target = Annotated[
+    str | None, typer.Option(help="A separate file with the targets; the data file then has the sources only.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: dropout=0.2, train.lr=3e-4. Repeatable."),
+]
+Ensemble = Annotated[
+    list[str] | None,
+    typer.Option("--ensemble", metavar="RUN", help="Another run to decode with. Repeatable.", rich_help_panel=SEARCH),
+]
+PrefixColumn = Annotated[
+    bool,
+    typer.Option("--prefix-column", help="The last column is the prefix of the output.", rich_help_panel=STEERING),
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option("--engine", help="torch (default), or ctranslate2: often faster on a CPU.", rich_help_panel=OUTPUT),
+]
+
+
+def option_name(name: str) -> str:
+    """A parameter's name as an option of a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def chosen_options(**values: Any) -> dict[str, Any]:
+    """The options with a value; an option that was left out is None, False or an empty list."""
+    # not `in (None, False)`: 0 equals False, and an option of 0 must be checked
+    return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+
+
+# Options from fields
+
+
+@dataclass(frozen=True)
+class FieldOption:
+    """An option that sets a field of a config value."""
+
+    key: str  # the field, after the name of its table if it has one: train.lr
+    parameter: Parameter
+    split: bool  # the value is a list separated by commas
+
+
+def field_options(
+    value: type[BaseModel], *names: str, panel: str | None = None, table: str = "", flags: Mapping[str, str] = {}
+) -> list[FieldOption]:
+    """Options for fields of a config value, with type, default and help of the field.
+
+    An option that was left out is None: defaults and checks are those of the config value. A list of texts is a
+    repeatable option, since texts may contain commas; other lists are separated by commas.
+    """
+    options = []
+    for name in names:
+        field = value.model_fields[name]
+        kind = _plain_type(field.annotation)
+        texts = kind == tuple[str, ...]
+        split = get_origin(kind) is tuple and not texts
+        extra: Any = field.json_schema_extra or {}
+        text, default = field.description or "", field.default
+        if "(default:" not in text and not isinstance(default, bool) and default not in (None, "", ()):
+            text = f"{text} (default: {','.join(default) if isinstance(default, tuple) else default})"
+        flag = flags.get(name, option_name(name))
+        option = typer.Option(flag, help=text, metavar=extra.get("metavar"), rich_help_panel=panel)
+        annotation: Any = bool if kind is bool else (list[str] if texts else str if split else kind) | None
+        unset = False if kind is bool else None
+        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[annotation, option])
+        options.append(FieldOption(f"{table}.{name}" if table else name, parameter, split))
+    return options
+
+
+def _plain_type(annotation: Any) -> Any:
+    """A field's type without bounds, None and choices, which the config value checks."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _plain_type(arguments[0])
+    if origin in (Union, UnionType):
+        (kind,) = (each for each in arguments if each is not type(None))
+        return _plain_type(kind)
+    if origin is Literal:
+        return str
+    texts = origin is tuple and get_origin(arguments[0]) is not Literal and _plain_type(arguments[0]) is str
+    return tuple[str, ...] if texts else annotation
+
+
+def with_options(parameter: str, *options: FieldOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a parameter of a command by these options; the command receives a dict of the options with a value."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def call(**values: Any) -> None:
+            chosen = chosen_options(**{option.key: values.pop(option.parameter.name) for option in options})
+            for option in options:
+                if option.split and option.key in chosen:
+                    chosen[option.key] = chosen[option.key].split(",")
+            command(**values, **{parameter: chosen})
+
+        plain = signature(command, eval_str=True)
+        parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in plain.parameters.values()]
+        index = [each.name for each in parameters].index(parameter)
+        parameters[index : index + 1] = [option.parameter for option in options]
+        call.__signature__ = plain.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+# Options of decoding
+
+
+def decoding_options(*left_out: str) -> list[FieldOption]:
+    """The options of decoding, in panels, without those that do not apply to a verb."""
+    return [
+        option
+        for panel, names in PANELS.items()
+        for option in field_options(Options, *(name for name in names if name not in left_out), panel=panel)
+    ]
+
+
+def parse_decoding(values: Mapping[str, Any], engine: str | None) -> tuple[Options, EngineName]:
+    """The checked options and engine of a command line."""
+    if engine == "regard":  # its name up to version 0.5
+        message("--engine regard is now called --engine torch")
+        engine = "torch"
+    if engine is not None and engine not in ENGINES:
+        raise one_of("--engine", engine, ENGINES)
+    options = dict(values)
+    if "alignment_heads" in options:
+        options["alignment_heads"] = [_head(text) for text in options["alignment_heads"]]
+    return Options.of(**options), cast(EngineName, engine or "torch")
+
+
+def _head(text: str) -> tuple[int, int]:
+    """Layer and head, counted from 0; a command line counts them from 1."""
+    layer, _, head = text.strip().partition(".")
+    if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
+        raise UserError(f"--alignment-heads: {text!r} is not LAYER.HEAD, both counted from 1, such as 2.1")
+    return int(layer) - 1, int(head) - 1
+
+
+def usable_here(options: Options, device: torch.device) -> Options:
+    """The options with a precision that works on the device; a message warns that outputs may differ with it."""
+    usable = usable_options(options, device, message)
+    if usable.precision != "fp32":
+        message(f"precision: {usable.precision}: faster, but outputs and scores may differ from those in fp32")
+    return usable
+
+
+# Runs and their data
+
+
+def open_runs(paths: list[str], device: str = "cpu", threads: int | None = None) -> list[Run]:
+    """Load runs onto a device and set the number of threads; small models are fastest with one."""
+    tune_allocator()
+    run_device = choose_device(device)
+    default_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # starting threads takes longer than copying the weights
+    runs = [Run.load(path, run_device) for path in paths]
+    if threads is not None or not is_small(runs):
+        torch.set_num_threads(threads or default_threads)
+    return runs
+
+
+def pairs_of(path: str, target: str | None, columns: str | None, run_columns: tuple[Column, ...]) -> Source:
+    """The pairs in one file or two, with the named columns or those of the run."""
+    if target is not None:
+        return Source((path, target))
+    names = parse(Data, {"columns": columns.split(",")}, "--columns").columns if columns else run_columns
+    return Source((path,), names)
