@@ -365,6 +365,6 @@ def truncation(truncated: Mapping[int, int], limit: int) -> str:
     named = ", ".join(f"texts[{i}] has {tokens}" for i, tokens in list(truncated.items())[:3])
     more = ", ..." if len(truncated) > 3 else ""
     return (
-        f"embed: {plural(len(truncated), 'text')} truncated to the {limit} tokens that the model reads at once"
+        f"embed: {plural(len(truncated), 'text')} truncated to the {plural(limit, 'token')} that the model reads at once"
         f" ({named}{more}); average_windows=True reads all of them"
     )
