@@ -112,7 +112,7 @@ def test_the_top_of_a_circuit_is_its_largest_entries(monkeypatch: pytest.MonkeyP
     assert matrix_VV[circuit.names.index(top.row), circuit.names.index(top.column)] == pytest.approx(top.value)
     monkeypatch.setattr("regard.inspect.circuits.MAX_PAIRS", 30)  # gone through in pieces, never whole
     assert [pair.value for pair in circuit.top(7)] == pytest.approx(expected)
-    with pytest.raises(UserError, match="ask for the top"):
+    with pytest.raises(UserError, match="use top"):
         circuit.matrix()
     with pytest.raises(UserError, match="no head 9"):
         qk(lm(), 0, 9)

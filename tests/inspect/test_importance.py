@@ -90,5 +90,5 @@ def test_removed_heads_are_ablated_and_not_measured(transformer: Model) -> None:
 def test_pairs_need_targets(make_letters: Callable[..., Run]) -> None:
     run = make_letters()
     assert len(encode_pairs(run, [Example("ab", "ba"), Example("ab")])) == 1
-    with pytest.raises(UserError, match="judged on pairs"):
+    with pytest.raises(UserError, match="measured on pairs"):
         encode_pairs(run, [Example("ab")])

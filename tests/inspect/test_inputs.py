@@ -105,9 +105,9 @@ def test_attention_distance_of_patches_follows_from_the_weights() -> None:
 @pytest.mark.parametrize(
     ("kind", "wrong", "message"),
     [
-        ("lm", "", "there is none"),
+        ("lm", "", "the text is empty"),
         ("classes", [Example("abc", "on")], "did you mean 'one'"),
-        ("image", LabelledImages(PICTURES.images_NCHW, []), "these have none"),
+        ("image", LabelledImages(PICTURES.images_NCHW, []), "these have no labels"),
         ("image", LabelledImages(PICTURES.images_NCHW[:1], ["four"]), "label"),
     ],
 )
@@ -117,7 +117,7 @@ def test_mistakes(kind: str, wrong: Any, message: str) -> None:
 
 
 def test_links_need_a_source_and_an_output() -> None:
-    with pytest.raises(UserError, match="links are for"):
+    with pytest.raises(UserError, match="links need a model"):
         measure_heads(family("lm"), TEXT, links=[[]])
 
 

@@ -127,7 +127,7 @@ def test_mistakes_of_pruning(saved: str, pairs: str, tmp_path: Path, make_letter
         prune.command(saved, str(tmp_path), data=pairs, heads="2")
     with pytest.raises(UserError, match="did you mean 'gradient'"):
         prune.command(saved, str(tmp_path / "new"), data=pairs, heads="2", by="gradent")
-    with pytest.raises(UserError, match="say how many heads go"):
+    with pytest.raises(UserError, match="how many heads to remove"):
         prune.command(saved, str(tmp_path / "new"), data=pairs)
     few = tmp_path / "few.tsv"
     few.write_text("a\tb\n")
@@ -182,7 +182,7 @@ def test_an_image_of_a_file(
     ("kind", "options", "message"),
     [
         ("masked", {"go_on": 3}, "only a language model"),
-        ("masked", {"target": "abc"}, "no output of its own"),
+        ("masked", {"target": "abc"}, "no output to compare"),
         ("classes", {"target": "four"}, "label"),
         ("lm", {"attention": "cross", "png": "a.png"}, "no cross attention"),
     ],

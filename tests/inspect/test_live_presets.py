@@ -79,7 +79,7 @@ def test_every_family(name: str) -> None:
 def test_hashed_attention_is_refused(name: str) -> None:
     model = Model(preset(name, 12, changes={"decoder": {"layers": 1}}))
     tokenizer = Tokenizer.train("char", WORDS)
-    with pytest.raises(UserError, match="LSH attention is not computed in a page"):
+    with pytest.raises(UserError, match="a page cannot compute LSH attention"):
         require_supported(Run(model.config, Codec(tokenizer, tokenizer), model, Path("runs/hashed")))
 
 

@@ -89,7 +89,7 @@ def test_long_texts_stay_within_the_paper(make_letters: Callable[..., Run]) -> N
     run = make_letters()
     long = trace(run, Example("abcab" * 40), run.codec.encode_target(["bcd" * 40])[0])
     figure = picture.draw_matrix(long.matrix())
-    assert max(figure.get_size_inches()) <= picture.LARGEST + 1
+    assert max(figure.get_size_inches()) <= picture.MAX_SIDE + 1
     assert len(figure.axes[0].get_xticklabels()) <= 60
 
 

@@ -1,8 +1,8 @@
-"""Circuits of language models: a logit as a sum over heads and layers, QK and OV circuits, neurons; attention rollout.
+"""Circuits of language models: logit attribution, QK and OV circuits, neurons; attention rollout.
 
-The LM head is linear, and so is a normalisation whose scale is held fixed at what it was. A logit is then a sum over
-everything that was added to the residual stream: embedding, heads, feed-forward layers and biases. Feed-forward layers
-are read as key-value memories (Geva et al. 2021): what activates a neuron, and which tokens it then promotes.
+The LM head is linear, and so is a normalisation with a fixed scale. A logit is therefore the sum of the contributions
+to the residual stream: embedding, heads, feed-forward layers and biases. Feed-forward layers are treated as key-value
+memories (Geva et al. 2021): the inputs that activate a neuron, and the tokens that it promotes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from regard.nn.transformer import Transformer
 from regard.notebook import table, table_of
 from regard.run import Run
 
-MAX_PAIRS = 25_000_000  # entries of a matrix over tokens that are computed at once
-CONTEXT = 12  # tokens shown before the one that activates a neuron
-PROMOTED = 5  # tokens shown that a neuron promotes
-A_RUN = "circuits are read off a run, such as regard.load('runs/lm')"
+MAX_PAIRS = 25_000_000  # entries of a token-by-token matrix computed at once
+CONTEXT = 12  # tokens shown before a trigger
+PROMOTED = 5  # promoted tokens shown per neuron
+A_RUN = "circuits: takes a run, such as regard.load('runs/lm')"
 
 
 # Direct logit attribution
@@ -38,7 +38,7 @@ A_RUN = "circuits are read off a run, such as regard.load('runs/lm')"
 
 @dataclass(frozen=True)
 class Attribution:
-    """The logit of a token as a sum over the parts of a model."""
+    """The logit of a token as a sum of contributions."""
 
     token: str
     logit: float
@@ -58,11 +58,11 @@ class Attribution:
 
     @property
     def total(self) -> float:
-        """The sum of all parts, which is the logit."""
+        """The sum of all parts: the logit."""
         return float(self.heads_LH.sum() + self.feed_forward_L.sum()) + self.embedding + self.bias
 
     def table(self) -> list[tuple[str, float]]:
-        """The parts by name, those that matter most first."""
+        """The parts by name, the largest absolute value first."""
         parts = {"embedding": self.embedding, "bias": self.bias}
         for layer, row_H in enumerate(self.heads_LH.tolist()):
             parts |= {f"layer {layer + 1} head {head + 1}": value for head, value in enumerate(row_H)}
@@ -72,10 +72,7 @@ class Attribution:
 
 @torch.no_grad()
 def attribute(run: Run, text: str, token: str | None = None, place: int = -1) -> Attribution:
-    """The parts of the logit of a token after `text`, or at an earlier position (`place`) in it.
-
-    `token` is one token of the vocabulary; by default the most probable one.
-    """
+    """The contributions to the logit of a token at a position of `text`; by default of the most probable next token."""
     require_type(run, Run, A_RUN)
     require_type(text, str, "attribute: takes a text")
     model = run.model
@@ -91,11 +88,14 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
         raise UserError(f"{token!r} is {len(ids)} tokens of this vocabulary, not one")
     index = ids[0]
     embedded_D = calls.input(decoder.blocks[0])[place]
-    x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second part is all biases
-    sizes, head_numbers = [1, 1], []
+    x_PD = torch.stack((embedded_D, torch.zeros_like(embedded_D)))  # the second part collects all biases
+    sizes = [1, 1]
+    head_numbers = []
     for block in decoder.blocks:
         assert isinstance(block, Block) and isinstance(block.attention, Attention)
-        attention, out, down = block.attention, block.attention.out, block.feed_forward.down
+        attention = block.attention
+        out = attention.out
+        down = block.feed_forward.down
         assert isinstance(out, nn.Linear)
         z_HE = calls.input(out)[place].unflatten(0, (attention.heads, -1))
         heads_HD = torch.einsum("he,dhe->hd", z_HE, out.weight.unflatten(1, (attention.heads, -1)))
@@ -118,7 +118,7 @@ def attribute(run: Run, text: str, token: str | None = None, place: int = -1) ->
 
 
 def _add_parts(x_PD: Tensor, more_PD: Tensor, bias_D: Tensor | None, residual: Residual) -> Tensor:
-    """The parts of the residual stream after a sub-layer that adds `more_PD` and a bias."""
+    """Append the contributions of a sub-layer, and add its bias to the biases."""
     x_PD = torch.cat((x_PD, more_PD))
     if bias_D is not None:
         x_PD[1] += bias_D
@@ -126,7 +126,7 @@ def _add_parts(x_PD: Tensor, more_PD: Tensor, bias_D: Tensor | None, residual: R
 
 
 def _normalise_parts(x_PD: Tensor, norm: nn.Module) -> Tensor:
-    """Each part through a normalisation whose scale is fixed at what it is for their sum: a linear map."""
+    """Normalise each part with the scale of their sum, which makes the normalisation linear."""
     if isinstance(norm, nn.Identity):
         return x_PD
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
@@ -144,7 +144,7 @@ def _normalise_parts(x_PD: Tensor, norm: nn.Module) -> Tensor:
 
 
 class TokenPair(NamedTuple):
-    """An entry of a matrix over tokens."""
+    """An entry of a token-by-token matrix."""
 
     row: str
     column: str
@@ -153,7 +153,7 @@ class TokenPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Circuit:
-    """A matrix over tokens as a product of two thin ones: its rank is at most the head width."""
+    """A token-by-token matrix as a product of two thin matrices; its rank is at most the head width."""
 
     left_VE: Tensor
     right_VE: Tensor
@@ -163,7 +163,7 @@ class Circuit:
         return f"Circuit({plural(len(self.names), 'token')}, rank {self.left_VE.shape[1]} or less)"
 
     def _repr_html_(self) -> str:
-        if len(self.names) ** 2 > MAX_PAIRS:  # to find them takes longer than a cell of a notebook should
+        if len(self.names) ** 2 > MAX_PAIRS:  # too slow for a notebook cell
             return table([], caption=f"{self!r}; top() finds the largest entries")
         return table(self.top(), TokenPair._fields, f"{self!r}: the largest entries")
 
@@ -171,7 +171,7 @@ class Circuit:
         """The full matrix, (V, V)."""
         if len(self.left_VE) ** 2 > MAX_PAIRS:
             tokens = f"{len(self.left_VE):,} tokens"
-            raise UserError(f"a matrix over {tokens} has too many entries to be made whole; ask for the top")
+            raise UserError(f"a matrix over {tokens} is too large to compute in full; use top()")
         return self.left_VE @ self.right_VE.T
 
     def row(self, token: str) -> Tensor:
@@ -181,7 +181,7 @@ class Circuit:
         return self.right_VE @ self.left_VE[self.names.index(token)]
 
     def top(self, count: int = 20) -> list[TokenPair]:
-        """The largest entries; a large matrix is computed some rows at a time."""
+        """The largest entries; a large matrix is computed in blocks of rows."""
         best: list[tuple[float, int, int]] = []
         for start in range(0, len(self.left_VE), step := max(1, MAX_PAIRS // len(self.right_VE))):
             rows_NV = self.left_VE[start : start + step] @ self.right_VE.T
@@ -194,13 +194,13 @@ class Circuit:
 
 @torch.no_grad()
 def qk(run: Run, layer: int, head: int) -> Circuit:
-    """The score that a query token (row) gives a key token (column), both as bare embeddings, without position.
+    """The attention score of a query token (row) for a key token (column), from embeddings without positions.
 
-    `layer` counts from 0, `head` is its number from 0, as before any pruning.
+    `layer` and `head` count from 0; heads keep their numbers when others are pruned.
     """
     attention, index, x_VD = _head(run, layer, head)
     if not attention.score.is_dot:
-        raise UserError("the score of this model is no product of a query and a key")
+        raise UserError("the attention score of this model is not a product of query and key")
     q_1HVE = attention.query(x_VD).unflatten(-1, (attention.heads, -1)).transpose(0, 1).unsqueeze(0)
     k_VE, _ = _key_value(attention, x_VD, index)
     return Circuit(attention.score.query(q_1HVE)[0, index] * attention.score.scale, k_VE, _token_names(run))
@@ -208,14 +208,15 @@ def qk(run: Run, layer: int, head: int) -> Circuit:
 
 @torch.no_grad()
 def ov(run: Run, layer: int, head: int) -> Circuit:
-    """What attending to a token (row) adds to the logit of another (column), up to the last normalisation's scale."""
+    """The logit of a token (column) added by attending to a token (row), up to the scale of the last normalisation."""
     require_type(run, Run, A_RUN)
     model = run.model
     attention, index, x_VD = _head(run, layer, head)
     assert isinstance(attention.out, nn.Linear) and model.output is not None
     _, v_VE = _key_value(attention, x_VD, index)
     out_DE = attention.out.weight.unflatten(1, (attention.heads, -1))[:, index]
-    norm, head_VD = _plain_decoder(model).norm, model.output.weight
+    norm = _plain_decoder(model).norm
+    head_VD = model.output.weight
     if isinstance(norm, nn.LayerNorm):
         out_DE = out_DE - out_DE.mean(0)
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
@@ -224,7 +225,7 @@ def ov(run: Run, layer: int, head: int) -> Circuit:
 
 
 def _head(run: Run, layer: int, head: int) -> tuple[Attention, int, Tensor]:
-    """An attention, the index of a head in it, and the embeddings of all tokens as the attention would read them."""
+    """An attention, the index of a head in it, and the embeddings of all tokens as the input of the attention."""
     require_type(run, Run, A_RUN)
     model = run.model
     decoder = _plain_decoder(model)
@@ -249,10 +250,10 @@ def _token_names(run: Run) -> tuple[str, ...]:
 
 
 def _plain_decoder(model: Model) -> Transformer:
-    """The decoder of a language model whose parts add up."""
+    """The decoder of a language model, if its contributions add up."""
     decoder = model.decoder
     if not (model.decoder_only and isinstance(decoder, Transformer) and has_plain_blocks(decoder)):
-        raise UserError("circuits are read off language models: a decoder alone, with plain attention and layers")
+        raise UserError("circuits exist for language models (only a decoder) with plain attention and layers")
     return decoder
 
 
@@ -260,7 +261,7 @@ def _plain_decoder(model: Model) -> Transformer:
 
 
 class Trigger(NamedTuple):
-    """A position in a text at which a neuron was active."""
+    """A position in a text where a neuron is active."""
 
     context: str  # the text before it
     token: str
@@ -274,21 +275,23 @@ class Neuron:
     layer: int
     index: int
     triggers: tuple[Trigger, ...]  # the strongest first
-    promotes: tuple[tuple[str, float], ...]  # tokens whose logits it raises most, per unit of its value
+    promotes: tuple[tuple[str, float], ...]  # logit added per unit of activation, the largest first
 
 
 @torch.no_grad()
 def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int = 5) -> list[Neuron]:
-    """The neurons of a layer (from 0) of a language model that stood out most in a text, each against its own mean."""
+    """The neurons of a layer (from 0) with the highest activation relative to their own mean in a text."""
     require_type(run, Run, A_RUN)
-    model, decoder = run.model, run.model.decoder
+    model = run.model
+    decoder = model.decoder
     if not (model.decoder_only and isinstance(decoder, Transformer)):
-        raise UserError("neurons are read off language models: a decoder alone")
+        raise UserError("neurons exist for language models (only a decoder)")
     require_type(text, str, "top_neurons: takes a text")
     if layer not in range(len(decoder.blocks)):
         raise UserError(f"no layer {layer}; this model has {len(decoder.blocks)}, the first being 0")
     hook = f"decoder.blocks.{layer}.feed_forward.neurons"
-    values, rows = [], list[list[int]]()
+    values = []
+    rows: list[list[int]] = []
     for batch in task_batches(run, text):
         with record(model, hook) as recorded:
             model.hidden(batch.input_BT.to(model.device), None)
@@ -297,7 +300,7 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
     value_NF = torch.cat(values)
     width = len(rows[0])
     top_KF = value_NF.topk(min(triggers, len(value_NF)), dim=0)
-    # A neuron that is always active says nothing about its triggers.
+    # The triggers of a neuron that is always active carry no information.
     surprise_F = (top_KF.values[0] - value_NF.mean(0)) / value_NF.std(0).clamp(min=1e-6)
     surprise_F = surprise_F.masked_fill(top_KF.values[0] <= 0, -1.0)
     chosen = surprise_F.topk(min(count, len(surprise_F))).indices.tolist()
@@ -306,7 +309,8 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
         strongest = []
         for value, n in zip(*(x_KF[:, index].tolist() for x_KF in top_KF), strict=True):
             if value > 0:
-                row, position = rows[n // width], n % width
+                row = rows[n // width]
+                position = n % width
                 context = run.codec.decode_target(row[max(0, position - CONTEXT) : position])
                 strongest.append(Trigger(context, run.codec.target_pieces([row[position]])[0], value))
         top = promoted_V.topk(min(PROMOTED, len(promoted_V)))
@@ -316,16 +320,16 @@ def top_neurons(run: Run, text: str, layer: int, count: int = 20, triggers: int 
 
 
 def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]) -> Tensor:
-    """What a unit of each neuron adds to every logit, up to the last normalisation's scale: (neurons, V)."""
-    block, norm = decoder.blocks[layer], decoder.norm
+    """The logits added per unit of each neuron, up to the scale of the last normalisation: (neurons, V)."""
+    block = decoder.blocks[layer]
     assert isinstance(block, Block) and model.output is not None
     down_ND = block.feed_forward.down.weight.T[neurons]
     if down_ND.shape[1] != model.output.in_features:
-        raise UserError("the layers of this model carry two streams; its neurons do not speak to the output directly")
-    if isinstance(norm, nn.LayerNorm):
+        raise UserError("the layers of this model carry two streams; its neurons do not feed the output directly")
+    if isinstance(decoder.norm, nn.LayerNorm):
         down_ND = down_ND - down_ND.mean(-1, keepdim=True)
-    if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
-        down_ND = down_ND * norm.weight
+    if isinstance(decoder.norm, nn.LayerNorm | nn.RMSNorm):
+        down_ND = down_ND * decoder.norm.weight
     return down_ND @ model.output.weight.T
 
 
@@ -333,10 +337,10 @@ def _promoted(model: Model, decoder: Transformer, layer: int, neurons: list[int]
 
 
 def rollout(trace: Trace, kind: str | None = None) -> list[np.ndarray]:
-    """After each layer, the share of every input in every position, (T, T): the products of (A + I) / 2.
+    """The share of every input in every position after each layer, (T, T): the products of (A + I) / 2.
 
-    `kind` is encoder or decoder; by default that of the first map. Half of what a layer passes on is its input, since
-    its output is added to it; the other half comes through its heads, of which the mean is taken. Rows sum to one.
+    A is the mean over heads; the identity stands for the residual connection. Rows sum to one. `kind` is encoder or
+    decoder; by default that of the first map.
     """
     require_type(trace, Trace, "rollout: takes a trace, such as run.attention('abc')")
     maps = [m for m in trace.maps if m.kind == (kind or trace.maps[0].kind)]

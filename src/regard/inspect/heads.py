@@ -1,7 +1,4 @@
-"""Head statistics: how much each head is needed, how sharp and how far it attends, and to what.
-
-Also what is measured on purpose-made inputs: induction scores, and the attention distance between patches of images.
-"""
+"""Head statistics: importance, confidence, entropy, attention distance, and the kind of key a head attends to."""
 
 from __future__ import annotations
 
@@ -40,18 +37,18 @@ class HeadStatistics:
     name: str  # of its attention in the model
     kind: str  # encoder, decoder or cross
     layer: int  # from 0
-    head: int  # its number from 0, as before any pruning
-    index: int  # among the heads that are left
+    head: int  # number from 0, unchanged by pruning
+    index: int  # among the remaining heads
     gradient: float  # expected |dL/dgate| per token
-    ablation: float | None  # rise of the loss per token without it
+    ablation: float | None  # rise of the loss per token without the head
     confidence: float  # mean of the largest weights
     entropy: float  # bits
-    distance: float  # between query and key, by weight: tokens, in an image pixels
-    what: str  # what it mainly attends to, in words
-    share: float  # of its weight that goes there
-    parts: tuple[tuple[str, float], ...] = ()  # the patterns with most of all its weight; they may overlap
-    alignment: float | None = None  # cross-attention: agreement with given links, or sharpness times coverage
-    induction: float | None = None  # language models: weight on what followed the same token before
+    distance: float  # weighted mean between query and key, in tokens (images: pixels)
+    what: str  # main kind of key, in words
+    share: float  # of the weight on that kind
+    parts: tuple[tuple[str, float], ...] = ()  # kinds with the most weight; they may overlap
+    alignment: float | None = None  # cross-attention: agreement with reference links, or sharpness times coverage
+    induction: float | None = None  # language models: weight on the successor of an earlier copy
 
     def to_json(self) -> dict[str, Any]:
         present = {key: value for key, value in vars(self).items() if value is not None}
@@ -60,7 +57,7 @@ class HeadStatistics:
 
     @property
     def description(self) -> str:
-        """What it attends to, and if that is several things, which."""
+        """The main kind of key, or the parts of a mixed head."""
         if self.what != "mixed" or not self.parts:
             return self.what
         return "mixed: " + ", ".join(f"{share:.0%} {what}" for what, share in self.parts)
@@ -69,12 +66,13 @@ class HeadStatistics:
 def measure_heads(
     run: Run, data: TaskData, *, ablation: bool = True, links: Sequence[Links] | None = None
 ) -> list[HeadStatistics]:
-    """The statistics of every head on data of the run's task; `links` are a given alignment for each pair."""
-    model, task = run.model, run.task
+    """The statistics of every head on data of the run's task; `links` are reference alignments, one per pair."""
+    model = run.model
+    task = run.task
     if links is not None and not task.seq2seq:
-        raise UserError("links are for models with a source and an output, which this is not")
+        raise UserError("links need a model with a source and an output")
     if links is not None and len(links) != len(data):
-        raise UserError(f"{plural(len(links), 'line')} of links for {len(data):,} pairs; there must be one for each")
+        raise UserError(f"{plural(len(links), 'line')} of links for {len(data):,} pairs; each pair needs one")
     batches = task_batches(run, data)
     gradient = gradient_importance(model, batches)
     ablated = ablation_importance(model, batches) if ablation else {}
@@ -83,35 +81,39 @@ def measure_heads(
     if task.seq2seq:
         pairs = encode_pairs(run, data)  # type: ignore[arg-type]
         if links is not None and len(pairs) != len(data):
-            raise UserError("pairs with links need a target each")
+            raise UserError("every pair with links needs a target")
         aligned = alignment_merits(model, pairs, links)
     text = torch.from_numpy(text_ids(run.codec.target.size, run.codec.target.special))
     induced = induction_scores(model, text) if task.name == "lm" else {}
     heads = []
     for name, attention in model.attentions().items():
         for index, number in enumerate(attention.head_numbers):
-            key, location = (name, index), (name, *kind_and_layer(name), number, index)
-            means, (what, share) = sums[name].means(index), sums[name].describe(index)
-            importance, extra = (gradient[key], ablated.get(key)), (aligned.get(key), induced.get(key))
+            key = name, index
+            location = name, *kind_and_layer(name), number, index
+            importance = gradient[key], ablated.get(key)
+            means = sums[name].means(index)
+            what, share = sums[name].describe(index)
             parts = sums[name].parts(index)
-            heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *extra))
-    aligning, inducing = best_alignment_heads(heads), induction_heads(heads)
+            measured = aligned.get(key), induced.get(key)
+            heads.append(HeadStatistics(*location, *importance, *means, what, share, parts, *measured))
+    aligning = best_alignment_heads(heads)
+    inducing = induction_heads(heads)
     heads = [replace(h, what="alignment", share=h.alignment or 0.0) if h in aligning else h for h in heads]
     return [replace(h, what="induction", share=h.induction or 0.0) if h in inducing else h for h in heads]
 
 
 def induction_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
-    """The heads that mainly attend to what followed the same token before, the clearest first."""
+    """The heads that mainly attend to the successor of an earlier copy of their token, the clearest first."""
     return sorted((h for h in heads if (h.induction or 0.0) >= MAIN_SHARE), key=lambda h: -(h.induction or 0.0))
 
 
 def best_alignment_heads(heads: Sequence[HeadStatistics]) -> list[HeadStatistics]:
-    """The head that aligns best and those that nearly do, in the order of the model."""
+    """The best alignment head and those nearly as good, in model order."""
     return best_heads({h: h.alignment for h in heads if h.alignment is not None})
 
 
 def grids(heads: Sequence[HeadStatistics], value: Callable[[HeadStatistics], float | None]) -> dict[str, np.ndarray]:
-    """A number per head as a matrix (layers, heads) for each kind of attention; NaN where there is none."""
+    """A number per head as a matrix (layers, heads) for each kind of attention; NaN for missing heads."""
     out: dict[str, np.ndarray] = {}
     for kind in dict.fromkeys(h.kind for h in heads):
         these = [h for h in heads if h.kind == kind]
@@ -124,18 +126,21 @@ def grids(heads: Sequence[HeadStatistics], value: Callable[[HeadStatistics], flo
 
 
 class AttentionSums:
-    """Sums over the queries of one attention that have more than one key to attend to, for each head."""
+    """Sums per head over the queries of one attention that can attend to more than one key."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
         self.sums_3H = torch.zeros(3, heads, device=device)  # confidence, entropy and distance
         self.max_entropy = 0.0  # of even attention, in bits
         self.queries = 0
-        self.targets: dict[str, tuple[Tensor, int]] = {}  # weight on a kind of key, and the queries that have one
+        self.targets: dict[
+            str, tuple[Tensor, int]
+        ] = {}  # weight on a kind of key, and the number of queries that have such a key
 
     def add(self, weights_BHTS: Tensor, queries: int, max_entropy: float, distance_H: Tensor) -> None:
         self.queries += queries
         self.max_entropy += max_entropy
-        confidence_H, entropy_H = weights_BHTS.amax(3).sum((0, 2)), entropy_bits(weights_BHTS).sum((0, 2))
+        confidence_H = weights_BHTS.amax(3).sum((0, 2))
+        entropy_H = entropy_bits(weights_BHTS).sum((0, 2))
         self.sums_3H += torch.stack((confidence_H, entropy_H, distance_H))
 
     def add_target(self, what: str, weight_H: Tensor, queries: int) -> None:
@@ -143,12 +148,12 @@ class AttentionSums:
         self.targets[what] = (total_H + weight_H, count + queries)
 
     def means(self, head: int) -> tuple[float, float, float]:
-        """Confidence, entropy and distance of a head, per query."""
+        """Mean confidence, entropy and distance of a head."""
         confidence, entropy, distance = (self.sums_3H[:, head] / self.queries).tolist()
         return confidence, entropy, distance
 
     def describe(self, head: int) -> tuple[str, float]:
-        """What a head mainly attends to, and the share of its weight that goes there."""
+        """The main kind of key of a head, and its share of the weight."""
         shares = {
             what: float(weight_H[head] / count)
             for what, (weight_H, count) in self.targets.items()
@@ -161,24 +166,24 @@ class AttentionSums:
         return ("everything evenly", evenness) if evenness >= EVEN_SHARE else ("mixed", shares.get(best, 0.0))
 
     def parts(self, head: int) -> tuple[tuple[str, float], ...]:
-        """The patterns that have most of all weight of a head, with their shares, the largest first."""
+        """The kinds of key with the most weight of a head, with their shares, the largest first."""
         shares = {what: float(weight_H[head]) / max(1, self.queries) for what, (weight_H, _) in self.targets.items()}
         largest = sorted(shares.items(), key=lambda item: -item[1])[:MAX_PARTS]
         return tuple((what, share) for what, share in largest if share >= PART_SHARE)
 
 
 def offset_name(kind: str, offset: int) -> str:
-    """How a key so many positions after the query (before it, if negative) is called."""
+    """The name of a key `offset` positions after the query."""
+    way = "back" if offset < 0 else "ahead"
     if kind == "cross":
-        names, noun = {0: "same position"}, "position"
-    else:
-        names, noun = {-1: "previous token", 0: "own token", 1: "next token"}, "token"
-    return names.get(offset, f"{noun} {abs(offset)} {'back' if offset < 0 else 'ahead'}")
+        return f"position {abs(offset)} {way}" if offset else "same position"
+    near = {-1: "previous token", 0: "own token", 1: "next token"}
+    return near.get(offset, f"token {abs(offset)} {way}")
 
 
 @torch.no_grad()
 def sum_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
-    """What the heads of every attention attend to over batches of tokens."""
+    """The sums of every attention over batches of tokens."""
     sums = {name: AttentionSums(attention.heads, model.device) for name, attention in model.attentions().items()}
     for batch in batches:
         batch = batch.to(model.device)
@@ -208,12 +213,12 @@ def _add_tokens(
     if kind == "decoder":
         mask_BTS = mask_BTS & (s_S <= t_T1)
     keys_BT = mask_BTS.sum(2)
-    counted_BT = keys_BT > 1  # with one key only, there is nothing to choose
+    counted_BT = keys_BT > 1  # a query with a single key has no choice
     mask_BTS = mask_BTS & counted_BT.unsqueeze(2)
     weights_BHTS = weights_BHTS.float() * mask_BTS.unsqueeze(1)
     offset_BTS = (s_S - t_T1).unsqueeze(0).expand_as(mask_BTS)
     distance_BTS = offset_BTS.float()
-    if kind == "cross":  # positions in two texts are compared by how far along they are
+    if kind == "cross":  # positions in two texts are compared relative to their lengths
         ratio_B11 = (key_keep_BS.sum(1) / query_keep_BT.sum(1)).view(-1, 1, 1)
         distance_BTS = s_S - t_T1 * ratio_B11
     distance_H = (weights_BHTS * distance_BTS.abs().unsqueeze(1)).sum((0, 2, 3))
@@ -224,7 +229,7 @@ def _add_tokens(
         weight_H = (weights_BHTS * target_BTS.unsqueeze(1)).sum((0, 2, 3))
         sums.add_target(what, weight_H, int(target_BTS.any(2).sum()))
 
-    # All offsets at once: sums over the diagonals of the weights, and the queries that have a key there.
+    # All offsets at once: sums over the diagonals of the weights, and the number of queries with a key there.
     queries, keys = mask_BTS.shape[1:]
     diagonal_N = (s_S - t_T1 + queries - 1).flatten()
     weight_HO = weights_BHTS.new_zeros(weights_BHTS.shape[1], queries + keys - 1)
@@ -244,8 +249,9 @@ def _add_tokens(
 
 @torch.no_grad()
 def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, AttentionSums]:
-    """What the patches of images attend to in every attention; distances are in pixels."""
-    patches, device = model.config.image_patches, model.device
+    """The sums of every attention over the patches of images; distances are in pixels."""
+    patches = model.config.image_patches
+    device = model.device
     distance_SS = patch_distances(patches).to(device)
     row_S, column_S = patch_grid(patches).to(device).unbind(1)
     own_SS = torch.eye(patches.count, dtype=torch.bool, device=device)
@@ -272,36 +278,38 @@ def sum_patch_attention(model: Model, batches: Sequence[Batch]) -> dict[str, Att
 
 def patch_grid(patches: PatchConfig) -> Tensor:
     """The row and the column of every patch, (patches, 2)."""
-    index_S, columns = torch.arange(patches.count), patches.width // patches.size
+    index_S = torch.arange(patches.count)
+    columns = patches.width // patches.size
     return torch.stack((index_S // columns, index_S % columns), dim=1)
 
 
 def patch_distances(patches: PatchConfig) -> Tensor:
-    """Pixels between the centres of any two patches, (patches, patches)."""
+    """Pixels between the centres of patches, (patches, patches)."""
     position_S2 = patch_grid(patches).float() * patches.size
     return torch.cdist(position_S2, position_S2)
 
 
 def mean_distance(weights_BHTS: Tensor, distance_SS: Tensor) -> Tensor:
-    """The mean attention distance of every patch, (B, H, patches); weight on the class token does not count."""
+    """The mean attention distance of every patch, (B, H, patches), ignoring the class token."""
     patches_BHSS = weights_BHTS[..., 1:, 1:]
     return (patches_BHSS * distance_SS).sum(-1) / patches_BHSS.sum(-1).clamp(min=1e-9)
 
 
-INDUCTION_TOKENS = 24  # that are then repeated
+INDUCTION_TOKENS = 24  # in the repeated sequence
+INDUCTION_ROWS = 8
 
 
 @torch.no_grad()
 def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) -> dict[HeadKey, float]:
-    """The weight of every head of a language model from a token to what followed it the last time.
+    """The weight of every head of a language model from a token to the successor of its previous copy.
 
-    The model reads random tokens twice over, so that nothing but the repetition helps. `tokens` are the ids to draw
-    from; by default all that are not special.
+    The input is a random sequence repeated twice, so only the repetition is predictable. `tokens` are the ids to draw
+    from; by default all non-special ones.
     """
     require_type(model, Model, "induction_scores: takes a model, such as run.model")
-    config, rows = model.config, 8
+    config = model.config
     if not model.decoder_only:
-        raise UserError("induction is measured in language models: a decoder alone")
+        raise UserError("induction exists in language models (only a decoder)")
     if tokens is None:
         special = torch.tensor(sorted({x for x in config.ids.model_dump().values() if x is not None}))
         tokens = torch.arange(config.target_vocab)
@@ -309,11 +317,13 @@ def induction_scores(model: Model, tokens: Tensor | None = None, seed: int = 0) 
     limit = config.top.max_positions or 2 * INDUCTION_TOKENS + 1
     length = max(1, min(INDUCTION_TOKENS, len(tokens), (limit - 1) // 2))
     draws = torch.Generator().manual_seed(seed)
-    once_NT = torch.stack([tokens[torch.randperm(len(tokens), generator=draws)[:length]] for _ in range(rows)])
-    start_N1 = torch.full((rows, 1), config.start_id)
+    once_NT = torch.stack(
+        [tokens[torch.randperm(len(tokens), generator=draws)[:length]] for _ in range(INDUCTION_ROWS)]
+    )
+    start_N1 = torch.full((INDUCTION_ROWS, 1), config.start_id)
     with record(model, "*.weights") as maps:
         model.hidden(torch.cat((start_N1, once_NT, once_NT), dim=1).to(model.device), None)
-    t = torch.arange(length + 1, 2 * length + 1)  # in the second round; what followed stands `length` - 1 before
+    t = torch.arange(length + 1, 2 * length + 1)  # the second copy; the successor is `length` - 1 positions before
     scores: dict[HeadKey, float] = {}
     for name in model.attentions():
         weight_H = maps[f"{name}.weights"][:, :, t, t - length + 1].float().mean((0, 2))

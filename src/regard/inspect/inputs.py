@@ -1,6 +1,6 @@
-"""What is inspected: one example as a model's input, and batches of a task's data by which heads are measured.
+"""Inputs of the inspection: one example as a model's input, and batches of a task's data to measure heads on.
 
-Both depend on the task of the run, each by one table from task to function.
+Each depends on the task of the run through one table from task to function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from regard.suggest import one_of
 from regard.text.codec import Example
 from regard.text.direction import Direction, direction
 
-CLASS_TOKEN = "<cls>"  # shown for the class token of an image
+CLASS_TOKEN = "<cls>"  # display name of the class token of an image
 
 # One example
 
@@ -51,10 +51,10 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageInput:
-    """An image as the page shows it, and the size of its patches."""
+    """An image as the page shows it, with its patch size."""
 
-    pixels_HWC: np.ndarray  # bytes, one channel or three
-    size: int  # pixels of a patch's side
+    pixels_HWC: np.ndarray  # bytes; one or three channels
+    size: int  # side of a patch in pixels
 
     def page_data(self) -> dict[str, Any]:
         height, width, channels = self.pixels_HWC.shape
@@ -64,33 +64,33 @@ class ImageInput:
 
 @dataclass(frozen=True)
 class InspectionInput:
-    """One example as a model reads it, with the names of its tokens."""
+    """One example as the input of a model, with the names of its tokens."""
 
-    arguments: tuple[Tensor | None, ...]  # of the model
+    arguments: tuple[Tensor | None, ...]  # of the forward call
     ids: dict[str, list[int]]  # by stack; none for images
     tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
-    directions: dict[str, Direction]  # of the text of each token row
+    directions: dict[str, Direction]  # by token row
     texts: dict[str, str]
-    labels: list[int] | None  # outputs whose probability is shown; None: the most probable ones
+    labels: list[int] | None  # outputs to score; None: the most probable ones
     names: OutputNames
     notes: list[Note] = field(default_factory=list)
     image: ImageInput | None = None
 
 
 def text_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
-    """A text and the ids of its output (a language model: of its continuation), at most `limit` tokens of each."""
+    """A text and the ids of its output or continuation, cut to `limit` tokens each."""
     if run.task.reads == "images":
         raise UserError(f"{run.path}: this model reads images, not text")
     return _INPUTS[run.task.name](run, example, target, limit)
 
 
 def _pair_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
-    codec, config = run.codec, run.config
+    codec = run.codec
     source = codec.encode_source([example])[0]
-    output = [*target] or [config.ids.eos]
+    output = [*target] or [run.config.ids.eos]
     notes = [*_truncation_note("source", source, limit), *_truncation_note("output", output, limit)]
     labels = output[:limit]
-    rows = {"source": source[:limit], "input": [config.start_id, *labels[:-1]], "output": labels}
+    rows = {"source": source[:limit], "input": [run.config.start_id, *labels[:-1]], "output": labels}
     texts = _source_text("source", example) | {"output": codec.decode_target(labels)}
     return _token_input(run, rows, texts, labels, codec.target_pieces, notes)
 
@@ -108,10 +108,13 @@ def _lm_input(run: Run, example: Example, continuation: Sequence[int], limit: in
 
 def _encoder_input(run: Run, example: Example, target: Sequence[int], limit: int) -> InspectionInput:
     ids = run.codec.encode_source([example])[0]
-    rows, notes = {"source": ids[:limit]}, _truncation_note("text", ids, limit)
-    texts, label = _source_text("text", example), example.target
+    rows = {"source": ids[:limit]}
+    notes = _truncation_note("text", ids, limit)
+    texts = _source_text("text", example)
     if run.task.labels:
-        return _token_input(run, rows, texts | _label_text(label), _label_ids(run, label), _class_names(run), notes)
+        return _token_input(
+            run, rows, texts | _label_text(example.target), _label_ids(run, example.target), _class_names(run), notes
+        )
     if run.config.predicts_tokens and run.config.ids.mask is None:
         notes.append(Note("method", "This vocabulary has no mask token: each token was visible when it was predicted."))
     elif run.config.predicts_tokens:
@@ -127,9 +130,9 @@ def _token_input(
     names: OutputNames,
     notes: list[Note],
 ) -> InspectionInput:
-    """The input of a model that reads tokens, from the ids of its token rows."""
+    """The input of a text model from the ids of its token rows."""
     if not all(rows.values()):
-        raise UserError("there is nothing to look at: the text has no tokens")
+        raise UserError("nothing to inspect: the text has no tokens")
     pieces = {"source": run.codec.source_pieces, "input": run.codec.target_pieces, "output": run.codec.target_pieces}
     ids = {stack: rows[name] for stack, name in (("encoder", "source"), ("decoder", "input")) if name in rows}
     first, *others = (torch.tensor([row], device=run.model.device) for row in ids.values())
@@ -160,9 +163,9 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
     patches = run.config.image_patches
     expected = (patches.channels, patches.height, patches.width)
     if image_CHW.shape != expected:
-        raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}, the model reads {expected}")
+        raise UserError(f"{name}: its (channels, height, width) are {image_CHW.shape}; the model expects {expected}")
     if patches.count > limit:
-        raise UserError(f"{name}: the model cuts it into {patches.count} patches; up to {limit} can be shown")
+        raise UserError(f"{name}: it has {patches.count} patches; at most {limit} can be shown")
     scaled_CHW = image_CHW.astype(np.float32) if run.pixels is None else run.pixels(image_CHW[None])[0]
     columns = patches.width // patches.size
     patch_names = tuple(f"{i // columns + 1}·{i % columns + 1}" for i in range(patches.count))
@@ -179,10 +182,11 @@ def image_input(run: Run, image_CHW: np.ndarray, label: str | None, name: str, l
 
 
 def _displayed_pixels(image_CHW: np.ndarray, patches: PatchConfig) -> np.ndarray:
-    """Pixels as bytes (H, W, C): unchanged if they fill a byte, else stretched between the smallest and the largest."""
+    """Pixels as bytes (H, W, C), stretched to the range of a byte unless they already fill it."""
     shown = image_CHW[:3] if patches.channels >= 3 else image_CHW[:1]
     if shown.dtype != np.uint8 or shown.max() < 128:
-        low, high = float(shown.min()), float(shown.max())
+        low = float(shown.min())
+        high = float(shown.max())
         shown = np.rint((shown.astype(np.float64) - low) * (255 / ((high - low) or 1.0))).astype(np.uint8)
     return np.ascontiguousarray(shown.transpose(1, 2, 0))
 
@@ -218,15 +222,15 @@ def _truncation_note(side: str, ids: Sequence[int], limit: int) -> list[Note]:
 
 BATCH_TOKENS = 4096
 BATCH_IMAGES = 64
-WINDOW = 128  # tokens of a text that are read at once
-MASK_EVERY = 7  # tokens, for masked language models
+WINDOW = 128  # tokens of a text in one row
+MASK_EVERY = 7  # tokens of a masked language model
 
-TaskData = Sequence[Example] | str | LabelledImages  # pairs or texts with labels, plain text, images with labels
+TaskData = Sequence[Example] | str | LabelledImages  # pairs or labelled texts, plain text, labelled images
 Pair = tuple[TokenIds, TokenIds]
 
 
 def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | None = None) -> TaskData:
-    """The data of a file for a run's task; at most `limit` pairs, images, or windows of text."""
+    """The data of a file for the run's task, at most `limit` pairs, images or windows of text."""
     if run.task.reads == "images":
         images = read_images(source.paths[0])
         return LabelledImages(images.images_NCHW[:limit], images.labels[:limit])
@@ -234,7 +238,8 @@ def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | 
         examples = [item.example for item in islice(source.read(counter), limit)]
         source.require(counter)
         return examples
-    pieces, tokens = [], 0
+    pieces = []
+    tokens = 0
     for piece in read_pieces(Source(source.paths[:1]), counter):
         pieces.append(piece)
         tokens += len(run.codec.target.encode([piece])[0])
@@ -244,7 +249,7 @@ def read_task_data(run: Run, source: Source, counter: LineCounter, limit: int | 
 
 
 def describe_size(data: TaskData) -> str:
-    """How much data there is, in words."""
+    """The amount of data, in words."""
     if isinstance(data, str):
         return plural(len(data), "character")
     if isinstance(data, LabelledImages):
@@ -253,22 +258,22 @@ def describe_size(data: TaskData) -> str:
 
 
 def task_batches(run: Run, data: TaskData, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Data of a run's task in batches of about so many tokens."""
+    """Batches of about `tokens` tokens of data of the run's task."""
     return _BATCHES[run.task.name](run, data, tokens)
 
 
 def encode_pairs(run: Run, examples: Iterable[Example]) -> list[Pair]:
-    """Sources and targets as ids; an example without a target is left out."""
+    """The ids of sources and targets; examples without a target are left out."""
     pairs = [example for example in examples if example.target]
     if not pairs:
-        raise UserError("heads are judged on pairs, and there is none with a source and a target")
+        raise UserError("heads are measured on pairs, and no pair has a source and a target")
     sources = run.codec.encode_source(pairs)
     targets = run.codec.encode_target([example.target or "" for example in pairs])
     return list(zip(sources, targets, strict=True))
 
 
 def pair_batches(pairs: Sequence[Pair], config: Config, tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """Pairs in batches of about so many padded tokens, those of similar length together."""
+    """Batches of about `tokens` padded tokens of pairs, sorted by length."""
     groups: list[list[Pair]] = []
     longest = 0
     for pair in sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1]))):
@@ -294,9 +299,9 @@ def _lm_batches(run: Run, text: str, tokens: int) -> list[Batch]:
 
 
 def _masked_batches(run: Run, text: str, tokens: int) -> list[Batch]:
-    """Every seventh token is masked, in each row from another position on; special tokens are not."""
+    """Every MASK_EVERY-th token is masked, starting at a different position in each row; special tokens never are."""
     if run.config.ids.mask is None:
-        raise UserError("this vocabulary has no mask token, by which heads of this model are judged")
+        raise UserError("measuring the heads of this model needs a mask token, which its vocabulary lacks")
     before, after = run.config.ids.around(run.config.frame)
     ids, length = _window_length(run, text, len(before + after))
     starts = range(0, len(ids) - length + 1, length)
@@ -311,17 +316,17 @@ def _masked_batches(run: Run, text: str, tokens: int) -> list[Batch]:
 
 
 def _window_length(run: Run, text: str, special: int) -> tuple[list[int], int]:
-    """The ids of a text, and the tokens of a window that leaves room for so many special tokens."""
+    """The ids of a text, and the length of a window that leaves room for `special` special tokens."""
     ids = run.codec.target.encode([text])[0]
     if len(ids) < 2:
-        raise UserError("heads of this model are judged by plain text, and there is none")
+        raise UserError("the heads of this model are measured on plain text, and the text is empty")
     limits = [stack.max_positions - special for stack in run.config.stacks.values() if stack.max_positions]
     return ids, min([WINDOW, len(ids), *limits])
 
 
 def _image_batches(run: Run, images: LabelledImages, tokens: int) -> list[Batch]:
     if not images.labels:
-        raise UserError("heads are judged by images with labels, and these have none")
+        raise UserError("heads are measured on labelled images, and these have no labels")
     scaled_NCHW = images.images_NCHW if run.pixels is None else run.pixels(images.images_NCHW)
     labels = np.asarray(_class_ids(run, images.labels))
     parts = [slice(start, start + BATCH_IMAGES) for start in range(0, len(labels), BATCH_IMAGES)]

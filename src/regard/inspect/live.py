@@ -1,7 +1,7 @@
-"""The live page: one HTML file that holds the model and computes in the browser.
+"""The live page: one HTML file that contains the model and computes in the browser.
 
-The file is proven before it is written: its own script answers samples in a JavaScript engine, and what it answers must
-be what torch answers with the weights that the file holds.
+Before the file is written, its script runs on samples in a JavaScript engine; the results must equal those of torch
+with the weights stored in the file.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from regard.text.tokenizer import ForeignTokenizer, Tokenizer
 
 Precision = Literal["int8", "fp16", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-TOLERANCE = 1e-3  # of scores, between the page's script and torch with the same weights
-MAX_PARAMETERS = 200_000_000  # beyond, no browser opens the file
-SCRIPT_MEMORY = 4 << 30  # bytes that the proof may use
-PROVEN_LENGTH = 40  # tokens of the outputs that are compared
+TOLERANCE = 1e-3  # largest difference of scores between script and torch
+MAX_PARAMETERS = 200_000_000  # browsers cannot open larger files
+SCRIPT_MEMORY = 4 << 30  # bytes available to the proof
+PROVEN_LENGTH = 40  # tokens of the compared outputs
 
 # The block of the page that holds the model
 
 
 class WeightPacker:
-    """Collects tensors as bytes: matrices at the chosen precision, all else in full."""
+    """Collects tensors as bytes: matrices at the chosen precision, other tensors as fp32."""
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
         self.entries: dict[str, dict[str, Any]] = {}
-        self.stored: dict[str, torch.Tensor] = {}  # as the page will have them
+        self.stored: dict[str, torch.Tensor] = {}  # values after packing
         self._parts: list[bytes] = []
         self._size = 0
         self._known: dict[int, str] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Add a tensor; one that two layers share is stored once."""
+        """Add a tensor; a shared tensor is stored once."""
         if x.data_ptr() in self._known:
             self.entries[name] = self.entries[self._known[x.data_ptr()]]
             return
@@ -69,17 +69,17 @@ class WeightPacker:
         self._size += len(data) + padding
 
     def text(self) -> str:
-        """All bytes in base 64."""
+        """All bytes in base64."""
         return base64.b64encode(b"".join(self._parts)).decode("ascii")
 
 
 def _pack(values: np.ndarray, precision: Precision) -> tuple[str, bytes, np.ndarray]:
-    """The name of the type, the bytes, and the numbers that will be read from them."""
+    """The type name, the bytes, and the values they decode to."""
     if precision == "fp32":
         return "f4", values.astype("<f4").tobytes(), values
     if precision == "fp16":
         if np.abs(values).max(initial=0.0) > 65_504:
-            raise UserError("fp16 cannot hold all weights of this model; take fp32 or int8")
+            raise UserError("fp16 cannot represent all weights of this model; use fp32 or int8")
         half = values.astype("<f2")
         return "f2", half.tobytes(), half.astype(np.float32)
     scale = (np.abs(values).max(1, initial=0.0) / 127).astype("<f4")
@@ -88,8 +88,9 @@ def _pack(values: np.ndarray, precision: Precision) -> tuple[str, bytes, np.ndar
 
 
 def model_block(run: Run, weights: WeightPacker, examples: Sequence[Example] = ()) -> dict[str, Any]:
-    """What the page's script reads of a run: config, weights, tokenizers, limits of the search."""
-    config, task = run.config, run.task
+    """The run as the page's script reads it: config, weights, tokenizers, search limits."""
+    config = run.config
+    task = run.task
     for name, x in run.model.named_parameters(remove_duplicate=False):
         weights.add(name, x)
     block: dict[str, Any] = {
@@ -129,9 +130,9 @@ def _limits(run: Run) -> dict[str, Any]:
         source, target = position_limits([run])
     else:
         source = target = (run.config.top.max_positions or UNBOUNDED) - 2
-    most = Options().max_source
+    usual_source = Options().max_source
     return {
-        "max_source": min(source, most),
+        "max_source": min(source, usual_source),
         "max_target": min(target, UNBOUNDED),
         "usual": run.generation.max_length,
         "ratio": LENGTH_RATIO,
@@ -141,15 +142,15 @@ def _limits(run: Run) -> dict[str, Any]:
 
 
 def require_supported(run: Run) -> None:
-    """Refuse what the page's script does not compute."""
+    """Refuse models that the page's script cannot compute."""
     require_numbers(run)
     stacks: dict[str, Stack] = run.config.stacks
     if any(stack.mixer == "lsh" for stack in stacks.values()):
-        raise UserError(f"{run.path}: LSH attention is not computed in a page; regard inspect shows it")
+        raise UserError(f"{run.path}: a page cannot compute LSH attention; regard inspect shows it")
     if isinstance(run.codec.source, ForeignTokenizer) and run.task.reads != "images":
         raise UserError(
-            f"{run.path}: its tokenizer came from elsewhere; a page can cut text by char, nfd, space, word, byte, bpe"
-            " and unigram as regard learns them"
+            f"{run.path}: its tokenizer was imported; a page supports char, nfd, space, word, byte, bpe and unigram"
+            " tokenizers learned by regard"
         )
     if run.model.size > MAX_PARAMETERS:
         raise UserError(f"{run.path}: {run.model.size:,} parameters are too many for a page (at most 200 million)")
@@ -159,7 +160,7 @@ def require_supported(run: Run) -> None:
 
 
 def first_trace(run: Run, example: Example | None, image: np.ndarray | None = None) -> Trace:
-    """The trace that the page shows first, and whose words it keeps."""
+    """The trace that the page shows first; its titles, labels and formulas are kept for other traces."""
     if run.task.reads == "images":
         patches = run.config.image_patches
         shape = (patches.channels, patches.height, patches.width)
@@ -173,8 +174,9 @@ def first_trace(run: Run, example: Example | None, image: np.ndarray | None = No
 
 
 def sample_sources(run: Run, count: int, seed: int = 1) -> list[Example]:
-    """Texts of random tokens of the vocabulary, frequent ones (which come first) more often, with random features."""
-    random, source = np.random.default_rng(seed), run.codec.source
+    """Texts of random tokens with random features; frequent tokens (low ids) are drawn more often."""
+    random = np.random.default_rng(seed)
+    source = run.codec.source
     first = max(source.special, default=-1) + 1
     examples = []
     for _ in range(count):
@@ -196,7 +198,7 @@ def live_page(
     samples: int = 4,
     first: Trace | None = None,
 ) -> tuple[str, ConversionReport]:
-    """The page of a run with the model inside, proven, and the report. It shows `first`, or a trace of `example`."""
+    """The proven page of a run with its model, and the report. It shows `first` or a trace of `example`."""
     require_supported(run)
     weights = WeightPacker(precision)
     examples = [] if run.task.reads == "images" else sample_sources(run, samples)
@@ -204,8 +206,7 @@ def live_page(
     stored = with_weights(run, weights.stored)
     first = first or first_trace(stored, example or next(iter(examples), None))
     data = first.page_data()
-    tried = ([example] if example else []) + examples
-    proof = prove(stored, block, data, tried)
+    proof = prove(stored, block, data, ([example] if example else []) + examples)
     page = render_page(data, block)
     size = len(page.encode("utf-8"))
     summary = (
@@ -219,7 +220,7 @@ def live_page(
 def write_live_page(
     run: Run, path: str | Path, precision: Precision = "int8", example: Example | None = None, samples: int = 4
 ) -> ConversionReport:
-    """Write the page of a run with the model inside; it is not written if its script answers otherwise than torch."""
+    """Write the page of a run with its model, unless the script's results differ from those of torch."""
     page, report = live_page(run, precision, example, samples)
     replace_file(Path(path), lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return report
@@ -239,7 +240,7 @@ def with_weights(run: Run, stored: dict[str, torch.Tensor]) -> Run:
 
 
 def require_script_engine() -> Any:
-    """The class of the JavaScript engine, V8 by the package mini-racer; an error names the extra."""
+    """The class of the JavaScript engine (V8, from mini-racer), or an error that names the extra."""
     try:
         from py_mini_racer import MiniRacer
     except ImportError:
@@ -248,7 +249,7 @@ def require_script_engine() -> Any:
 
 
 class PageEngine:
-    """The page's own script with a model, in a JavaScript engine."""
+    """The page's script with a model, in a JavaScript engine."""
 
     def __init__(self, block: dict[str, Any], template: dict[str, Any], simd: bool = True) -> None:
         self._context = context = require_script_engine()()
@@ -258,7 +259,7 @@ class PageEngine:
         self.simd = bool(self._context.eval("loadModel")(json.dumps(block), json.dumps(template), simd))
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the engine."""
+        """Call a method of the script's engine."""
         return json.loads(self._context.eval("askModel")(method, json.dumps(arguments)))
 
     def __enter__(self) -> Self:
@@ -269,7 +270,7 @@ class PageEngine:
 
 
 def prove(run: Run, block: dict[str, Any], template: dict[str, Any], examples: Sequence[Example]) -> Proof:
-    """Compare the page's script with torch on examples; an error if they differ."""
+    """Compare the page's script with torch on examples; a difference is an error."""
     with PageEngine(block, template) as page:
         if run.task.reads == "images":
             differences = [_same_predictions(page, run, None)]
@@ -281,12 +282,12 @@ def prove(run: Run, block: dict[str, Any], template: dict[str, Any], examples: S
 
 
 def page_input(example: Example) -> dict[str, Any]:
-    """An example as the page's script takes it."""
+    """An example as an input of the page's script."""
     return {"source": example.source, "features": example.features}
 
 
 def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> float:
-    """Both search, and each scores what torch found."""
+    """Both search, and both score the output of torch."""
     engine = TorchEngine(run, Options(beam=beam, max_length=PROVEN_LENGTH))
     ours: Hypothesis = engine([Request(example.source, example.features)])[0][0]
     options = {"strategy": "beam" if beam > 1 else "greedy", "beam": beam, "nbest": 1, "maxLength": PROVEN_LENGTH}
@@ -296,7 +297,7 @@ def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> fl
         return 0.0
     forced = page.ask("forced", page_input(example), list(ours.ids))
     difference = float(np.abs(np.subtract(forced, ours.token_scores)).max())
-    tied = abs(theirs["score"] - ours.score) <= TOLERANCE  # two outputs that are as good as each other
+    tied = abs(theirs["score"] - ours.score) <= TOLERANCE  # two outputs with equal scores
     if difference > TOLERANCE or (theirs["text"] != ours.text and not tied):
         raise UserError(
             f"{run.path}: not written: the page would answer {theirs['text']!r} ({theirs['score']:.4f}) to"
@@ -306,7 +307,7 @@ def _same_outputs(page: PageEngine, run: Run, example: Example, beam: int) -> fl
 
 
 def _same_predictions(page: PageEngine, run: Run, example: Example | None) -> float:
-    """Both predict: a class, or every masked token."""
+    """Both predict a class or every masked token."""
     if example is None:
         patches = run.config.image_patches
         image = np.random.default_rng(1).random((patches.channels, patches.height, patches.width)).astype(np.float32)

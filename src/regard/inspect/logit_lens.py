@@ -1,4 +1,4 @@
-"""What a model predicts at every step, what each layer would predict (logit lens), and by which inputs and heads."""
+"""Predictions at every step and by every layer (logit lens), and their attribution to inputs and heads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OutputNames = Callable[[Sequence[int]], list[str]]  # names of tokens, or of cla
 
 STEP_CANDIDATES = 8
 LENS_CANDIDATES = 5
-MASKED_COPIES = 32  # copies of a text, each with another token masked, that are read in one batch
-SILENCED_COPIES = 32  # copies of an input, each read with another head silenced, in one batch
-SILENCED_LOGITS = 1 << 24  # of such a batch at most: a large vocabulary gets smaller batches
+MASKED_COPIES = 32  # copies of a text in a batch, each with a different token masked
+SILENCED_COPIES = 32  # copies of an input in a batch, each with a different head silenced
+SILENCED_LOGITS = 1 << 24  # upper limit of logits of such a batch
 
 
 class Prediction(NamedTuple):
@@ -45,7 +45,7 @@ class OutputStep:
 
 @dataclass(frozen=True)
 class LensLayer:
-    """The candidates at every output step when the LM head reads the vectors of one layer."""
+    """The candidates at every output step when the LM head is applied to one layer."""
 
     label: str
     steps: tuple[tuple[Prediction, ...], ...]
@@ -64,9 +64,10 @@ def entropy_bits(probability: Tensor) -> Tensor:
 
 
 def output_steps(logits_TV: Tensor, labels: Sequence[int], names: OutputNames) -> tuple[OutputStep, ...]:
-    """Every output step, with the label whose probability is shown."""
+    """Every output step with its label."""
     probability_TV = logits_TV.softmax(-1)
-    entropy_T, normaliser_T = entropy_bits(probability_TV), logits_TV.logsumexp(-1)
+    entropy_T = entropy_bits(probability_TV)
+    normaliser_T = logits_TV.logsumexp(-1)
     return tuple(
         OutputStep(
             token,
@@ -80,7 +81,7 @@ def output_steps(logits_TV: Tensor, labels: Sequence[int], names: OutputNames) -
 
 
 def lens_hooks(model: Model) -> dict[str, str]:
-    """The hook points whose vectors the LM head can read, by label; the last is the one that it does read."""
+    """The hook points that the LM head can be applied to, by label; the last one is its actual input."""
     recurrent = isinstance(model.decoder, RecurrentDecoder)
     word = "state" if recurrent else "layer"
     hooks = {f"{word} {i + 1}": f"{model.top_name}.blocks.{i}.output" for i in range(model.config.top.layers)}
@@ -89,7 +90,7 @@ def lens_hooks(model: Model) -> dict[str, str]:
 
 @torch.no_grad()
 def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) -> tuple[LensLayer, ...]:
-    """What each layer would predict; `vectors` are (T, D), by the name of their hook point."""
+    """The predictions of each layer; `vectors` (T, D) are keyed by hook point."""
     if model.output is None:
         return ()
     top = model.get_submodule(model.top_name)
@@ -107,9 +108,9 @@ def logit_lens(model: Model, vectors: Mapping[str, Tensor], names: OutputNames) 
 
 @torch.no_grad()
 def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Read a text once per token with that token masked -> logits (S, V) and lens vectors (S, D) of the masked token.
+    """Logits (S, V) and lens vectors (S, D) of every token, from one copy of the text per token with it masked.
 
-    Only the positions in `maskable` are masked; at the others the model sees the token that it predicts.
+    Only the positions in `maskable` are masked; at other positions the predicted token is visible.
     """
     hooks = list(lens_hooks(model).values())
     logits: list[Tensor] = []
@@ -125,7 +126,7 @@ def mask_each_token(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> tup
 
 
 def _masked_copies(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of a text with one token of each copy masked (N, S), and the positions of these tokens (N)."""
+    """Batches of copies of a text with one masked token each (N, S), and the positions of the masked tokens (N)."""
     mask = model.config.ids.mask
     position_S = torch.arange(len(ids_S), device=ids_S.device)
     maskable_S = torch.zeros_like(ids_S, dtype=torch.bool)
@@ -136,34 +137,34 @@ def _masked_copies(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Iter
 
 
 def attribution(model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int]) -> Tensor:
-    """Gradient x input (T, S): how the log-probability of each label changes as an input embedding grows in length.
+    """Gradient x input (T, S) of the log-probability of each label with respect to the first input of the model.
 
-    `arguments` are those of the model for a batch of one; the inputs are the first of them: source, text or image.
+    `arguments` are those of the model for a batch of one.
     """
     with _embedded(model) as embedded, torch.enable_grad():
         logp_TV = model(*arguments)[0].float().log_softmax(-1)
-        wanted = [logp_TV[t, label] for t, label in enumerate(labels)]
-    first_1SD = embedded[0]  # a table that both sides share embeds the source first
-    gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in wanted)
+        label_logps = [logp_TV[t, label] for t, label in enumerate(labels)]
+    first_1SD = embedded[0]  # a shared table embeds the source first
+    gradients = (torch.autograd.grad(logp, first_1SD, retain_graph=True)[0] for logp in label_logps)
     return torch.stack([(gradient_1SD * first_1SD.detach())[0].sum(-1) for gradient_1SD in gradients])
 
 
 def masked_attribution(model: Model, ids_S: Tensor, maskable: Sequence[int]) -> Tensor:
-    """Gradient x input (S, S) of every token of a text, read with that token masked as by `mask_each_token`."""
+    """Gradient x input (S, S) of every token of a text when that token is masked, as in `mask_each_token`."""
     rows = []
     for masked_NS, position_N in _masked_copies(model, ids_S, maskable):
         with _embedded(model) as embedded, torch.enable_grad():
             logits_NSV = model(masked_NS, None)
             row_N = torch.arange(len(position_N), device=ids_S.device)
             logp_N = logits_NSV[row_N, position_N].float().log_softmax(-1)[row_N, ids_S[position_N]]
-            gradient_NSD = torch.autograd.grad(logp_N.sum(), embedded[0])[0]  # copies do not see each other
+            gradient_NSD = torch.autograd.grad(logp_N.sum(), embedded[0])[0]  # copies are independent
         rows.append((gradient_NSD * embedded[0].detach()).sum(-1))
     return torch.cat(rows)
 
 
 @contextmanager
 def _embedded(model: Model) -> Iterator[list[Tensor]]:
-    """Collects embeddings as they are looked up while the context is open, as leaves that have gradients."""
+    """Collect the embeddings of forward calls as leaves with gradients."""
     table = model.image or (model.target_embedding if model.decoder_only else model.source_embedding)
     assert table is not None
     embedded: list[Tensor] = []
@@ -183,9 +184,9 @@ def _embedded(model: Model) -> Iterator[list[Tensor]]:
 def head_importance(
     model: Model, arguments: Sequence[Tensor | None], labels: Sequence[int], score: float
 ) -> dict[str, list[float]]:
-    """By attention and head: the log-probability that the labels lose, of `score`, when that head is silenced.
+    """The log-probability lost from `score` when a head is silenced, by attention and head.
 
-    `arguments` are those of the model for a batch of one. Many heads are silenced at once, each in a copy of the input.
+    `arguments` are those of the model for a batch of one. Each copy of the input in a batch has one silenced head.
     """
     attentions = model.attentions()
     keys = [(name, head) for name, attention in attentions.items() for head in range(attention.heads)]
@@ -210,7 +211,7 @@ def head_importance(
 
 @torch.no_grad()
 def masked_importance(model: Model, ids_S: Tensor, maskable: Sequence[int], score: float) -> dict[str, list[float]]:
-    """`head_importance` of a text whose tokens are masked in turn."""
+    """`head_importance` of a text with each token masked in turn."""
 
     def left(name: str, head: int) -> float:
         with patch(model, {f"{name}.mixed": without(head)}):

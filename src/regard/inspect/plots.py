@@ -1,7 +1,4 @@
-"""Drawings of attention: matplotlib figures for papers and slides (the extra `plot`), and matrices for a terminal.
-
-Figures are made without touching matplotlib's global state.
-"""
+"""Drawings of attention: matplotlib figures (the extra `plot`), without its global state, and terminal output."""
 
 from __future__ import annotations
 
@@ -29,13 +26,16 @@ if TYPE_CHECKING:
 # Figures
 
 CELL = 0.26  # inches
-SMALLEST, LARGEST = 2.2, 14.0  # inches of a side
-MAX_LABELS = 60  # tokens named on an axis
+MIN_SIDE = 2.2  # inches
+MAX_SIDE = 14.0  # inches
+MAX_LABELS = 60  # labelled tokens on an axis
 LABEL_LENGTH = 16  # characters
-# Families that cover what the default font lacks; those that are not installed are left out.
+# Font families with glyphs that the default font lacks; families that are not installed are skipped.
 FALLBACKS = ("DejaVu Sans", *(f"Noto Sans{script}" for script in ("", " Arabic", " Hebrew", " Devanagari", " CJK JP")))
-INK, SOFT, LINE = "#1c2026", "#5d6470", "#d9d6cf"
-RAMP = ["#ffffff", "#d6e4f1", "#80b2d8", "#2c70b0", "#082d63"]  # one hue: the lightness carries the number
+INK = "#1c2026"
+SOFT = "#5d6470"
+LINE = "#d9d6cf"
+RAMP = ["#ffffff", "#d6e4f1", "#80b2d8", "#2c70b0", "#082d63"]  # one hue; lightness encodes the value
 LINE_COLOURS = ("#1a5a9e", "#d08a3c", "#5d6470", "#082d63")
 SMALL = {"fontsize": 7, "color": SOFT}
 NON_JOINER = "\N{ZERO WIDTH NON-JOINER}"
@@ -43,7 +43,7 @@ KIND_NAMES = {"encoder": "Encoder self-attention", "decoder": "Decoder self-atte
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure; sizes in inches."""
     if find_spec("matplotlib") is None:
         raise missing_extra("a picture", "matplotlib", "plot")
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as png, svg or pdf, by the suffix of the path. The same figure gives the same file."""
+    """Write a figure as png, svg or pdf, by the suffix of the path; the output is deterministic."""
     path = Path(path)
     kind = path.suffix.lower().lstrip(".")
     if kind not in ("png", "svg", "pdf"):
@@ -68,7 +68,7 @@ def save(figure: Figure, path: str | Path) -> None:
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "regard", "font.family": fonts}):
-            warnings.simplefilter("ignore")  # a glyph that no font has is drawn as a box
+            warnings.simplefilter("ignore")  # glyphs missing from all fonts are drawn as boxes
             replace_file(path, lambda to: figure.savefig(to, format=kind, dpi=200, metadata=date, facecolor="white"))
     finally:
         log.setLevel(level)
@@ -77,7 +77,7 @@ def save(figure: Figure, path: str | Path) -> None:
 def draw_matrix(matrix: AttentionMatrix) -> Figure:
     """Attention weights with tokens on both axes: queries down, keys across."""
     rows, columns = matrix.tokens
-    width, height = (min(LARGEST, max(SMALLEST, CELL * len(tokens) + 1.2)) for tokens in (columns, rows))
+    width, height = (min(MAX_SIDE, max(MIN_SIDE, CELL * len(tokens) + 1.2)) for tokens in (columns, rows))
     figure = new_figure(width + 0.5, height)
     axes = figure.add_subplot()
     image = _heatmap(axes, matrix.weights_TS, grid=True)
@@ -86,7 +86,7 @@ def draw_matrix(matrix: AttentionMatrix) -> Figure:
     for tokens, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
         every = max(1, -(-len(tokens) // MAX_LABELS))
         labels = [_picture_label(token)[:LABEL_LENGTH] for token in tokens[::every]]
-        # A dollar sign is a dollar sign, not the start of a formula.
+        # Dollar signs are text, not the start of a formula.
         set_ticks(range(0, len(tokens), every), labels, fontsize=9, color=INK, parse_math=False)
     for text in axes.get_xticklabels():
         if len(text.get_text()) > 3:
@@ -100,10 +100,9 @@ def draw_matrix(matrix: AttentionMatrix) -> Figure:
 
 
 def _picture_label(token: str) -> str:
-    """A token as a label; a Hebrew or Arabic point comes before its circle, on which the font then draws it.
+    """A token as a label; a lone Hebrew or Arabic point is placed before its circle.
 
-    The font has no anchor for them on a circle, and would draw them beside it. A point that nothing precedes gets
-    another circle, hence the invisible character.
+    The font has no anchor for such points on a circle. The invisible first character prevents a second circle.
     """
     label = visible(token)
     points = "".join(takewhile(lambda char: unicodedata.category(char) == "Mn", label[1:]))
@@ -113,13 +112,13 @@ def _picture_label(token: str) -> str:
 
 
 def draw_all_heads(trace: Trace, kind: str) -> Figure:
-    """Every head of one kind of attention, layers down, heads across."""
+    """All heads of one kind of attention: layers down, heads across."""
     maps = [m for m in trace.maps if m.kind == kind]
     if not maps:
         kinds = ", ".join(sorted({m.kind for m in trace.maps}))
         raise UserError(f"no {kind} attention in this model; it has {kinds}")
     heads = max(max(m.heads) for m in maps) + 1
-    figure = new_figure(min(LARGEST, 0.95 * heads + 0.6), min(LARGEST, 0.95 * len(maps) + 0.5))
+    figure = new_figure(min(MAX_SIDE, 0.95 * heads + 0.6), min(MAX_SIDE, 0.95 * len(maps) + 0.5))
     cells = figure.subplots(len(maps), heads, squeeze=False)
     for row, (line, m) in enumerate(zip(cells, maps, strict=True)):
         for number, axes in enumerate(line):
@@ -139,7 +138,7 @@ def draw_all_heads(trace: Trace, kind: str) -> Figure:
 
 
 def draw_heads(grids: dict[str, np.ndarray], label: str) -> Figure:
-    """A number for every head (layers, heads), one grid per kind of attention; NaN where there is no head."""
+    """A number per head (layers, heads), one grid per kind of attention; NaN for missing heads."""
     layers = max(grid.shape[0] for grid in grids.values())
     heads = max(grid.shape[1] for grid in grids.values())
     figure = new_figure(len(grids) * (0.32 * heads + 0.8) + 0.6, 0.32 * layers + 1.1)
@@ -157,7 +156,7 @@ def draw_heads(grids: dict[str, np.ndarray], label: str) -> Figure:
 
 
 def draw_lines(lines: dict[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str) -> Figure:
-    """Curves by name, each as its x and y values."""
+    """Curves by name, each with x and y values."""
     figure = new_figure(4.6, 3.0)
     axes = figure.add_subplot()
     for (name, (x, y)), colour in zip(lines.items(), LINE_COLOURS, strict=False):
@@ -202,17 +201,19 @@ def _colorbar(figure: Figure, image: Any, axes: Any, shrink: float, aspect: int)
 # Terminal
 
 SHADES = " ░▒▓█"
-DARKEST, BRIGHTEST = (24, 26, 38), (96, 205, 255)  # of a coloured cell: weight 0 and weight 1
+DARKEST = (24, 26, 38)  # colour of weight 0
+BRIGHTEST = (96, 205, 255)  # colour of weight 1
 LTR_MARK = "\N{LEFT-TO-RIGHT MARK}"
-MIN_CELL, MAX_CELL = 2, 12  # columns of a cell
-Weights = Sequence[Sequence[float]]  # a row per target token, a column per source token
-Cell = tuple[str, float | None]  # text to print; or blanks of the cell's width, with their weight
+MIN_CELL = 2  # columns of a cell
+MAX_CELL = 12
+Weights = Sequence[Sequence[float]]  # rows: target tokens; columns: source tokens
+Cell = tuple[str, float | None]  # text; or blanks of the cell's width with a weight
 
 
 def draw_in_shades(
     source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80, right_to_left: bool = False
 ) -> list[str]:
-    """Draw as plain lines: source across, target down; source tokens that do not fit `width` columns go on below."""
+    """Plain lines: source across, target down; source tokens beyond `width` columns continue in a band below."""
     return [
         "".join(text if weight is None else shade(weight) * len(text) for text, weight in row).rstrip()
         for row in _rows(source, target, weights, width, right_to_left)
@@ -222,7 +223,7 @@ def draw_in_shades(
 def draw_in_colour(
     source: Sequence[str], target: Sequence[str], weights: Weights, width: int = 80, right_to_left: bool = False
 ) -> Text:
-    """Draw for a terminal: the brighter a cell, the larger the weight."""
+    """Coloured terminal text: brighter cells have larger weights."""
     text = Text(no_wrap=True, overflow="ignore")
     for number, row in enumerate(_rows(source, target, weights, width, right_to_left)):
         text.append("\n" if number else "")
@@ -232,7 +233,7 @@ def draw_in_colour(
 
 
 def shade(weight: float) -> str:
-    """One of five shades; a weight from an eighth up can be seen."""
+    """One of five shades; weights below an eighth are blank."""
     return SHADES[round(4 * min(1.0, max(0.0, weight)))]
 
 
@@ -244,7 +245,7 @@ def colour(weight: float) -> str:
 
 
 def visible(token: str) -> str:
-    """A token as a short label: blanks visible, combining marks on a circle, nothing that moves the cursor."""
+    """A token as a short label: visible blanks, combining marks on a circle, no control characters."""
     normal = unicodedata.normalize("NFC", token)
     text = "".join(_visible_character(char, first=i == 0) for i, char in enumerate(normal)) or "∅"
     while cell_len(text) > MAX_CELL:
@@ -264,7 +265,7 @@ def _visible_character(char: str, first: bool) -> str:
 
 
 def _padded(text: str, width: int) -> str:
-    """Text padded to `width` columns of a terminal, whatever the number of characters."""
+    """Text padded to `width` terminal columns."""
     blank = " " * max(0, width - cell_len(text))
     right_to_left = any(unicodedata.bidirectional(char) in ("R", "AL", "AN") for char in text)
     return (LTR_MARK + text + LTR_MARK if right_to_left else text) + blank
@@ -277,7 +278,8 @@ def _rows(
         raise ValueError(
             f"{len(target)} target and {len(source)} source tokens need as many rows and columns of weights"
         )
-    across, down = [visible(token) for token in source], [visible(token) for token in target]
+    across = [visible(token) for token in source]
+    down = [visible(token) for token in target]
     margin = max(map(cell_len, down), default=0) + 1
     sizes = [max(MIN_CELL, cell_len(label)) for label in across]
     for columns in _bands(sizes, max(1, width - margin)):
@@ -293,12 +295,13 @@ def _rows(
 
 
 def _bands(sizes: Sequence[int], width: int) -> Iterator[range]:
-    """Ranges of columns that fit beside the margin, each at least one column."""
-    start, used = 0, 0
+    """Ranges of columns that fit next to the margin, each at least one column."""
+    start = used = 0
     for i, size in enumerate(sizes):
         if i > start and used + size + 1 > width:
             yield range(start, i)
-            start, used = i, 0
+            start = i
+            used = 0
         used += size + 1
     if start < len(sizes):
         yield range(start, len(sizes))

@@ -1,6 +1,6 @@
-"""Head pruning: how much the model needs each head, and removing heads.
+"""Head pruning: the importance of heads, and removing them.
 
-Importance is the gradient of the loss at a gate on the head, the loss without it, or a gate learned in training.
+Importance is the gradient of the loss at a gate on the head, the rise of the loss without the head, or a learned gate.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from regard.nn.hooks import patch, without
 from regard.nn.reversible import ReversibleBlock
 from regard.run import WEIGHTS, Run
 
-HeadKey = tuple[str, int]  # the name of an attention, and the index of a head among those it has
+HeadKey = tuple[str, int]  # the name of an attention, and the index of a head in it
 HeadGroups = Mapping[str, Sequence[int]]  # indices of heads by the name of their attention
-Criterion = Literal["gradient", "ablation", "gates"]  # gates are not measured but learned, by training.tune
+Criterion = Literal["gradient", "ablation", "gates"]  # gates are learned in training, not measured
 NO_HEADS: HeadGroups = MappingProxyType({})
 
 # Importance
 
 
 def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
-    """The expected |dL/dg| of a gate g = 1 on each head, per token, with one gate for every example of a batch.
+    """The expected |dL/dg| per token of a gate g = 1 on each head, with separate gates for every example.
 
-    Heads in `removed` are ablated, and not in the result.
+    Heads in `removed` are ablated and left out of the result.
     """
-    heads, device = {name: attention.heads for name, attention in model.attentions().items()}, model.device
+    device = model.device
+    heads = {name: attention.heads for name, attention in model.attentions().items()}
     total = {name: torch.zeros(count, device=device) for name, count in heads.items()}
     tokens = 0
     frozen = [p for p in model.parameters() if p.requires_grad]
@@ -65,7 +66,7 @@ def gradient_importance(model: Model, batches: Sequence[Batch], removed: HeadGro
 
 
 def ablation_importance(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> dict[HeadKey, float]:
-    """How much the loss per token rises when each head is ablated, one at a time, beside those in `removed`."""
+    """The rise of the loss per token when a head is ablated in addition to those in `removed`, for each head."""
     loss = mean_loss(model, batches, removed)
     return {
         (name, head): mean_loss(model, batches, {**removed, name: [*removed.get(name, ()), head]}) - loss
@@ -76,7 +77,8 @@ def ablation_importance(model: Model, batches: Sequence[Batch], removed: HeadGro
 @torch.no_grad()
 def mean_loss(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_HEADS) -> float:
     """The loss per token in nats, with some heads ablated."""
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     with patch(model, {f"{name}.mixed": without(*heads) for name, heads in removed.items() if heads}):
         for batch in batches:
             total += float(Objective(model)(batch.to(model.device)).smoothed)
@@ -87,13 +89,13 @@ def mean_loss(model: Model, batches: Sequence[Batch], removed: HeadGroups = NO_H
 def rank_heads(
     model: Model, batches: Sequence[Batch], by: Criterion, removed: HeadGroups = NO_HEADS
 ) -> dict[HeadKey, float]:
-    """Every head with its importance, the least important first."""
+    """All heads with their importance, the least important first."""
     measure = {"gradient": gradient_importance, "ablation": ablation_importance}[by]
     return sort_heads(measure(model, batches, removed))
 
 
 def sort_heads(values: Mapping[HeadKey, float]) -> dict[HeadKey, float]:
-    """Heads by a value, the smallest first; equal ones by name and index."""
+    """Sort heads by value, ties by name and index."""
     return dict(sorted(values.items(), key=lambda item: (item[1], item[0])))
 
 
@@ -102,12 +104,12 @@ def _heads_left(model: Model, removed: HeadGroups) -> list[HeadKey]:
     return [(name, head) for name, head in heads if head not in removed.get(name, ())]
 
 
-# Which heads go
+# Which heads are removed
 
 
 @dataclass(frozen=True)
 class PruneAmount:
-    """How many heads to remove: a fraction of all, a number, or all whose importance is below a threshold."""
+    """How many heads to remove: a fraction, a number, or all with an importance below a threshold."""
 
     fraction: float | None = None
     count: int | None = None
@@ -115,9 +117,9 @@ class PruneAmount:
 
     @classmethod
     def parse(cls, heads: str | None, threshold: float | None) -> PruneAmount:
-        """From `0.4`, `40%` or `12`, or from a threshold."""
+        """From a share such as `0.4` or `40%`, a number such as `12`, or a threshold."""
         if (heads is None) == (threshold is None):
-            raise UserError("say how many heads go: --heads 0.4, --heads 12, or --threshold X")
+            raise UserError("how many heads to remove? Use --heads 0.4, --heads 12, or --threshold X")
         if heads is None:
             return cls(threshold=threshold)
         try:
@@ -126,26 +128,26 @@ class PruneAmount:
             else:
                 amount = cls(fraction=float(heads)) if "." in heads else cls(count=int(heads))
         except ValueError:
-            raise UserError(f"--heads {heads}: not a part (0.4 or 40%) or a number of heads (12)") from None
+            raise UserError(f"--heads {heads}: not a share (0.4 or 40%) or a number of heads (12)") from None
         if not 0 < (amount.fraction or amount.count or 0) < (1 if amount.count is None else 1 << 30):
-            raise UserError(f"--heads {heads}: a part is between 0 and 1 (or 0% and 100%), a number is 1 or more")
+            raise UserError(f"--heads {heads}: a share is between 0 and 1 (or 0% and 100%), a number is 1 or more")
         return amount
 
     def of(self, importance: dict[HeadKey, float]) -> int:
-        """The number of heads to remove, of heads sorted by importance; every attention keeps at least one."""
+        """The number of heads to remove; `importance` is sorted. Every attention keeps at least one head."""
         most = len(importance) - len({name for name, _ in importance})
         if self.threshold is not None:
             below = sum(value < self.threshold for value in importance.values())
             if not below:
                 least = next(iter(importance.values()))
                 raise UserError(
-                    f"--threshold {self.threshold:g}: every head matters more; the least does by {least:.3g}"
+                    f"--threshold {self.threshold:g}: every head is above it; the smallest importance is {least:.3g}"
                 )
             return min(below, most)
         count = self.count if self.count is not None else round((self.fraction or 0) * len(importance))
         if count > most:
             part = f"{count} of {len(importance)} heads"
-            raise UserError(f"--heads: {part} cannot go: one stays in every attention, so at most {most}")
+            raise UserError(f"--heads: {part} cannot be removed: every attention keeps one, so at most {most} can")
         return max(1, count)
 
 
@@ -155,7 +157,7 @@ def count_heads(model: Model) -> int:
 
 
 def removable_heads(model: Model, order: Sequence[HeadKey]) -> list[HeadKey]:
-    """Of heads in the order of their removal, those that can be removed: the last of each attention cannot."""
+    """The heads of `order` that can be removed: every attention keeps its last one."""
     left = {name: attention.heads for name, attention in model.attentions().items()}
     out = []
     for name, head in order:
@@ -168,7 +170,7 @@ def removable_heads(model: Model, order: Sequence[HeadKey]) -> list[HeadKey]:
 def greedy_order(
     model: Model, batches: Sequence[Batch], count: int, by: Criterion, say: Callable[[str], None]
 ) -> list[HeadKey]:
-    """The heads to remove, in order, when the importance of the others is measured again after each."""
+    """The heads to remove, in order; importance is measured again after each removal."""
     order: list[HeadKey] = []
     for chosen in range(1, count + 1):
         ranking = rank_heads(model, batches, by, group_heads(order))
@@ -186,16 +188,16 @@ def group_heads(heads: Sequence[HeadKey]) -> dict[str, list[int]]:
     return {name: sorted(indices) for name, indices in groups.items()}
 
 
-# The model without them
+# The pruned model
 
 
 def prune_heads(model: Model, removed: HeadGroups) -> Model:
-    """A smaller model without some heads; its outputs are those of the model with these heads ablated."""
+    """A smaller model without some heads; its outputs equal those of the model with these heads ablated."""
     require_prunable(model)
     kept = group_heads(_heads_left(model, removed))
     for name in model.attentions():
         if name not in kept:
-            raise UserError(f"{name}: all of its heads would go; one must stay")
+            raise UserError(f"{name}: all of its heads would be removed; one must remain")
     small = Model(_pruned_config(model, kept)).to(model.device).train(model.training)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, attention in model.attentions().items():
@@ -230,7 +232,7 @@ def _pruned_config(model: Model, kept: dict[str, list[int]]) -> Config:
 
 
 def _pruned_parameters(attention: Attention, kept: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of an attention, by name, with some of its heads; nothing if it keeps all."""
+    """The parameters of an attention reduced to some of its heads, by name; none if it keeps all."""
     if len(kept) == attention.heads:
         return
     kept_groups = sorted({attention.kv_indices[head] for head in kept})
@@ -244,31 +246,31 @@ def _pruned_parameters(attention: Attention, kept: list[int]) -> Iterator[tuple[
             x = torch.cat([side.unflatten(0, (attention.kv_heads, -1))[kept_groups].flatten(0, 1) for side in sides])
         elif part == "out":
             x = x if leaf == "bias" else x.unflatten(1, (attention.heads, -1))[:, kept].flatten(1, 2)
-        else:  # parameters of scores and centres are per head, those of keys per key/value head
+        else:  # scores and centres have parameters per head, keys per key/value head
             x = x[kept_groups if leaf == "key_weight" else kept]
         yield name, x
 
 
 # Runs trained with head gates (train.l0)
 
-FILES = ("config.json", WEIGHTS)  # of a run that pruning changes
+FILES = ("config.json", WEIGHTS)  # of a run, changed by pruning
 
 
 def gate_heads(model: Model) -> None:
-    """Put gates on all heads, if they can be pruned afterwards."""
+    """Add gates to all heads; they must be prunable."""
     layers = model.attentions().values()
     plain = all(isinstance(a, Attention) and a.key_value is not None for a in layers)
     if not plain or any(isinstance(part, ReversibleBlock) for part in model.modules()):
         raise UserError("train.l0: only heads of plain Transformer layers have gates")
     if all(attention.heads < 2 for attention in layers):
-        raise UserError("train.l0: every attention has one head, which cannot go")
+        raise UserError("train.l0: every attention has a single head, which cannot be removed")
     add_gates(model)
 
 
 def prune_closed_gates(path: Path, backup: Path) -> str:
-    """Prune the heads of a run whose output weights are zero -> a message. One head stays in every attention.
+    """Prune the heads of a run whose output weights are zero -> a message. Every attention keeps one head.
 
-    The files of the run as it was are kept in the directory `backup`.
+    The original files are kept in the directory `backup`.
     """
     run = Run.load(path)
     removed = {}
@@ -276,18 +278,18 @@ def prune_closed_gates(path: Path, backup: Path) -> str:
         weight_DHE = run.model.get_parameter(f"{name}.out.weight").unflatten(1, (attention.heads, -1))
         closed = [head for head in range(attention.heads) if not weight_DHE[:, head].any()]
         removed[name] = closed[1:] if len(closed) == attention.heads else closed
-    total, count = count_heads(run.model), sum(map(len, removed.values()))
+    count = sum(map(len, removed.values()))
     if count:
         backup.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             _copy(path / name, backup / name)
         small = prune_heads(run.model, removed)
         replace(run, config=small.config, model=small).save(path)
-    return f"heads: the gates of {count} of {total} closed in training, and these heads are pruned"
+    return f"heads: the gates of {count} of {count_heads(run.model)} closed in training; these heads are pruned"
 
 
 def restore_unpruned(path: Path, backup: Path) -> None:
-    """Undo `prune_closed_gates`, so that training goes on with all heads."""
+    """Undo `prune_closed_gates`, so that training continues with all heads."""
     if all((backup / name).is_file() for name in FILES):
         with rewriting(path, *FILES):
             for name in FILES:

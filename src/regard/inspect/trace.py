@@ -1,7 +1,7 @@
-"""A trace: everything recorded of one example on its way through a model, as plain values.
+"""A trace: everything recorded from one example in the forward pass of a model, as plain values.
 
-The page, plots and terminal drawings are made from a trace and know nothing of the model: attention is a tuple of maps
-with names, between token rows with names.
+The page, plots and terminal drawings are made from a trace, without the model: attention is a tuple of named maps
+between named token rows.
 """
 
 from __future__ import annotations
@@ -18,40 +18,9 @@ from regard.decode.engine import TorchEngine
 from regard.decode.hypothesis import Hypothesis
 from regard.decode.request import Options, Request
 from regard.errors import UserError, plural
-from regard.inspect.heads import EVEN_SHARE, MAIN_SHARE, MAX_PARTS, PART_SHARE, mean_distance, patch_distances
-from regard.inspect.inputs import (
-    CLASS_TOKEN,
-    NOTE_TEXTS,
-    ImageInput,
-    InspectionInput,
-    Note,
-    image_input,
-    text_input,
-)
-from regard.inspect.logit_lens import (
-    LENS_CANDIDATES,
-    STEP_CANDIDATES,
-    LensLayer,
-    OutputStep,
-    attribution,
-    head_importance,
-    lens_hooks,
-    logit_lens,
-    mask_each_token,
-    masked_attribution,
-    masked_importance,
-    output_steps,
-)
-from regard.inspect.page import MISSING, TOKEN_NAMES, Packer, render_frame, render_page
-from regard.inspect.walk import (
-    ACTIVE_NEURON,
-    HEATMAP_COLUMNS,
-    SHOWN_NUMBERS,
-    PositionHeatmap,
-    Walk,
-    make_walks,
-    position_heatmap,
-)
+from regard.inspect import heads as head_statistics
+from regard.inspect import logit_lens, page, walk
+from regard.inspect.inputs import CLASS_TOKEN, NOTE_TEXTS, ImageInput, InspectionInput, Note, image_input, text_input
 from regard.model import Model, kind_and_layer
 from regard.nn.cache import State
 from regard.nn.hooks import record, record_calls
@@ -61,29 +30,29 @@ from regard.run import Run
 from regard.text.codec import Example
 from regard.text.direction import Direction
 
-MAX_TOKENS = 300  # shown per side
-MAX_TEXT = 4000  # characters of a text that the page shows
+MAX_TOKENS = 300  # per side
+MAX_TEXT = 4000  # characters of a text on the page
 MIN_POSITIONS = 32  # of a position heatmap
-MAX_ATTRIBUTED = 64  # output tokens: each needs a backward pass
-MAX_SILENCED = 500_000_000_000  # multiplications, a few seconds: more are not spent on the importance of heads
+MAX_ATTRIBUTED = 64  # output tokens, one backward pass each
+MAX_SILENCED = 500_000_000_000  # multiplications (a few seconds) spent on the importance of heads
 PAGE_CONSTANTS = {  # read by the page's script: web/shared/constants.js
-    "tokens": {**TOKEN_NAMES, "cls": CLASS_TOKEN},
+    "tokens": {**page.TOKEN_NAMES, "cls": CLASS_TOKEN},
     "notes": NOTE_TEXTS,
     "max_tokens": MAX_TOKENS,
     "max_text": MAX_TEXT,
-    "missing": MISSING,
-    "shown_numbers": SHOWN_NUMBERS,
+    "missing": page.MISSING,
+    "shown_numbers": walk.SHOWN_NUMBERS,
     "min_positions": MIN_POSITIONS,
-    "heatmap_columns": HEATMAP_COLUMNS,
-    "active_neuron": ACTIVE_NEURON,
-    "step_candidates": STEP_CANDIDATES,
-    "lens_candidates": LENS_CANDIDATES,
+    "heatmap_columns": walk.HEATMAP_COLUMNS,
+    "active_neuron": walk.ACTIVE_NEURON,
+    "step_candidates": logit_lens.STEP_CANDIDATES,
+    "lens_candidates": logit_lens.LENS_CANDIDATES,
     "max_alignment_heads": MAX_HEADS,
     "nearly_best": NEARLY_BEST,
-    "main_share": MAIN_SHARE,
-    "part_share": PART_SHARE,
-    "max_parts": MAX_PARTS,
-    "even_share": EVEN_SHARE,
+    "main_share": head_statistics.MAIN_SHARE,
+    "part_share": head_statistics.PART_SHARE,
+    "max_parts": head_statistics.MAX_PARTS,
+    "even_share": head_statistics.EVEN_SHARE,
 }
 TOKEN_ROWS = {"encoder": ("source", "source"), "decoder": ("input", "input"), "cross": ("output", "source")}
 
@@ -98,7 +67,7 @@ class AttentionMap:
     weights_HTS: np.ndarray
     rows: str
     columns: str
-    heads: tuple[int, ...]  # their numbers; those of a pruned model have gaps
+    heads: tuple[int, ...]  # numbers of the heads; pruned models have gaps
 
     def __repr__(self) -> str:
         heads, queries, keys = self.weights_HTS.shape
@@ -118,12 +87,12 @@ class InputAttribution:
 
 
 class AttentionMatrix(NamedTuple):
-    """Weights with the tokens and the names of both axes: queries down, keys across."""
+    """Attention weights with the tokens and names of both axes: queries down, keys across."""
 
     weights_TS: np.ndarray
     tokens: tuple[tuple[str, ...], tuple[str, ...]]
     names: tuple[str, str]
-    right_to_left: bool = False  # the order in which keys are written
+    right_to_left: bool = False  # writing direction of the keys
 
     def __repr__(self) -> str:
         rows, columns = self.names
@@ -135,26 +104,26 @@ class AttentionMatrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One example on its way through a model. It is shown as the attention page in a notebook."""
+    """The forward pass of one example. A notebook shows it as the attention page."""
 
     title: str
     facts: dict[str, str]  # the architecture, in words
-    texts: dict[str, str]  # source and output as people read them
+    texts: dict[str, str]  # source and output
     tokens: dict[str, tuple[str, ...]]  # token rows by name: source, input, output
-    directions: dict[str, Direction]  # in which the text of each token row is written
+    directions: dict[str, Direction]  # writing direction of each token row
     maps: tuple[AttentionMap, ...]
-    alignment: dict[str, np.ndarray]  # (output, source) maps by name; the first is the best guess
-    steps: tuple[OutputStep, ...]
-    lens: tuple[LensLayer, ...]
-    positions: tuple[PositionHeatmap, ...]
-    walks: tuple[Walk, ...]
+    alignment: dict[str, np.ndarray]  # (output, source) maps by name, the best guess first
+    steps: tuple[logit_lens.OutputStep, ...]
+    lens: tuple[logit_lens.LensLayer, ...]
+    positions: tuple[walk.PositionHeatmap, ...]
+    walks: tuple[walk.Walk, ...]
     notes: tuple[Note, ...] = ()
     score: float = 0.0  # log-probability of the output
     unit: str = "token"  # what a step predicts: a token or a class
     image: ImageInput | None = None
-    distances: dict[str, np.ndarray] = field(default_factory=dict)  # of an image: pixels per head, by map
+    distances: dict[str, np.ndarray] = field(default_factory=dict)  # images: pixels per head, by map
     attribution: InputAttribution | None = None  # of short outputs
-    importance: dict[str, list[float]] = field(default_factory=dict)  # log-probability lost without each head, by map
+    importance: dict[str, list[float]] = field(default_factory=dict)  # lost log-probability per silenced head, by map
 
     def __repr__(self) -> str:
         texts = " -> ".join(repr(text if len(text) <= 40 else f"{text[:39]}…") for text in self.texts.values())
@@ -170,13 +139,14 @@ class Trace:
 
     @property
     def main_kind(self) -> str:
-        """The kind of attention that is shown when none is named."""
+        """The default kind of attention."""
         return "cross" if self.alignment else self.maps[0].kind
 
     def matrix(self, kind: str | None = None, layer: int | None = None, head: int | None = None) -> AttentionMatrix:
-        """A head by its number, or the mean of a layer's heads; by default the alignment, or else the last layer."""
+        """A head by number, or the mean over the heads of a layer; by default the alignment or the last layer."""
         if kind is None and layer is None and self.alignment:
-            rows, columns, weights_TS = "output", "source", next(iter(self.alignment.values()))
+            rows, columns = TOKEN_ROWS["cross"]
+            weights_TS = next(iter(self.alignment.values()))
         else:
             kind = kind or self.main_kind
             last = max((m.layer for m in self.maps if m.kind == kind), default=0)
@@ -184,21 +154,22 @@ class Trace:
             if head is not None and head not in m.heads:
                 known = ", ".join(str(number + 1) for number in m.heads)
                 raise UserError(f"no head {head + 1} in layer {m.layer + 1}; it has {known}")
-            rows, columns = m.rows, m.columns
+            rows = m.rows
+            columns = m.columns
             weights_TS = m.weights_HTS.mean(0) if head is None else m.weights_HTS[m.heads.index(head)]
         tokens = self.tokens[rows], self.tokens[columns]
         return AttentionMatrix(weights_TS, tokens, (rows, columns), self.directions[columns] == "rtl")
 
     def to_html(self) -> str:
-        """The attention page: one file that needs nothing else."""
-        return render_page(self.page_data())
+        """The attention page as one self-contained file."""
+        return page.render_page(self.page_data())
 
     def _repr_html_(self) -> str:
-        return render_frame(self.to_html())
+        return page.render_frame(self.to_html())
 
-    def page_data(self, packer: Packer | None = None) -> dict[str, Any]:
-        """What the page's script reads: the fields of the trace."""
-        packer = packer or Packer()
+    def page_data(self, packer: page.Packer | None = None) -> dict[str, Any]:
+        """The data of the page's script: the fields of the trace and the constants."""
+        packer = packer or page.Packer()
         plain = {
             "texts": {name: text[:MAX_TEXT] for name, text in self.texts.items()},
             "alignment": [{"name": name, "weights": weights} for name, weights in self.alignment.items()],
@@ -220,17 +191,15 @@ def trace(
 ) -> Trace:
     """Trace a text through a run's model.
 
-    `target` are the ids of the output, given or decoded, shown as they are: with the end token if they have one. For a
-    language model they are those of the continuation, if there is one; an encoder alone has none, and a class to
-    compare with is the example's target.
-    `heads` (layer, index among the heads it has) are averaged for the alignment; without them the head that aligns best
-    is chosen.
+    `target` holds the ids of the output, or of the continuation for a language model; encoder models have none. For a
+    classifier, the example's target is the class to compare with. `heads` (layer, index in the layer) are averaged for
+    the alignment; by default the best alignment heads are chosen.
     """
     return _trace_input(run, text_input(run, example, target or (), most), heads)
 
 
 def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
-    """Trace an output of the search; the end token that a limit put there is not the model's, and is left out."""
+    """Trace an output of the search, without the end token if the length limit forced it."""
     ids = list(decoded.ids)
     limit = decoded.flags.get("max_length")
     if limit is not None and ids[-1] == run.config.ids.eos:
@@ -243,23 +212,23 @@ def _trace_decoded(run: Run, example: Example, decoded: Hypothesis) -> Trace:
 def trace_text(run: Run, text: str, answer: str | None = None, more: int = 0, features: str | None = None) -> Trace:
     """Trace a text through a model with one stack.
 
-    A language model reads `answer` as the continuation, or generates `more` tokens, the most probable ones. For a
-    classifier `answer` is the class to compare with.
+    A language model takes `answer` as the continuation or generates `more` tokens greedily. For a classifier, `answer`
+    is the class to compare with.
     """
     if run.task.name == "lm":
         if answer is not None and more:
-            raise UserError("a continuation is either given or left to the model, not both")
+            raise UserError("either give a continuation or let the model generate one, not both")
         ids = run.codec.target.encode([answer])[0] if answer is not None else []
         return trace(run, Example(text), ids or continuation(run, text, more))
     if more:
-        raise UserError(f"{run.path}: only a language model goes on with a text")
+        raise UserError(f"{run.path}: only a language model can continue a text")
     if answer is not None and not run.task.labels:
-        raise UserError(f"{run.path}: this model has no output of its own to compare {answer!r} with")
+        raise UserError(f"{run.path}: this model has no output to compare {answer!r} with")
     return trace(run, Example(text, answer, features))
 
 
 def trace_pair(run: Run, example: Example, target: str | None = None, beam: int = 5) -> Trace:
-    """Trace a source with an output: `target`, or the best of a beam search."""
+    """Trace a source with `target` or, by default, with the best output of a beam search."""
     if target is not None:
         return trace(run, example, run.codec.encode_target([target])[0], heads=load_heads(run.path))
     best = TorchEngine(run, Options(beam=beam))([Request(example.source, example.features)])[0][0]
@@ -270,9 +239,11 @@ def trace_pair(run: Run, example: Example, target: str | None = None, beam: int 
 
 @torch.no_grad()
 def continuation(run: Run, text: str, count: int) -> list[int]:
-    """The ids of the greedy continuation of a text: `count` tokens, or up to the end token."""
-    model, out = run.model, list[int]()
-    tokens, state = [run.config.start_id, *run.codec.target.encode([text])[0]], State(())
+    """The ids of the greedy continuation of a text, up to `count` tokens or the end token."""
+    model = run.model
+    out: list[int] = []
+    tokens = [run.config.start_id, *run.codec.target.encode([text])[0]]
+    state = State(())
     while len(out) < count and (not out or out[-1] != run.config.ids.eos):
         x_1TD, state = model.read(torch.tensor([tokens], device=model.device), state)
         tokens = [int(model.predict(x_1TD[0, -1]).argmax())]
@@ -281,28 +252,28 @@ def continuation(run: Run, text: str, count: int) -> list[int]:
 
 
 def trace_image(run: Run, image_CHW: np.ndarray, label: str | None = None, name: str = "image") -> Trace:
-    """Trace an image, with the numbers of its file, through a run's model."""
+    """Trace an image, with the pixel values of its file, through a run's model."""
     return _trace_input(run, image_input(run, image_CHW, label, name, MAX_TOKENS))
 
 
 @torch.no_grad()
 def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, int]] = ()) -> Trace:
-    model, config = run.model, run.config
+    model = run.model
     was_training = model.training
     model.eval()
     try:
-        hooks = lens_hooks(model).values()
+        hooks = logit_lens.lens_hooks(model).values()
         with record(model, "*.weights", *hooks) as recorded, record_calls(model) as calls:
             logits_TV = model(*inputs.arguments)[0].float()
         vectors = {hook: recorded[hook][0] for hook in hooks}
         masked = None
-        if run.task.name == "masked" and config.predicts_tokens:
-            ids, special = inputs.ids["encoder"], run.codec.source.special
-            maskable = [i for i, index in enumerate(ids) if index not in special]
+        if run.task.name == "masked" and run.config.predicts_tokens:
+            ids = inputs.ids["encoder"]
+            maskable = [i for i, index in enumerate(ids) if index not in run.codec.source.special]
             masked = torch.tensor(ids, device=model.device), maskable
-            logits_TV, vectors = mask_each_token(model, *masked)
-        walks = make_walks(model, calls, inputs.ids)
-        lens = logit_lens(model, vectors, inputs.names)
+            logits_TV, vectors = logit_lens.mask_each_token(model, *masked)
+        walks = walk.make_walks(model, calls, inputs.ids)
+        lens = logit_lens.logit_lens(model, vectors, inputs.names)
         best = logits_TV.argmax(-1).tolist()
         labels = [] if model.output is None else best if inputs.labels is None else inputs.labels
         score = float(logits_TV.log_softmax(-1)[range(len(labels)), labels].sum()) if labels else 0.0
@@ -317,14 +288,14 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         maps.append(AttentionMap(name, kind, layer, weights_HTS, *TOKEN_ROWS[kind], attention.head_numbers))
     distances = {}
     if run.task.reads == "images":
-        distance_SS = patch_distances(config.image_patches)
+        distance_SS = head_statistics.patch_distances(run.config.image_patches)
         for m in maps:
-            distance_BHS = mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)
+            distance_BHS = head_statistics.mean_distance(torch.from_numpy(m.weights_HTS)[None], distance_SS)
             distances[m.name] = distance_BHS[0].mean(-1).numpy()
     tokens = inputs.tokens
     positions = max(MIN_POSITIONS, *(len(row) for row in tokens.values()))
-    stacks = {name: getattr(model, name) for name in config.stacks}
-    heatmaps = [position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
+    stacks = {name: getattr(model, name) for name in run.config.stacks}
+    heatmaps = [walk.position_heatmap(name, x, positions) for name, x in stacks.items() if isinstance(x, Transformer)]
     return Trace(
         title=run.path.name or "model",
         facts=run.facts,
@@ -333,7 +304,7 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
         directions=inputs.directions,
         maps=tuple(maps),
         alignment=_alignments(maps, heads) if "source" in tokens else {},
-        steps=output_steps(logits_TV, labels, inputs.names),
+        steps=logit_lens.output_steps(logits_TV, labels, inputs.names),
         lens=lens,
         positions=tuple(heatmap for heatmap in heatmaps if heatmap is not None),
         walks=walks,
@@ -347,25 +318,25 @@ def _trace_input(run: Run, inputs: InspectionInput, heads: Sequence[tuple[int, i
     )
 
 
-MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions that are masked in turn
+MaskedText = tuple[torch.Tensor, list[int]]  # ids, and the positions to mask in turn
 
 
 def _attribution(
     model: Model, inputs: InspectionInput, labels: Sequence[int], masked: MaskedText | None
 ) -> InputAttribution | None:
-    """What a short output, a class, or the masked tokens of a short text are attributed to."""
+    """The attribution of a short output, a class, or the masked tokens of a short text."""
     if not 0 < len(labels) <= MAX_ATTRIBUTED:
         return None
     if masked is not None:
-        return InputAttribution(masked_attribution(model, *masked).cpu().numpy(), "source", "source")
+        return InputAttribution(logit_lens.masked_attribution(model, *masked).cpu().numpy(), "source", "source")
     columns = "input" if model.decoder_only else "source"
-    return InputAttribution(attribution(model, inputs.arguments, labels).cpu().numpy(), "output", columns)
+    return InputAttribution(logit_lens.attribution(model, inputs.arguments, labels).cpu().numpy(), "output", columns)
 
 
 def _importance(
     model: Model, inputs: InspectionInput, labels: Sequence[int], score: float, masked: MaskedText | None
 ) -> tuple[dict[str, list[float]], list[Note]]:
-    """The log-probability lost without each head, by map; none of a model without output. A note if it takes long."""
+    """The log-probability lost per silenced head, by map, or a note if measuring takes too long."""
     if not labels:
         return {}, []
     tokens = sum(len(row) for name, row in inputs.tokens.items() if name != "output")
@@ -374,12 +345,12 @@ def _importance(
         text = f"The importance of the {heads} heads was not measured: this model or this text is too large."
         return {}, [Note("unmeasured", text)]
     if masked is not None:
-        return masked_importance(model, *masked, score), []
-    return head_importance(model, inputs.arguments, labels, score), []
+        return logit_lens.masked_importance(model, *masked, score), []
+    return logit_lens.head_importance(model, inputs.arguments, labels, score), []
 
 
 def _alignments(maps: Sequence[AttentionMap], heads: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
-    """Maps from the output to the source: the chosen or best heads first, then the mean of each layer."""
+    """Maps from the output to the source: the mean of the chosen or best heads first, then the mean of each layer."""
     cross = {m.layer: m for m in maps if m.kind == "cross"}
     out: dict[str, np.ndarray] = {}
     several = len(cross) > 1 or any(len(m.heads) > 1 for m in cross.values())

@@ -1,6 +1,6 @@
-"""The walk: one token through every layer, card by card, with the formula, the shapes and this model's own numbers.
+"""The walk: one token through every layer, card by card, with formulas, shapes and the numbers of this model.
 
-Inputs and outputs of sub-layers were recorded in the forward pass; only the inside of an attention is computed again.
+Inputs and outputs of sub-layers are recorded in the forward pass; only the inside of an attention is recomputed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from regard.nn.recurrent import RecurrentDecoder
 from regard.nn.transformer import Transformer
 
 SHOWN_NUMBERS = 8  # of each vector
-WALK_TOKENS = 40  # tokens whose walk is kept
+WALK_TOKENS = 40  # tokens with a stored walk
 HEATMAP_COLUMNS = 256
 ACTIVE_NEURON = 1e-6  # absolute value above which a neuron counts as active
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector for each token, or for each head and token: its first numbers, norm and width."""
+    """A vector per token, or per head and token: its first numbers, norm and width."""
 
     label: str
     first: np.ndarray  # (T, SHOWN_NUMBERS) or (H, T, SHOWN_NUMBERS)
@@ -51,13 +51,13 @@ def vectors_of(tensors: Mapping[str, Tensor]) -> tuple[Vector, ...]:
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """What leads from queries to the weights of an attention; the weights themselves are in the map of this name."""
+    """The steps from queries to attention weights; the map with the name `map` has the weights themselves."""
 
     map: str
     raw_HTS: np.ndarray
     scale: float  # scores are raw * scale
     bias_HTS: np.ndarray | None
-    mask_TS: np.ndarray | None  # False: masked; None: nothing is masked
+    mask_TS: np.ndarray | None  # False: masked; None: no mask
     keys: Vector
     values: Vector
 
@@ -73,7 +73,7 @@ class Card:
     vectors: tuple[Vector, ...] = ()
     scores: AttentionScores | None = None
     show: str = "vectors"  # vectors, qkv, scores, sum, heads or prediction
-    active: float | None = None  # of a feed-forward layer: the share of all neurons that are not zero
+    active: float | None = None  # share of active neurons of a feed-forward layer
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class Walk:
     """The cards of every layer of a stack."""
 
     name: str
-    rows: str  # the token row of the trace that goes through the stack
+    rows: str  # token row of the trace that is the input of the stack
     layers: tuple[tuple[Card, ...], ...]
 
 
 def bias_term(name: str, layer: nn.Module | None) -> str:
-    """What a formula adds for the bias of a layer: nothing if it has none."""
+    """The bias term of a formula; empty if the layer has no bias."""
     return "" if getattr(layer, "bias", None) is None else f" + {name}"
 
 
 def norm_formula(norm: nn.Module, x: str) -> str:
-    """A normalisation with every term that it has; μ and σ are those of the numbers of one vector."""
+    """The formula of a normalisation; μ and σ are the statistics of one vector."""
     scaled = "" if getattr(norm, "weight", None) is None else "γ ∘ "
     if isinstance(norm, nn.RMSNorm):
         return f"{scaled}{x} / √(mean({x}^2) + ε)"
@@ -99,25 +99,30 @@ def norm_formula(norm: nn.Module, x: str) -> str:
 
 
 def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[int] | None) -> Card:
-    """The input of the first layer of a stack; without ids it is made from the patches of an image."""
+    """The input of the first layer of a stack; without ids, from the patches of an image."""
     stack: Transformer = getattr(model, name)
     if ids is None:
-        patches, image = model.config.image_patches, model.image
+        patches = model.config.image_patches
+        image = model.image
         assert image is not None
-        pixels, width = image.project.in_features, image.project.out_features
+        pixels = image.project.in_features
+        width = image.project.out_features
         embedded_TD = calls.output(image)
-        title, formula = "Patch and position", "x_t = W pixels_t + b"
+        title = "Patch and position"
+        formula = "x_t = W pixels_t + b"
         text = (
-            f"The {pixels} pixels of a patch ({patches.channels} × {patches.size} × {patches.size}) through one matrix;"
+            f"The {pixels} pixels of a patch ({patches.channels} × {patches.size} × {patches.size}) times one matrix;"
             " the first vector, the class token, is trained"
         )
         shape = f"1 × {pixels}  ·  {pixels} × {width}  =  1 × {width}"
     else:
         table = model.source_embedding if name == "encoder" else model.target_embedding
         assert table is not None
-        width, scaled = table.embedding_dim, model.config.scale_embeddings
+        width = table.embedding_dim
+        scaled = model.config.scale_embeddings
         embedded_TD = model.embed(table, torch.tensor(list(ids), device=model.device))
-        title, formula = "Embedding and position", f"x_t = {'√d · ' if scaled else ''}E[token_t]"
+        title = "Embedding and position"
+        formula = f"x_t = {'√d · ' if scaled else ''}E[token_t]"
         text = "The token's row of the embedding table" + (f", times √{width} = {width**0.5:.2f}" if scaled else "")
         shape = f"E: {len(table.weight)} × {width}"
     vectors = {"embedding": embedded_TD}
@@ -131,7 +136,7 @@ def embedding_card(model: Model, name: str, calls: ForwardCalls, ids: Sequence[i
         formula += " + P[t]"
         text += ", plus the vector of its position"
     else:
-        text += "; position enters later, in the attention"
+        text += "; the position is added later, in the attention"
     normed = not isinstance(stack.embed_norm, nn.Identity)
     if normed:
         formula = f"e_t{formula.removeprefix('x_t')}    x_t = {norm_formula(stack.embed_norm, 'e_t')}"
@@ -148,10 +153,10 @@ def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
     normed = "" if isinstance(norm, nn.Identity) else " after a last normalisation"
     if model.classifies:
         pooled = " and the pooler, tanh(W x + b)," if model.pooler is not None else ""
-        text = f"The first vector{normed}{pooled} stands for the whole input, and is compared with every class."
+        text = f"The first vector{normed}{pooled} represents the whole input and is compared with every class."
     else:
         side = " of the target" if len(model.config.stacks) == 2 else ""
-        tied = f" W is the embedding table{side}, used a second time." if model.config.tie_output else ""
+        tied = f" W is the embedding table{side}, used again." if model.config.tie_output else ""
         text = f"The vector of the last layer{normed} is compared with every token of the vocabulary.{tied}"
     last = "" if isinstance(norm, nn.Identity) else f"x_t ← {norm_formula(norm, 'x_t')}    "
     return Card(
@@ -166,7 +171,7 @@ def prediction_card(model: Model, calls: ForwardCalls, norm: nn.Module) -> Card:
 
 @dataclass(frozen=True)
 class PositionHeatmap:
-    """A position encoding as a matrix with named axes; `first_column` is the number of the first column."""
+    """A position encoding as a matrix with named axes; `first_column` is the label of the first column."""
 
     name: str  # of the stack
     caption: str
@@ -178,7 +183,7 @@ class PositionHeatmap:
 
 @torch.no_grad()
 def position_heatmap(name: str, stack: Transformer, length: int) -> PositionHeatmap | None:
-    """The position encoding of a stack for so many positions; None if there is nothing to draw."""
+    """The encoding of the first `length` positions of a stack; None if it has no picture."""
     position: Position = stack.position
     pos_1T = torch.arange(length, device=next(stack.parameters()).device).unsqueeze(0)
     if isinstance(position, Learned):
@@ -193,15 +198,15 @@ def position_heatmap(name: str, stack: Transformer, length: int) -> PositionHeat
         return PositionHeatmap(name, caption, "position", "dimension", shown_TD)
     if isinstance(position, Rotary):
         unit_11TE = torch.ones(1, 1, length, position.width, device=pos_1T.device)
-        unit_11TE[..., position.width // 2 :] = 0.0  # rotated, the first number of every pair is the cosine
+        unit_11TE[..., position.width // 2 :] = 0.0  # the rotation turns (1, 0) into (cos, sin)
         cos_TE = position.rotate(unit_11TE, pos_1T)[0, 0, :, : position.width // 2]
-        caption = f"Queries and keys of the {name} are rotated: the cosine of the angle of every pair of dimensions."
+        caption = f"Queries and keys of the {name} are rotated: the cosine of the angle for every pair of dimensions."
         return PositionHeatmap(name, caption, "position", "pair of dimensions", cos_TE.cpu().numpy())
     if isinstance(position, Alibi | Bucket):
         last = length if stack.causal else 2 * length
         key_1S = torch.arange(last + 1, device=pos_1T.device).unsqueeze(0)
         bias_BHTS = position.bias(torch.full_like(key_1S[:, :1], length), key_1S)
-        caption = f"Added to the scores of the {name}, by head and by how far the key is from the query."
+        caption = f"Added to the scores of the {name}, by head and by the offset of the key from the query."
         return PositionHeatmap(name, caption, "head", "offset", bias_BHTS[0, :, 0].cpu().numpy(), -length)
     return None
 
@@ -218,7 +223,7 @@ FORMULAS = {
 
 
 def make_walks(model: Model, calls: ForwardCalls, ids: dict[str, list[int]]) -> tuple[Walk, ...]:
-    """The walk of every stack that has cards, from its recorded forward calls and its token ids (none for patches)."""
+    """The walks of all supported stacks, from recorded forward calls and token ids (none for patches)."""
     walks = []
     for name in model.config.stacks:
         stack = getattr(model, name)
@@ -230,7 +235,7 @@ def make_walks(model: Model, calls: ForwardCalls, ids: dict[str, list[int]]) -> 
 
 
 def has_plain_blocks(stack: Transformer) -> bool:
-    """Whether all layers are plain: no hashed attention and no reversible layers, whose inside is not shown."""
+    """Whether no layer has hashed attention or is reversible."""
     return all(type(block) is Block and isinstance(block.attention, Attention) for block in stack.blocks)
 
 
@@ -243,7 +248,8 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
         if index == 0:
             cards = [embedding_card(model, name, calls, ids)]
         else:
-            formula, text = f"x_t = layer_{index}(…)_t", f"The output of layer {index} for this token."
+            formula = f"x_t = layer_{index}(…)_t"
+            text = f"The output of layer {index} for this token."
             cards = [Card("Input", formula, text, f"1 × {stack.width}", vectors_of({"x": calls.input(block)}))]
         hook = f"{name}.blocks.{index}"
         cards += _attention_cards(
@@ -262,7 +268,7 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
             cards += [_residual_card(block.cross_residual, block.cross, calls, stack, "cross-attention")]
         cards += [_feed_forward_card(block, stack, calls)]
         cards += [_residual_card(block.feed_forward_residual, block.feed_forward, calls, stack, "feed-forward")]
-        # A masked language model predicts with each token masked in turn, which this forward pass did not do.
+        # The predictions of a masked language model come from other forward passes, with one masked token each.
         if index == stack.layers - 1 and (name == "decoder" or model.classifies):
             cards.append(prediction_card(model, calls, transformer.norm))
         layers.append(tuple(cards))
@@ -270,7 +276,7 @@ def _walk_transformer(model: Model, name: str, calls: ForwardCalls, ids: Sequenc
 
 
 def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> tuple[Tensor, AttentionScores]:
-    """The queries (H, T, E) of an attention and what comes before its weights, computed again from recorded inputs."""
+    """The queries (H, T, E) and scores of an attention, recomputed from recorded inputs."""
     inputs = calls.inputs[attention]  # (x, keys and values, attention mask, position) of each forward call
     _, kv, mask, position, *_ = inputs[-1]
     x_1TD = torch.cat([args[0] for args in inputs], dim=1)
@@ -279,19 +285,21 @@ def _attention_inside(name: str, attention: Attention, calls: ForwardCalls) -> t
     scale = attention.score.scale
     q_1HTE = attention.query(x_1TD).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
     q_1HTE = position.rotate(q_1HTE, pos_1T)
-    if attention.relative is not None:  # the part of the scores that depends on distance depends on the query too
+    if attention.relative is not None:  # the distance-dependent part of the scores also depends on the query
         q_1HTE, mask = attention.relative(q_1HTE, mask, scale)
     k_1HSE, v_1HSE = (x[:, attention.kv_indices] for x in kv)
     scores_1HTS = attention.score.compare(attention.score.query(q_1HTE), k_1HSE, mask.k_pos_BS)
     raw_HTS = (scores_1HTS[0] / scale)[:, :WALK_TOKENS].float().cpu()
-    bias_BHTS, bias_HTS, mask_TS = attention.own_bias(mask.bias_BHTS), None, None
+    bias_BHTS = attention.own_bias(mask.bias_BHTS)
+    bias_HTS = mask_TS = None
     if bias_BHTS is not None:
         bias_HTS = bias_BHTS[0, :, :WALK_TOKENS].float().cpu().expand_as(raw_HTS).numpy()
     if masks[0] is not None:
         all_TS = torch.cat([mask_B1TS[0, 0] for mask_B1TS in masks])
         if not bool(all_TS.all()):
             mask_TS = all_TS.expand(q_1HTE.shape[2], -1)[:WALK_TOKENS].cpu().numpy()
-    keys, values = Vector.of("k", k_1HSE[0], None), Vector.of("v", v_1HSE[0], None)
+    keys = Vector.of("k", k_1HSE[0], None)
+    values = Vector.of("v", v_1HSE[0], None)
     return q_1HTE[0], AttentionScores(name, raw_HTS.numpy(), scale, bias_HTS, mask_TS, keys, values)
 
 
@@ -305,42 +313,21 @@ def _attention_cards(
     norm: nn.Module,
 ) -> list[Card]:
     q_HTE, scores = _attention_inside(name, attention, calls)
-    cross, heads = kind == "cross", attention.heads
-    width, head, value = stack.width, attention.head_width, stack.value
-    width_in = attention.key_value.in_features if attention.key_value is not None else width
-    prefix = "Cross-attention: " if cross else ""
-    x = "x̂" if stack.norm_at == "pre" else "x"
-    other = "e_s" if cross else f"{x}_s"
-    text = "All three come from the same tokens: that is what makes it self-attention."
-    if cross:
-        text = "The queries come from the decoder, keys and values from the encoder's output."
-    normalised = ""
-    if stack.norm_at == "pre":
-        normalised = f"x̂_t = {norm_formula(norm, 'x_t')}    "
-        text += " x̂ is x after the normalisation."
-    if type(position).rotate is not Position.rotate:
-        text += " Position enters by a rotation of q and k."
+    heads = attention.heads
+    value = stack.value
+    prefix = "Cross-attention: " if kind == "cross" else ""
     mixed_HTE = calls.input(attention.out).unflatten(-1, (heads, -1)).transpose(0, 1)
     numbers = [f"z^{{{number + 1}}}_t" for number in attention.head_numbers]
     side_by_side = " ; ".join(numbers if heads < 4 else [numbers[0], "…", numbers[-1]])
+    projections = _projection_card(prefix, attention, stack, position, norm)
+    x = "x̂" if stack.norm_at == "pre" else "x"
     return [
-        Card(
-            prefix + "query, key, value",
-            f"{normalised}q_t = {x}_t W_Q{bias_term('b_Q', attention.query)}"
-            f"    k_s = {other} W_K{bias_term('b_K', attention.key_value)}"
-            f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}",
-            text,
-            f"W_Q of a head: {width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {value};"
-            f" {plural(heads, 'head')}, one matrix",
-            vectors_of({x: calls.input(attention), "q": q_HTE}),
-            scores,
-            "qkv",
-        ),
+        replace(projections, vectors=vectors_of({x: calls.input(attention), "q": q_HTE}), scores=scores),
         _score_card(prefix, stack, attention, scores, kind),
         Card(
             prefix + "weighted sum",
             "z_t = Σ_s a_{ts} v_s",
-            "The output of this head: the sum of the values, each times its attention weight.",
+            "The output of this head: the values, weighted by attention and summed.",
             f"1 × {value}",
             vectors_of({"z": mixed_HTE}),
             scores,
@@ -349,8 +336,8 @@ def _attention_cards(
         Card(
             prefix + "heads side by side",
             f"o_t = [{side_by_side}] W_O{bias_term('b_O', attention.out)}",
-            "Every head has its own z. Side by side they go through one matrix, which mixes them.",
-            f"1 × {heads * value}  ·  {heads * value} × {width}  =  1 × {width}",
+            "The vectors z of all heads, concatenated and mixed by one matrix.",
+            f"1 × {heads * value}  ·  {heads * value} × {stack.width}  =  1 × {stack.width}",
             vectors_of({"z": mixed_HTE, "o": calls.output(attention)}),
             scores,
             "heads",
@@ -358,38 +345,67 @@ def _attention_cards(
     ]
 
 
+def _projection_card(prefix: str, attention: Attention, stack: Stack, position: Position, norm: nn.Module) -> Card:
+    """Query, key and value of an attention, without numbers."""
+    pre = stack.norm_at == "pre"
+    x = "x̂" if pre else "x"
+    other = "e_s" if prefix else f"{x}_s"
+    text = "All three come from the same tokens, hence self-attention."
+    if prefix:
+        text = "The queries come from the decoder, keys and values from the encoder's output."
+    if pre:
+        text += " x̂ is x after the normalisation."
+    if type(position).rotate is not Position.rotate:
+        text += " Rotating q and k encodes the position."
+    normalised = f"x̂_t = {norm_formula(norm, 'x_t')}    " if pre else ""
+    head = attention.head_width
+    width_in = attention.key_value.in_features if attention.key_value is not None else stack.width
+    return Card(
+        prefix + "query, key, value",
+        f"{normalised}q_t = {x}_t W_Q{bias_term('b_Q', attention.query)}"
+        f"    k_s = {other} W_K{bias_term('b_K', attention.key_value)}"
+        f"    v_s = {other} W_V{bias_term('b_V', attention.key_value)}",
+        text,
+        f"W_Q of a head: {stack.width} × {head}; W_K: {width_in} × {head}; W_V: {width_in} × {stack.value};"
+        f" {plural(attention.heads, 'head')}, one matrix",
+        show="qkv",
+    )
+
+
 def _score_card(prefix: str, stack: Stack, attention: Attention, scores: AttentionScores, kind: str) -> Card:
     formula = f"score_{{ts}} = {FORMULAS[stack.score]}"
-    text = "How well the query fits each key."
+    text = "How well the query matches each key."
     if scores.scale != 1:
         formula += f" / √{attention.head_width}"
-        text += f" Divided by √{attention.head_width} = {1 / scores.scale:.2f}, so that the softmax does not saturate."
+        text += f" Divided by √{attention.head_width} = {1 / scores.scale:.2f} to keep the softmax from saturating."
     if scores.bias_HTS is not None:
         formula += " + b_{t−s}"
-        text += " A bias for the distance is added."
+        text += " A bias depending on the distance is added."
     if attention.relative is not None:
-        text += " It depends on this query: (q_t + v) · W_R r_{t−s}, and the keys met q_t + u."
+        text += " It depends on this query: (q_t + v) · W_R r_{t−s}; the keys are compared with q_t + u."
     if kind == "decoder" or (stack.step_window if kind == "cross" else stack.window):
         masked = "Later tokens" if kind == "decoder" else "Tokens outside the window"
         text += f" {masked} are masked: a score of −∞, a weight of 0."
     formula += "    a_t = softmax(score_t)"
     if attention.center is not None:
-        text += " Weights fade with the distance from a predicted position."
+        text += " Weights decay with the distance from a predicted position."
     return Card(prefix + "scores, mask, softmax", formula, text, scores=scores, show="scores")
 
 
 def _residual_card(residual: Residual, sublayer: nn.Module, calls: ForwardCalls, stack: Stack, what: str) -> Card:
     norm = "LayerNorm" if stack.norm == "layer" else "RMSNorm"
-    x_TD, o_TD = calls.input(residual), calls.output(sublayer)
+    x_TD = calls.input(residual)
+    o_TD = calls.output(sublayer)
     vectors = {"x": x_TD, "o": o_TD}
     if residual.pre:
-        formula, title = "x_t ← x_t + o_t", f"Add ({what})"
-        text = f"The sub-layer's output is added to its input; {norm} came before it."
+        formula = "x_t ← x_t + o_t"
+        title = f"Add ({what})"
+        text = f"The output of the sub-layer is added to its input; {norm} precedes the sub-layer."
         vectors["x + o"] = calls.output(residual)
     else:
         formula = f"y_t = x_t + o_t    x_t ← {norm_formula(residual.norm, 'y_t')}"
         title = f"Add & norm ({what})"
-        text = f"The sub-layer's output is added to its input, and the sum is normalised ({norm})."
+        text = f"The output of the sub-layer is added to its input, and the sum is normalised ({norm})."
         vectors |= {"x + o": x_TD + o_TD, "norm": calls.output(residual)}
     return Card(title, formula, text, f"1 × {stack.width}", vectors_of(vectors))
 
@@ -399,13 +415,14 @@ def _feed_forward_card(block: Block, stack: Stack, calls: ForwardCalls) -> Card:
     hidden_TF = calls.input(part.down)
     act = {"gelu_tanh": "gelu"}.get(stack.activation, stack.activation)
     x = "x̂" if stack.norm_at == "pre" else "x"
-    up, down = f"{x}_t W_1{bias_term('b_1', part.up)}", f"W_2{bias_term('b_2', part.down)}"
+    up = f"{x}_t W_1{bias_term('b_1', part.up)}"
+    down = f"W_2{bias_term('b_2', part.down)}"
     gate = f"{act}({x}_t W_g{bias_term('b_g', part.gate)})"
     formula = f"o_t = ({gate} ∘ ({up})) {down}" if stack.gated else f"o_t = {act}({up}) {down}"
     if stack.norm_at == "pre":
         formula = f"x̂_t = {norm_formula(block.feed_forward_residual.norm, 'x_t')}    {formula}"
     active = float((hidden_TF.abs() > ACTIVE_NEURON).float().mean())
-    text = "Each token by itself."
+    text = "Applied to each token independently."
     shape = f"1 × {stack.width}  ·  {stack.width} × {stack.ff}  ·  {stack.ff} × {stack.width}"
     vectors = vectors_of({x: calls.input(part), "neurons": hidden_TF, "o": calls.output(part)})
     return Card("Feed-forward", formula, text, shape, vectors, active=active)
@@ -415,14 +432,16 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     """One step of a recurrent decoder."""
     decoder = model.decoder
     assert isinstance(decoder, RecurrentDecoder) and model.target_embedding is not None
-    stack, cross, width = decoder.stack, decoder.cross, decoder.stack.width
+    stack = decoder.stack
+    cross = decoder.cross
+    width = stack.width
     q_HTE, scores = _attention_inside(f"decoder.blocks.{stack.layers - 1}.cross", cross, calls)
-    scores = replace(scores, keys=scores.values)  # one vector is both, whatever the score makes of it
+    scores = replace(scores, keys=scores.values)  # keys and values are the same vectors
     embedded_TD = model.embed(model.target_embedding, torch.tensor(list(ids), device=model.device))
     embedding = Card(
-        "The token before",
+        "The previous token",
         "y_{t−1} = E[token_{t−1}]",
-        "The embedding of the token that was just produced (at the start, the start token).",
+        "The embedding of the last produced token (initially the start token).",
         f"E: {len(model.target_embedding.weight)} × {width}",
         vectors_of({"y": embedded_TD}),
     )
@@ -432,7 +451,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     state = Card(
         "The state",
         f"h_t = {stack.mixer.upper()}({cell_input}, h_{{t−1}})",
-        f"The decoder's state after one more token, through {plural(stack.layers, 'layer')}."
+        f"The decoder state after the token, through {plural(stack.layers, 'layer')}."
         + (" The last attentional vector is part of the input." if stack.input_feeding else "")
         + (" The context is part of the input." if stack.attend_first else ""),
         f"1 × {width}",
@@ -441,7 +460,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     query = Card(
         "Query, keys and values",
         f"q_t = {'h_{t−1}' if stack.attend_first else 'h_t'}    k_s = v_s = e_s",
-        "The query is the decoder's state; keys and values are the encoder's output, a vector e per source token.",
+        "The query is the decoder state; keys and values are the encoder outputs, one vector e per source token.",
         f"q: 1 × {width}, e: 1 × {width} for each source token",
         vectors_of({"q": q_HTE}),
         scores,
@@ -450,7 +469,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     context = Card(
         "Context",
         "c_t = Σ_s a_{ts} e_s",
-        "The sum of the encoder's vectors, each times its attention weight: one vector for this step.",
+        "The encoder vectors, weighted by attention and summed: one vector for this step.",
         f"1 × {width}",
         vectors_of({"c": calls.output(cross).unsqueeze(0)}),
         scores,
@@ -460,7 +479,7 @@ def _walk_recurrent(model: Model, calls: ForwardCalls, ids: Sequence[int]) -> Wa
     combine = Card(
         "Concatenation",
         f"h̃_t = tanh(W [c_t ; h_t]{bias_term('b', decoder.combine)})",
-        "Context and state side by side, through one matrix and a tanh.",
+        "Context and state, concatenated, times one matrix, then tanh.",
         f"1 × {2 * width}  ·  {2 * width} × {width}  =  1 × {width}",
         vectors_of({"c": both_TD[:, :width], "h": both_TD[:, width:], "h̃": calls.output(decoder.combine).tanh()}),
     )
