@@ -244,7 +244,7 @@ def check_text_options(run, path):
     assert told.code == 0, told.err
     assert run.evaluate(path / "text.txt", context=8, bootstrap=0).to_json() == strict_json(told.out)
     for wrong, message in (
-        ({"memory": 4}, "memory: .* does not remember earlier segments"),
+        ({"memory": 4}, "memory: .* has no memory of earlier segments"),
         ({"beam": 2}, "beam: no meaning for .* a language model"),
         ({"outputs": ["a"]}, "outputs: no meaning for .* a language model"),
         ({"against": ["a"]}, "against: no outputs that are ready; .* is compared with another run"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.answers import EMBED_TOKENS, open_engine, trace_example, truncation, unknown_remark, usable_options
 from regard.config import parse, to_toml
 from regard.data.in_memory import in_memory
-from regard.data.reader import MEMORY, LineCounter, Source
+from regard.data.reader import MEMORY, Source
 from regard.decode.encoder_only import Classification, classify, classify_images, embed, fill_masks
 from regard.decode.engine import Engine, TokenStream, generate, stream
 from regard.decode.forced import Pair, Scored, score
@@ -36,13 +36,11 @@ from regard.decode.request import (
 from regard.device import choose_device
 from regard.errors import UserError, plural, shown_value
 from regard.evaluate.by_task import (
-    EvaluationOptions,
-    check_given,
+    EvaluationRequest,
     evaluate_file,
     parse_columns,
 )
-from regard.evaluate.evaluator import Evaluation, System
-from regard.evaluate.test_data import ParallelFiles
+from regard.evaluate.evaluator import Evaluation, EvaluationOptions
 from regard.inspect.trace import Trace, trace_image
 from regard.metrics import SAMPLES, BleuTokenizer
 from regard.notebook import Results
@@ -269,36 +267,37 @@ class LoadedRun(Run):
         texts: dict[str, list[str]] = {}
         references = named_references(reference, texts)
         ready = None if outputs is None else named_texts("outputs", outputs, texts)
-        ours, theirs = self._runs(ensemble), [against] if isinstance(against, Run) else []
-        compared = None if against is None or theirs else named_texts("against", against, texts)
+        other = against if against is None or isinstance(against, Run) else named_texts("against", against, texts)
+        runs = self._runs(ensemble)
         named: tuple[Column, ...] = () if columns is None else parse_columns(columns, bool(references))
-        lines = {"columns": named, "reference": references, "outputs": ready, "ensemble": ours[1:]}
-        given = {*settings, *asked.given, *(name for name, value in lines.items() if value)}
-        reads = check_given(given, [self, *theirs], compared is not None)
-        if ready is not None:
-            check_given(given, theirs, False)  # by which runs there is anything to decode
+        lines = {"columns": named, "reference": references, "outputs": ready, "ensemble": runs[1:]}
         engine = asked.engine or "torch"
-        chosen = self._options(options, settings, engine)
-        systems = [System(ours if ready is None else (), chosen, ready)]
-        if against is not None:  # which answers alone: weights are those of an ensemble
-            systems.append(System(theirs, chosen.model_copy(update={"weights": ()}), compared))
-        counter = LineCounter(strict)
 
         def open_one(runs: Sequence[Run], options: Options) -> Engine:
             return open_engine(runs, options, engine, "none", 1 if engine == "torch" else None)
 
+        request = EvaluationRequest(
+            options=asked,
+            chosen={*settings, *asked.chosen, *(name for name, value in lines.items() if value)},
+            runs=runs,
+            outputs=ready,
+            against=other,
+            references=references,
+            texts=texts,
+            open_engine=open_one,
+        )
+        reads = request.check()
+        request = replace(request, decoding=self._options(options, settings, engine))
         with TemporaryDirectory() as temporary:
             expected = named or self.codec.columns
             if isinstance(data, str | Path):
                 source = Source((str(data),), expected)
             else:
                 source = in_memory(data, reads, columns=expected).write(Path(temporary) / "data")
-            files = ParallelFiles(source, references, [*dict.fromkeys(filter(None, (ready, compared)))], texts)
-            evaluation = evaluate_file(asked.request(systems, files, counter, open_one))
-        if not counter.skipped:
-            return evaluation
-        warnings.warn(skipped := f"{source.name}: {counter.summary()}", stacklevel=3)
-        return replace(evaluation, remarks=[skipped, *evaluation.remarks])
+            evaluation = evaluate_file(request, source)
+        if evaluation.skipped:
+            warnings.warn(evaluation.remarks[0], stacklevel=3)
+        return evaluation
 
     def attention(
         self, source: str | Example | NDArray[Any], target: str | None = None, *, beam: int = 5, more: int = 0

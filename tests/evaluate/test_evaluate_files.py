@@ -53,8 +53,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     texts, evaluate_file = [], verb.evaluate_file
 
-    def kept(request: Any) -> Any:
-        evaluation = evaluate_file(request)
+    def kept(*arguments: Any) -> Any:
+        evaluation = evaluate_file(*arguments)
         texts.append(evaluation.outputs.texts)
         return evaluation
 

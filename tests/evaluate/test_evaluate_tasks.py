@@ -195,10 +195,10 @@ def test_the_command_line_evaluates_by_the_task(folder: Path) -> None:
     ("args", "message"),
     [
         (("lm", "text.txt", "--metric", "bleu"), "metric: 'bleu' is not known"),
-        (("lm", "text.txt", "--memory", "9"), "does not remember"),
+        (("lm", "text.txt", "--memory", "9"), "has no memory"),
         (("lm", "text.txt", "--context", "1"), "context: 1 is out of range"),
         (("masked", "text.txt", "--context", "5000"), "from 2 to 512"),
-        (("masked", "text.txt", "--memory", "9"), "does not remember"),
+        (("masked", "text.txt", "--memory", "9"), "has no memory"),
         (("span", "text.txt", "--metric", "bits_per_char"), "metric: 'bits_per_char' is not known"),
         (("classify", "labels.tsv", "--context", "5"), "--context: no meaning for"),
         (("classify", "labels.tsv", "--metric", "bleu"), "allowed: accuracy"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -31,13 +32,13 @@ from regard.cli.options import (
 )
 from regard.cli.output import message, out, out_json, print_table
 from regard.config import parse
-from regard.data.reader import STDIN, LineCounter, Source, is_jsonl, shown
+from regard.data.reader import STDIN, Source, shown
+from regard.data.tables import format_of
 from regard.decode.engine import Engine
 from regard.decode.request import Options
 from regard.errors import UserError, plural
-from regard.evaluate.by_task import EvaluationOptions, check_given, evaluate_file, parse_columns
-from regard.evaluate.evaluator import Evaluation, System
-from regard.evaluate.test_data import ParallelFiles
+from regard.evaluate.by_task import EvaluationRequest, evaluate_file, parse_columns
+from regard.evaluate.evaluator import Evaluation, EvaluationOptions
 from regard.metrics import MetricSettings
 from regard.recipe import Column
 from regard.run import Run
@@ -123,52 +124,53 @@ def command(
         EvaluationOptions, {"metrics": metrics, "bootstrap": bootstrap, **settings, **reading}, "options"
     )
     paths = [] if outputs is not None or run is None else [run, *(ensemble or [])]
-    runs, others, other_outputs = _open_all(paths, against, device, threads)
+    runs, other = _open_all(paths, against, device, threads)
     lines = dict(target=target, columns=columns, reference=reference, outputs=outputs)
     rest = dict(ensemble=ensemble, prefix_column=prefix_column, engine=engine, workers=workers)
-    names = {*options, *settings, *reading, *chosen_options(**lines, **rest)}
-    reads = check_given(names, [*runs[:1], *others], other_outputs is not None, option_name)
+    request = EvaluationRequest(
+        options=evaluation_options,
+        chosen={*options, *settings, *reading, *chosen_options(**lines, **rest)},
+        runs=runs,
+        outputs=outputs,
+        against=other,
+        references=[*([target] if target is not None else []), *(reference or [])],
+    )
+    reads = request.check(option_name)
     if "length_penalty" in options and decoding.beam == 1:
         raise UserError("--length-penalty: it ranks the hypotheses of a beam; give --beam too")
-    loaded = [*runs, *others]
+    loaded = [*runs, other] if isinstance(other, Run) else runs
     if loaded and reads == "pairs":
         decoding = usable_here(decoding, loaded[0].model.device)
-    systems = [System(runs, decoding, outputs)]
-    if against is not None:  # weights belong to the ensemble
-        systems.append(System(others, decoding.model_copy(update={"weights": ()}), other_outputs))
     table = run if outputs is not None else file or STDIN
-    ready = [path for path in dict.fromkeys((outputs, other_outputs)) if path is not None]
-    files = _files(reads, table, loaded, target, columns, reference or [], prefix_column, ready)
-    if files.table is not None:
-        announce_data(files.table, reads)
+    source = _source(reads, table, loaded, target, columns, request.references, prefix_column)
+    if source is not None:
+        announce_data(source, reads)
 
     def open_one(runs: Sequence[Run], options: Options) -> Engine:
         return open_engine(runs, options, engine_name, "none", workers, threads)
 
-    counter = LineCounter(strict)
-    evaluation = evaluate_file(evaluation_options.request(systems, files, counter, open_one))
-    skipped = [f"{files.name}: {counter.summary()}"] if counter.skipped else []
-    for remark in skipped + evaluation.remarks:
+    evaluation = evaluate_file(replace(request, decoding=decoding, open_engine=open_one), source)
+    for remark in evaluation.remarks:
         message(remark)
     if json:
-        out_json(evaluation.to_json(dict(counter.skipped)))
+        out_json(evaluation.to_json())
     else:
         _print_scores(evaluation, str(run if outputs is None else outputs), against)
 
 
 def _open_all(
     paths: list[str], against: str | None, device: str, threads: int | None
-) -> tuple[list[Run], list[Run], str | None]:
-    """The runs, the run to compare with if there is one, and the file of outputs to compare with otherwise."""
+) -> tuple[list[Run], Run | str | None]:
+    """The runs, and the run or the file of outputs to compare with."""
     if against is None or against == STDIN or os.path.isfile(against):
-        return open_runs(paths, device, threads), [], against
+        return open_runs(paths, device, threads), against
     if not os.path.isdir(against):
         raise UserError(f"--against: {against} is neither a run directory nor a file of outputs")
-    runs = open_runs([*paths, against], device, threads)
-    return runs[:-1], runs[-1:], None
+    *runs, other = open_runs([*paths, against], device, threads)
+    return runs, other
 
 
-def _files(
+def _source(
     reads: Reads,
     table: str | None,
     runs: Sequence[Run],
@@ -176,20 +178,17 @@ def _files(
     columns: str | None,
     references: Sequence[str],
     prefix_column: bool,
-    outputs: Sequence[str],
-) -> ParallelFiles:
-    """The files with sources, references and outputs."""
+) -> Source | None:
+    """The table, text or images; None if outputs are compared with references in other files."""
     if reads not in ("pairs", "labelled"):
-        return ParallelFiles(Source((table or STDIN,)))
-    if target is not None:
-        references = [target, *references]
+        return Source((table or STDIN,))
     if table is None:
         if not references:
             raise UserError("--outputs: what to compare with? Name FILE, a table of pairs, or --reference FILE")
         if columns or prefix_column:
             raise UserError("--columns, --prefix-column: there is no table; name FILE")
-        return ParallelFiles(None, references, outputs)
-    if is_jsonl(table) and (columns or prefix_column):
+        return None
+    if format_of(table) == "jsonl" and (columns or prefix_column):
         raise UserError(f"--columns, --prefix-column: {table} has JSON objects in its lines, with keys")
     names: tuple[Column, ...] = runs[0].codec.columns if runs else ("source", "target")
     if columns:
@@ -198,7 +197,7 @@ def _files(
         raise UserError(f"--columns: the targets are in {shown(target)}; name the columns of {shown(table)} without it")
     if target is not None:
         names = tuple(name for name in names if name != "target")
-    return ParallelFiles(Source((table,), names, prefix_column=prefix_column), references, outputs)
+    return Source((table,), names, prefix_column=prefix_column)
 
 
 def _print_scores(evaluation: Evaluation, name: str, against: str | None) -> None:

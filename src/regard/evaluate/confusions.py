@@ -1,4 +1,4 @@
-"""Confusions: which tokens, characters or labels are taken for which, most frequent first."""
+"""The most frequent confusions of tokens, characters or labels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rapidfuzz.distance import Levenshtein
 
 from regard.metrics import References, alternatives, closest
 
-LONGEST = 40  # characters of an example that are shown
-NOTHING = "∅"  # in place of a token that was inserted or deleted
-# What a text is compared by: as a whole, token by token (separated by spaces), or character by character.
+MAX_SHOWN = 40  # characters of an example
+NO_TOKEN = "∅"  # on the other side of an insertion or deletion
+# A text is compared as a whole, by tokens separated by spaces, or by characters.
 Unit = Literal["label", "token", "character"]
-_CUT: dict[Unit, Callable[[str], Sequence[Hashable]]] = {
+_SPLIT: dict[Unit, Callable[[str], Sequence[Hashable]]] = {
     "label": lambda text: (text,),
     "token": str.split,
     "character": str,
@@ -23,7 +23,7 @@ _CUT: dict[Unit, Callable[[str], Sequence[Hashable]]] = {
 
 
 class ConfusedExample(NamedTuple):
-    """An example with a confusion, and where it was read."""
+    """An example with a confusion."""
 
     location: str
     source: str
@@ -33,7 +33,7 @@ class ConfusedExample(NamedTuple):
 
 @dataclass(frozen=True)
 class Confusion:
-    """What the reference has, what the output has in its place, how often, and the first example."""
+    """A token of the reference, the token of the output at its place, their count, and the first example."""
 
     reference: str | None  # None: inserted
     output: str | None  # None: deleted
@@ -41,9 +41,9 @@ class Confusion:
     example: ConfusedExample
 
     def cells(self) -> dict[str, str]:
-        """The row of a table; spaces are quoted, and a long example is cut."""
+        """The row of a table; spaces are quoted, and a long example is shortened."""
         source = self.example.source
-        source = source if len(source) <= LONGEST else source[: LONGEST - 1] + "…"
+        source = source if len(source) <= MAX_SHOWN else source[: MAX_SHOWN - 1] + "…"
         place = f"{self.example.location} {source}".rstrip()
         sides = {"reference": _visible(self.reference), "output": _visible(self.output)}
         return {**sides, "count": f"{self.count:,}", "example": place}
@@ -53,34 +53,36 @@ class Confusion:
 
 
 def _visible(token: str | None) -> str:
-    return NOTHING if token is None else repr(token) if token.isspace() else token or "''"
+    return NO_TOKEN if token is None else repr(token) if token.isspace() else token or "''"
 
 
 def count_confusions(
     outputs: Sequence[str],
     references: References,
     unit: Unit,
-    most: int,
+    limit: int,
     sources: Sequence[str] = (),
     locations: Sequence[str] = (),
     lowercase: bool = False,
 ) -> list[Confusion]:
-    """The `most` frequent differences between outputs and their closest references, by a smallest number of edits."""
+    """The `limit` most frequent edits that turn the closest references into the outputs with minimal edit distance."""
     counts: Counter[tuple[str | None, str | None]] = Counter()
     first: dict[tuple[str | None, str | None], ConfusedExample] = {}
-    fold, cut = str.lower if lowercase else str, _CUT[unit]
+    fold = str.lower if lowercase else str
+    split = _SPLIT[unit]
     for index, (output, several) in enumerate(zip(outputs, alternatives(references), strict=True)):
-        ours, theirs = cut(fold(output)), [cut(fold(reference)) for reference in several]
+        ours = split(fold(output))
+        theirs = [split(fold(reference)) for reference in several]
         edits, reference = closest(ours, theirs)
         if not edits:
             continue
-        place = sources[index] if sources else "", several[theirs.index(reference)], output
+        texts = sources[index] if sources else "", several[theirs.index(reference)], output
         for edit in Levenshtein.editops(reference, ours):
             pair = (
                 None if edit.tag == "insert" else str(reference[edit.src_pos]),
                 None if edit.tag == "delete" else str(ours[edit.dest_pos]),
             )
             counts[pair] += 1
-            first.setdefault(pair, ConfusedExample(locations[index] if locations else "", *place))
+            first.setdefault(pair, ConfusedExample(locations[index] if locations else "", *texts))
     ranked = sorted(counts, key=lambda pair: (-counts[pair], pair[0] or "", pair[1] or ""))
-    return [Confusion(*pair, counts[pair], first[pair]) for pair in ranked[:most]]
+    return [Confusion(*pair, counts[pair], first[pair]) for pair in ranked[:limit]]

@@ -1,4 +1,4 @@
-"""Data to evaluate on: sources, references, prefixes and ready outputs, in columns of a table or files."""
+"""Test data: sources, references, prefixes and ready outputs, from the columns of a table or from files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from regard.data.reader import BAD_REQUEST, EMPTY, STDIN, Line, LineCounter, Source, is_jsonl, read_lines, shown
+from regard.data.reader import BAD_REQUEST, EMPTY, STDIN, Line, LineCounter, Source, read_lines, shown
+from regard.data.tables import format_of
 from regard.decode.request import Request, parse_request
 from regard.errors import UserError, plural
 from regard.files import json_object
@@ -16,59 +17,61 @@ from regard.text.codec import Example, UnknownTokens
 
 @dataclass(frozen=True)
 class ParallelData:
-    """Examples in order, with what is given for them."""
+    """Test examples in order."""
 
-    inputs: list[Request]  # with an empty source where there are references only
+    inputs: list[Request]  # with an empty source if there are only references and outputs
     references: list[tuple[str, ...]]
     locations: list[str]  # file:line
-    outputs: dict[str, list[str]]  # by the name of the file
+    outputs: dict[str, list[str]]  # by file
 
     def part(self, indices: Sequence[int]) -> ParallelData:
-        """Some of the examples."""
-        inputs, references = [self.inputs[i] for i in indices], [self.references[i] for i in indices]
-        outputs = {name: [texts[i] for i in indices] for name, texts in self.outputs.items()}
-        return ParallelData(inputs, references, [self.locations[i] for i in indices], outputs)
+        return ParallelData(
+            [self.inputs[i] for i in indices],
+            [self.references[i] for i in indices],
+            [self.locations[i] for i in indices],
+            {name: [texts[i] for i in indices] for name, texts in self.outputs.items()},
+        )
 
 
 @dataclass(frozen=True)
 class ParallelFiles:
-    """A table, and files with a line for each of its lines. Without a table, references and outputs alone."""
+    """A table, and files with one line for each line of the table; or only files of references and outputs."""
 
     table: Source | None
     references: Sequence[str] = ()
     outputs: Sequence[str] = ()
-    in_memory: Mapping[str, Sequence[str]] = field(default_factory=dict)  # texts by a name in place of their file
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # lines in memory instead of a file, by name
 
     @property
     def name(self) -> str:
-        """The file that numbers the lines."""
+        """The file whose lines are counted."""
         return shown(self.references[0]) if self.table is None else self.table.name
 
     def read(self, counter: LineCounter) -> ParallelData:
-        """Read it all; lines of the table that cannot be used are counted, and so are lines without a reference."""
+        """Read all examples; unusable lines of the table and lines without a reference are counted as skipped."""
         paths = [*(self.table.paths if self.table else ()), *self.references, *self.outputs]
         if paths.count(STDIN) > 1:
             raise UserError("stdin can be read once: name a file for all but one of the table, references and outputs")
-        beside = {path: self._read(path) for path in (*self.references, *self.outputs)}
-        rows = self._rows(counter, len(beside[self.references[0]]) if self.table is None else 0)
-        for path, lines in beside.items():
+        files = {path: self._read(path) for path in (*self.references, *self.outputs)}
+        rows = self._rows(counter, len(files[self.references[0]]) if self.table is None else 0)
+        for path, lines in files.items():
             if len(lines) != counter.read:
                 raise UserError(
-                    f"{self.name} has {_lines(counter.read)} but {shown(path)} has {_lines(len(lines))}; "
-                    "they need one line for one line"
+                    f"{self.name} has {plural(counter.read, 'line')} but {shown(path)} has "
+                    f"{plural(len(lines), 'line')}; they must have the same number of lines"
                 )
         data = ParallelData([], [], [], {path: [] for path in self.outputs})
         for number, request, targets in rows:
-            further = self._references({path: beside[path][number - 1] for path in self.references}, counter)
-            if further is None:
+            references = self._references({path: files[path][number - 1] for path in self.references}, counter)
+            if references is None:
                 continue
-            if not (*targets, *further):
+            if not (*targets, *references):
                 counter.skip(EMPTY, self._location(number), "reference")
                 continue
             for path in self.outputs:
-                data.outputs[path].append(_readable(path, beside[path][number - 1]))
+                data.outputs[path].append(_readable(path, files[path][number - 1]))
             data.inputs.append(request)
-            data.references.append((*targets, *further))
+            data.references.append((*targets, *references))
             data.locations.append(self._location(number))
         if self.table is not None:
             self.table.require(counter)
@@ -77,32 +80,34 @@ class ParallelFiles:
         return data
 
     def _read(self, path: str) -> list[Line]:
-        if path in self.in_memory:
-            return [Line(number, text) for number, text in enumerate(self.in_memory[path], 1)]
+        if path in self.texts:
+            return [Line(number, text) for number, text in enumerate(self.texts[path], 1)]
         return list(read_lines(path))
 
     def _location(self, number: int) -> str:
         return self.table.location(number) if self.table else f"{self.name}:{number}"
 
     def _rows(self, counter: LineCounter, lines: int) -> list[tuple[int, Request, tuple[str, ...]]]:
-        """Number, request and targets of every good line of the table; without one, of so many lines."""
+        """Number, request and targets of every good line of the table; without a table, of `lines` lines."""
         if self.table is None:
             counter.read = lines
             return [(number + 1, Request(""), ()) for number in range(lines)]
-        if is_jsonl(self.table.paths[0]) and not self.table.packed:
+        if format_of(self.table.paths[0]) == "jsonl" and not self.table.packed:
             return list(_requests(self.table, counter))
-        rows, columns = [], self.table.columns
-        source_at, targets_at = columns.index("source"), [i for i, name in enumerate(columns) if name == "target"]
-        features_at = columns.index("features") if "features" in columns else None
+        rows = []
+        columns = self.table.columns
+        source_index = columns.index("source")
+        target_indices = [i for i, name in enumerate(columns) if name == "target"]
+        features_index = columns.index("features") if "features" in columns else None
         for number, cells in self.table.cells(counter):
-            features = None if features_at is None else cells[features_at]
+            features = None if features_index is None else cells[features_index]
             prefix = cells[-1] if self.table.prefix_column else ""
-            targets = tuple(cells[i] for i in targets_at if cells[i].strip())
-            rows.append((number, Request(cells[source_at], features, prefix), targets))
+            targets = tuple(cells[i] for i in target_indices if cells[i].strip())
+            rows.append((number, Request(cells[source_index], features, prefix), targets))
         return rows
 
     def _references(self, lines: dict[str, Line], counter: LineCounter) -> list[str] | None:
-        """The references of a line, one or none from each file; None if one cannot be read, which is counted."""
+        """The references of a line that are not empty; None if a line is unreadable, which is counted as skipped."""
         for path, line in lines.items():
             if line.problem:
                 counter.skip(line.problem, f"{shown(path)}:{line.number}")
@@ -111,7 +116,7 @@ class ParallelFiles:
 
 
 def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, Request, tuple[str, ...]]]:
-    """Lines that are JSON objects: the keys of a request, and `target`, a text or a list of references."""
+    """Parse JSONL: the keys of an object are the fields of a request, and `target`, a text or a list of references."""
     fields = [name for name in Request.model_fields if name != "features" or "features" in table.columns]
     for line in read_lines(table.paths[0]):
         counter.read += 1
@@ -133,35 +138,31 @@ def _requests(table: Source, counter: LineCounter) -> Iterator[tuple[int, Reques
 
 
 def _texts(target: Any) -> tuple[str, ...]:
-    several = target if isinstance(target, list) else [] if target is None else [target]
-    if not all(isinstance(text, str) for text in several):
+    texts = target if isinstance(target, list) else [] if target is None else [target]
+    if not all(isinstance(text, str) for text in texts):
         raise UserError(f"target: takes a text or a list of texts, not {str(target)[:80]!r}")
-    return tuple(text for text in several if text.strip())
+    return tuple(text for text in texts if text.strip())
 
 
 def _readable(path: str, line: Line) -> str:
     if line.problem:
-        raise UserError(f"{shown(path)}:{line.number}: {line.problem}; an output must be readable to be judged")
+        raise UserError(f"{shown(path)}:{line.number}: {line.problem}; outputs must be readable")
     return line.text
 
 
-def _lines(count: int) -> str:
-    return plural(count, "line")
-
-
 class UnknownParts:
-    """Counts what a run does not know in examples: tokens of the source, and of the target, or labels."""
+    """Counts the tokens of sources and targets, or the labels, that are unknown to a run."""
 
     def __init__(self, run: Run, examples: Sequence[Example] = (), labels: Sequence[str] = ()) -> None:
         self.codec = run.codec
         self.labels = set(run.label_names) if run.task.labels else None
-        self.source, self.target = UnknownTokens(), UnknownTokens()
+        self.source = UnknownTokens()
+        self.target = UnknownTokens()
         if examples:
             self.note(examples)
         self._note_labels(labels)
 
     def note(self, examples: Sequence[Example]) -> None:
-        """Count what is unknown in these."""
         self.codec.note_unknown(examples, self.source)
         targets = [example.target or "" for example in examples]
         if self.labels is None:
@@ -175,7 +176,7 @@ class UnknownParts:
                 self.target.count([label])
 
     def remarks(self) -> list[str]:
-        """One remark for each side that has something unknown."""
+        """A remark for each side with unknown tokens or labels."""
         remarks = [f"source: {self.source.summary()}"] if self.source else []
         if self.target and self.labels is None:
             remarks.append(f"target: {self.target.summary()}")
@@ -184,6 +185,6 @@ class UnknownParts:
         return remarks
 
     def to_json(self) -> dict[str, int]:
-        """How many tokens or labels are unknown, by side."""
+        """The number of unknown tokens or labels by side."""
         sides = {"source": self.source, "target": self.target}
         return {side: unknown.total for side, unknown in sides.items() if unknown}
