@@ -22,18 +22,18 @@ from regard.cli.output import json_line, message
 from regard.data.reader import (
     BAD_REQUEST,
     COLUMNS,
-    LONG,
-    NAMED,
+    MAX_LOCATIONS,
     NO_MEMORY,
     STDIN,
+    TOO_LONG,
     UNMET,
     Line,
     LineCounter,
     Source,
-    is_jsonl,
     read_lines,
     shown,
 )
+from regard.data.tables import format_of
 from regard.decode.ctranslate2 import Scores
 from regard.decode.encoder_only import Classification, classify
 from regard.decode.engine import Engine
@@ -95,7 +95,7 @@ class InputLines:
     ) -> None:
         self.path = path
         self.is_file = _is_file(path)
-        self.jsonl = jsonl or is_jsonl(path)
+        self.jsonl = jsonl or format_of(path) == "jsonl"
         self.codec = codec
         self.counter = LineCounter()
         self.unknown = UnknownTokens()
@@ -123,7 +123,7 @@ class InputLines:
 
     def note_flags(self, line: InputLine, flags: Mapping[str, str]) -> None:
         """Count a line whose output is empty or degenerate, as its flags say."""
-        for name, reason in (("too_long", LONG), ("unsatisfied", UNMET), ("out_of_memory", NO_MEMORY)):
+        for name, reason in (("too_long", TOO_LONG), ("unsatisfied", UNMET), ("out_of_memory", NO_MEMORY)):
             if name in flags:
                 self.counter.skip(reason, line.location, flags[name], tell=True)
         self.degenerate += any(name in flags for name in DEGENERATE)
@@ -396,7 +396,7 @@ def add_counts(lines: InputLines, counts: Counts) -> None:
     counter.skipped.update(counts["skipped"])
     for reason, locations in counts["places"].items():
         named = counter.locations.setdefault(reason, [])
-        named += locations[: NAMED - len(named)]
+        named += locations[: MAX_LOCATIONS - len(named)]
     lines.targets_ignored += counts["targets_ignored"]
     lines.degenerate += counts["degenerate"]
     unknown = lines.unknown

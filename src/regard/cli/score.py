@@ -29,8 +29,8 @@ from regard.data.reader import (
     BAD_REQUEST,
     BLANK,
     COLUMNS,
-    LONG,
     NO_MEMORY,
+    TOO_LONG,
     LineCounter,
     Located,
     Source,
@@ -81,7 +81,7 @@ def command(
     ahead, behind = tee(_noted(located, unknown, chosen.window))
     printed = 0
     for scored, (number, example) in zip(score(runs, (item.example for item in ahead), chosen), behind, strict=False):
-        for name, reason in (("too_long", LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
+        for name, reason in (("too_long", TOO_LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
             if name in scored.flags:
                 counter.skip(reason, f"{shown(pairs)}:{number}", scored.flags[name], tell=True)
         if json:

@@ -29,7 +29,7 @@ from regard.errors import UserError, plural
 from regard.parallel.children import Child, Message, Template, Unpacker, Work, answer_requests, ordered_map, pack
 from regard.recipe import Data
 from regard.text.codec import Codec, Example, TextConfig
-from regard.text.tokenizer import SWITCH, Tokenizer, threads
+from regard.text.tokenizer import PARALLELISM_VARIABLE, Tokenizer, threads
 
 BLOCK_BYTES = 4 << 20  # approximate size of the text in a block
 MIN_PARALLEL_BYTES = 48 << 20  # child processes take a second to start, so they do not pay for less text
@@ -97,7 +97,7 @@ def _make_in_children(
     store: ShardStore, settings: dict[str, Any], blocks: Iterable[Message], processes: int
 ) -> Iterator[tuple[dict[str, Any], Message]]:
     name = "a process that turns text into tokens"
-    environment = {SWITCH: "false"}  # one thread in each child
+    environment = {PARALLELISM_VARIABLE: "false"}  # one thread in each child
     template = Template(f"{__name__}:load_maker", settings, environment, name)
     children: list[Child] = []
 

@@ -151,12 +151,6 @@ BAD_REQUEST = "not a valid request"
 NOT_JSON = "not a JSON object"
 NOT_TEXT = "not text"
 MAX_LOCATIONS = 5  # recorded per reason
-LONG = TOO_LONG
-NAMED = MAX_LOCATIONS
-
-
-def is_jsonl(path: str) -> bool:
-    return path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson"))
 
 
 class Line(NamedTuple):

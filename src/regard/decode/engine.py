@@ -41,7 +41,7 @@ from regard.errors import UserError
 from regard.parallel import children
 from regard.parallel.children import Channel, Child, ChildDied, Message
 from regard.run import Run
-from regard.text.tokenizer import SWITCH
+from regard.text.tokenizer import PARALLELISM_VARIABLE
 
 FORK_SECONDS = 0.1  # until a forked worker decodes
 
@@ -260,7 +260,7 @@ class WorkerPool(Engine):
 
 def can_fork() -> bool:
     """Whether this process can be forked to decode: it has one thread, and the tokenizers library has none."""
-    return children.can_fork() and os.environ.get(SWITCH) == "false"
+    return children.can_fork() and os.environ.get(PARALLELISM_VARIABLE) == "false"
 
 
 def _answer_batches(engine: TorchEngine, channel: Channel, settings: dict[str, Any]) -> None:

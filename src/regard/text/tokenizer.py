@@ -34,9 +34,9 @@ _INSIDE = r"\p{L}\p{M}\p{N}_\x{200C}\x{200D}"  # letters, marks, digits and the 
 PATTERNS = {"char": r"[\s\S]", "nfd": r"[\s\S]", "word": rf" ?[{_INSIDE}]+| ?[^\s{_INSIDE}]|[\s\S]"}
 
 # Left alone the library starts threads at its first call, and a process forked later warns or waits for them for ever.
-SWITCH = "TOKENIZERS_PARALLELISM"
-_OURS = SWITCH not in os.environ
-os.environ.setdefault(SWITCH, "false")
+PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
+_OURS = PARALLELISM_VARIABLE not in os.environ
+os.environ.setdefault(PARALLELISM_VARIABLE, "false")
 
 
 @contextmanager
@@ -45,11 +45,11 @@ def threads() -> Iterator[None]:
     if not _OURS:
         yield
         return
-    os.environ[SWITCH] = "true"
+    os.environ[PARALLELISM_VARIABLE] = "true"
     try:
         yield
     finally:
-        os.environ[SWITCH] = "false"
+        os.environ[PARALLELISM_VARIABLE] = "false"
 
 
 class Scheme(NamedTuple):

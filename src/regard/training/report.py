@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from regard.data.reader import NAMED
+from regard.data.reader import MAX_LOCATIONS
 from regard.errors import UserError, plural
 from regard.files import replace_file
 
@@ -230,7 +230,7 @@ def describe_event(event: Event) -> str:
     if kind == "skip":
         return f"step {step:,} · skipped: the loss or its gradient is not a finite number"
     if kind == "memory":
-        named = "; ".join(event["skipped"][:NAMED]) + "; ..." * (len(event["skipped"]) > NAMED)
+        named = "; ".join(event["skipped"][:MAX_LOCATIONS]) + "; ..." * (len(event["skipped"]) > MAX_LOCATIONS)
         unfit = f"; skipped, since it does not fit even alone: {named}" if named else ""
         return f"step {step:,} · memory ran out: the batch was read in {plural(event['pieces'], 'part')}{unfit}"
     if kind == "end":
