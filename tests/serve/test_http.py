@@ -257,7 +257,7 @@ def test_reload_takes_the_new_weights_and_drops_no_request(runs, tmp_path):
         text = client.post("/v1/generate", {"inputs": "abc"}, Authorization=bearer).json["results"][0]["hypotheses"][0]
         (path / "config.json").write_text("{}")
         refused = client.post("/v1/runs/reload", {}, Authorization=bearer)
-        assert refused.status == 422 and "the old ones stay" in refused.json["error"]["message"]
+        assert refused.status == 422 and "the old runs stay" in refused.json["error"]["message"]
         stop.set()
         asking.join()
         assert text["text"] == other_text(other) and set(statuses) == {200}

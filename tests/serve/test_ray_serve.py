@@ -125,8 +125,8 @@ def test_arguments_are_checked_before_anything_starts(
     for arguments, message in (
         ({}, "runs: is required"),
         ({"runs": run, "max_replica": 3}, "did you mean 'max_replicas'"),
-        ({"runs": run, "min_replicas": 3, "max_replicas": "2"}, "3 are more than max_replicas, 2"),
-        ({"runs": run, "port": 80}, "port: is set where Ray Serve is configured"),
+        ({"runs": run, "min_replicas": 3, "max_replicas": "2"}, "3 is more than max_replicas, 2"),
+        ({"runs": run, "port": 80}, "port: belongs to the configuration of Ray Serve"),
         ({"runs": str(tmp_path)}, "not a run directory"),
         ({"runs": run, "precision": "int8"}, "int8: goes with"),
         ({"runs": run, "keys": str(tmp_path / "none")}, "cannot be read"),
@@ -190,13 +190,13 @@ import json, sys, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray import serve
-from regard.serve.ray_serve import NAME, app
+from regard.serve.ray_serve import DEPLOYMENT, app
 
 run, port, bodies = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 ray.init(address="local", num_cpus=4, include_dashboard=False)
 serve.start(http_options={"host": "127.0.0.1", "port": port})
 serve.run(app({"runs": f"toy={run}", "min_replicas": 2, "max_replicas": "2", "cpus": 0.5, "max_inputs": 10}))
-replicas = serve.status().applications["default"].deployments[NAME].replica_states
+replicas = serve.status().applications["default"].deployments[DEPLOYMENT].replica_states
 
 def ask(item):
     data = json.dumps(item[1]).encode()

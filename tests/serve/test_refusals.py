@@ -13,7 +13,7 @@ import pytest
 
 from kit.models import letters
 from kit.server import serving
-from regard.serve.bodies import SMALL, GenerateBody
+from regard.serve.bodies import SMALL_BODY_BYTES, GenerateBody
 
 KEY, ADMIN = "k" * 20, "a" * 20
 
@@ -43,7 +43,7 @@ WRONG = [
     ({"inputs": "a", "run": "toy", "nbest": 3}, 422, "nbest"),
     ({"inputs": ["a"] * 501, "run": "toy"}, 413, "at most 500"),
     ({"inputs": "a", "run": "toy", "beam": 1000, "max_length": 100_000}, 413, "at most"),
-    ({"inputs": "a", "run": "toy", "window": 3}, 422, "decided by the server"),
+    ({"inputs": "a", "run": "toy", "window": 3}, 422, "set by the server"),
     (b'{"inputs": "\\ud800", "run": "toy"}', 400, "not JSON"),
     (b"[1, 2", 400, "not JSON"),
     (b"\xff\xfe", 400, "not JSON"),
@@ -127,7 +127,7 @@ TOO_MANY = [
 @pytest.mark.parametrize("body", TOO_MANY, ids=lambda x: str(x)[:40])
 def test_a_body_of_too_many_values_is_refused_before_each_is_looked_at(client, body, monkeypatch):
     monkeypatch.setattr(GenerateBody, "model_validate_json", None)
-    reply = client.post("/v1/generate", {"padding": "a" * SMALL} | body)
+    reply = client.post("/v1/generate", {"padding": "a" * SMALL_BODY_BYTES} | body)
     assert reply.status == 413 and "at most" in reply.json["error"]["message"].replace("more than", "at most")
 
 

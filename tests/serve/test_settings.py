@@ -23,9 +23,9 @@ def test_keys_are_read_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("short\n", ":1: a key has 16"),
-        (f"{KEY}\nuser {KEY}\n", ":2: a line is KEY"),
-        ("# none\n", "has no key"),
+        ("short\n", ":1: a key must have at least 16"),
+        (f"{KEY}\nuser {KEY}\n", ":2: a line must be KEY"),
+        ("# none\n", "contains no keys"),
         ("ä" * 16, ":1:"),
     ],
 )
@@ -56,7 +56,7 @@ def test_runs_are_named_by_their_directory_or_as_given(tmp_path):
     assert named_runs([str(tmp_path / "g2p"), f"en-de={tmp_path}/g2p"]) == {
         "g2p": str(tmp_path / "g2p"), "en-de": f"{tmp_path}/g2p",
     }  # fmt: skip
-    with pytest.raises(UserError, match="another run is called g2p"):
+    with pytest.raises(UserError, match="another run is also named g2p"):
         named_runs([str(tmp_path / "g2p"), "g2p=elsewhere"])
     with pytest.raises(UserError, match="NAME=DIRECTORY"):
         named_runs([str(tmp_path / "a=b")])

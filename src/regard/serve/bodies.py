@@ -1,4 +1,4 @@
-"""What clients send: one checked value per endpoint. The options of decoding are the fields of `Options` themselves."""
+"""Request bodies: one validated value per endpoint. `GenerateBody` inherits all decoding options from `Options`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.serve.settings import MAX_INPUTS, MAX_TEXT
 from regard.suggest import closest
 
 MAX_LENGTH = 100_000  # output tokens
-# The most that a request may ask for, beside the work that it makes.
+# Upper bounds of options, in addition to the limit of work per request.
 BOUNDS = {
     **dict.fromkeys(("beam", "nbest", "mbr", "groups", "alternatives", "top_tokens"), 1000),
     **dict.fromkeys(("min_length", "max_length", "alternatives_at", "max_source"), MAX_LENGTH),
@@ -23,10 +23,11 @@ BOUNDS = {
     **dict.fromkeys(("repetition_penalty", "temperature"), 100),
     "seed": 2**63 - 1,
 }
-BATCHING = ("window", "batch_tokens", "weights", "precision")  # the server decides
-# Bodies are checked in the event loop, which nothing should hold up for long: millions of wrong values took seconds.
-SMALL = 4096  # bytes of a body that cannot hold too many values
-MAX_VALUES, MAX_KEYS = 50_000, 100  # of a body, and of each object in it
+SERVER_OPTIONS = ("window", "batch_tokens", "weights", "precision")  # refused in requests
+# Bodies are validated in the event loop, where millions of wrong values would take seconds.
+SMALL_BODY_BYTES = 4096  # too small for too many values
+MAX_VALUES = 50_000  # of a body
+MAX_KEYS = 100  # of each object in a body
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
@@ -35,13 +36,13 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fa
 
 
 class Body(BaseModel):
-    """A body that refuses unknown keys."""
+    """A body without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 def _checked_keys(value: Any) -> Any:
-    """Refuse keys that a request does not have: its own constructor would take them for a mistake of the program."""
+    """Refuse unknown keys here: the constructor of `Request` would report them as an error of the program."""
     if isinstance(value, dict):
         fields = Request.model_fields
         for key in value:
@@ -59,12 +60,12 @@ Inputs = (
 
 
 class GenerateBody(Options):
-    """Sources to decode, with any option of `regard generate`."""
+    """Inputs to decode, with any option of `regard generate`."""
 
-    run: Name | None = Field(None, description="The name of a run; may be left out if there is one alone.")
-    inputs: Inputs = Field(description="A text, or an object with constraints of its own, or a list of these.")
-    attention: bool = Field(False, description="Give every attention map of the best output of each input.")
-    stream: bool = Field(False, description="Tell every token as it is decoded, by server-sent events; one input only.")
+    run: Name | None = Field(None, description="The name of a run; optional if only one run can do this.")
+    inputs: Inputs = Field(description="A text, an object with its own constraints, or a list of texts and objects.")
+    attention: bool = Field(False, description="Add every attention map of the best output of each input.")
+    stream: bool = Field(False, description="Send every token as it is decoded, as server-sent events; one input only.")
 
     @model_validator(mode="after")
     def _bounded(self) -> GenerateBody:
@@ -73,9 +74,9 @@ class GenerateBody(Options):
                 raise ValueError(f"{name}: at most {BOUNDS[name]}")
         if any(len(item["source"]) > MAX_TEXT for item in self.items()):
             raise ValueError(f"inputs: a source has at most {MAX_TEXT} characters")
-        for name in BATCHING:
+        for name in SERVER_OPTIONS:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: is decided by the server")
+                raise ValueError(f"{name}: is set by the server")
         return self
 
     def items(self) -> list[dict[str, Any]]:
@@ -87,12 +88,12 @@ class GenerateBody(Options):
         ]
 
     def options(self) -> Options:
-        """The options of decoding alone."""
+        """The decoding options."""
         return Options.model_construct(**{name: getattr(self, name) for name in Options.model_fields})
 
 
 class TranslateBody(Body):
-    """What LibreTranslate's clients send."""
+    """A request of a LibreTranslate client."""
 
     q: Text | Texts
     source: Name = "auto"
@@ -103,7 +104,7 @@ class TranslateBody(Body):
 
 
 class CompletionBody(Body):
-    """What OpenAI's clients send to /v1/completions."""
+    """A request of an OpenAI client to /v1/completions."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
 
@@ -128,20 +129,20 @@ class CompletionBody(Body):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
     def options(self) -> Options:
-        """The options of decoding; temperature 0 is greedy search."""
+        """The decoding options; temperature 0 means greedy search."""
         sampling = self.temperature is None or self.temperature > 0
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        chosen: dict[str, Any] = {"max_length": self.max_tokens or 16, "stop": stop, "top_tokens": self.logprobs or 0}
+        options: dict[str, Any] = {"max_length": self.max_tokens or 16, "stop": stop, "top_tokens": self.logprobs or 0}
         if sampling:
-            chosen |= {
+            options |= {
                 "sample": True,
                 "temperature": self.temperature or 1.0,
                 "top_p": self.top_p or 1.0,
                 "nbest": self.n or 1,
             }
         if self.seed is not None:
-            chosen["seed"] = self.seed
-        return Options.of(**chosen)
+            options["seed"] = self.seed
+        return Options.of(**options)
 
 
 class Pair(Body):
@@ -160,7 +161,7 @@ class ScoreBody(Body):
 
 
 class LabelInput(Body):
-    """A text to classify, with its features."""
+    """A text to classify, with features."""
 
     source: Text
     features: Text | None = None
@@ -174,7 +175,7 @@ class ClassifyBody(Body):
 
 
 class EmbedBody(Body):
-    """Texts to turn into vectors."""
+    """Texts to embed."""
 
     run: Name | None = None
     inputs: Texts
@@ -182,7 +183,7 @@ class EmbedBody(Body):
 
 
 class InspectBody(Body):
-    """An example whose attention is wanted."""
+    """An example to inspect."""
 
     run: Name | None = None
     source: Text
@@ -191,23 +192,23 @@ class InspectBody(Body):
 
 
 class ReloadBody(Body):
-    """Nothing: all runs are loaded anew."""
+    """An empty body."""
 
 
 class BadBody(UserError):
-    """A body that is refused, with the status of the answer."""
+    """An invalid body, with the status of the answer."""
 
     status = 422
 
 
 class NotJson(BadBody):
-    """A body that is no JSON at all."""
+    """A body that is not JSON."""
 
     status = 400
 
 
 class TooLarge(BadBody):
-    """A body with more values than one request may have."""
+    """A body with too many values."""
 
     status = 413
 
@@ -216,8 +217,8 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
-    """A checked body; a UserError names the fields that are wrong, of a list the first alone."""
-    if len(data) > SMALL:
+    """Validate a body; a UserError names the wrong fields, and the first wrong item of a list."""
+    if len(data) > SMALL_BODY_BYTES:
         check_size(data, max_inputs)
     try:
         return kind.model_validate_json(data, strict=True, context=PYDANTIC_ERRORS)
@@ -229,11 +230,11 @@ def parse_body(kind: type[B], data: bytes, max_inputs: int = MAX_INPUTS) -> B:
 
 
 def check_size(data: bytes, max_inputs: int) -> None:
-    """Refuse a body of too many values before anybody looks at each of them."""
+    """Refuse a body with too many values, before the values are validated."""
     try:
         body = from_json(data)
     except ValueError:
-        return  # says where it is wrong when it is checked
+        return  # `parse_body` reports the place of the error
     if isinstance(body, dict):
         for key in ("inputs", "q", "prompt", "pairs"):
             if isinstance(rows := body.get(key), list) and len(rows) > max_inputs:
@@ -241,10 +242,10 @@ def check_size(data: bytes, max_inputs: int) -> None:
     pending: list[Any] = [body] if isinstance(body, dict | list) else []
     values = 0
     while pending:
-        each = pending.pop()
-        if isinstance(each, dict) and len(each) > MAX_KEYS:
-            raise TooLarge(f"an object has {len(each)} keys; at most {MAX_KEYS}")
-        values += len(each)
+        item = pending.pop()
+        if isinstance(item, dict) and len(item) > MAX_KEYS:
+            raise TooLarge(f"an object has {len(item)} keys; at most {MAX_KEYS}")
+        values += len(item)
         if values > MAX_VALUES:
             raise TooLarge(f"the body has more than {MAX_VALUES} values")
-        pending += [x for x in (each.values() if isinstance(each, dict) else each) if isinstance(x, dict | list)]
+        pending += [x for x in (item.values() if isinstance(item, dict) else item) if isinstance(x, dict | list)]

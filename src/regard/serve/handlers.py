@@ -1,4 +1,4 @@
-"""The handlers of the endpoints: each turns a checked body into a job, and its results into an answer."""
+"""The handlers of the endpoints: each converts a validated body into a job, and the results into an answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -30,46 +31,45 @@ from regard.serve.settings import ServeSettings
 from regard.suggest import closest
 
 Answer = dict[str, Any]
-TRACED = 20  # hypotheses that cost about as much as recording all attention of one
-SCALE, EXTRA = 3, 50  # output tokens per character of a source, and more, that are expected at most
-KINDS = {
-    "generate": "decodes", "stream": "decodes", "score": "scores pairs", "classify": "tells labels",
-    "embed": "gives vectors", "inspect": "shows its attention",
-}  # fmt: skip
+TRACE_COST = 20  # of recording all attention of a hypothesis, in hypotheses
+TOKENS_PER_CHARACTER = 3  # estimated maximum length of an output, per character of the source
+EXTRA_TOKENS = 50
 
 
 class Handlers:
     """The handlers over one service."""
 
     def __init__(self, service: Service, settings: ServeSettings) -> None:
-        self.service, self.settings = service, settings
+        self.service = service
+        self.settings = settings
         self.draining = False
 
     # jobs
 
     def find_run(self, name: str | None, kind: str) -> str:
-        """The run that is meant, if it can do what is asked."""
+        """The run of a request: the named run, or the only run with this kind of answers."""
         runs = self.service.runs
         if name is not None:
             if name not in runs:
-                raise Refused(404, f"run: there is no run {name!r}{closest(name, runs)} (runs: {', '.join(runs)})")
-            if kind not in runs[name]["kinds"]:
-                raise Refused(
-                    422, f"run: {name} is a run of the task {runs[name]['task']}; none of these {KINDS[kind]}"
-                )
+                raise Refused(404, f"run: no run {name!r}{closest(name, runs)} (runs: {', '.join(runs)})")
+            kinds = runs[name]["kinds"]
+            if kind not in kinds:
+                task = runs[name]["task"]
+                raise Refused(422, f"run: {name} has the task {task} and cannot {kind}, only {', '.join(kinds)}")
             return name
         able = [each for each, run in runs.items() if kind in run["kinds"]]
         if len(able) != 1:
-            which = f"which one of {', '.join(able)}?" if able else f"none of the runs {KINDS[kind]}"
+            which = f"which one of {', '.join(able)}?" if able else f"no run can {kind}"
             raise Refused(422, f"run: {which}")
         return able[0]
 
     def make_job(self, run: str, kind: str, options: dict[str, Any], items: list[Answer], rows: int = 1) -> Job:
-        """A job, if it is not more work than one request may ask for."""
+        """A job, if it is not too much work for one request."""
         if len(items) > self.settings.max_inputs:
             raise Refused(413, f"{len(items)} inputs; at most {self.settings.max_inputs} in one request")
         lengths = [sum(len(text) for text in item.values() if isinstance(text, str)) + 1 for item in items]
-        if (work := rows * sum(map(partial(_longest, options), items, lengths))) > self.settings.max_work:
+        work = rows * sum(map(partial(_max_output, options), items, lengths))
+        if work > self.settings.max_work:
             raise Refused(
                 413, f"inputs times hypotheses times output tokens are {work:.0f}; at most {self.settings.max_work}"
             )
@@ -77,14 +77,14 @@ class Handlers:
         return Job(group, items, [rows * n for n in lengths])
 
     def check_room(self) -> None:
-        """Refuse a request of which nothing is known yet, if no worker is ready or the queue is full."""
+        """Refuse any request if no worker is ready or the queue is full."""
         if not self.service.ready:
             raise Refused(503, "no worker is ready", retry_after=2)
         if self.service.queue.full:
             raise self._busy()
 
     def submit(self, job: Job) -> None:
-        """Take on a job, or refuse it."""
+        """Submit a job, or refuse the request."""
         try:
             self.service.submit(job)
         except QueueFull:
@@ -92,10 +92,10 @@ class Handlers:
 
     def _busy(self) -> Refused:
         seconds = self.service.wait_seconds()
-        return Refused(429, "more work waits than the server takes on; try again later", retry_after=seconds)
+        return Refused(429, "the queue is full; try again later", retry_after=seconds)
 
     async def results(self, job: Job) -> list[Answer]:
-        """The results of a job, in order; an error of the only input is that of the request."""
+        """The results of a job, in order; if all inputs failed, the request fails with the error of the first."""
         self.submit(job)
         try:
             await job.wait()
@@ -110,7 +110,7 @@ class Handlers:
         ]
 
     async def pieces(self, job: Job) -> AsyncIterator[Answer]:
-        """The tokens of a submitted stream as they are decided."""
+        """The tokens of a submitted stream, as they are decoded."""
         while job.pieces or not job.done:
             await job.wait()
             while job.pieces:
@@ -126,23 +126,24 @@ class Handlers:
         items, options = body.items(), body.options()
         chosen = options.model_dump(mode="json", exclude_defaults=True)
         if not body.stream:
-            rows = max(options.rows, options.nbest, options.alternatives, TRACED if body.attention else 1)
+            rows = max(options.rows, options.nbest, options.alternatives, TRACE_COST if body.attention else 1)
             chosen |= {"attention": True} if body.attention else {}
             results = await self.results(self.make_job(run, "generate", chosen, items, rows))
             return json_response({"run": run, "results": results})
         if body.attention:
-            raise Refused(422, "attention: comes with the whole output; leave out stream")
+            raise Refused(422, "attention: not available with stream")
         if len(items) != 1:
-            raise Refused(422, f"stream: takes one input, not {len(items)}")
+            raise Refused(422, f"stream: requires a single input, not {len(items)}")
         check_streaming(options)
         job = self.make_job(run, "stream", chosen, items)
         self.submit(job)
         return self._stream(job, lambda piece: {"piece": piece}, lambda x: {"run": run, "result": x})
 
     async def translate(self, body: TranslateBody) -> web.Response:
-        """Translate, in LibreTranslate's form."""
+        """Translate, in the form of LibreTranslate."""
         run = self.find_run(self._run_of_pair(body.source, body.target), "generate")
-        texts, n = [body.q] if isinstance(body.q, str) else body.q, body.alternatives + 1
+        texts = [body.q] if isinstance(body.q, str) else body.q
+        n = body.alternatives + 1
         beam = max(self.settings.beam, n)
         items = [{"source": text} for text in texts]
         options: dict[str, Any] = {"beam": beam, "nbest": n} if n > 1 else {"beam": beam} if beam > 1 else {}
@@ -151,13 +152,15 @@ class Handlers:
             if "error" in x:
                 raise Refused(x["error"]["status"], x["error"]["message"])
         outputs = [x["texts"] for x in results]
-        first, others = [row[0] for row in outputs], [row[1:] for row in outputs]
-        one = isinstance(body.q, str)
-        answer: Answer = {"translatedText": first[0] if one else first}
-        return json_response(answer | ({"alternatives": others[0] if one else others} if body.alternatives else {}))
+        answer: Answer = {"translatedText": [row[0] for row in outputs]}
+        if body.alternatives:
+            answer["alternatives"] = [row[1:] for row in outputs]
+        if isinstance(body.q, str):
+            answer = {name: values[0] for name, values in answer.items()}
+        return json_response(answer)
 
     def _run_of_pair(self, source: str, target: str) -> str | None:
-        """The run of a language pair: the one that is called so, else the only one for the target."""
+        """The run of a language pair: the run with its name, or else the only run with this target."""
         able = [name for name, run in self.service.runs.items() if run["task"] == "pairs"]
         if (name := f"{source}-{target}") in able:
             return name
@@ -168,10 +171,10 @@ class Handlers:
             return able[0]
         if len(able) == 1 and source == "auto" and not target:
             return able[0]
-        raise Refused(422, f"source, target: there is no run for {source} to {target} (runs: {', '.join(able)})")
+        raise Refused(422, f"source, target: no run for {source} to {target} (runs: {', '.join(able)})")
 
     async def languages(self) -> web.Response:
-        """The language pairs, in LibreTranslate's form."""
+        """List language pairs, in the form of LibreTranslate."""
         pairs = [
             name.split("-", 1) for name, run in self.service.runs.items() if "generate" in run["kinds"] and "-" in name
         ]
@@ -181,7 +184,7 @@ class Handlers:
         )
 
     async def completions(self, body: CompletionBody) -> Reply:
-        """Continue prompts, in OpenAI's form."""
+        """Continue prompts, in the form of OpenAI."""
         run = self._language_model(body.model)
         options = body.options()
         chosen = options.model_dump(mode="json", exclude_defaults=True)
@@ -191,7 +194,7 @@ class Handlers:
         }  # fmt: skip
         if body.stream:
             if len(items) != 1 or (body.n or 1) != 1:
-                raise Refused(422, "stream: takes one prompt and n = 1")
+                raise Refused(422, "stream: requires a single prompt and n = 1")
             job = self.make_job(run, "stream", chosen, items)
             self.submit(job)
 
@@ -219,10 +222,8 @@ class Handlers:
             for h in x["hypotheses"]
         ]
         choices = [{**choice, "index": i} for i, choice in enumerate(choices)]
-        prompt, output = (
-            sum(x["source_tokens"] for x in results),
-            sum(len(h["tokens"]) for x in results for h in x["hypotheses"]),
-        )
+        prompt = sum(x["source_tokens"] for x in results)
+        output = sum(len(h["tokens"]) for x in results for h in x["hypotheses"])
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return json_response({**frame, "choices": choices, "usage": usage})
 
@@ -230,14 +231,14 @@ class Handlers:
         models = [each for each, run in self.service.runs.items() if run["task"] == "lm"]
         if name not in models:
             if not models:
-                raise Refused(404, "model: none of the runs is a language model; use /v1/generate")
+                raise Refused(404, "model: no run is a language model; use /v1/generate")
             raise Refused(
-                404, f"model: there is no language model {name!r}{closest(name, models)} (models: {', '.join(models)})"
+                404, f"model: no language model {name!r}{closest(name, models)} (models: {', '.join(models)})"
             )
         return name
 
     async def models(self) -> web.Response:
-        """The runs, in OpenAI's form; with what each can do."""
+        """List runs with their kinds of answers, in the form of OpenAI."""
         rows = [
             {"id": name, "object": "model", "created": 0, "owned_by": "regard", **run}
             for name, run in self.service.runs.items()
@@ -245,44 +246,44 @@ class Handlers:
         return json_response({"object": "list", "data": rows})
 
     async def score(self, body: ScoreBody) -> web.Response:
-        """Tell how probable targets are."""
+        """Score pairs of source and target."""
         run = self.find_run(body.run, "score")
         items = [pair.model_dump(exclude_none=True) for pair in body.pairs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "score", {}, items))})
 
     async def classify(self, body: ClassifyBody) -> web.Response:
-        """Tell labels of texts."""
+        """Classify texts."""
         run = self.find_run(body.run, "classify")
         items = [{"source": x} if isinstance(x, str) else x.model_dump(exclude_none=True) for x in body.inputs]
         return json_response({"run": run, "results": await self.results(self.make_job(run, "classify", {}, items))})
 
     async def embed(self, body: EmbedBody) -> web.Response:
-        """Give vectors of texts."""
+        """Embed texts."""
         run = self.find_run(body.run, "embed")
         job = self.make_job(run, "embed", {"normalize": body.normalize}, [{"source": text} for text in body.inputs])
         return json_response({"run": run, "results": await self.results(job)})
 
     async def inspect(self, body: InspectBody) -> web.Response:
-        """The attention page of one example."""
+        """Show the attention page of one example, as HTML."""
         run = self.find_run(body.run, "inspect")
         item = body.model_dump(exclude_none=True, exclude={"run"})
-        (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACED))
+        (result,) = await self.results(self.make_job(run, "inspect", {}, [item], TRACE_COST))
         return json_response({"run": run, **result})
 
     async def reload(self, body: ReloadBody) -> web.Response:
-        """Load all runs anew from their directories; no request is dropped."""
+        """Reload all runs from their directories; no request is dropped."""
         try:
             await self.service.reload()
         except UserError as error:
-            raise Refused(422, f"the runs could not be loaded, the old ones stay: {error}") from None
+            raise Refused(422, f"the runs could not be loaded; the old runs stay: {error}") from None
         return json_response({"runs": list(self.service.runs)})
 
     async def live(self) -> web.Response:
-        """Whether the process answers."""
+        """Check whether the server is running."""
         return json_response({"status": "live"})
 
     async def ready(self) -> web.Response:
-        """Whether requests should be sent here."""
+        """Check whether the server accepts requests."""
         if self.draining or not self.service.ready:
             raise Refused(503, "draining" if self.draining else "no worker is ready", retry_after=2)
         return json_response({"status": "ready"})
@@ -290,7 +291,7 @@ class Handlers:
     def _stream(
         self, job: Job, show: Callable[[Answer], Answer], last: Callable[[Answer], Answer], *closing: str
     ) -> EventStream:
-        """The tokens of a submitted stream as events, what comes last, and `closing` texts; errors are events too."""
+        """The tokens of a submitted stream as events, the last event, and `closing` texts; errors are events too."""
 
         async def events() -> AsyncIterator[str]:
             try:
@@ -305,16 +306,16 @@ class Handlers:
         return EventStream(events(), partial(self.service.finish, job))
 
 
-def _longest(options: Answer, item: Answer, length: int) -> float:
-    """The most output tokens that a source of so many characters is expected to have."""
-    longest: float = max(
-        item.get("max_length") or options.get("max_length") or SCALE * length + EXTRA,
+def _max_output(options: Answer, item: Answer, length: int) -> float:
+    """The estimated maximum number of output tokens for a source of `length` characters."""
+    tokens: float = max(
+        item.get("max_length") or options.get("max_length") or TOKENS_PER_CHARACTER * length + EXTRA_TOKENS,
         item.get("min_length", 0),
         options.get("min_length", 0),
         length * (options.get("max_ratio") or 0),
         length * options.get("min_ratio", 0),
     )
-    return longest
+    return tokens
 
 
 def _raise(result: Answer) -> None:
@@ -326,12 +327,9 @@ def _reason(hypothesis: Answer) -> str:
 
 
 def _logprobs(hypothesis: Answer) -> Answer:
-    """The scores of tokens in OpenAI's form."""
+    """The scores of tokens, in the form of OpenAI."""
     tokens: Sequence[str] = hypothesis["tokens"]
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
+    offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
     top = [{x["token"]: x["score"] for x in row} for row in hypothesis.get("top_tokens", [])]
     return {
         "tokens": tokens,

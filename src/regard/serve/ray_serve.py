@@ -1,9 +1,9 @@
-"""The service as a deployment of Ray Serve: replicas on the machines of a cluster, as many as the requests need.
+"""The service as a deployment of Ray Serve, with replicas on the machines of a cluster.
 
     serve run regard.serve.ray_serve:app runs=g2p=/shared/runs/g2p max_replicas=8
 
-Each replica is the service of `regard serve` with its queue, batches, deadlines and worker process, and answers at the
-same endpoints with the same JSON; Ray Serve listens, chooses a replica, and starts and ends them.
+Each replica is the service of `regard serve`, with its own queue, batches, deadlines and worker process, and has the
+same endpoints and JSON. Ray Serve listens, distributes requests, and starts and stops replicas.
 """
 
 from __future__ import annotations
@@ -28,27 +28,40 @@ from regard.serve.responses import EventStream, Reply
 from regard.serve.service import Service
 from regard.serve.settings import Keys, Seconds, ServeSettings, named_runs
 
-NAME = "regard"  # of the deployment
+DEPLOYMENT = "regard"
 HEADERS = {"X-Content-Type-Options": "nosniff"}
-SHARED = ("keys", "threads", "engine", "precision", "beam", "queue", "max_body", "max_inputs", "max_work", "deadline")
+SHARED_SETTINGS = (
+    "keys",
+    "threads",
+    "engine",
+    "precision",
+    "beam",
+    "queue",
+    "max_body",
+    "max_inputs",
+    "max_work",
+    "deadline",
+)
 
 
 class DeploymentSettings(ServeSettings):
-    """The arguments of `app`: what is served and by how many replicas, and settings of the server for each of them."""
+    """The arguments of `app`: runs, number of replicas, and settings of the server for every replica."""
 
-    runs: tuple[str, ...] = option((), "Run directories, or NAME=DIRECTORY; as one text, with commas.")
-    min_replicas: int = option(1, "Replicas when nobody asks.", ge=0)
-    max_replicas: Count = option(4, "Most replicas.")
-    target_ongoing_requests: float = option(4.0, "Requests at once that a replica should have.", gt=0)
-    max_ongoing_requests: Count = option(64, "Requests at once that a replica takes; beyond, they wait in the proxy.")
-    upscale_delay: Seconds = option(10.0, "Seconds of more requests until replicas are added.")
-    downscale_delay: Seconds = option(120.0, "Seconds of fewer requests until replicas are ended.")
-    cpus: float | None = option(None, "Processors of a replica. (default: its threads)", gt=0)
+    runs: tuple[str, ...] = option((), "Run directories, or NAME=DIRECTORY; in one text, separated by commas.")
+    min_replicas: int = option(1, "Replicas without requests.", ge=0)
+    max_replicas: Count = option(4, "Maximum number of replicas.")
+    target_ongoing_requests: float = option(4.0, "Target number of concurrent requests per replica.", gt=0)
+    max_ongoing_requests: Count = option(
+        64, "Maximum concurrent requests per replica; further requests wait in the proxy."
+    )
+    upscale_delay: Seconds = option(10.0, "Seconds above the target until replicas are added.")
+    downscale_delay: Seconds = option(120.0, "Seconds below the target until replicas are stopped.")
+    cpus: float | None = option(None, "CPUs per replica. (default: its threads)", gt=0)
 
     @model_validator(mode="before")
     @classmethod
     def _from_texts(cls, data: Any) -> Any:
-        """Arguments on a command line are texts: numbers, and runs with commas."""
+        """Convert the arguments of a command line, which are texts."""
         if not isinstance(data, dict):
             return data
         texts = {name: value for name, value in data.items() if isinstance(value, str)}
@@ -58,11 +71,11 @@ class DeploymentSettings(ServeSettings):
 
     def problems(self) -> Iterator[Problem]:
         for name in ServeSettings.model_fields:
-            unused = name in self.model_fields_set and name not in SHARED
-            yield unused, f"{name}: is set where Ray Serve is configured, or has no meaning for replicas"
-        yield not self.runs, "runs: is required, run directories or NAME=DIRECTORY, with commas"
-        more = self.min_replicas > self.max_replicas
-        yield more, f"min_replicas: {self.min_replicas} are more than max_replicas, {self.max_replicas}"
+            unused = name in self.model_fields_set and name not in SHARED_SETTINGS
+            yield unused, f"{name}: belongs to the configuration of Ray Serve, or has no meaning for replicas"
+        yield not self.runs, "runs: is required: run directories or NAME=DIRECTORY, separated by commas"
+        too_many = self.min_replicas > self.max_replicas
+        yield too_many, f"min_replicas: {self.min_replicas} is more than max_replicas, {self.max_replicas}"
 
 
 def _is_number(text: str) -> bool:
@@ -70,7 +83,7 @@ def _is_number(text: str) -> bool:
 
 
 class Replica:
-    """A service of its own, started before the first request."""
+    """One service, started before the first request."""
 
     def __init__(self, runs: dict[str, str], arguments: dict[str, Any]) -> None:
         settings = parse(DeploymentSettings, arguments, "ray serve")
@@ -78,10 +91,11 @@ class Replica:
         pool = PoolSettings(runs, 1, settings.engine, settings.precision, settings.threads)
         self.service = Service(pool, settings.queue, settings.deadline)
         handlers = Handlers(self.service, settings)
-        # reloading the runs of one replica would make no sense
+        # without reload, which would reload one of several replicas
         api = [route for route in routes(handlers) if route.access != "admin"]
         self.endpoints = Endpoints(api, handlers, Keys.load(settings.keys))
-        self._starting, self._started = asyncio.Lock(), False
+        self._starting = asyncio.Lock()
+        self._started = False
 
     async def start(self) -> None:
         """Load the runs, once."""
@@ -91,17 +105,17 @@ class Replica:
                 self._started = True
 
     async def check_health(self) -> None:
-        """Ray Serve calls it before the first request and then again and again; what it raises ends the replica."""
+        """Called by Ray Serve before the first request and periodically; an error ends the replica."""
         await self.start()
 
     async def __call__(self, request: Any) -> Any:
-        """Answer a request of Ray Serve's proxy, one of Starlette."""
+        """Answer a Starlette request of Ray Serve's proxy."""
         from sse_starlette import EventSourceResponse
         from starlette.responses import Response
 
         data = bytearray()
         async for part in request.stream():
-            if len(data) <= self.settings.max_body:  # what is too long is read to its end, but not kept
+            if len(data) <= self.settings.max_body:  # a body that is too long is read to its end, but not stored
                 data += part
         reply = await self.reply(request.method, request.url.path, request.headers, bytes(data))
         if isinstance(reply, EventStream):
@@ -109,7 +123,7 @@ class Replica:
         return Response(reply.body, reply.status, {**reply.headers, **HEADERS})
 
     async def reply(self, method: str, path: str, headers: Mapping[str, str], data: bytes) -> Reply:
-        """The answer to a request, as the server gives it."""
+        """The answer to a request, the same as of the HTTP server."""
         await self.start()
 
         async def read() -> bytes:
@@ -119,7 +133,7 @@ class Replica:
 
 
 async def _events(stream: EventStream) -> AsyncIterator[dict[str, str]]:
-    """The events of a stream in the form that sse-starlette takes."""
+    """The events of a stream in the form of sse-starlette."""
     try:
         async for data in stream.events:
             yield {"data": data}
@@ -133,13 +147,13 @@ def app(arguments: dict[str, Any]) -> Any:
     settings.check(Keys.load(settings.keys))
     runs = {name: str(Path(path).resolve()) for name, path in named_runs(list(settings.runs)).items()}
     for path in runs.values():
-        read_config(Path(path))  # a mistake is reported here, and not in the log of a replica
+        read_config(Path(path))  # errors appear here, not in the log of a replica
     try:
         from ray import serve
     except ModuleNotFoundError as error:
         raise missing_extra("a deployment of Ray Serve", error.name or "ray", "ray") from None
     deployment = serve.deployment(Replica).options(
-        name=NAME,
+        name=DEPLOYMENT,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options={"num_cpus": settings.cpus or settings.threads},
         autoscaling_config={

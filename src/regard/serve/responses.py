@@ -1,4 +1,4 @@
-"""Answers: JSON, events, the one shape of errors, and the files of the web page, which come from the package."""
+"""Responses: JSON, server-sent events, errors, and the files of the web page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASSETS = {"/": "server/index.html", "/docs": "server/docs.html"} | {
 
 
 class Refused(Exception):
-    """A request that is not answered as asked."""
+    """A refused request: status and message of the answer."""
 
     def __init__(
         self,
@@ -41,13 +41,15 @@ class Refused(Exception):
         retry_after: float | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`headers` are further ones of the answer."""
         super().__init__(message)
-        self.status, self.message, self.retry_after, self.headers = status, message, retry_after, headers
+        self.status = status
+        self.message = message
+        self.retry_after = retry_after  # seconds
+        self.headers = headers
 
 
 class EventStream(NamedTuple):
-    """Server-sent events that are to be sent: the data of each, and what to call when nobody reads them any more."""
+    """Server-sent events: their data, and a function to call when the stream has ended or the client has left."""
 
     events: AsyncIterator[str]
     finish: Callable[[], None]
@@ -59,8 +61,8 @@ Reply = web.Response | EventStream
 async def send_events(
     request: web.BaseRequest, stream: EventStream, headers: dict[str, str], seconds: float
 ) -> web.StreamResponse:
-    """Send events as they come; a client that does not read one for so many seconds is let go."""
-    any_request = cast(web.Request, request)  # it asks for no more than every request has
+    """Send events as they arrive; the connection is closed if the client does not read an event within `seconds`."""
+    any_request = cast(web.Request, request)  # aiohttp_sse uses only attributes of BaseRequest
     try:
         async with sse_response(
             any_request, headers=headers, sep="\n", send_timeout=seconds, allow_all_methods=True
@@ -73,7 +75,7 @@ async def send_events(
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """An answer in JSON."""
+    """A JSON answer."""
     return web.Response(body=to_json(data), status=status, headers=headers, content_type="application/json")
 
 
@@ -82,17 +84,17 @@ def error_json(status: int, message: str) -> dict[str, Any]:
 
 
 def error_response(refused: Refused) -> web.Response:
-    """The one shape of errors."""
-    error, headers = error_json(refused.status, refused.message), dict(refused.headers)
+    """The answer to a refused request; all errors have this shape."""
+    headers = dict(refused.headers)
     if refused.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="regard", charset="UTF-8"'
-    return json_response({"error": error}, refused.status, headers)
+    return json_response({"error": error_json(refused.status, refused.message)}, refused.status, headers)
 
 
 def common_headers(request: web.BaseRequest, origins: Collection[str], closing: bool) -> dict[str, str]:
-    """The headers that every answer has; pages of `origins` may read it."""
+    """The headers of every answer; pages of `origins` may read it."""
     headers = {"X-Content-Type-Options": "nosniff"}
     origin = request.headers.get("Origin", "")
     if origin in origins:
@@ -101,15 +103,15 @@ def common_headers(request: web.BaseRequest, origins: Collection[str], closing: 
         headers["Access-Control-Allow-Methods"] = "GET, POST"
         headers["Vary"] = "Origin"
     if closing:
-        headers["Connection"] = "close"  # else the client would send its next request into a closed one
+        headers["Connection"] = "close"  # or the client would send its next request over a closed connection
     return headers
 
 
 @cache
 def policy() -> str:
-    """The content security policy: files of this server alone.
+    """The content security policy: only files of this server.
 
-    A frame with an attention page inherits it, hence the hashes of that page's own style and script.
+    The frame with an attention page inherits it, so it includes the hashes of that page's style and script.
     """
     framed = page_hashes()
     return (
@@ -119,7 +121,7 @@ def policy() -> str:
 
 
 async def asset_response(name: str) -> web.Response:
-    """A file of the package."""
+    """A file of the web page."""
     headers = {"Content-Security-Policy": policy(), "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return web.Response(body=_read(name), content_type=TYPES[name.rpartition(".")[2]], charset="utf-8", headers=headers)
 

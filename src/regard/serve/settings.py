@@ -17,48 +17,49 @@ from regard.decode.request import EngineName, Options, Precision, check_engine
 from regard.errors import UserError
 from regard.recipe import option
 
-MAX_TEXT = 100_000  # characters of one text
-MAX_INPUTS = 10_000  # of one request
+MAX_TEXT = 100_000  # characters of a text
+MAX_INPUTS = 10_000  # of a request
+MAX_NAME = 100  # characters
+MIN_KEY = 16  # characters
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-LONGEST_NAME = 100
 
 
 class ServeSettings(Value):
-    """How the server listens, what it takes on, and when it gives up."""
+    """Options of the server: network, computation, limits and timeouts."""
 
-    # where it listens
-    host: str = option("127.0.0.1", "The address to listen on.")
-    port: int = option(8000, "The port to listen on; 0: any that is free.", ge=0, le=65_535)
+    # network
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0: any free port.", ge=0, le=65_535)
     keys: str | None = option(
         None,
-        "API keys, one per line; a line 'admin KEY' may also reload runs. Without it there are none.",
+        "File with API keys, one per line; a key in a line 'admin KEY' may also reload runs. (default: no keys)",
         metavar="FILE",
     )
-    public: bool = option(False, "Listen to other machines without API keys.")
-    cors: tuple[str, ...] = option((), "A web site whose pages may ask this server. Repeatable.", metavar="ORIGIN")
+    public: bool = option(False, "Accept requests from other machines without API keys.")
+    cors: tuple[str, ...] = option((), "Web site whose pages may send requests. Repeatable.", metavar="ORIGIN")
     proxy: tuple[str, ...] = option(
-        (), "A proxy, or a network of them, whose X-Forwarded-For is believed. Repeatable.", metavar="ADDRESS"
+        (), "Trusted proxy, or network of proxies, for X-Forwarded-For. Repeatable.", metavar="ADDRESS"
     )
-    access_log: bool = option(False, "Write a line for every request to stderr: who, what, status, time; no text.")
+    access_log: bool = option(False, "Log every request to stderr: client, path, status and time, without texts.")
 
-    # how it computes
-    workers: Count | None = option(None, "Batches that are answered at once. (default: one for each core)")
-    threads: Count = option(1, "Of each worker; more pay off for large models.")
-    engine: EngineName = option("torch", "torch or ctranslate2.")
-    precision: Precision = option("fp32", "fp32 or bf16; int8 with the engine ctranslate2.")
-    beam: Count = option(4, "Of /translate; other requests name their own.")
+    # computation
+    workers: Count | None = option(None, "Number of batches answered in parallel. (default: one per core)")
+    threads: Count = option(1, "Threads per worker; more than one helps with large models.")
+    engine: EngineName = option("torch", "Engine: torch or ctranslate2.")
+    precision: Precision = option("fp32", "Precision: fp32, bf16 with torch, int8 with ctranslate2.")
+    beam: Count = option(4, "Beam size of /translate; other requests set their own.")
 
-    # what it takes on
-    queue: Count = option(200_000, "Most tokens times hypotheses that wait; beyond, requests are refused (429).")
-    max_body: Count = option(1_000_000, "Most bytes of a request.")
-    max_inputs: Count = option(2_000, "Most inputs of a request.")
-    max_work: Count = option(20_000_000, "Most inputs times hypotheses times output tokens of a request.")
+    # limits
+    queue: Count = option(200_000, "Maximum tokens times hypotheses in the queue; further requests are refused (429).")
+    max_body: Count = option(1_000_000, "Maximum bytes of a request.")
+    max_inputs: Count = option(2_000, "Maximum inputs of a request.")
+    max_work: Count = option(20_000_000, "Maximum inputs times hypotheses times output tokens of a request.")
 
-    # when it gives up
-    deadline: Seconds = option(60.0, "Seconds that a request may take.")
-    receive: Seconds = option(15.0, "Seconds that a client may take to send a request.")
-    send: Seconds = option(20.0, "Seconds that a client may take to read an answer.")
-    drain: Seconds = option(30.0, "Seconds that requests have to finish after a SIGTERM.")
+    # timeouts
+    deadline: Seconds = option(60.0, "Seconds to answer a request.")
+    receive: Seconds = option(15.0, "Seconds for a client to send a request.")
+    send: Seconds = option(20.0, "Seconds for a client to read an answer.")
+    drain: Seconds = option(30.0, "Seconds to finish requests after a SIGTERM.")
 
     @field_validator("max_inputs")
     @classmethod
@@ -74,16 +75,16 @@ class ServeSettings(Value):
             try:
                 ipaddress.ip_network(text, strict=False)
             except ValueError:
-                raise ValueError(f"{text!r} is not an address like 10.0.0.1 nor a network like 10.0.0.0/8") from None
+                raise ValueError(f"{text!r} is not an address like 10.0.0.1 or a network like 10.0.0.0/8") from None
         return proxies
 
     def check(self, keys: Keys) -> None:
-        """Refuse to listen to other machines without keys, unless told to."""
+        """Refuse to be open to other machines without keys or `public`, and a precision that the engine lacks."""
         local = self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
         if not local and not keys.any and not self.public:
             raise UserError(
                 f"--host {self.host}: other machines could use the server without a key; give --keys FILE, or --public"
-                " if that is meant"
+                " to allow this"
             )
         check_engine(self.engine, Options(precision=self.precision), show="--{}".format)
 
@@ -99,7 +100,7 @@ def is_address(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Keys:
-    """API keys, and which of them may administer the server."""
+    """API keys; admin keys are in both lists."""
 
     all: tuple[bytes, ...] = ()
     admin: tuple[bytes, ...] = ()
@@ -109,7 +110,7 @@ class Keys:
         return bool(self.all)
 
     def allows(self, key: str) -> bool:
-        """Whether a key is known; the time it takes does not tell how much of it is right."""
+        """Whether a key is known, in constant time."""
         return _among(key, self.all)
 
     def allows_admin(self, key: str) -> bool:
@@ -117,50 +118,51 @@ class Keys:
 
     @classmethod
     def load(cls, path: str | None) -> Keys:
-        """The keys of a file, one per line; an empty line or one that begins with # says nothing."""
+        """The keys of a file, one per line; empty lines and lines that begin with # are ignored."""
         if path is None:
             return cls()
         try:
             lines = Path(path).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--keys {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        everyone, admin = [], []
+        every = []
+        admin = []
         for number, line in enumerate(lines, 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             key = words[-1]
             if len(words) > 2 or (len(words) == 2 and words[0] != "admin"):
-                raise UserError(f"{path}:{number}: a line is KEY, or admin KEY")
-            if len(key) < 16 or not key.isascii():
-                raise UserError(
-                    f"{path}:{number}: a key has 16 or more ASCII characters (openssl rand -hex 20 makes one)"
-                )
-            everyone.append(key.encode())
+                raise UserError(f"{path}:{number}: a line must be KEY or admin KEY")
+            if len(key) < MIN_KEY or not key.isascii():
+                hint = "openssl rand -hex 20 makes one"
+                raise UserError(f"{path}:{number}: a key must have at least {MIN_KEY} ASCII characters ({hint})")
+            every.append(key.encode())
             if len(words) == 2:
                 admin.append(key.encode())
-        if not everyone:
-            raise UserError(f"{path}: has no key; write one per line")
-        return cls(tuple(everyone), tuple(admin))
+        if not every:
+            raise UserError(f"{path}: contains no keys; write one per line")
+        return cls(tuple(every), tuple(admin))
 
 
 def _among(key: str, keys: tuple[bytes, ...]) -> bool:
-    given, found = key.encode("utf-8", "replace"), False
-    for each in keys:
-        found |= hmac.compare_digest(given, each)
-    return found
+    data = key.encode("utf-8", "replace")
+    equal = [hmac.compare_digest(data, each) for each in keys]  # all of them, in constant time
+    return any(equal)
 
 
 def named_runs(runs: list[str]) -> dict[str, str]:
-    """Runs by name: `NAME=DIRECTORY`, or a directory, whose last part is the name then."""
+    """Runs by name, from texts NAME=DIRECTORY or DIRECTORY; the default name is the last part of the directory."""
     names: dict[str, str] = {}
     for text in runs:
         name, equals, path = text.partition("=")
         if not equals or os.path.isdir(text):
             name, path = Path(text).resolve().name, text
-        if not re.fullmatch(r"[\w.+-]+", name) or len(name) > LONGEST_NAME:
-            raise UserError(f"{text}: a run is named by letters, digits and . + - _: give it as NAME=DIRECTORY")
+        if not re.fullmatch(r"[\w.+-]+", name) or len(name) > MAX_NAME:
+            raise UserError(
+                f"{text}: the name of a run may have letters, digits and . + - _; give it as NAME=DIRECTORY"
+            )
         if name in names:
-            raise UserError(f"{text}: another run is called {name} too; give one of them as NAME=DIRECTORY")
+            raise UserError(f"{text}: another run is also named {name}; give one of them as NAME=DIRECTORY")
         names[name] = path
     return names
