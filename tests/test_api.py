@@ -157,7 +157,7 @@ WRONG_CALLS = [
     (lambda run: regard.train({"train": 5}, data="x.tsv", steps=3), "train must be a table"),
     (lambda run: regard.preset("transformer-tinny"), "did you mean 'transformer-tiny'"),
     (lambda run: regard.preset(3), "preset: '3' is not known"),
-    (lambda run: regard.preset("transformer-tiny", changes="width=3"), "changes are a table"),
+    (lambda run: regard.preset("transformer-tiny", changes="width=3"), "changes must be a table"),
     (lambda run: regard.Model("transformer-tiny"), r"Model: takes a regard.Config, such as regard.preset\("),
     (lambda run: run.model(torch.tensor([[5]]), None), r"also reads its output: model\(source, keep, input\)"),
     (lambda run: regard.record(run).__enter__(), "record: takes a model, such as run.model, not LoadedRun"),
@@ -267,8 +267,8 @@ def test_features_come_with_their_names(tmp_path):
 def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
     run = regard.load(toy / "run")
     expected = run.generate(["abc"])
-    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
-    with pytest.warns(UserWarning, match="fp32 instead of bf16: a trial crashed with SIGILL") as heard:
+    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "the test crashed with SIGILL")
+    with pytest.warns(UserWarning, match="fp32 instead of bf16: the test crashed with SIGILL") as heard:
         assert run.generate(["abc"], precision="bf16") == expected
     assert heard[0].filename == __file__  # it points at the caller
     with pytest.warns(UserWarning, match="fp32 instead of bf16"):
@@ -277,11 +277,11 @@ def test_bf16_that_does_not_work_is_not_used(toy, monkeypatch):
 
 def test_stacks_that_a_model_lacks_are_named():
     tokens = torch.tensor([[5, 6]])
-    with pytest.raises(regard.UserError, match="encode: only a model with an encoder and a decoder encodes a source"):
+    with pytest.raises(regard.UserError, match="encode: needs a model with an encoder and a decoder"):
         regard.Model(regard.preset("llama-tiny", vocab=20)).encode(tokens)
     encoder = regard.Model(regard.preset("bert-tiny", vocab=20))
     for wrong in (lambda: encoder.step(tokens[0], State(())), lambda: encoder.read(tokens, State(()))):
-        with pytest.raises(regard.UserError, match="read, step: this model is an encoder alone, without a decoder"):
+        with pytest.raises(regard.UserError, match="read, step: this model has an encoder but no decoder"):
             wrong()
 
 
@@ -393,8 +393,8 @@ def test_a_file_of_one_image_has_one(labelling):
         ("the ids of this vocabulary are 0 to", lambda run: run.logits([[4, 9999]], [[2]])),
         ("not -1", lambda run: run.logits([[4, 3]], [[-1]])),
         ("1 row of source_ids, but 2", lambda run: run.logits([[4, 3]], [[2], [2]])),
-        ("device: is auto, cpu, cuda", lambda run: regard.load(run.path, device="gpu")),
-        ("device: is auto, cpu, cuda", lambda run: regard.load(run.path, device="cpu:x")),
+        ("device: must be auto, cpu, cuda", lambda run: regard.load(run.path, device="gpu")),
+        ("device: must be auto, cpu, cuda", lambda run: regard.load(run.path, device="cpu:x")),
         ("train: takes a recipe", lambda run: regard.train(3)),
     ],
 )
@@ -405,5 +405,5 @@ def test_what_a_caller_gets_wrong_is_reported(toy, message, wrong):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(toy):
-    with pytest.raises(regard.UserError, match="device: cuda was asked for, but torch finds no CUDA GPU"):
+    with pytest.raises(regard.UserError, match="device: torch finds no CUDA GPU"):
         regard.load(toy / "run", device="cuda")

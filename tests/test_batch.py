@@ -1,4 +1,4 @@
-"""Batches: every id comes out at its position, and nothing else does."""
+"""Batches contain every id at its position, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_collate(rows: list[tuple[list[int], list[int]]], start: str, arrays: bo
     config = CONFIG.model_copy(update={"start": start})
     batch = collate(sources, targets, config)
     for i, (source, target) in enumerate(rows):
-        s, t = len(source), len(target)
+        s = len(source)
+        t = len(target)
         assert batch.source_BS[i].tolist() == source + [0] * (batch.source_BS.shape[1] - s)
         assert batch.label_BT[i].tolist() == target + [0] * (batch.label_BT.shape[1] - t)
         assert batch.input_BT[i].tolist() == [config.start_id, *target[:-1]] + [0] * (batch.input_BT.shape[1] - t)
@@ -48,7 +49,7 @@ def test_some_rows_are_the_batch_of_those_examples(
     assert part.size == part.source_BS.numel() + part.label_BT.numel()
 
 
-def test_labels_that_are_not_predicted_are_no_padding() -> None:
+def test_masked_labels_are_not_padding() -> None:
     label = torch.arange(8).view(2, 4)
     chosen = torch.tensor([[True, False, False, True], [False, True, False, False]])
     batch = Batch(label, None, label[:, :0], label, chosen, 3, 3)
@@ -95,7 +96,7 @@ def test_no_two_tensors_share_memory() -> None:
     assert batch.label_BT.tolist() == [[6, 7, 3]]
 
 
-def test_pad_of_nothing() -> None:
+def test_padding_of_no_rows() -> None:
     table, keep = pad([], 0)
     assert table.shape == (0, 0)
     assert keep is None
@@ -111,7 +112,7 @@ def test_sources_may_be_empty_where_there_is_no_encoder() -> None:
     assert batch.source_keep_BS is None
 
 
-def test_moving() -> None:
+def test_moving_to_a_device() -> None:
     batch = collate([[5, 3], [3]], [[6, 7, 3], [3]], CONFIG)
     moved = batch.to("meta")
     assert isinstance(moved, Batch)

@@ -1,4 +1,4 @@
-"""Configs: values that refuse mistakes and name them."""
+"""Configs: values that refuse mistakes with messages that name the key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_unknown_keys_are_refused_with_a_suggestion_and_a_list() -> None:
     assert "did you mean" not in message(Config, BOTH | {"zzz": 1})
 
 
-def test_every_mistake_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     text = message(
         Config,
         {
@@ -86,17 +86,17 @@ def test_wrong_types_are_refused(value: object) -> None:
         ({"mixer": "lsh", "kv_heads": 1}, "shares queries and keys"),
         ({"mixer": "lsh", "score": "dot"}, "shares queries and keys"),
         ({"mixer": "lsh", "window": 3}, "shares queries and keys"),
-        ({"mixer": "lsh", "position": "bucket"}, "no positions that are added to scores"),
-        ({"mixer": "lsh", "position": "rotary", "memory": 2}, "no memory"),
+        ({"mixer": "lsh", "position": "bucket"}, "does not support positions that are added to scores"),
+        ({"mixer": "lsh", "position": "rotary", "memory": 2}, "memory or kept_heads"),
         ({"residual": "reversible"}, "reversible needs norm_at pre"),
         (
             {"residual": "reversible", "norm_at": "pre", "position": "bucket"},
-            "nor bucket positions, which layers share",
+            "residual reversible does not support memory or bucket positions",
         ),
-        ({"residual": "reversible", "norm_at": "pre", "position": "rotary", "memory": 2}, "reversible has no memory"),
-        ({"memory": 4}, "positions that count distances (relative, rotary ...), not sinusoid"),
-        ({"reach": 4}, "reach belongs to position relative, not sinusoid"),
-        ({"rotary": {"low": 4, "high": 4}}, "high must be above low, not 4 against 4"),
+        ({"residual": "reversible", "norm_at": "pre", "position": "rotary", "memory": 2}, "does not support memory"),
+        ({"memory": 4}, "positions by distance (relative, rotary ...), not sinusoid"),
+        ({"reach": 4}, "reach needs position relative, not sinusoid"),
+        ({"rotary": {"low": 4, "high": 4}}, "high (4) must be above low (4)"),
         ({"rotary": {"factor": 0.5}}, "greater than or equal to 1, not 0.5"),
         ({"lsh": {"buckets": 3}}, "multiple of 2"),
         ({"lsh": {"chunks": 3}}, "decoder.lsh.chunks: no such key; did you mean 'chunk'?"),
@@ -115,24 +115,30 @@ def test_inconsistent_stacks(stack: dict[str, Any], expected: str) -> None:
         ({"share_embeddings": True, "encoder": None}, "both an encoder and a decoder"),
         ({"share_embeddings": True, "encoder": {"width": 64}}, "equal widths, not 64 and 512"),
         ({"share_embeddings": True, "target_vocab": 11}, "one vocabulary"),
-        ({"decoder": {"mixer": "gru", "width": 64}}, "the encoder's width, not 64 against 512"),
+        ({"decoder": {"mixer": "gru", "width": 64}}, "the width of the encoder: 64 is not 512"),
         ({"encoder": None, "decoder": {"mixer": "gru"}}, "encoder"),
         ({"ids": {"eos": 10}}, "ids must lie below both vocabularies"),
         ({"ids": {"pad": -1}}, "pad"),
         ({"output": "classes"}, "output classes and the number of classes belong together"),
         (ALONE | {"classes": 3}, "output classes and the number of classes belong together"),
-        ({"patches": PATCHES}, "patches belongs to a Transformer encoder without a decoder"),
-        ({"token_types": 2}, "token_types belongs to a Transformer encoder without a decoder"),
-        ({"pooler": True, "encoder": None}, "pooler belongs to a Transformer encoder without a decoder"),
-        (ALONE | {"encoder": {"mixer": "gru"}, "pooler": True}, "pooler belongs to a Transformer encoder"),
-        ({"output": "none"}, "output none belongs to a Transformer encoder without a decoder"),
-        (ALONE | {"patches": PATCHES}, "predicts classes (output=classes), or nothing"),
-        (ALONE | {"patches": PATCHES | {"width": 9}}, "8 x 9 is not cut evenly into patches of 4"),
-        ({"encoder": {"position": "relative"}}, "relative counts distances to earlier tokens only"),
-        ({"decoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder has a segment memory"),
-        ({"encoder": {"position": "rotary", "memory": 3}}, "only a decoder without an encoder has a segment memory"),
+        ({"patches": PATCHES}, "patches needs a Transformer encoder without a decoder"),
+        ({"token_types": 2}, "token_types needs a Transformer encoder without a decoder"),
+        ({"pooler": True, "encoder": None}, "pooler needs a Transformer encoder without a decoder"),
+        (ALONE | {"encoder": {"mixer": "gru"}, "pooler": True}, "pooler needs a Transformer encoder"),
+        ({"output": "none"}, "output none needs a Transformer encoder without a decoder"),
+        (ALONE | {"patches": PATCHES}, "reads images needs output=classes or output=none"),
+        (ALONE | {"patches": PATCHES | {"width": 9}}, "8 x 9 cannot be cut evenly into patches of 4"),
+        ({"encoder": {"position": "relative"}}, "relative covers only earlier tokens"),
+        (
+            {"decoder": {"position": "rotary", "memory": 3}},
+            "only a decoder without an encoder supports a segment memory",
+        ),
+        (
+            {"encoder": {"position": "rotary", "memory": 3}},
+            "only a decoder without an encoder supports a segment memory",
+        ),
         ({"decoder": REVERSIBLE}, "tie_output needs an output as wide as the embeddings"),
-        ({"decoder": REVERSIBLE, "tie_output": False}, "reversible layers do not attend to another stack"),
+        ({"decoder": REVERSIBLE, "tie_output": False}, "reversible layers do not support cross-attention"),
     ],
 )
 def test_inconsistent_configs(changes: dict[str, Any], expected: str) -> None:
@@ -149,7 +155,7 @@ def test_any_table_is_a_config_or_a_user_error(table: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", ["layers", "width", "heads", "ff", "head_width", "max_length", "memory", "reach"])
-def test_sizes_that_no_machine_has(key: str) -> None:
+def test_excessive_sizes_are_refused(key: str) -> None:
     for size in (2**31, 10**30):
         assert f"decoder.{key}: input should be less than or equal to" in message(
             Config, BOTH | {"decoder": {key: size}}
@@ -171,7 +177,7 @@ def test_json_and_back(name: str) -> None:
     config = preset(name)
     assert parse(Config, config.model_dump(mode="json"), "here") == config
     assert Config.model_validate_json(config.model_dump_json()) == config
-    assert pickle.loads(pickle.dumps(config)) == config  # to other processes, never to a file
+    assert pickle.loads(pickle.dumps(config)) == config  # for child processes, never for files
 
 
 def test_derived_sizes() -> None:
@@ -191,18 +197,18 @@ def test_derived_sizes() -> None:
 
 
 def test_ids_of_other_vocabularies_may_coincide() -> None:
-    """Start and end are one token in some, and padding starts a text in others."""
+    """Some models use one token for start and end, others start a text with padding."""
     config = parse(Config, BOTH | {"ids": {"pad": 9, "sos": 9, "eos": 9, "unk": 9}}, "here")
     assert config.ids.mask is None
     assert config.start_id == 9
 
 
-def test_none_stands_for_nothing_where_nothing_is_allowed() -> None:
+def test_the_word_none_is_read_as_none_in_optional_fields() -> None:
     """TOML has no null."""
     config = parse(Config, BOTH | {"encoder": "none", "classes": "none", "decoder": {"window": "none"}}, "here")
     assert config.encoder is None and config.classes is None
     assert config.decoder is not None and config.decoder.window is None
-    assert parse(Config, BOTH | {"decoder": {"bias": "none"}}, "here").decoder.bias == "none"  # a word of its own
+    assert parse(Config, BOTH | {"decoder": {"bias": "none"}}, "here").decoder.bias == "none"  # an allowed value
 
 
 def test_closest() -> None:

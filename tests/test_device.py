@@ -17,7 +17,7 @@ def test_the_allocator_is_tuned_or_left_alone() -> None:
     assert tune_allocator() == glibc
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_missing_device_is_refused() -> None:
     assert choose_device("cpu") == CPU
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA GPU"):
@@ -36,8 +36,8 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         ("print(0.5)", None),
     ],
 )
-def test_bf16_is_tried_in_another_process(probe: str, reason: str | None) -> None:
+def test_bf16_is_probed_in_a_child_process(probe: str, reason: str | None) -> None:
     problem = bf16_problem(CPU, probe)
     assert problem is None if reason is None else reason in str(problem)
-    if reason is not None:  # who has begun in bfloat16 goes on in it, however slow
+    if reason is not None:  # a run that began in bfloat16 continues in it, even if it is slow
         assert (bf16_problem(CPU, probe, slow=False) is None) == ("times" in reason)

@@ -1,4 +1,4 @@
-"""What is suggested to who writes another toolkit's word, and how messages count."""
+"""Suggestions for names from other toolkits, counts in messages, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 FIELDS = {name for value in (Config, Stack, Data, Recipe, Text, Train, Options) for name in value.model_fields}
 
 
-def test_every_synonym_means_something_that_there_is():
+def test_every_synonym_stands_for_an_existing_name():
     options = {option for verb in VERBS for parameter in load_verb(verb).params for option in parameter.opts}
     options |= {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
     known = FIELDS | set(VERBS) | set(TASKS) | {option.removeprefix("--").replace("-", "_") for option in options}
@@ -37,8 +37,8 @@ def test_every_synonym_means_something_that_there_is():
     assert set(synonyms()) - known - values == set()
 
 
-def test_no_synonym_is_a_setting_itself():
-    """A word that is right where it stands is never explained by another."""
+def test_settings_are_not_synonyms_of_other_settings():
+    """A valid name is never replaced by another."""
     for name in [*setting_names(), *Options.model_fields]:
         assert nearest(name, FIELDS) == name
 
@@ -80,7 +80,7 @@ def test_no_synonym_is_a_setting_itself():
         ("encoder_attention_heads", "encoder.heads"),
     ],
 )
-def test_settings_by_the_words_of_other_toolkits(word, key):
+def test_settings_by_names_from_other_toolkits(word, key):
     with pytest.raises(UserError, match=f"did you mean '{key}'"):
         assign({}, f"{word}=1")
 
@@ -101,7 +101,7 @@ def test_keys_of_a_recipe(text, hint, tmp_path):
         load_recipe(read_recipe(tmp_path / "my.toml"))
 
 
-def test_keys_of_a_model_are_sought_in_its_stacks():
+def test_keys_of_a_model_are_looked_up_in_its_stacks():
     from regard.presets import preset
 
     with pytest.raises(UserError, match=r"did you mean 'encoder\.width' and 'decoder\.width'"):
@@ -112,7 +112,7 @@ def test_keys_of_a_model_are_sought_in_its_stacks():
 
 @pytest.mark.parametrize("stack", BOTH)
 @pytest.mark.parametrize("key", Stack.model_fields)
-def test_a_key_with_the_name_of_a_stack_is_sought_in_that_stack(stack, key):
+def test_a_key_with_the_name_of_a_stack_is_looked_up_in_that_stack(stack, key):
     from regard.presets import preset
 
     for word in (f"{stack}_{key}", f"{stack[:3]}_{key}"):
@@ -139,7 +139,7 @@ def test_metrics_are_suggested_where_they_exist(word, meanings):
 @pytest.mark.parametrize(
     ("word", "kind"), [("sentencepiece:8000", "unigram"), ("wordpiece:8000", "bpe"), ("whitespace", "space")]
 )
-def test_schemes_by_the_words_of_other_toolkits(word, kind):
+def test_schemes_by_names_from_other_toolkits(word, kind):
     with pytest.raises(UserError, match=f"{word}' is not a way of cutting text; did you mean '{kind}'"):
         parse_scheme(word)
 
@@ -201,7 +201,7 @@ def test_verbs_and_options(words, hint):
     assert result.code == 2 and hint in result.err, result.err
 
 
-def test_an_allowed_word_nearby_comes_after_a_synonym():
+def test_a_synonym_precedes_a_similar_name():
     assert closest("max_len", ["max_length", "max_lens"]) == "; did you mean 'max_length'?"
     assert closest("nothing_like_it", ["lr"]) == ""
 
@@ -242,7 +242,7 @@ def test_running_out_of_memory_on_an_accelerator_is_recognised():
         assert not is_out_of_memory(other)
 
 
-def test_running_out_of_memory_is_no_fault(monkeypatch):
+def test_running_out_of_memory_is_a_user_error(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nGPU 0 has ...")
 

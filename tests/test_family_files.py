@@ -1,4 +1,4 @@
-"""docs/families: each file, with the weights of its preset loaded, gives the logits of the preset."""
+"""docs/families: each file gives the logits of its preset with the same weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(name: str) -> ModuleType:
 
 
 def filled(file: ModuleType, kind: str, model: Model, **sizes: Any) -> nn.Module:
-    """The file's own model with the preset's weights, none of which may be missing or left over."""
+    """The model of the file with the weights of the preset; no weight may be missing or unused."""
     theirs: nn.Module = getattr(file, kind)(**sizes).eval().requires_grad_(False)
     weights = model.state_dict()
     for wrong in (weights | {"another.weight": torch.zeros(1)}, dict(list(weights.items())[1:])):
@@ -81,7 +81,8 @@ def test_gpt2() -> None:
     theirs, model = pair("gpt2", "GPT2", "gpt2", vocab=VOCAB, length=20, **SIZES)
     close(theirs(TEXT), model(TEXT, None))
     x, state = model.read(TEXT, State(()))
-    tokens, written = model.predict(x[:, -1]).argmax(-1), TEXT
+    tokens = model.predict(x[:, -1]).argmax(-1)
+    written = TEXT
     for _ in range(5):
         written = torch.cat((written, tokens[:, None]), 1)
         scores, state = model.step(tokens, state)
@@ -90,7 +91,7 @@ def test_gpt2() -> None:
 
 
 def test_t5() -> None:
-    """Also over distances that share a bucket."""
+    """Including distances that share a bucket."""
     sizes = SIZES | {"vocab": VOCAB, "head_width": 5}
     theirs, model = pair("t5", "T5", "t5-small", **sizes)
     close(theirs(SOURCE, KEEP, TEXT), model(SOURCE, KEEP, TEXT))
@@ -106,7 +107,7 @@ def test_llama(name: str, kv_heads: int) -> None:
 
 
 def test_transformer_xl() -> None:
-    """Three segments, the last after a memory that is too short for all before it."""
+    """Three segments; the memory is too short for all tokens before the last one."""
     sizes = SIZES | {"vocab": VOCAB, "memory": 7}
     short = {"decoder": {"memory": 7}}
     theirs, model = pair("transformer_xl", "TransformerXL", "transformer-xl", **sizes, changes=short)
@@ -128,7 +129,7 @@ def reformer() -> tuple[nn.Module, Model]:
 
 @pytest.mark.parametrize("length", [6, 16, 24, 28])
 def test_reformer(length: int) -> None:
-    """Too short to be hashed, and hashed."""
+    """With exact and with hashed attention."""
     theirs, model = reformer()
     text = torch.arange(3 * length).view(3, length) ** 2 % VOCAB
     close(theirs(text), model(text, None))
@@ -148,8 +149,8 @@ def test_vit() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_files_stand_alone(path: Path) -> None:
-    """Torch and the standard library, a length one can read, and a preset that exists."""
+def test_files_need_only_torch(path: Path) -> None:
+    """Files import only torch and the standard library, are short, and name an existing preset."""
     text = path.read_text()
     found = {
         alias.name if isinstance(node, ast.Import) else str(node.module)
@@ -184,7 +185,8 @@ def values(config: Config) -> dict[str, str]:
 
 
 def test_the_table_of_families_has_the_values_of_the_presets() -> None:
-    rows, seen = table(), set()
+    rows = table()
+    seen = set()
     linked = {name for row in rows for name in re.findall(r"\((\w+\.py)\)", row["family"])}
     assert linked == {path.name for path in FILES}
     for row in rows:
@@ -196,7 +198,7 @@ def test_the_table_of_families_has_the_values_of_the_presets() -> None:
 
 
 def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a reader would run it, beside the files."""
+    """In the directory of the files, like a reader."""
     text = (FOLDER / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert code is not None

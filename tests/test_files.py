@@ -1,4 +1,4 @@
-"""Atomic writes: the old content or the new one."""
+"""Atomic writes leave the old or the new content; locks; JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(path: Path) -> None:
 
 @contextmanager
 def broken(function: str) -> Iterator[None]:
-    """Let one function of the operating system fail at its every call."""
+    """Make every call of one function of the operating system fail."""
     module = shutil if function == "rmtree" else os
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, function, full)
@@ -66,7 +66,7 @@ def test_a_failed_file_leaves_the_old_one_and_nothing_else(tmp_path: Path, where
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, UserError])
 def test_any_failure_cleans_up(tmp_path: Path, error: type[BaseException]) -> None:
-    """What the writer raises comes through as it is, and leaves no half of a file behind."""
+    """Errors of the writer are raised unchanged and leave no partial file."""
 
     def stop(path: Path) -> None:
         target = path / "inner" if path.is_dir() else path
@@ -104,8 +104,8 @@ def test_a_failed_directory_leaves_the_old_one_and_nothing_else(tmp_path: Path, 
     assert old is None or (names(path) == ["a"] and (path / "a").read_text() == old)
 
 
-def test_a_file_that_is_in_place_is_not_called_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems cannot flush a directory; by then the new file is there."""
+def test_an_error_after_the_rename_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems cannot sync a directory; the new file is already in place."""
     path = tmp_path / "x"
     path.write_text("old")
     sync = files.sync
@@ -118,7 +118,7 @@ def test_a_file_that_is_in_place_is_not_called_untouched(tmp_path: Path, monkeyp
     assert names(tmp_path) == ["x"]
 
 
-def test_new_files_and_directories_take_the_place_of_old_ones(tmp_path: Path) -> None:
+def test_new_files_and_directories_replace_old_ones(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for text in ("one", "two"):
         replace_file(path, lambda p, text=text: p.write_text(text) and None)
@@ -130,9 +130,10 @@ def test_new_files_and_directories_take_the_place_of_old_ones(tmp_path: Path) ->
     assert names(tmp_path) == ["d", "x"]
 
 
-def test_what_is_replaced_reached_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def note(what: str, function: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: (done.append(what), function(*args))[1]
@@ -143,8 +144,8 @@ def test_what_is_replaced_reached_the_disk_before(tmp_path: Path, monkeypatch: p
     assert done == ["sync", "replace", "sync"]
 
 
-def test_everything_in_a_directory_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what lies deeper."""
+def test_all_files_of_a_directory_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Including files in subdirectories."""
     synced: list[str] = []
     sync = files.sync
     monkeypatch.setattr(files, "sync", lambda p: (synced.append(p.name), sync(p))[1])
@@ -158,9 +159,11 @@ def test_everything_in_a_directory_reaches_the_disk(tmp_path: Path, monkeypatch:
     assert {"a", "b", "deep"} <= set(synced)
 
 
-def test_two_writers_at_once_do_not_meet(tmp_path: Path) -> None:
-    """Threads of one process, each within its own temporary file when the other is."""
-    path, barrier, errors = tmp_path / "x", threading.Barrier(2, timeout=10), []
+def test_concurrent_writers_use_different_temporary_files(tmp_path: Path) -> None:
+    """Two threads of one process write at the same time, each to its own temporary file."""
+    path = tmp_path / "x"
+    barrier = threading.Barrier(2, timeout=10)
+    errors = []
 
     def writer(text: str) -> None:
         def write(temporary: Path) -> None:
@@ -185,7 +188,7 @@ def test_two_writers_at_once_do_not_meet(tmp_path: Path) -> None:
 
 @contextmanager
 def disk_of(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: what a full disk feels like."""
+    """Limit files to `size` bytes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -211,13 +214,13 @@ def test_json_in_any_alphabet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
-def test_broken_json_is_the_users_to_mend(tmp_path: Path, content: bytes) -> None:
+def test_broken_json_is_a_user_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.json: not readable as JSON"):
         read_json(tmp_path / "x.json")
 
 
-def test_json_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_json_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.json: no such file"):
         read_json(tmp_path / "none.json")
     with pytest.raises(UserError, match="cannot write"):
@@ -256,7 +259,7 @@ def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path, killed: bool) ->
             raise AssertionError
         if killed:
             process.kill()
-    assert path.exists() == killed  # a file that is left is no obstacle
+    assert path.exists() == killed  # a leftover file does not block
     with hold_lock(path, "run"):
         with pytest.raises(UserError, match=f"run: process {os.getpid()} "), hold_lock(path, "run"):
             raise AssertionError
@@ -264,9 +267,11 @@ def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path, killed: bool) ->
     assert names(tmp_path) == []
 
 
-def test_a_lock_on_a_file_that_its_holder_removes_is_taken_again(tmp_path: Path, monkeypatch) -> None:
-    """Between opening and locking, the last holder may remove the file: that lock would exclude nobody."""
-    path, try_lock, tried = tmp_path / "lock", files._try_lock, []
+def test_a_lock_is_retried_if_its_holder_removes_the_file(tmp_path: Path, monkeypatch) -> None:
+    """The holder may remove the file between open and lock; a lock on the removed file would exclude no one."""
+    path = tmp_path / "lock"
+    try_lock = files._try_lock
+    tried = []
 
     def late(handle: int) -> bool | None:
         if not tried:
@@ -280,7 +285,7 @@ def test_a_lock_on_a_file_that_its_holder_removes_is_taken_again(tmp_path: Path,
     assert held and len(tried) == 3
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

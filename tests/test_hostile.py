@@ -1,4 +1,4 @@
-"""Run directories that were damaged, changed or made by an attacker: refused, in bounded time and memory."""
+"""Damaged, changed and malicious run directories are refused in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def foreign() -> ForeignTokenizer:
 
 
 def codec_of(name: str, number: int) -> Codec:
-    """Tokenizers of another kind for each of several runs."""
+    """A different kind of tokenizer for each run."""
     mask = "bert" in name
     kinds = ("char", "word", "byte", "bpe:270", "unigram:270", "nfd", "space")
     if number % 8 == 7 and not mask:
@@ -59,12 +59,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     config = shrunk(BOTH[-1], 9, {"source_vocab": sides.source_vocab, "target_vocab": sides.target_vocab})
     Run(config, sides, build(config), Path("two")).save(place / "two")
     for base in place.iterdir():
-        use(base)  # what is loaded and set up at first use need not be in every child
+        use(base)  # first use in the parent, so that children do not repeat the set-up
     return sorted(place.iterdir())
 
 
 def use(path: Path, draw: Random | None = None) -> None:
-    """Load a run and let it answer; with `draw`, mostly without its manifest."""
+    """Load and use a run; with `draw`, mostly without its manifest."""
     if draw is not None and draw.random() < 0.75 and (path / MANIFEST).is_file():
         (path / MANIFEST).unlink()
     run = regard.load(path, verify=True)
@@ -86,11 +86,13 @@ def check(bases: list[Path], place: Path, cases: range) -> None:
     assert counts["refused"] > len(cases) / 2
 
 
-def test_a_fault_is_noticed() -> None:
-    """Aborts, tracebacks, memory and time are seen from outside."""
+def test_the_child_reports_faults() -> None:
+    """Aborts, tracebacks, memory and time are observed from the parent."""
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).kind == "killed"
     assert in_child(lambda: 1 / 0).kind == "error"
-    assert in_child(lambda: [b"x" * 2**20 for _ in range(1200)]).fault  # some of it is memory that the parent has freed
+    assert in_child(
+        lambda: [b"x" * 2**20 for _ in range(1200)]
+    ).fault  # part of it reuses memory that the parent has freed
     assert not in_child(lambda: None).fault
 
 
@@ -122,7 +124,7 @@ def edit(path: Path, *keys: Any, to: Any) -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_an_id_beyond_any_vocabulary(run: Path, own: bool) -> None:
-    """The tokenizer library would make a table of that many entries, and end the process."""
+    """The tokenizer library would allocate a table of this size and abort."""
     path = run / "tokenizer.json"
     if own:
         Tokenizer.train("word", ["a b c"]).save(path)
@@ -142,10 +144,10 @@ def test_a_vocabulary_size_beyond_the_model(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", MANIFEST])
-def test_links_that_lead_out_are_refused(run: Path, name: str) -> None:
+def test_links_out_of_the_run_are_refused(run: Path, name: str) -> None:
     (run / name).rename(run.parent / name)
     (run / name).symlink_to(run.parent / name)
-    with pytest.raises(UserError, match=f"{name}: leads out of its directory"):
+    with pytest.raises(UserError, match=f"{name}: points out of its directory"):
         Run.load(run)
 
 
@@ -163,7 +165,7 @@ def test_links_within_a_run_and_into_a_download_cache_are_followed(run: Path) ->
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_every_flipped_bit_is_named(run: Path, name: str) -> None:
+def test_every_flipped_bit_is_reported(run: Path, name: str) -> None:
     path = run / name
     data = path.read_bytes()
     for position in range(0, len(data), max(1, len(data) // 7)):
@@ -174,20 +176,20 @@ def test_every_flipped_bit_is_named(run: Path, name: str) -> None:
     assert Run.load(run, verify=True).config
 
 
-def test_large_weights_are_compared_on_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.files.HASHED", 10)
+def test_large_weights_are_hashed_on_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.files.MAX_HASHED_BYTES", 10)
     path = run / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert Run.load(run).config
-    with pytest.raises(UserError, match=r"model\.safetensors: has changed: as long as the one saved"):
+    with pytest.raises(UserError, match=r"model\.safetensors: has changed: same size, but another SHA-256"):
         regard.load(run, verify=True)
     path.write_bytes(data[:-4])
-    with pytest.raises(UserError, match=r"model\.safetensors: has changed: [\d,]+ bytes, saved were"):
+    with pytest.raises(UserError, match=r"model\.safetensors: has changed: [\d,]+ bytes instead of"):
         Run.load(run)
 
 
-def test_a_file_changed_on_purpose_is_accepted(run: Path) -> None:
+def test_an_intended_change_is_accepted(run: Path) -> None:
     edit(run / "config.json", "model", "encoder", "dropout", to=0.5)
     refused = call("info", run, "--verify")
     assert refused.code == 2 and "config.json: has changed" in refused.err
@@ -215,10 +217,10 @@ def test_a_run_without_a_manifest_loads_and_can_get_one(run: Path) -> None:
     assert "belongs to a run directory" in call("info", "bert-base", "--verify").err
 
 
-def test_a_killed_rewrite_is_no_change(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between a new file and its entry the file has none, which is as in runs without a manifest."""
+def test_a_killed_rewrite_leaves_a_valid_manifest(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a new file and its entry, the file has no entry, as in runs without a manifest."""
     again = Run.load(run)
-    for number in range(5):  # each write in turn is the last one
+    for number in range(5):  # the process is killed after each write in turn
         again.save(run)
         left = number
 

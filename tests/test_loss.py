@@ -1,4 +1,4 @@
-"""The objective against torch's cross-entropy, and against itself on any split of a batch."""
+"""The objective equals the cross-entropy of torch, and itself on any split of a batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batch(rows: slice = slice(None), name: str = "transformer-tiny") -> Batch:
 
 
 def scores_of(model: Model, given: Batch) -> Tensor:
-    """All scores at once, a row of them for every label."""
+    """All logits at once, one row per label."""
     if model.config.decoder is None:
         return model(given.source_BS, given.source_keep_BS)
     if model.config.encoder is None:
@@ -73,7 +73,7 @@ def expected_loss(x: Tensor, weight: Tensor, label: Tensor, smoothing: float, bi
 def test_value_and_gradients_are_those_of_cross_entropy(
     count: int, vocab: int, smoothing: float, chunk: int, data: st.DataObject
 ) -> None:
-    """For any size of the pieces that the work is cut into, with scores far from zero, in front of more work."""
+    """For any chunk size, with logits far from zero and further operations after the loss."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     x = torch.randn(count, 5, generator=generator) * 3 + 1
     weight = torch.randn(vocab, 5, generator=generator) * 2
@@ -95,7 +95,7 @@ def test_value_and_gradients_are_those_of_cross_entropy(
     assert not found.correct.requires_grad
 
 
-def test_doubles() -> None:
+def test_double_precision() -> None:
     x, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (20, 7))
     label = torch.arange(20) % 7
     found = torch.autograd.grad(output_loss(x, weight, label, 0.1).smoothed, (x, weight))
@@ -106,7 +106,8 @@ def test_doubles() -> None:
 
 
 def test_scores_that_overflow_an_exponential() -> None:
-    x, weight = torch.tensor([[200.0], [-200.0]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.5]])
+    x = torch.tensor([[200.0], [-200.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]])
     found = output_loss(x, weight, torch.tensor([0, 0]), 0.1)
     found.smoothed.backward()
     assert found.smoothed.isfinite()
@@ -117,14 +118,18 @@ def test_scores_that_overflow_an_exponential() -> None:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> None:
-    """Position by position from the full logits; padding counts nothing, in value and in gradient."""
-    model, whole = build(name), batch(name=name)
+    """Position by position from the full logits; padding has no effect on value and gradient."""
+    model = build(name)
+    whole = batch(name=name)
     found = Objective(model, smoothing)(whole)
     found.smoothed.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    scores, keep = scores_of(model, whole), whole.keep_BT
-    total, nll, correct = torch.zeros(()), 0.0, 0
+    scores = scores_of(model, whole)
+    keep = whole.keep_BT
+    total = torch.zeros(())
+    nll = 0.0
+    correct = 0
     for i, target in enumerate(whole.label_BT.tolist()):
         for t, label in enumerate(target):
             if keep is not None and not keep[i, t]:
@@ -143,8 +148,8 @@ def test_objective_is_the_sum_over_real_labels(name: str, smoothing: float) -> N
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_parts_add_up_to_the_whole(name: str) -> None:
-    """Any split of a batch over steps or processes has the sum, and the gradient, of the whole."""
+def test_parts_of_a_batch_add_up(name: str) -> None:
+    """Any split of a batch over steps or processes has the same sum and gradient as the whole batch."""
     objective = Objective(build(name), 0.1)
 
     def sums(*parts: slice) -> tuple[Tensor, list[Tensor]]:
@@ -157,15 +162,17 @@ def test_parts_add_up_to_the_whole(name: str) -> None:
             values.append(torch.stack([found.smoothed.detach(), found.nll, found.correct]))
         return torch.stack(values).sum(0), [p.grad.clone() for p in objective.parameters() if p.grad is not None]
 
-    whole, parts = sums(slice(None)), sums(slice(0, 1), slice(1, 3))
+    whole = sums(slice(None))
+    parts = sums(slice(0, 1), slice(1, 3))
     torch.testing.assert_close(whole[0], parts[0], atol=1e-4, rtol=1e-5)
     for a, b in zip(whole[1], parts[1], strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_without_gradients_it_is_the_same(smoothing: float) -> None:
-    objective, whole = Objective(build(), smoothing), batch()
+def test_the_loss_without_gradients_is_equal(smoothing: float) -> None:
+    objective = Objective(build(), smoothing)
+    whole = batch()
     with torch.no_grad():
         quiet = objective(whole)
     for a, b in zip(quiet, objective(whole), strict=True):
@@ -174,8 +181,9 @@ def test_without_gradients_it_is_the_same(smoothing: float) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_half_precision_runs_and_is_near(name: str) -> None:
-    objective, whole = Objective(build(name), 0.1), batch(name=name)
+def test_half_precision_is_close(name: str) -> None:
+    objective = Objective(build(name), 0.1)
+    whole = batch(name=name)
     with torch.autocast("cpu", torch.bfloat16):
         half = objective(whole)
     half.smoothed.backward()
@@ -187,7 +195,9 @@ def test_half_precision_runs_and_is_near(name: str) -> None:
 
 def greedy(model: Model, example: Batch, length: int) -> Tensor:
     """Greedy outputs of the model, (B, length)."""
-    state, tokens, outputs = model.encode(example.source_BS, example.source_keep_BS), example.input_BT[:, 0], []
+    state = model.encode(example.source_BS, example.source_keep_BS)
+    tokens = example.input_BT[:, 0]
+    outputs = []
     for _ in range(length):
         scores, state = model.step(tokens, state)
         tokens = scores.argmax(-1)
@@ -196,9 +206,10 @@ def greedy(model: Model, example: Batch, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_sampling_always_is_hearing_only_itself(name: str) -> None:
-    """Teacher forcing on the model's own words; and plain teacher forcing when those are the target."""
-    model, whole = build(name), batch()
+def test_sampling_with_rate_one_reads_only_predictions(name: str) -> None:
+    """Equal to teacher forcing on the predictions, and to plain teacher forcing if these equal the target."""
+    model = build(name)
+    whole = batch()
     own = greedy(model, whole, whole.input_BT.shape[1])
     inputs = torch.cat((whole.input_BT[:, :1], own[:, :-1]), 1)
     for labels in (whole.label_BT, own):
@@ -211,23 +222,25 @@ def test_sampling_always_is_hearing_only_itself(name: str) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_sampling_is_for_training_only(rate: float) -> None:
-    model, whole = build(), batch()
+    model = build()
+    whole = batch()
     found, forced = (Objective(model, 0.1, scheduled_sampling=r).eval()(whole) for r in (rate, 0.0))
     assert torch.equal(found.smoothed, forced.smoothed)
 
 
-def test_sampling_half_the_time_lies_in_between_and_trains_everything() -> None:
-    model, whole = build("rnn-luong"), batch()
+def test_sampling_with_rate_one_half_trains_every_parameter() -> None:
+    model = build("rnn-luong")
+    whole = batch()
     objective = Objective(model, 0.1, scheduled_sampling=0.5).train()
     torch.manual_seed(0)
     values = {round(objective(whole).smoothed.item(), 3) for _ in range(12)}
-    assert len(values) > 2  # another draw, another mixture
+    assert len(values) > 2  # every draw gives another mixture
     objective(whole).smoothed.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_a_language_model_reads_on() -> None:
-    """With the segment memory the sum of segments is that of the whole text; without it, that of separate texts."""
+def test_a_language_model_continues_from_its_segment_memory() -> None:
+    """With segment memory, the segments sum to the loss of the whole text; without it, to that of separate texts."""
     model = build("transformer-xl").eval()
     text = torch.randint(4, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
     nothing = torch.zeros(2, 0, dtype=torch.int64)
@@ -236,11 +249,12 @@ def test_a_language_model_reads_on() -> None:
         pairs = zip(text[:, :-1].split(lengths, 1), text[:, 1:].split(lengths, 1), strict=True)
         return torch.stack([objective(Batch(nothing, None, a, b, None, 0, 0)).nll for a, b in pairs])
 
-    whole, objective = losses(Objective(model), 12).sum(), Objective(model)
+    whole = losses(Objective(model), 12).sum()
+    objective = Objective(model)
     torch.testing.assert_close(losses(objective, 4, 4, 4).sum(), whole, atol=1e-4, rtol=1e-5)
     assert objective.segment_memory is not None and objective.segment_memory[0].shape[1] == 12
     first = losses(Objective(model), 4, 4, 4)[0]
-    assert losses(objective, 4, 4, 4)[0] != first  # still remembers
+    assert losses(objective, 4, 4, 4)[0] != first  # the memory is not reset
     objective.segment_memory = None
     torch.testing.assert_close(losses(objective, 4, 4, 4)[0], first)
 

@@ -1,4 +1,4 @@
-"""The segment memory: a copying task that cannot be solved without it."""
+"""Segment memory: a copying task that cannot be solved without it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from regard.config import Config, parse
 from regard.loss import Objective
 from regard.model import Model
 
-BLOCK, LETTERS, LANES = 12, 8, 16
+BLOCK = 12
+LETTERS = 8
+LANES = 16
 
 
 def stream(blocks: int, seed: int) -> Tensor:
-    """Random blocks, each twice: a segment is one block, so what it repeats is in the segment before."""
+    """Random blocks, each twice. A segment is one block, so a repeated block is in the previous segment."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, 4 + LETTERS, (LANES, blocks, 1, BLOCK), generator=draws)
     return ids.expand(-1, -1, 2, -1).flatten(1)
@@ -47,8 +49,9 @@ def trained(with_memory: bool) -> Model:
 
 @torch.no_grad()
 def copied(model: Model, with_memory: bool) -> float:
-    """The share of repeated tokens that are predicted; the last of a segment begins a new block and does not count."""
-    segment_memory, right = None, []
+    """The accuracy on repeated tokens, without the last of a segment, which predicts a new block."""
+    segment_memory = None
+    right = []
     for number, segment_BT in enumerate(segments(stream(8, 10**6))):
         x_BTD, segment_memory = model.read_segment(segment_BT[:, :-1], segment_memory if with_memory else None)
         if number % 2:
@@ -61,12 +64,12 @@ def model_with_memory() -> Model:
     return trained(with_memory=True)
 
 
-def test_the_segment_before_is_copied(model_with_memory):
+def test_the_previous_segment_is_copied(model_with_memory):
     assert copied(model_with_memory, with_memory=True) > 0.95
     assert copied(model_with_memory, with_memory=False) < 0.3
 
 
-def test_a_memory_longer_than_in_training_does_not_hurt(model_with_memory):
+def test_a_memory_longer_than_in_training_works(model_with_memory):
     decoder = model_with_memory.decoder
     decoder.memory, short = 4 * BLOCK, decoder.memory
     try:

@@ -1,6 +1,6 @@
 """The equalities that every model must keep: fused = eager, cached = full, padded = alone, batch = single.
 
-Here those of two stacks; test_alone.py has the models that are an encoder or a decoder alone.
+Here models with two stacks; tests/nn/test_one_stack.py has models with only an encoder or a decoder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from regard.model import Model, on_meta
 from regard.nn.cache import State
 from regard.presets import PRESETS, preset
 
-GRU, LSTM = {"mixer": "gru"}, {"mixer": "lstm"}
+GRU = {"mixer": "gru"}
+LSTM = {"mixer": "lstm"}
 LATE = {"norm": "rms", "norm_at": "pre", "gated": True, "activation": "silu", "bias": "none"}
 VARIANTS: dict[str, dict[str, object]] = {
     "rotary gated grouped": LATE | {"position": "rotary", "heads": 4, "kv_heads": 2, "head_width": 6},
@@ -51,7 +52,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def config(name: str) -> Config:
-    """A preset made small, or a variant of both stacks."""
+    """A small version of a preset, or a variant of both stacks."""
     if name in PRESETS:
         return shrunk(name)
     if name == "attention to gru":
@@ -92,7 +93,8 @@ def test_cached_is_full(name: str) -> None:
     model = build(config(name))
     full = model(SOURCE, KEEP, INPUT)
     close(step_by_step(model, INPUT, model.encode(SOURCE, KEEP))[0], full)
-    state, pieces = model.encode(SOURCE, KEEP), []
+    state = model.encode(SOURCE, KEEP)
+    pieces = []
     for piece in INPUT.split((2, 3, 1), dim=1):
         x, state = model.read(piece, state)
         pieces.append(model.predict(x))
@@ -104,9 +106,12 @@ def test_cached_is_full(name: str) -> None:
 def test_padded_is_alone(name: str) -> None:
     """Also when the row is padded further than any row of the batch needs."""
     model = build(config(name))
-    longer, further = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.bool)
-    longer[:, :5], further[:, :5] = SOURCE, KEEP
-    together, padded = model(SOURCE, KEEP, INPUT), model(longer, further, INPUT)
+    longer = torch.zeros(3, 9, dtype=torch.long)
+    further = torch.zeros(3, 9, dtype=torch.bool)
+    longer[:, :5] = SOURCE
+    further[:, :5] = KEEP
+    together = model(SOURCE, KEEP, INPUT)
+    padded = model(longer, further, INPUT)
     for row, length in enumerate(LENGTHS):
         alone = model(SOURCE[row : row + 1, :length], None, INPUT[row : row + 1])[0]
         close(together[row], alone)
@@ -115,7 +120,7 @@ def test_padded_is_alone(name: str) -> None:
 
 @EVERY
 def test_batch_is_single(name: str) -> None:
-    """Without any padding; and the end of a target never reaches its beginning."""
+    """Without padding; and later target tokens do not affect earlier ones."""
     model = build(config(name))
     source = SOURCE[:1].repeat(3, 1).add(torch.arange(3)[:, None] % 2)
     together = model(source, None, INPUT)
@@ -126,7 +131,7 @@ def test_batch_is_single(name: str) -> None:
 
 @EVERY
 def test_the_future_never_leaks(name: str) -> None:
-    """Change a later token: earlier scores stay as they were, bit for bit; its own change."""
+    """Changing a token does not change a bit of earlier scores; its own scores change."""
     model = build(config(name))
     before = model(SOURCE, KEEP, INPUT)
     for place in (2, 5):
@@ -141,7 +146,8 @@ def test_the_future_never_leaks(name: str) -> None:
 def test_reordering_then_stepping_is_stepping_then_reordering(name: str) -> None:
     model = build(config(name))
     _, state = step_by_step(model, INPUT[:, :3], model.encode(SOURCE, KEEP))
-    order, tokens = torch.tensor([2, 0, 1]), INPUT[:, 3]
+    order = torch.tensor([2, 0, 1])
+    tokens = INPUT[:, 3]
     scores, after = model.step(tokens, state)
     reordered, after_reordered = model.step(tokens[order], state.select(order, order))
     close(reordered, scores[order])
@@ -150,15 +156,16 @@ def test_reordering_then_stepping_is_stepping_then_reordering(name: str) -> None
 
 @EVERY
 def test_beams_share_their_source(name: str) -> None:
-    """Several hypotheses per sentence = as many sentences; also after they are shuffled and a sentence has left."""
+    """Several hypotheses per sentence = repeated sentences; also after reordering and the end of a sentence."""
     model = build(config(name))
     beam = torch.arange(3).repeat_interleave(2)
     tokens = torch.arange(36).view(6, 6) * 7 % VOCAB
-    shared, repeated = model.encode(SOURCE, KEEP).select(beam), model.encode(SOURCE[beam], KEEP[beam])
+    shared = model.encode(SOURCE, KEEP).select(beam)
+    repeated = model.encode(SOURCE[beam], KEEP[beam])
     a, shared = step_by_step(model, tokens[:, :2], shared)
     b, repeated = step_by_step(model, tokens[:, :2], repeated)
     close(a, b)
-    rows = torch.tensor([1, 1, 5, 4])  # sentence 0 keeps one hypothesis twice, 1 has left, 2 swaps its two
+    rows = torch.tensor([1, 1, 5, 4])  # sentence 0 repeats one hypothesis, 1 has finished, 2 swaps its two
     shared = shared.select(rows, torch.tensor([0, 2]))
     repeated = repeated.select(rows, rows)
     a, _ = step_by_step(model, tokens[:4, 2:], shared)
@@ -168,9 +175,10 @@ def test_beams_share_their_source(name: str) -> None:
 
 @EVERY
 def test_beams_read_several_tokens_at_once(name: str) -> None:
-    """A common prefix is read in one piece by hypotheses that share a source."""
+    """Hypotheses that share a source read a common prefix in one piece."""
     model = build(config(name))
-    beam, tokens = torch.arange(3).repeat_interleave(2), torch.arange(24).view(6, 4) % VOCAB
+    beam = torch.arange(3).repeat_interleave(2)
+    tokens = torch.arange(24).view(6, 4) % VOCAB
     state = model.encode(SOURCE, KEEP).select(beam)
     expected, _ = step_by_step(model, tokens, state)
     x, _ = model.read(tokens, state)
@@ -179,8 +187,9 @@ def test_beams_read_several_tokens_at_once(name: str) -> None:
 
 @EVERY
 def test_left_padded_prefixes_are_alone(name: str) -> None:
-    """Prefixes of different lengths, padded at their beginning, then one more token each."""
-    model, rows = build(config(name)), [[2, 5, 6, 7], [2], [2, 9, 4]]
+    """Prefixes of different lengths, padded on the left, then one more token each."""
+    model = build(config(name))
+    rows = [[2, 5, 6, 7], [2], [2, 9, 4]]
     prefix, keep = left_padded(rows)
     x, state = model.read(prefix, model.encode(SOURCE, KEEP), keep)
     following, _ = model.step(torch.tensor([4, 5, 6]), state)
@@ -232,7 +241,7 @@ def test_equalities_of_any_combination(encoder: dict[str, object], decoder: dict
 
 @EVERY
 def test_every_parameter_is_trained_and_stays_finite(name: str) -> None:
-    """Nothing in a model is dead weight, and nothing in training turns into NaN."""
+    """Every parameter has a gradient, and training gives no NaN."""
     model = build(config(name)).requires_grad_().train()
     scores = model(SOURCE, KEEP, INPUT)
     (scores * torch.randn_like(scores)).sum().backward()
@@ -249,7 +258,8 @@ def test_embeddings_are_shared_tied_and_scaled_as_configured() -> None:
     apart = build(config("rnn-bahdanau"))
     assert apart.source_embedding is not apart.target_embedding
     assert apart.output.weight is not apart.target_embedding.weight
-    scaled, plain = build(config("no position")), apart
+    scaled = build(config("no position"))
+    plain = apart
     seen: list[Tensor] = []
     for each in (scaled, plain):
         each.encoder.dropout.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
@@ -260,13 +270,14 @@ def test_embeddings_are_shared_tied_and_scaled_as_configured() -> None:
 
 @EVERY
 def test_on_meta_has_the_shapes_of_the_real_one(name: str) -> None:
-    real, shadow = Model(config(name)), on_meta(config(name))
+    real = Model(config(name))
+    shadow = on_meta(config(name))
     assert all(p.is_meta for p in shadow.parameters())
     assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in shadow.named_parameters()}
 
 
-def test_on_meta_nothing_is_drawn() -> None:
-    """Random numbers without memory would import a compiler."""
+def test_on_meta_draws_no_random_numbers() -> None:
+    """Drawing random numbers on the meta device would import a compiler."""
     code = """
 import sys
 from regard.model import on_meta

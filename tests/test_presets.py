@@ -1,4 +1,4 @@
-"""Presets: what they count, by hand; what can be changed in them, and how."""
+"""Presets: parameter counts by hand and from papers; changes of presets."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ def count(config: Config) -> int:
 
 
 def attention(stack: Stack, context: int, *, own: bool) -> int:
-    """Query, key, value and output matrices with their biases; and what stands beside them in self-attention."""
-    bias, inner, shared = int(stack.bias == "all"), stack.heads * stack.head, stack.kv * stack.head
+    """Query, key, value and output matrices with biases, and the additional weights of self-attention."""
+    bias = int(stack.bias == "all")
+    inner = stack.heads * stack.head
+    shared = stack.kv * stack.head
     total = (stack.width + bias) * inner + 2 * (context + bias) * shared + (inner + bias) * stack.width
     if own and stack.mixer == "lsh":
-        total -= (stack.width + bias) * inner  # queries are their own keys
+        total -= (stack.width + bias) * inner  # queries and keys share a matrix
     if own and stack.position == "relative":
         total += 2 * inner + stack.width * inner  # u, v and the matrix over distances
     return total
 
 
 def stack_parameters(stack: Stack, source: int | None) -> int:
-    """The layers, positions and norms of a Transformer, written out."""
-    bias, norm = int(stack.bias != "none"), (2 if stack.norm == "layer" else 1) * stack.width
+    """The parameters of layers, positions and norms of a Transformer, by hand."""
+    bias = int(stack.bias != "none")
+    norm = (2 if stack.norm == "layer" else 1) * stack.width
     layer = attention(stack, stack.width, own=True) + norm
     layer += 0 if source is None else attention(stack, source, own=False) + norm
     layer += (2 if stack.gated else 1) * (stack.width + bias) * stack.ff + (stack.ff + bias) * stack.width + norm
@@ -43,8 +46,9 @@ def stack_parameters(stack: Stack, source: int | None) -> int:
 
 
 def transformer(config: Config) -> int:
-    """Parameters of embeddings, stacks and output layers, written out."""
-    encoder, decoder = config.encoder, config.decoder
+    """The parameters of embeddings, stacks and output layers, by hand."""
+    encoder = config.encoder
+    decoder = config.decoder
     total = 0
     if encoder is not None:
         total += stack_parameters(encoder, None) + config.token_types * encoder.width
@@ -67,10 +71,12 @@ def transformer(config: Config) -> int:
 
 
 def recurrent(config: Config) -> int:
-    """Tables, gates, bridges, score and prediction of a recurrent encoder-decoder, written out."""
-    encoder, decoder = config.encoder, config.decoder
+    """The parameters of a recurrent encoder-decoder, by hand."""
+    encoder = config.encoder
+    decoder = config.decoder
     assert encoder is not None and decoder is not None
-    width, gates = encoder.width, {"gru": 3, "lstm": 4}[encoder.mixer]
+    width = encoder.width
+    gates = {"gru": 3, "lstm": 4}[encoder.mixer]
 
     def cell(inputs: int, states: int) -> int:
         return gates * states * (inputs + states + 2)
@@ -94,7 +100,7 @@ def test_counts_by_hand(name: str, vocab: int | None) -> None:
 
 VECTORS = {"output": "none", "output_bias": False, "pooler": True}
 
-# What the papers say, to the digits they say it.
+# Published counts, with their published precision.
 PAPERS = [
     ("transformer-base", 37_000, 65e6, 0.03),  # Vaswani et al. 2017, table 3, base; a shared vocabulary of about 37k
     ("transformer-big", 37_000, 213e6, 0.03),  # the same, big
@@ -116,7 +122,7 @@ def test_published_counts(name: str, vocab: int | None, published: float, digits
     assert count(preset(name, vocab)) == pytest.approx(published, rel=digits)
 
 
-# The tensors of the released weights, as the class of transformers that reads them counts its parameters.
+# Parameters of the released weights, as counted by the class of transformers that loads them.
 RELEASES: list[tuple[str, dict[str, Any], int]] = [
     ("bert-base", {}, 109_514_298),  # bert-base-uncased, BertForMaskedLM
     ("bert-base", VECTORS, 109_482_240),  # bert-base-uncased, BertModel
@@ -138,8 +144,8 @@ def test_released_counts(name: str, changes: dict[str, Any], released: int) -> N
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_tables_of_positions_are_as_long_as_they_can_be_used(name: str) -> None:
-    """A position per patch and one before them."""
+def test_position_tables_have_the_usable_length(name: str) -> None:
+    """A position per patch and one for the class token."""
     config = preset(name)
     for stack in (config.encoder, config.decoder):
         if stack is not None and config.patches is not None:
@@ -149,7 +155,7 @@ def test_tables_of_positions_are_as_long_as_they_can_be_used(name: str) -> None:
 
 
 def varied(*settings: str) -> Config:
-    """transformer-base as the command line changes it."""
+    """transformer-base, changed by `--set` settings."""
     tables: dict[str, Any] = {}
     for setting in settings:
         assign(tables, setting)
@@ -161,7 +167,7 @@ BASE = preset("transformer-base", 37_000)
 
 @pytest.mark.parametrize("heads", [1, 4, 16, 32])
 def test_table_3_a(heads: int) -> None:
-    """The number of heads at the same amount of computation: nothing to count."""
+    """The number of heads at the same amount of computation does not change the count."""
     config = varied(f"heads={heads}")
     assert config.encoder is not None
     assert config.encoder.head == 512 // heads
@@ -170,7 +176,7 @@ def test_table_3_a(heads: int) -> None:
 
 @pytest.mark.parametrize("width", [16, 32])
 def test_table_3_b(width: int) -> None:
-    """Narrower heads: each of the 18 attentions loses that share of its four matrices."""
+    """Narrower heads reduce the matrices of each of the 18 attentions."""
     config = varied(f"head_width={width}")
     lost = 8 * (64 - width)
     assert count(BASE) - count(config) == 18 * (4 * 512 * lost + 3 * lost)
@@ -189,7 +195,7 @@ def test_table_3_c(changes: list[str]) -> None:
 
 
 def test_table_3_d() -> None:
-    """Dropout and label smoothing change no shape."""
+    """Dropout and label smoothing do not change shapes."""
     tables: dict[str, Any] = {}
     for setting in ("dropout=0.2", "label_smoothing=0.0"):
         assign(tables, setting)
@@ -217,18 +223,18 @@ def test_vocabularies() -> None:
     both = preset("transformer-base", source_vocab=50, target_vocab=60)
     assert (both.source_vocab, both.target_vocab, both.share_embeddings) == (50, 60, False)
     assert preset("transformer-base", 70).share_embeddings
-    assert preset("gpt2").target_vocab == 50257  # as published, until told otherwise
+    assert preset("gpt2").target_vocab == 50257  # the published size by default
     assert preset("gpt2", 70).target_vocab == 70
     with pytest.raises(UserError, match="one vocabulary"):
         preset("transformer-base", source_vocab=50, target_vocab=60, changes={"share_embeddings": True})
 
 
-def test_no_vocabulary_is_a_mistake_not_a_default() -> None:
+def test_a_vocabulary_of_zero_is_refused() -> None:
     with pytest.raises(UserError, match="source_vocab"):
         preset("transformer-tiny", 0)
 
 
-def test_unknown_names_are_answered() -> None:
+def test_unknown_presets_have_a_suggestion() -> None:
     with pytest.raises(UserError, match=r"'transformer-basic'.*did you mean 'transformer-base'"):
         preset("transformer-basic")
     with pytest.raises(
@@ -237,7 +243,7 @@ def test_unknown_names_are_answered() -> None:
         preset("transformer-tiny", changes={"encoder": {"layer": 3}})
 
 
-def test_changes_never_reach_the_presets() -> None:
+def test_changes_do_not_modify_the_presets() -> None:
     before = repr(PRESETS)
     changes = {"encoder": {"layers": 1}, "decoder": {"layers": 3}, "tie_output": False}
     config = preset("transformer-tiny", 50, changes=changes)

@@ -47,7 +47,7 @@ def change(path: Path, **keys: Any) -> None:
     (path / "config.json").write_text(json.dumps(data | keys), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", BOTH)  # those with one stack are in test_alone
+@pytest.mark.parametrize("name", BOTH)  # models with one stack: tests/nn/test_one_stack.py
 def test_saved_is_loaded(tmp_path: Path, name: str) -> None:
     run = saved(tmp_path / "deep" / "run", name=name)
     loaded = Run.load(tmp_path / "deep" / "run")

@@ -30,10 +30,10 @@ def test_floats_keep_every_bit_and_stay_floats(number: float) -> None:
     assert isinstance(back, float) and repr(back) == repr(number)
 
 
-def test_none_has_no_key_and_half_characters_are_replaced() -> None:
+def test_none_is_left_out_and_lone_surrogates_are_replaced() -> None:
     assert tomllib.loads(to_toml({"a": None, "b": {"c": None}, "d": "x\ud800"})) == {"b": {}, "d": "x\ufffd"}
 
 
-def test_what_toml_cannot_say_is_refused() -> None:
+def test_values_without_a_toml_form_are_refused() -> None:
     with pytest.raises(TypeError, match="not TOML serializable"):
         to_toml({"x": object()})

@@ -1,4 +1,4 @@
-"""A batch: padded ids with keep-masks, which are False at padding."""
+"""Batches of padded ids with keep-masks (False at padding)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Batch(NamedTuple):
-    """Examples as padded rows. A keep-mask is None when nothing is padded, which selects fast paths."""
+    """Examples as padded rows. A keep-mask is None if nothing is padded; this selects fast paths."""
 
     source_BS: Tensor
     source_keep_BS: Tensor | None
-    input_BT: Tensor  # start token, then the target without its end
-    label_BT: Tensor  # the target with its end; the padding token where keep_BT is False
+    input_BT: Tensor  # the start token and the target without its end token
+    label_BT: Tensor  # the target with its end token; the padding token where keep_BT is False
     keep_BT: Tensor | None
     tokens: int  # labels of this batch, without padding
     total: int  # labels of the step, over all processes and accumulated batches: the divisor of the loss
@@ -35,26 +35,27 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """A measure of the memory that it takes: ids of both sides, with padding."""
+        """A measure of the memory it needs: the number of ids on both sides, with padding."""
         return self.source_BS.numel() + self.label_BT.numel()
 
     def rows(self, rows: slice) -> Batch:
-        """Some of the rows, without the padding that only the others needed; the divisor of the loss stays."""
+        """Some of the rows, without padding that only other rows needed; the divisor of the loss is unchanged."""
         if rows.stop - rows.start == len(self.label_BT):
             return self
         source_BS, source_keep_BS = _trim(self.source_keep_BS, rows, self.source_BS)
         if self.input_BT.shape[1] == self.label_BT.shape[1]:
             input_BT, _ = _trim(self.keep_BT, rows, self.input_BT)
             label_BT, keep_BT = _trim(self.keep_BT, rows, self.label_BT)
-        else:  # labels of what an encoder reads, where keep_BT says which count, and labels of whole examples
-            input_BT, label_BT = self.input_BT[rows], self.label_BT[rows]
+        else:  # masked tokens, where keep_BT marks the labels that count, or one label per example
+            input_BT = self.input_BT[rows]
+            label_BT = self.label_BT[rows]
             keep_BT = None if self.keep_BT is None else self.keep_BT[rows]
         tokens = label_BT.numel() if keep_BT is None else int(keep_BT.sum())
         return Batch(source_BS, source_keep_BS, input_BT, label_BT, keep_BT, tokens, self.total)
 
 
 def _trim(keep_BT: Tensor | None, rows: slice, x_BT: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Some rows up to the longest of them, and their keep-mask (None if nothing is padded)."""
+    """Some rows, cut to the longest of them, and their keep-mask (None if nothing is padded)."""
     if keep_BT is None:
         return x_BT[rows], None
     longest = int(keep_BT[rows].sum(1).max())
@@ -63,23 +64,23 @@ def _trim(keep_BT: Tensor | None, rows: slice, x_BT: Tensor) -> tuple[Tensor, Te
 
 
 def in_parts(work: Callable[[slice], T], rows: int) -> Iterator[tuple[slice, T | None]]:
-    """What `work` gives for all rows at once, or for parts of them, halved where memory runs out.
+    """Apply `work` to all rows, and halve a part that runs out of memory -> (rows, result) of each part.
 
-    A single row for which it still runs out gives None.
+    The result is None for a single row that runs out of memory.
     """
-    waiting = [slice(0, rows)]
-    while waiting:
-        part = waiting.pop()
+    pending = [slice(0, rows)]
+    while pending:
+        part = pending.pop()
         result: T | None = None
         try:
             result = work(part)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside the handler, where the error and with it what the work had allocated are gone.
+        # Outside the handler: the error, and with it the memory that `work` allocated, has been released.
         if result is None and part.stop - part.start > 1:
             middle = (part.start + part.stop) // 2
-            waiting += [slice(middle, part.stop), slice(part.start, middle)]
+            pending += [slice(middle, part.stop), slice(part.start, middle)]
         else:
             yield part, result
 
@@ -96,7 +97,7 @@ def pad(rows: Sequence[TokenIds], fill: int, device: torch.device | str = "cpu")
 def collate(
     sources: Sequence[TokenIds], targets: Sequence[TokenIds], config: Config, total: int | None = None
 ) -> Batch:
-    """A batch of source and target ids, each row ending in the end token."""
+    """A batch of source and target ids; each row ends in the end token."""
     source_BS, source_keep_BS = pad(sources, config.ids.pad)
     label_BT, keep_BT = pad(targets, config.ids.pad)
     input_BT = label_BT.roll(1, dims=1)
@@ -112,19 +113,19 @@ class GlobalBatch(NamedTuple):
 
     examples: int
     tokens: int  # labels
-    all_tokens: int  # of source and target
+    all_tokens: int  # source and target
     part: Callable[[slice, int], Batch]
 
 
 def windows(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`."""
+    """The items in lists of `size`; the last one may be shorter."""
     iterator = iter(items)
     while window := list(islice(iterator, size)):
         yield window
 
 
 def by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, longest first: items times longest stay within the budget."""
+    """Indices in batches of similar length, longest first; batch size times longest length is at most `budget`."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
@@ -136,7 +137,7 @@ def by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 class Pixels(Value):
-    """How the numbers of an image are scaled before a model sees them: (x - mean) / scale, by channel."""
+    """Scaling of image values by channel: (x - mean) / scale."""
 
     mean: tuple[float, ...]
     scale: tuple[float, ...]

@@ -1,7 +1,7 @@
-"""Everything that shapes a model, as frozen values: complete, typed, unknown keys refused with a suggestion.
+"""The model config as frozen, typed values that refuse unknown keys.
 
-A `Stack` describes the layers of an encoder or a decoder; a `Config` is one or two stacks, embeddings and output layer.
-A decoder is causal, an encoder is not. A decoder attends to the encoder if there is one.
+A `Stack` describes the layers of an encoder or a decoder. A `Config` has one or two stacks, embeddings and an output
+layer. A decoder is causal and attends to the encoder of the same config; an encoder is not causal.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PositionKind = Literal[
 Output = Literal["tokens", "transformed", "classes", "none"]
 Frame = Literal["end", "both", "start", "none"]
 
-# Larger values are a slip or an attack; below, the sizes of all tensors stay within what torch can count.
+# Larger values are typing errors or attacks. Up to this limit, torch can count the elements of every tensor.
 MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True)]  # strict: true is not 1
 Id = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)]
-MAX_TOKENS = 2**21  # of a vocabulary: eight times the largest that there are
+MAX_TOKENS = 2**21  # in a vocabulary: eight times the largest published ones
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, strict=True)]
 Width = Annotated[int, Field(ge=1, le=1_000_000, strict=True)]
 Few = Annotated[int, Field(ge=1, le=1000, strict=True)]
@@ -56,7 +56,7 @@ class Value(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none(cls, data: Any) -> Any:
-        """TOML has no null: the word none stands for it in fields that may be None."""
+        """Read the word none as None in optional fields, because TOML has no null."""
         if not isinstance(data, dict):
             return data
         optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
@@ -98,41 +98,41 @@ class Value(BaseModel):
 
 
 class RotaryConfig(Value):
-    """Rotary positions; a `factor` above 1 slows the slow pairs, for texts longer than `original`."""
+    """Rotary positions; a `factor` above 1 lowers the slow rates, for texts longer than `original`."""
 
     base: float = Field(10000.0, gt=1)
     factor: float = Field(1.0, ge=1)
-    low: float = Field(1.0, gt=0, description="turns within `original` below which a pair is slowed in full")
-    high: float = Field(4.0, gt=0, description="turns within `original` above which a pair is not slowed")
+    low: float = Field(1.0, gt=0, description="pairs with fewer turns within `original` are slowed fully")
+    high: float = Field(4.0, gt=0, description="pairs with more turns within `original` are not slowed")
     original: Count = 8192
 
     def problems(self) -> Iterator[Problem]:
-        yield self.high <= self.low, f"high must be above low, not {self.high:g} against {self.low:g}"
+        yield self.high <= self.low, f"high ({self.high:g}) must be above low ({self.low:g})"
 
 
 class LshConfig(Value):
-    """LSH attention: among tokens that hash alike, in chunks of the sequence sorted by hash."""
+    """LSH attention: tokens are sorted by hash and attend within chunks of the sorted sequence."""
 
     hashes: Few = Field(2, description="rounds of hashing")
     buckets: Annotated[int, Field(ge=2, le=1_000_000, multiple_of=2)] | None = Field(
-        None, description="hash buckets; none: about twice the chunks"
+        None, description="hash buckets; none: about twice the number of chunks"
     )
     chunk: Width = Field(64, description="tokens in a chunk")
     before: Annotated[int, Field(ge=0, le=1000)] = Field(1, description="earlier chunks attended to")
     after: Annotated[int, Field(ge=0, le=1000)] = Field(0, description="later chunks attended to")
-    once: bool = Field(False, description="a key met in several rounds counts once instead of each time")
+    once: bool = Field(False, description="count a key once if it occurs in several rounds")
 
 
 class AxialConfig(Value):
-    """Axial positions: two short tables, concatenated in the vector; position = row * columns + column."""
+    """Axial positions: the vectors of two short tables, concatenated; position = row * columns + column."""
 
     rows: Count
     columns: Count
-    row_width: Width = Field(description="width of the row's part of the vector; the rest is the column's")
+    row_width: Width = Field(description="width of the row vector; the column vector has the remaining width")
 
 
 class PatchConfig(Value):
-    """Images cut into patches, each read like a token."""
+    """Images cut into patches; the encoder reads a patch like a token."""
 
     height: Side
     width: Side
@@ -145,13 +145,13 @@ class PatchConfig(Value):
 
     def problems(self) -> Iterator[Problem]:
         uneven = self.height % self.size or self.width % self.size
-        yield uneven, f"an image of {self.height} x {self.width} is not cut evenly into patches of {self.size}"
+        yield uneven, f"an image of {self.height} x {self.width} cannot be cut evenly into patches of {self.size}"
 
 
 class Stack(Value):
     """The layers of an encoder or a decoder."""
 
-    mixer: Literal["attention", "lsh", "gru", "lstm"] = Field("attention", description="what mixes tokens")
+    mixer: Literal["attention", "lsh", "gru", "lstm"] = Field("attention", description="layer that combines tokens")
     layers: Few = 6
     width: Width = Field(512, description="width of the hidden states")
     heads: Few = 8
@@ -159,8 +159,8 @@ class Stack(Value):
     head_width: Width | None = Field(None, description="width of queries and keys; none: width / heads")
     value_width: Width | None = Field(None, description="width of values; none: as wide as keys")
     score: ScoreName = Field("scaled_dot", description="how attention compares a query with a key")
-    window: Count | None = Field(None, description="largest distance that self-attention reaches")
-    cross_window: Count | None = Field(None, description="the same for cross-attention")
+    window: Count | None = Field(None, description="largest distance of self-attention")
+    cross_window: Count | None = Field(None, description="largest distance of cross-attention")
     cross_center: Literal["step", "predicted"] = Field(
         "step", description="centre of cross_window: the output step (local-m) or a predicted one (local-p)"
     )
@@ -178,15 +178,15 @@ class Stack(Value):
     axial: AxialConfig | None = None
     lsh: LshConfig = LshConfig()
     memory: Id = Field(0, description="tokens of earlier segments that a segment attends to")
-    reach: Count | None = Field(None, description="largest distance of relative positions; none: unlimited")
-    max_length: Count = Field(1024, description="rows of learned positions and of score location; else unused")
+    reach: Count | None = Field(None, description="largest distance of relative positions; none: no limit")
+    max_length: Count = Field(1024, description="rows of the tables of learned positions and score location")
     dropout: Rate = 0.1
     attention_dropout: Rate = 0.0
     ff_dropout: Rate = 0.0
-    input_feeding: bool = Field(False, description="recurrent decoder: feed the attentional vector back")
+    input_feeding: bool = Field(False, description="recurrent decoder: feed the attentional vector into the next step")
     attend_first: bool = Field(False, description="recurrent decoder: attend before the step, not after")
     kept_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="unpruned heads of each layer")
-    kept_cross_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="those of cross-attention")
+    kept_cross_heads: tuple[tuple[int, ...], ...] | None = Field(None, description="the same for cross-attention")
 
     @property
     def recurrent(self) -> bool:
@@ -221,7 +221,7 @@ class Stack(Value):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest input that the position table has rows for; None: any length."""
+        """The number of rows of the position table; None: inputs of any length."""
         if self.axial is not None:
             return self.axial.rows * self.axial.columns
         return self.max_length if self.position == "learned" and not self.recurrent else None
@@ -230,7 +230,7 @@ class Stack(Value):
         unlimited = self.cross_center == "predicted" and self.cross_window is None
         yield unlimited, "cross_center predicted needs a cross_window around that position"
         if self.recurrent:
-            yield self.residual == "reversible", f"residual reversible belongs to attention layers, not a {self.mixer}"
+            yield self.residual == "reversible", f"residual reversible needs attention layers, not a {self.mixer}"
             yield self.width % 2, f"width must be even for a bidirectional {self.mixer}, not {self.width}"
         else:
             yield from self._attention_problems()
@@ -240,35 +240,35 @@ class Stack(Value):
         yield indivisible, f"width {self.width} is not divisible by heads {self.heads}; change one or set head_width"
         yield self.heads % self.kv, f"heads {self.heads} is not a multiple of kv_heads {self.kv}"
         if self.score == "concat":
-            message = "score concat needs kv_heads equal to heads: its one matrix reads a query and a key together"
+            message = "score concat needs kv_heads equal to heads: one matrix reads a query and a key together"
             yield self.heads != self.kv, message
         if self.position == "rotary":
             yield self.head % 2, f"rotary positions need an even head width, not {self.head}"
-        axial = (self.position == "axial") == (self.axial is not None)
-        yield not axial, "position axial and the table axial (rows, columns, row_width) belong together"
+        consistent = (self.position == "axial") == (self.axial is not None)
+        yield not consistent, "position axial and the table axial (rows, columns, row_width) belong together"
         if self.axial is not None:
             too_wide = self.axial.row_width >= self.width
             yield too_wide, f"axial.row_width must leave room for columns in width {self.width}"
         if self.mixer == "lsh":
-            own = self.kv != self.heads or self.score != "scaled_dot" or self.window
-            yield own, "mixer lsh shares queries and keys: it has no kv_heads, score or window of its own"
+            unsupported = self.kv != self.heads or self.score != "scaled_dot" or self.window
+            yield unsupported, "mixer lsh shares queries and keys: it does not support kv_heads, score or window"
             biased = self.position in ("alibi", "bucket", "relative")
-            message = "mixer lsh takes no positions that are added to scores, no memory and no kept_heads"
+            message = "mixer lsh does not support positions that are added to scores, memory or kept_heads"
             yield biased or self.memory or self.kept_heads, message
         if self.residual == "reversible":
             yield self.norm_at != "pre", "residual reversible needs norm_at pre"
-            message = "residual reversible has no memory, nor bucket positions, which layers share"
+            message = "residual reversible does not support memory or bucket positions"
             yield self.position == "bucket" or self.memory, message
         absolute = self.reach is not None and self.position != "relative"
-        yield absolute, f"reach belongs to position relative, not {self.position}"
+        yield absolute, f"reach needs position relative, not {self.position}"
         absolute = self.memory > 0 and self.position not in ("none", "relative", "rotary", "alibi", "bucket")
-        yield absolute, f"memory needs positions that count distances (relative, rotary ...), not {self.position}"
+        yield absolute, f"memory needs positions by distance (relative, rotary ...), not {self.position}"
         for name, kept in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
-            wrong = any(not heads or list(heads) != sorted(set(range(self.heads)) & set(heads)) for heads in kept or ())
-            wrong = wrong or (kept is not None and len(kept) != self.layers)
+            invalid = [not heads or list(heads) != sorted(set(range(self.heads)) & set(heads)) for heads in kept or ()]
+            wrong = any(invalid) or (kept is not None and len(kept) != self.layers)
             yield wrong, f"{name} must list, for each layer ({self.layers}), some of the heads ({self.heads}) in order"
         only_recurrent = self.input_feeding or self.attend_first
-        yield only_recurrent, "input_feeding and attend_first belong to a recurrent stack (mixer gru or lstm)"
+        yield only_recurrent, "input_feeding and attend_first need a recurrent stack (mixer gru or lstm)"
 
 
 class SpecialIds(Value):
@@ -292,27 +292,27 @@ class Config(Value):
     target_vocab: Count
     encoder: Stack | None = None
     decoder: Stack | None = None
-    share_embeddings: bool = Field(False, description="source and target have one embedding")
+    share_embeddings: bool = Field(False, description="source and target share one embedding")
     tie_output: bool = Field(True, description="the LM head shares the weight of the target embedding")
     scale_embeddings: bool = Field(True, description="multiply embeddings by sqrt(width)")
     token_types: Id = Field(0, description="token types of the encoder; 0: none")
     patches: PatchConfig | None = Field(None, description="the encoder reads images, cut into these patches")
-    output: Output = Field("tokens", description="LM head, LM head after a transform, classifier, none")
+    output: Output = Field("tokens", description="LM head, LM head after a transform, classifier or none")
     output_bias: bool = False
-    pooler: bool = Field(False, description="a tanh layer on the first token before the classifier")
+    pooler: bool = Field(False, description="tanh layer on the first token, before the classifier")
     classes: Count | None = None
-    start: Literal["sos", "eos", "pad"] = Field("sos", description="the token before the first predicted one")
+    start: Literal["sos", "eos", "pad"] = Field("sos", description="the token that precedes the first predicted one")
     frame: Frame = Field("end", description="special tokens around a text: x eos, sos x eos (both), sos x, none")
     ids: SpecialIds = SpecialIds()
 
     @property
     def stacks(self) -> dict[str, Stack]:
-        """The stacks that there are, by name."""
+        """The stacks by name."""
         return {name: stack for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)) if stack}
 
     @property
     def top(self) -> Stack:
-        """The stack whose hidden states the LM head, or the classifier, reads."""
+        """The stack whose hidden states the output layer reads."""
         top = self.decoder or self.encoder
         assert top is not None
         return top
@@ -325,7 +325,7 @@ class Config(Value):
 
     @property
     def output_vocab(self) -> int:
-        """Tokens that the LM head predicts."""
+        """The number of tokens that the LM head predicts."""
         return self.source_vocab if self.decoder is None else self.target_vocab
 
     @property
@@ -338,17 +338,18 @@ class Config(Value):
 
     @property
     def has_memory(self) -> bool:
-        """Whether a text is read in segments that attend to the ones before."""
+        """Whether a text is read in segments that attend to earlier segments."""
         return self.decoder is not None and self.decoder.memory > 0
 
     @field_validator("output", mode="before")
     @classmethod
-    def _old_name(cls, output: Any) -> Any:
-        """Runs and recipes of version 0.4 and older say symbols."""
+    def _rename(cls, output: Any) -> Any:
+        """Translate symbols, the name in runs and recipes of version 0.4 and older."""
         return "tokens" if output == "symbols" else output
 
     def problems(self) -> Iterator[Problem]:
-        encoder, decoder = self.encoder, self.decoder
+        encoder = self.encoder
+        decoder = self.decoder
         yield encoder is None and decoder is None, "a model needs an encoder, a decoder or both"
         ids = self.ids.model_dump(exclude_none=True)
         outside = self.patches is None and max(ids.values()) >= min(self.source_vocab, self.target_vocab)
@@ -364,13 +365,13 @@ class Config(Value):
         if self.share_embeddings:
             yield widths[0] != widths[1], f"share_embeddings needs equal widths, not {widths[0]} and {widths[1]}"
             yield self.source_vocab != self.target_vocab, "share_embeddings needs one vocabulary for both sides"
-        message = f"a recurrent decoder needs the encoder's width, not {widths[1]} against {widths[0]}"
+        message = f"a recurrent decoder needs the width of the encoder: {widths[1]} is not {widths[0]}"
         yield recurrent and widths[0] != widths[1], message
 
     def _output_problems(self) -> Iterator[Problem]:
-        """Of the output layer, and of what only an encoder without a decoder can have."""
-        classes = (self.output == "classes") == (self.classes is not None)
-        yield not classes, "output classes and the number of classes belong together"
+        """Problems of the output layer, and of options that need an encoder without a decoder."""
+        consistent = (self.output == "classes") == (self.classes is not None)
+        yield not consistent, "output classes and the number of classes belong together"
         encoder_only = self.encoder is not None and self.decoder is None and not self.encoder.recurrent
         for name, used in (
             ("patches", self.patches is not None),
@@ -378,8 +379,8 @@ class Config(Value):
             ("pooler", self.pooler),
             (f"output {self.output}", self.output != "tokens"),
         ):
-            yield used and not encoder_only, f"{name} belongs to a Transformer encoder without a decoder"
-        message = "a model that reads images predicts classes (output=classes), or nothing (output=none)"
+            yield used and not encoder_only, f"{name} needs a Transformer encoder without a decoder"
+        message = "a model that reads images needs output=classes or output=none"
         yield self.patches is not None and self.predicts_tokens, message
         tied = self.tie_output and self.predicts_tokens
         yield tied and self.top.out_width != self.top.width, "tie_output needs an output as wide as the embeddings"
@@ -387,11 +388,11 @@ class Config(Value):
     def _stack_problems(self) -> Iterator[Problem]:
         for name, stack in self.stacks.items():
             relative = stack.position == "relative" and name == "encoder"
-            yield relative, "encoder.position: relative counts distances to earlier tokens only, use bucket"
+            yield relative, "encoder.position: relative covers only earlier tokens; use bucket"
             memory = stack.memory and (name == "encoder" or self.encoder is not None)
-            yield memory, f"{name}.memory: only a decoder without an encoder has a segment memory"
+            yield memory, f"{name}.memory: only a decoder without an encoder supports a segment memory"
             reversible = stack.residual == "reversible" and len(self.stacks) > 1
-            yield reversible, f"{name}.residual: reversible layers do not attend to another stack"
+            yield reversible, f"{name}.residual: reversible layers do not support cross-attention"
 
 
 V = TypeVar("V", bound=BaseModel)
@@ -452,7 +453,7 @@ def _tables(kind: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """TOML that `tomllib` reads back as `tables`. TOML has no null: keys whose value is None are left out."""
+    """TOML that `tomllib` reads back as `tables`, without keys whose value is None (TOML has no null)."""
     return tomli_w.dumps(_toml_value(tables))
 
 

@@ -1,4 +1,4 @@
-"""Files: atomic writes (a crash leaves the old file or the new one, never half of one), locks, JSON, TOML as text."""
+"""Files: atomic writes (a crash leaves the complete old or new file), locks, JSON, and manifests of checksums."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from regard.errors import UserError
 if sys.platform != "win32":
     import fcntl
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of a file system without them
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file system without locks
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace `path` by a file that `write` fills under a temporary name and that is synced before the rename."""
+    """Replace a file: `write` fills a temporary file, which is synced and renamed to `path`."""
     temporary = _temporary(path)
     with _writing(path, temporary):
         write(temporary)
@@ -38,9 +38,9 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_directory(path: Path, write: Callable[[Path], object], temporary: Path | None = None) -> None:
-    """The same for a directory.
+    """Replace a directory, like `replace_file`.
 
-    It is written to `temporary`, by default a unique name; under a given name remains of a killed process are removed.
+    The temporary directory has a unique name by default. With a fixed name, remains of a killed process are removed.
     """
     temporary = temporary or _temporary(path)
     old = temporary.with_name(temporary.name + ".old")
@@ -66,36 +66,36 @@ def replace_directory(path: Path, write: Callable[[Path], object], temporary: Pa
 
 
 def _temporary(path: Path) -> Path:
-    """A name next to `path` that no other process, thread or machine uses."""
+    """A unique name in the directory of `path`."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 @contextmanager
 def _writing(path: Path, temporary: Path) -> Iterator[None]:
-    """Remove `temporary` after any failure, and turn a failed write into a UserError."""
+    """Remove `temporary` after a failure, and raise a UserError for a failed write."""
     try:
         yield
     except BaseException as error:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            with suppress(OSError):  # it may never have come to be
+            with suppress(OSError):  # the file may not exist
                 temporary.unlink()
         if not isinstance(error, OSError):
             raise
-        message = f"{path}: cannot write: {error.strerror or error}; what was there before is untouched"
+        message = f"{path}: cannot write: {error.strerror or error}; the previous content is unchanged"
         raise UserError(message) from error
 
 
 class LockHeld(UserError):
-    """Another process has the lock."""
+    """Another process holds the lock."""
 
 
 @contextmanager
 def hold_lock(path: Path, name: str) -> Iterator[bool]:
-    """Hold the lock on `path` -> whether the file system has locks; if another process has it, LockHeld names that.
+    """Hold the lock on `path` -> whether the file system supports locks. LockHeld names a process that holds it.
 
-    The kernel keeps the lock, so it ends with its process however that ends, and a file left behind is no obstacle.
+    The kernel releases the lock when its process ends in any way, so a leftover lock file does no harm.
     """
     try:
         handle, held = _lock(path, name)
@@ -107,13 +107,13 @@ def hold_lock(path: Path, name: str) -> Iterator[bool]:
         try:
             with suppress(OSError):
                 if os.path.samestat(os.stat(path), os.fstat(handle)):
-                    os.unlink(path)  # while it is locked: a process that has opened it meanwhile opens it again
+                    os.unlink(path)  # before the release: a process that has opened this file opens the new one instead
         finally:
             os.close(handle)
 
 
 def _lock(path: Path, name: str) -> tuple[int, bool]:
-    """Open and lock a file, and write into it who we are."""
+    """Open and lock a file, and write the name of this process into it."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -129,11 +129,11 @@ def _lock(path: Path, name: str) -> tuple[int, bool]:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # its last holder has removed it
+        os.close(handle)  # the previous holder has removed this file
 
 
 def _try_lock(handle: int) -> bool | None:
-    """Whether the file is locked now; None if another process has locked it, False if there are no locks."""
+    """True if the file is now locked, None if another process holds the lock, False if locks are not supported."""
     if sys.platform == "win32":
         return False
     try:
@@ -152,7 +152,7 @@ def _holder(handle: int) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file if it exists."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -160,7 +160,7 @@ def remove(path: Path) -> None:
 
 
 def _sync_rename(directory: Path) -> None:
-    """Sync a rename; a file system that cannot is no error, since the new file is in place by then."""
+    """Sync a rename. Errors are ignored, because the new file is already in place."""
     with suppress(OSError):
         sync(directory)
 
@@ -172,7 +172,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`; a missing or broken file is a UserError."""
+    """The JSON in `path`; a UserError if the file is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def read_json(path: Path) -> Any:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object without keys that come twice, NaN and half characters, all of which would be lost."""
+    """Parse a JSON object; refuse duplicate keys, NaN and lone surrogates, which would be lost silently."""
 
     def refuse(word: str) -> None:
         raise UserError(f"not JSON: {word}")
@@ -191,7 +191,7 @@ def json_object(text: str) -> dict[str, Any]:
         data = dict(pairs)
         for key in data if len(data) < len(pairs) else ():
             if sum(name == key for name, _ in pairs) > 1:
-                raise UserError(f"{key}: comes twice")
+                raise UserError(f"{key}: occurs twice")
         return data
 
     try:
@@ -202,16 +202,16 @@ def json_object(text: str) -> dict[str, Any]:
         wrong = f"{error.msg}, at column {error.colno}" if text.strip() else "a blank line"
         raise UserError(f"not JSON: {wrong}") from None
     except UnicodeEncodeError as error:
-        raise UserError(f"not text: {error.object[error.start]!r} is half of a character") from None
+        raise UserError(f"not text: {error.object[error.start]!r} is half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON that can be read: {error}") from None
+        raise UserError(f"not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f'not a JSON object, such as {{"source": "abc"}}, but {str(data)[:40]!r}')
     return data
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
+    """Flush a file or directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -220,29 +220,29 @@ def sync(path: Path) -> None:
 
 
 MANIFEST = "manifest.json"
-HASHED = 16 * 2**20  # bytes of a file that is hashed at every check: 10 to 40 ms; larger ones when asked to
-LARGEST_TEXT = 64 * 2**20  # bytes of a file that is read as a whole: twice the largest tokenizers that there are
-TEXT = (".json", ".toml", ".txt", ".model", ".spm")  # files that are read as a whole
+MAX_HASHED_BYTES = 16 * 2**20  # larger files are hashed only by `verify`; hashing one of this size takes 10 to 40 ms
+MAX_TEXT_BYTES = 64 * 2**20  # of files that are read as a whole: twice the largest published tokenizers
+TEXT_SUFFIXES = (".json", ".toml", ".txt", ".model", ".spm")  # of files that are read as a whole
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 
 
 class Entry(Value):
-    """What a file was when it was saved."""
+    """Size and checksum of a file when it was saved."""
 
     size: Annotated[int, Field(ge=0, strict=True)]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Manifest(Value):
-    """What manifest.json holds."""
+    """The content of manifest.json."""
 
     format: Literal[1] = 1
     files: dict[Name, Entry] = Field(default_factory=dict, max_length=1000)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory; an empty one if it has none, as directories of earlier versions do."""
+    """The manifest of a directory; an empty one if it has none, like directories of early versions."""
     path = directory / MANIFEST
     if not path.exists():
         return Manifest()
@@ -252,21 +252,21 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def update_manifest(directory: Path, names: Iterable[str]) -> None:
-    """Write the entries of files as they are now; those of other files stay, unless the file is gone."""
+    """Measure files and write their entries. Other entries are kept while their files exist."""
     files = {name: _measure(directory / name) for name in names if (directory / name).is_file()}
     _write(directory, {n: e for n, e in _entries(directory).items() if (directory / n).is_file()} | files)
 
 
 def accept_files(directory: Path, names: Iterable[str]) -> None:
-    """Write the entries of files, and of all that have one, as they are now."""
+    """Measure files, and all files with an entry, and write their entries."""
     update_manifest(directory, {*names, *_entries(directory)})
 
 
 @contextmanager
 def rewriting(directory: Path, *names: str) -> Iterator[None]:
-    """Record files that are written inside.
+    """Update the entries of files that are written inside the context.
 
-    Their entries are removed before: killed between, a file is one without an entry, not one that has changed.
+    The entries are removed first, so that after a kill a file has no entry instead of a wrong one.
     """
     before = _entries(directory)
     if before.keys() & set(names):
@@ -276,7 +276,7 @@ def rewriting(directory: Path, *names: str) -> Iterator[None]:
 
 
 def _entries(directory: Path) -> dict[str, Entry]:
-    """The entries to be written again; of a broken manifest none."""
+    """The current entries; none if the manifest is invalid."""
     with suppress(UserError):
         return dict(read_manifest(directory).files)
     return {}
@@ -295,9 +295,9 @@ def _measure(path: Path) -> Entry:
 
 
 def changed_files(directory: Path, names: Collection[str] | None = None, verify: bool = False) -> list[str]:
-    """What is not as the manifest says, a line for each file; of files that are not there only with `verify`.
+    """Differences from the manifest, one line per file; `names` selects files.
 
-    Files above `HASHED` are compared by size, or with `verify` in full. `names` limits it to some files.
+    `verify` also hashes files above MAX_HASHED_BYTES, which are otherwise compared by size, and reports missing files.
     """
     wrong = []
     for name, entry in read_manifest(directory).files.items():
@@ -311,22 +311,22 @@ def changed_files(directory: Path, names: Collection[str] | None = None, verify:
         require_own_files(directory, [name])
         size = path.stat().st_size
         if size != entry.size:
-            wrong.append(f"{path}: has changed: {size:,} bytes, saved were {entry.size:,}")
-        elif (verify or size <= HASHED) and _measure(path) != entry:
-            wrong.append(f"{path}: has changed: as long as the one saved, but with another SHA-256")
+            wrong.append(f"{path}: has changed: {size:,} bytes instead of {entry.size:,}")
+        elif (verify or size <= MAX_HASHED_BYTES) and _measure(path) != entry:
+            wrong.append(f"{path}: has changed: same size, but another SHA-256")
     return wrong
 
 
 def require_unchanged(directory: Path, advice: str, names: Collection[str] | None = None, verify: bool = False) -> None:
-    """Refuse files that are not those of the manifest; all come in one error, with `advice`."""
+    """Raise one error for all files that differ from the manifest, with `advice`."""
     if wrong := changed_files(directory, names, verify):
         raise UserError("\n  ".join([*wrong, advice]))
 
 
 def require_own_files(directory: Path, names: Iterable[str]) -> None:
-    """Refuse files that lie elsewhere, are no plain files, or are too long to be read as a whole."""
+    """Refuse files that lie outside the directory, are not plain files, or are too large to be read as a whole."""
     home = directory.resolve()
-    # A download cache consists of links into its blobs; no other link may lead out of a directory.
+    # In a download cache, files are links to blobs; no other link may point out of the directory.
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     for name in names:
         path = directory / name
@@ -335,14 +335,14 @@ def require_own_files(directory: Path, names: Iterable[str]) -> None:
             size = target.stat().st_size
         except FileNotFoundError:
             if path.is_symlink():
-                raise UserError(f"{path}: is a link to a file that is not there") from None
+                raise UserError(f"{path}: is a link to a missing file") from None
             continue
-        except (OSError, RuntimeError) as error:  # a circle of links, a directory that may not be read
+        except (OSError, RuntimeError) as error:  # a cycle of links, a directory without read permission
             raise UserError(f"{path}: cannot be read: {error}") from None
         if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-            raise UserError(f"{path}: leads out of its directory; only a directory's own files are read")
+            raise UserError(f"{path}: points out of its directory; only files inside the directory are read")
         if not (target.is_file() or target.is_dir()):
             raise UserError(f"{path}: is not a plain file")
-        if size > LARGEST_TEXT and path.suffix in TEXT:
-            most = LARGEST_TEXT // 2**20
-            raise UserError(f"{path}: has {size / 2**20:,.0f} MB, where {most} are allowed; this cannot be right")
+        if size > MAX_TEXT_BYTES and path.suffix in TEXT_SUFFIXES:
+            most = MAX_TEXT_BYTES // 2**20
+            raise UserError(f"{path}: has {size / 2**20:,.0f} MB; at most {most} MB are allowed")

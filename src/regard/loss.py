@@ -1,4 +1,4 @@
-"""The training objective: a sum over tokens, which the step divides once by its number of tokens over all processes."""
+"""The training objective: a sum over tokens. The training step divides it once by the global number of tokens."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from regard.model import Model
 from regard.nn.adapters import expected_open
 from regard.nn.transformer import SegmentMemory
 
-# Logits computed at once: few enough to stay in the CPU cache. A small model with a large vocabulary spends its time on
-# writing all logits to memory and reading them back for the softmax and its gradient.
+# Logits per chunk, which fit into the CPU cache. Otherwise a small model with a large vocabulary spends most time on
+# writing logits to memory and reading them back for the softmax and its gradient.
 CHUNK_ELEMENTS = 1 << 20
 
 
 class Loss(NamedTuple):
     """Sums over the labels that are not padding."""
 
-    smoothed: Tensor  # label-smoothed cross-entropy, which is minimised
+    smoothed: Tensor  # label-smoothed cross-entropy, the training objective
     nll: Tensor  # negative log-probability of the labels, detached
-    correct: Tensor  # labels with the highest logit, detached
+    correct: Tensor  # number of labels with the highest logit, detached
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """LM head, softmax and smoothed cross-entropy in one, a cache-sized chunk of rows at a time.
+    """LM head, softmax and smoothed cross-entropy in one function, over cache-sized chunks of rows.
 
-    Gradients are computed in the forward pass, while a chunk of logits is cached, and scaled in the backward pass.
+    Gradients are computed in the forward pass, while the logits are in the cache, and scaled in the backward pass.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, label_N: Tensor, smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count, vocab = len(x_ND), len(weight_VD)
+        count = len(x_ND)
+        vocab = len(weight_VD)
         rows = _chunk_rows(weight_VD)
         x_grad_ND = torch.empty_like(x_ND)
         weight_grad_VD = torch.zeros_like(weight_VD)
         bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
         smoothed, nll, correct = (x_ND.new_zeros((), dtype=torch.float32) for _ in range(3))
         for start in range(0, count, rows):
-            x, label = x_ND[start : start + rows], label_N[start : start + rows].unsqueeze(1)
+            x = x_ND[start : start + rows]
+            label = label_N[start : start + rows].unsqueeze(1)
             logits = F.linear(x, weight_VD, bias_V).float()
             top = logits.amax(-1, keepdim=True)
             label_logit = logits.gather(1, label)
@@ -105,15 +107,15 @@ def memory_rows(memory: SegmentMemory | None, rows: slice) -> SegmentMemory | No
 
 
 def join_memories(memories: Sequence[SegmentMemory | None]) -> SegmentMemory | None:
-    """The segment memory of a batch from those of its parts."""
-    known = [memory for memory in memories if memory is not None]
-    if len(known) < 2:
-        return known[0] if known else None
-    return tuple(torch.cat(layers) for layers in zip(*known, strict=True))
+    """The segment memory of a batch, joined from its parts."""
+    parts = [memory for memory in memories if memory is not None]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return tuple(torch.cat(layers) for layers in zip(*parts, strict=True))
 
 
 class Objective(nn.Module):
-    """The model and its loss as one module, as data-parallel training needs."""
+    """The model and its loss as one module, for data-parallel training."""
 
     def __init__(
         self, model: Model, label_smoothing: float = 0.0, scheduled_sampling: float = 0.0, l0: float = 0.0
@@ -122,8 +124,8 @@ class Objective(nn.Module):
         self.model = model
         self.label_smoothing = label_smoothing
         self.scheduled_sampling = scheduled_sampling
-        self.l0 = l0  # cost of open head gates
-        self.segment_memory: SegmentMemory | None = None  # of the segment before; the caller resets it
+        self.l0 = l0  # weight of the penalty for open head gates
+        self.segment_memory: SegmentMemory | None = None  # of the previous segment; the caller resets it
 
     def forward(self, batch: Batch) -> Loss:
         if self.training and self.scheduled_sampling:
@@ -133,9 +135,11 @@ class Objective(nn.Module):
         else:
             x_BTD = self.model.hidden(batch.source_BS, batch.source_keep_BS, batch.input_BT)
         if batch.keep_BT is None:
-            x_ND, label_N = x_BTD.flatten(0, 1), batch.label_BT.flatten()
-        else:  # padding has no logits
-            x_ND, label_N = x_BTD[batch.keep_BT], batch.label_BT[batch.keep_BT]
+            x_ND = x_BTD.flatten(0, 1)
+            label_N = batch.label_BT.flatten()
+        else:  # no logits are computed for padding
+            x_ND = x_BTD[batch.keep_BT]
+            label_N = batch.label_BT[batch.keep_BT]
         output = self.model.output
         if output is None:
             raise ValueError("a model without an output layer cannot be trained")
@@ -147,7 +151,7 @@ class Objective(nn.Module):
         return loss._replace(smoothed=loss.smoothed + self.l0 * batch.tokens * expected_open(self.model))
 
     def _scheduled_sampling(self, batch: Batch) -> Tensor:
-        """Hidden states with inputs that are partly the model's own greedy predictions."""
+        """Hidden states for inputs that are partly replaced by the model's own greedy predictions."""
         state = self.model.encode(batch.source_BS, batch.source_keep_BS)
         tokens_B = batch.input_BT[:, 0]
         hidden: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The model: token ids or an image in, logits out. One class for every family; the config says which."""
+"""The model: token ids or images in, logits out. One class for all families, selected by the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.nn.recurrent import RecurrentDecoder, RecurrentEncoder
 from regard.nn.score import Score
 from regard.nn.transformer import SegmentMemory, Transformer
 
-ONE_STACK = "model(tokens, None) gives the logits of a model with one of them"
+ONE_STACK = "for a model with one stack, model(tokens, None) returns the logits"
 
 
 class Model(nn.Module):
@@ -32,7 +32,8 @@ class Model(nn.Module):
             example = "regard.preset('transformer-tiny', vocab=1000)"
             raise UserError(f"Model: takes a regard.Config, such as {example}, not {shown_value(config)}")
         self.config = config
-        encoder, decoder = config.encoder, config.decoder
+        encoder = config.encoder
+        decoder = config.decoder
         self.encoder: Transformer | RecurrentEncoder | None = None
         self.decoder: Transformer | RecurrentDecoder | None = None
         self.source_embedding: nn.Embedding | None = None
@@ -75,7 +76,7 @@ class Model(nn.Module):
 
     @property
     def decoder_only(self) -> bool:
-        """Whether it is a language model, whose output goes on where its input stops."""
+        """Whether the model is a language model, whose output continues its input."""
         return self.encoder is None
 
     @property
@@ -98,34 +99,34 @@ class Model(nn.Module):
     def encode(self, source_BS: Tensor, keep_BS: Tensor | None = None) -> State:
         """Encode the source -> the decoding state before the first output token."""
         if self.encoder is None or self.decoder is None:
-            raise UserError(f"encode: only a model with an encoder and a decoder encodes a source; {ONE_STACK}")
+            raise UserError(f"encode: needs a model with an encoder and a decoder; {ONE_STACK}")
         encoded = self.encoder.encode(self._embed_source(source_BS, None), keep_BS)
         return self.decoder.start(encoded)
 
     def step(self, tokens_N: Tensor, state: State) -> tuple[Tensor, State]:
-        """Feed one token to every hypothesis -> logits of the next one, and the state after it."""
+        """Feed one token to every hypothesis -> logits of the next token, and the new state."""
         x_N1D, state = self.read(tokens_N.unsqueeze(1), state)
         return self.predict(x_N1D.squeeze(1)), state
 
     def read(self, tokens_NT: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Feed tokens to the decoder -> a hidden state for each, and the decoding state after them."""
+        """Feed tokens to the decoder -> a hidden state per token, and the new decoding state."""
         if self.decoder is None:
-            raise UserError(f"read, step: this model is an encoder alone, without a decoder; {ONE_STACK}")
+            raise UserError(f"read, step: this model has an encoder but no decoder; {ONE_STACK}")
         out: tuple[Tensor, State] = self.decoder(self.embed(self.target_embedding, tokens_NT), state, keep_NT)
         return out
 
     def read_segment(self, tokens_BT: Tensor, memory: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
-        """Read the next segment of a long text -> a hidden state per token, and the memory for the segment after."""
+        """Read the next segment of a long text -> a hidden state per token, and the memory for the next segment."""
         if not isinstance(self.decoder, Transformer):
-            raise UserError("read_segment: only a Transformer decoder has a segment memory")
+            raise UserError("read_segment: needs a Transformer decoder")
         return self.decoder.read_segment(self.embed(self.target_embedding, tokens_BT), memory)
 
     def hidden(
         self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None, types_BS: Tensor | None = None
     ) -> Tensor:
-        """The hidden states that the output layer reads (B, T, D), with teacher forcing where there is a decoder.
+        """The hidden states that the output layer reads, (B, T, D); a decoder is teacher-forced.
 
-        A classifier has one per row, (B, 1, D). `types_BS` are token types; None: all are of the first type.
+        A classifier has one per row, (B, 1, D). `types_BS` are token types; None: all tokens have the first type.
         """
         if self.decoder is None:
             assert self.encoder is not None
@@ -139,19 +140,19 @@ class Model(nn.Module):
         return self.read(input_BT, self.encode(source_BS, keep_BS))[0]
 
     def pool(self, x_BSD: Tensor) -> Tensor:
-        """The hidden state of the first token, through the pooler if there is one."""
+        """The hidden state of the first token, after the pooler if the model has one."""
         x_BD = x_BSD[:, 0]
         return x_BD if self.pooler is None else self.pooler(x_BD).tanh()
 
     def predict(self, x_D: Tensor) -> Tensor:
-        """The output layer: logits over the vocabulary or the classes; without one, the hidden states themselves."""
+        """Logits over the vocabulary or the classes; without an output layer, the hidden states."""
         if self.output is None:
             return x_D
         out: Tensor = self.output(x_D if self.transform is None else self.transform(x_D))
         return out
 
     def forward(self, source_BS: Tensor, keep_BS: Tensor | None, input_BT: Tensor | None = None) -> Tensor:
-        """Logits of the token after each given one, (B, T, V); of a classifier (B, 1, classes)."""
+        """Logits of the next token at each position, (B, T, V); (B, 1, classes) for a classifier."""
         return self.predict(self.hidden(source_BS, keep_BS, input_BT))
 
     def _embed_source(self, source_BS: Tensor, types_BS: Tensor | None) -> Tensor:
@@ -165,13 +166,13 @@ class Model(nn.Module):
         return x_BSD
 
     def embed(self, table: nn.Embedding | None, ids_BT: Tensor) -> Tensor:
-        """Embed token ids, scaled by sqrt(width) if the config says so."""
+        """Embed token ids, scaled by sqrt(width) if the config sets scale_embeddings."""
         assert table is not None
         x_BTD: Tensor = table(ids_BT)
         return x_BTD * math.sqrt(table.embedding_dim) if self.config.scale_embeddings else x_BTD
 
     def _tied(self) -> nn.Embedding | None:
-        """The embedding whose weight the LM head shares, if it does."""
+        """The embedding whose weight the LM head shares, or None."""
         tied = self.config.tie_output and self.config.predicts_tokens
         return self.target_embedding or self.source_embedding if tied else None
 
@@ -181,9 +182,9 @@ class Model(nn.Module):
             self.output.weight = table.weight
 
     def _initialise(self) -> None:
-        """Glorot for matrices, zero for biases, and embeddings with unit variance after scaling.
+        """Initialise matrices by Glorot, biases with zero, and embeddings with unit variance after scaling.
 
-        Where scores are not scaled by the root of the head width, the query weights are.
+        If the attention scores are not scaled by the root of the head width, the query weights are.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -207,8 +208,8 @@ class Model(nn.Module):
                     module.query.weight.mul_(module.head_width**-0.5)
 
 
-class _NothingDrawn(TorchFunctionMode):
-    """Leaves out `normal_`: on the meta device it does nothing, but imports 800 modules in as long as torch itself."""
+class _SkipNormal(TorchFunctionMode):
+    """Skips `normal_`, which has no effect on the meta device but imports 800 modules."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.normal_, nn.init.normal_):
@@ -217,21 +218,21 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 def on_meta(config: Config) -> Model:
-    """A model on the meta device: shapes without memory, for any size."""
-    with torch.device("meta"), _NothingDrawn():
+    """A model on the meta device: tensors with shapes but no memory."""
+    with torch.device("meta"), _SkipNormal():
         return Model(config)
 
 
 def allocate(model: Model, device: str | torch.device = "cpu") -> Model:
-    """Allocate a model on the meta device; its weights are arbitrary, yet to be loaded."""
-    for module in model.modules():  # there are no buffers
+    """Allocate the weights of a model on the meta device; their values are arbitrary until they are loaded."""
+    for module in model.modules():  # the model has no buffers
         for name, x in module.named_parameters(recurse=False):
-            # not to_empty: its empty_like of a meta tensor imports sympy
+            # to_empty would import sympy: it calls empty_like on a meta tensor
             empty = torch.empty(x.shape, dtype=x.dtype, device=device)
             setattr(module, name, nn.Parameter(empty, x.requires_grad))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    model._tie()  # a tensor of two modules became two
+    model._tie()  # the loop above has replaced a shared tensor by two
     return model
 
 

@@ -1,4 +1,4 @@
-"""The model families as config values, read from presets.toml. Only these and `convert` know their names."""
+"""Model families as config values, read from presets.toml. Only this module and `convert` use family names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Table = dict[str, Any]
 
 
 def merge(base: Table, changes: Table) -> Table:
-    """Tables with `changes` laid over `base`, nested ones likewise."""
+    """`base` updated with `changes`; nested tables are merged."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -26,7 +26,7 @@ def merge(base: Table, changes: Table) -> Table:
 
 
 def _load_presets() -> tuple[dict[str, Table], dict[str, str]]:
-    """The values of presets.toml and what they are about; its other keys than those of a config are explained there."""
+    """The presets and their descriptions. presets.toml explains its keys that are not config keys."""
     presets: dict[str, Table] = {}
     about: dict[str, str] = {}
     for name, table in tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")).items():
@@ -45,7 +45,7 @@ PRESETS, ABOUT = _load_presets()
 
 
 def applicable_changes(base: Table, changes: Table) -> Table:
-    """Changes without those to a stack that `base` does not have, where they are the same for both stacks."""
+    """`changes` without a stack that `base` does not have, if the change sets the same keys for both stacks."""
     stacks = {name: changes.get(name) for name in ("encoder", "decoder")}
     encoder, decoder = stacks.values()
     if not isinstance(encoder, dict) or not isinstance(decoder, dict):
@@ -54,7 +54,7 @@ def applicable_changes(base: Table, changes: Table) -> Table:
     return {key: value for key, value in changes.items() if key not in stacks or base.get(key) or own_keys[key]}
 
 
-# Keys that a recurrent stack uses; only a decoder attends. All others belong to attention layers.
+# Keys that a recurrent stack uses; only a decoder has attention. All other keys are for attention layers.
 _RECURRENT_KEYS = {"encoder": {"mixer", "layers", "width", "dropout"}}
 _RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
     *("score", "cross_window", "cross_center", "max_length", "attention_dropout", "input_feeding", "attend_first")
@@ -62,7 +62,7 @@ _RECURRENT_KEYS["decoder"] = _RECURRENT_KEYS["encoder"] | {
 
 
 def unused_changes(base: Table, changes: Table) -> list[tuple[str, str]]:
-    """(stack, key) of changes that a recurrent stack does not use, unless the other stack uses the same one."""
+    """(stack, key) of changes that a recurrent stack does not use, unless the other stack uses the same change."""
     stacks = {name: stack for name in ("encoder", "decoder") if isinstance(stack := changes.get(name), dict)}
     unused = {
         name: {key for key, value in stack.items() if key not in _RECURRENT_KEYS[name] and value != "none"}
@@ -92,12 +92,12 @@ def preset(
     target_vocab: int | None = None,
     changes: Table | None = None,
 ) -> Config:
-    """The config of a family, with vocabularies (`vocab` serves both sides) and changed keys."""
+    """The config of a preset with the given vocabulary sizes (`vocab` sets both sides) and changed keys."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise UserError(f"{one_of('preset', str(name), PRESETS)}\n  regard info says what each of them is")
+        raise UserError(f"{one_of('preset', str(name), PRESETS)}\n  regard info describes them")
     if changes is not None and not isinstance(changes, dict):
         raise UserError(
-            f"preset: changes are a table, such as {{'encoder': {{'layers': 2}}}}, not {shown_value(changes)}"
+            f"preset: changes must be a table, such as {{'encoder': {{'layers': 2}}}}, not {shown_value(changes)}"
         )
     table = merge(PRESETS[name], applicable_changes(PRESETS[name], changes or {}))
     for side, size in (("source_vocab", source_vocab), ("target_vocab", target_vocab)):
@@ -111,13 +111,13 @@ def preset(
 def changed_recipe(
     recipe: str | Path | Mapping[str, Any] | None, options: Mapping[str, Any], settings: Sequence[str]
 ) -> dict[str, Any]:
-    """A recipe's tables with options (train.steps: 9) laid over them, and `--set` settings over both.
+    """The tables of a recipe, updated with options (train.steps: 9) and then with `--set` settings.
 
-    The recipe is a file, a shipped name, or its tables. What it sets for its own preset and another preset does not
-    read is left out.
+    The recipe is a file, the name of a shipped recipe, or its tables. If the preset is replaced, model keys that the
+    new preset does not use are dropped.
     """
     for setting in settings:
-        split_setting(setting)  # first of all: of `--set lr 3` the 3 would be a recipe
+        split_setting(setting)  # checked first: in `--set lr 3`, the 3 would be read as a recipe
     tables = recipe_tables(recipe) if isinstance(recipe, str | Path) else deepcopy(dict(recipe or {}))
     chosen: dict[str, Any] = {"preset": options.get("preset", tables.get("preset"))}
     for setting in settings:
@@ -129,7 +129,7 @@ def changed_recipe(
     for table, alternatives in (("train", {"minutes", "steps", "epochs"}), ("data", {"train", "source", "target"})):
         old = tables.get(table)
         if isinstance(old, dict) and any(f"{table}.{key}" in options for key in alternatives):
-            for key in alternatives:  # a budget, or data, replaces the recipe's
+            for key in alternatives:  # an option replaces the budget or the data of the recipe
                 old.pop(key, None)
     for path, value in options.items():
         put(tables, path.split("."), value)
@@ -139,7 +139,7 @@ def changed_recipe(
 
 
 def model_without_data(recipe: Recipe, vocab: int | None, where: str) -> Config:
-    """The model of a recipe whose vocabulary is not known yet: `vocab`, or the size that its tokens ask for."""
+    """The model of a recipe before its vocabulary is known: its size is `vocab`, or the size in its token scheme."""
     if recipe.preset == "auto":
         raise UserError(f"{where}: its preset is chosen from the data; name one with --set preset=transformer-small")
     source, target = (

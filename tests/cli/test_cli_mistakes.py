@@ -30,7 +30,7 @@ def train(toy: Path, out: Path, *words: object):
         (("--device", "gpu"), "device is auto, cpu, cuda"),
         pytest.param(
             ("--device", "cuda"),
-            "error: device: cuda was asked for",
+            "error: device: torch finds no CUDA GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (("--set", "lora=4"), "train.lora: "),
@@ -143,7 +143,7 @@ INTERNAL = (
             "pairs.tsv: is not a recipe (a TOML file); to train on it, write --data pairs.tsv",
         ),
         ("train --data pairs.tsv --out new --set lr 3", "--set lr: write it as key=value"),
-        ("train --data pairs.tsv --out new --preset transformer", "regard info says what each of them is"),
+        ("train --data pairs.tsv --out new --preset transformer", "regard info describes them"),
         ("train flat.toml --data pairs.tsv --out new", "train must be a table of keys and values, not 5"),
         (
             "train --data spaces.tsv --out new",

@@ -155,7 +155,7 @@ def test_a_link_out_of_the_directory_is_refused(file, copy, tmp_path):
     (copy / file).parent.mkdir(exist_ok=True)
     (tmp_path / "outside").write_text("{}")
     (copy / file).symlink_to(tmp_path / "outside")
-    with pytest.raises(UserError, match=f"{file}: leads out of its directory"):
+    with pytest.raises(UserError, match=f"{file}: points out of its directory"):
         from_hf(copy, tmp_path / "run", 1, quiet)
 
 

@@ -87,7 +87,10 @@ def test_an_error_of_an_actor_is_that_of_the_command(toy: Path, tmp_path: Path) 
     words = tmp_path / "words"
     words.write_text("abc\n")
     command = ["generate", toy / "run", words, "--out", tmp_path / "out", "--ray", "local"]
-    for device, message in (("mps", "error: device: mps was asked for"), ("cuda", "error: --ray: the cluster has no")):
+    for device, message in (
+        ("mps", "error: device: this machine has no mps device"),
+        ("cuda", "error: --ray: the cluster has no"),
+    ):
         process = start(tmp_path, *command, "--device", device)
         _, messages = process.communicate(timeout=300)
         assert process.returncode == 2 and message in messages.decode(), messages.decode()

@@ -1,4 +1,4 @@
-"""LoRA adapters and head gates: they change nothing at first, and merged or folded weights give an equal model."""
+"""LoRA adapters and head gates: they have no effect at first, and merged or folded weights give an equal model."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def stir(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer-tiny", "llama-tiny", "t5-tiny"])
-def test_merged_weights_say_what_adapters_say(name: str) -> None:
-    model, plain = tiny(name), tiny(name)
+def test_merged_weights_equal_adapters(name: str) -> None:
+    model = tiny(name)
+    plain = tiny(name)
     layers = add_adapters(model, rank=3, alpha=6.0, on=ON)
-    assert torch.equal(outputs(model), outputs(plain))  # a new adapter changes nothing
+    assert torch.equal(outputs(model), outputs(plain))  # a new adapter has no effect
     stir(model)
     before = outputs(plain)
     weights, adapters = merge_adapters(model, weights_of(model))
@@ -57,7 +58,7 @@ def test_merged_weights_say_what_adapters_say(name: str) -> None:
     assert (outputs(plain) - before).abs().max() > 0.1
 
 
-def test_every_matrix_of_the_parts_named_and_no_other() -> None:
+def test_adapters_cover_exactly_the_selected_matrices() -> None:
     model = tiny()
     layers = add_adapters(model, 2, 4.0, ON)
     assert len(layers) == 2 * (3 + 2) + 2 * (3 + 3 + 2)
@@ -69,7 +70,7 @@ def test_every_matrix_of_the_parts_named_and_no_other() -> None:
     assert add_adapters(tiny(), 2, 4.0, ("crossing",)) == []
 
 
-def test_gradients_reach_the_adapters_alone() -> None:
+def test_only_adapters_get_gradients() -> None:
     model = tiny()
     add_adapters(model, 2, 4.0, ON)
     tokens = torch.arange(12).view(2, 6)
@@ -78,12 +79,13 @@ def test_gradients_reach_the_adapters_alone() -> None:
         assert (parameter.grad is not None) == ("lora" in name), name
 
 
-def test_without_adapters_nothing_is_merged() -> None:
+def test_merging_without_adapters_has_no_effect() -> None:
     weights, adapters = merge_adapters(tiny(), weights_of(tiny()))
     assert not adapters and all(torch.equal(x, weights_of(tiny())[name]) for name, x in weights.items())
 
 
-SOURCE, INPUT = torch.tensor([[4, 5, 6, 3]]), torch.tensor([[2, 7, 8]])
+SOURCE = torch.tensor([[4, 5, 6, 3]])
+INPUT = torch.tensor([[2, 7, 8]])
 STACK = {"layers": 2, "width": 16, "heads": 4, "ff": 32, "dropout": 0.0}
 
 
@@ -94,7 +96,7 @@ def made() -> Model:
 
 
 @torch.no_grad()
-def test_open_gates_change_nothing_and_closed_ones_ablate() -> None:
+def test_open_gates_have_no_effect_and_closed_gates_ablate() -> None:
     model = made()
     plain = model(SOURCE, None, INPUT)
     add_gates(model)
@@ -117,14 +119,15 @@ def test_sampled_gates_are_often_exactly_open_or_closed_and_have_gradients() -> 
         part.odds.zero_()
     drawn_H = part(torch.ones(1, 20_000, 1, 1)).flatten()
     assert drawn_H.min() >= 0 and drawn_H.max() <= 1
-    closed, open_ = float((drawn_H == 0).float().mean()), float((drawn_H == 1).float().mean())
+    closed = float((drawn_H == 0).float().mean())
+    open_ = float((drawn_H == 1).float().mean())
     assert 0.2 < closed < 0.4 and abs(closed - open_) < 0.03
     drawn_H.sum().backward()
     assert part.odds.grad is not None and (part.odds.grad > 0).any()
 
 
 @pytest.mark.parametrize("value", [-2.0, 0.0, 2.0])
-def test_the_expected_share_is_the_observed_one(value: float) -> None:
+def test_expected_share_equals_observed_share(value: float) -> None:
     torch.manual_seed(0)
     model = made()
     add_gates(model)
@@ -137,8 +140,9 @@ def test_the_expected_share_is_the_observed_one(value: float) -> None:
 
 
 @torch.no_grad()
-def test_folded_gates_say_the_same() -> None:
-    model, plain = made(), made()
+def test_folded_gates_give_the_same_output() -> None:
+    model = made()
+    plain = made()
     add_gates(model)
     for part in head_gates(model).values():
         part.odds.copy_(torch.randn(4) * 3)

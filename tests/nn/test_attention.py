@@ -1,4 +1,4 @@
-"""Attention against formulas written out by hand, torch's own module, and itself on the other path."""
+"""Attention equals explicit formulas, the module of torch, and its own other path."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ def run(
     attention: Attention, x: Tensor, context: Tensor, keep: Tensor | None = None, **mask: object
 ) -> tuple[Tensor, Tensor]:
     """Fused and eager output, checked to be equal."""
-    pos, key_pos = places(x.shape[1]), places(context.shape[1])
+    pos = places(x.shape[1])
+    key_pos = places(context.shape[1])
 
     def once() -> Tensor:
         kv = attention.project_kv(context, key_pos, NO_POSITION)
         return attention(x, kv, AttentionMask(pos, key_pos, keep, **mask), NO_POSITION)
 
-    fused, seen = once(), []
+    fused = once()
+    seen = []
     hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
     eager = once()
     hook.remove()
@@ -68,7 +70,7 @@ def test_equals_torch_multihead_attention(causal: bool, padded: bool) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("score", ["scaled_dot", "dot", "general", "cosine"])
 def test_grouped_heads_share_neighbouring_keys(kv_heads: int, score: str) -> None:
-    """Fewer key heads = full heads whose keys and values are copies within each group of neighbours."""
+    """Grouped key heads = full heads whose keys and values are copies within each group of neighbours."""
     torch.manual_seed(1)
     grouped = Attention(small(width=8, heads=4, kv_heads=kv_heads, score=score), 8)
     full = Attention(small(width=8, heads=4, score=score), 8)
@@ -77,11 +79,12 @@ def test_grouped_heads_share_neighbouring_keys(kv_heads: int, score: str) -> Non
         rows = state[name].unflatten(0, (2, kv_heads, 2))  # keys and values, heads, head width
         state[name] = rows.repeat_interleave(4 // kv_heads, dim=1).flatten(0, 2)
     full.load_state_dict(state)
-    x, context = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    x = torch.randn(2, 3, 8)
+    context = torch.randn(2, 5, 8)
     torch.testing.assert_close(run(grouped, x, context)[0], run(full, x, context)[0], atol=1e-5, rtol=1e-5)
 
 
-def test_head_width_is_free() -> None:
+def test_any_head_width() -> None:
     attention = Attention(small(head_width=5), 7)
     assert attention.query.weight.shape == (15, 12)
     assert attention.key_value.weight.shape == (30, 7)
@@ -90,9 +93,10 @@ def test_head_width_is_free() -> None:
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, 1), (True, 2), (False, None)])
-def test_mask_is_what_positions_say(causal: bool, window: int | None) -> None:
-    """Padding, causality and window at once, from positions that are neither sorted nor contiguous."""
-    q, k = torch.tensor([[3, 7], [0, 4]]), torch.tensor([[0, 2, 3, 6, 9], [4, 3, 0, 1, 5]])
+def test_mask_follows_positions(causal: bool, window: int | None) -> None:
+    """Padding, causality and window together, with positions that are neither sorted nor contiguous."""
+    q = torch.tensor([[3, 7], [0, 4]])
+    k = torch.tensor([[0, 2, 3, 6, 9], [4, 3, 0, 1, 5]])
     keep = torch.tensor([[True] * 5, [True, False, True, True, True]])
     mask = AttentionMask(q, k, keep, causal, window).mask_B1TS
     assert mask is not None
@@ -170,9 +174,10 @@ def test_a_query_without_keys_gets_zeros_and_finite_gradients(
 
 
 def test_queries_without_keys_in_self_attention() -> None:
-    """Only some queries of a row have no key: those beyond a window over a short source."""
+    """Some queries of a row have no key: the queries beyond a window over a short source."""
     attention = Attention(small(), 12)
-    x, context = torch.randn(1, 6, 12, requires_grad=True), torch.randn(1, 2, 12, requires_grad=True)
+    x = torch.randn(1, 6, 12, requires_grad=True)
+    context = torch.randn(1, 2, 12, requires_grad=True)
     out, weights = run(attention, x, context, window=1)
     out.sum().backward()
     assert (weights[0, :, :3].sum(-1) - 1).abs().max() < 1e-5
@@ -187,10 +192,12 @@ def test_queries_without_keys_in_self_attention() -> None:
 def test_predicted_centre_by_hand(project: bool, padded: bool) -> None:
     """p = S sigmoid(v . tanh(W q)); softmax over [p - D, p + D], times exp(-(s - p)^2 / (2 (D/2)^2))."""
     torch.manual_seed(3)
-    window, lengths = 2, [7, 4] if padded else [7, 7]
+    window = 2
+    lengths = [7, 4] if padded else [7, 7]
     stack = small(score="dot", cross_window=window, cross_center="predicted")
     attention = Attention(stack, 12, project=project, cross=True).requires_grad_(False)
-    x, context = torch.randn(2, 3, 12), torch.randn(2, 7, 12)
+    x = torch.randn(2, 3, 12)
+    context = torch.randn(2, 7, 12)
     keep = torch.arange(7) < torch.tensor(lengths)[:, None] if padded else None
     _, weights = run(attention, x, context, keep)
     heads, width = (3, 4) if project else (1, 12)
@@ -220,10 +227,11 @@ def test_predicted_centre_by_hand(project: bool, padded: bool) -> None:
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_hypotheses_share_the_keys_of_their_sentence(padded: bool) -> None:
-    """Rows sentence by sentence over keys per sentence = the same rows over repeated keys."""
+    """Hypotheses over the keys of their sentence = the same hypotheses over repeated keys."""
     torch.manual_seed(4)
     attention = Attention(small(), 12)
-    x, context = torch.randn(6, 2, 12), torch.randn(2, 4, 12)
+    x = torch.randn(6, 2, 12)
+    context = torch.randn(2, 4, 12)
     keep = torch.arange(4) < torch.tensor([[4], [2]]) if padded else None
     kv = attention.project_kv(context, places(4), NO_POSITION)
     rows = torch.arange(2).repeat_interleave(3)
@@ -233,7 +241,7 @@ def test_hypotheses_share_the_keys_of_their_sentence(padded: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_cache_is_keys_that_grew() -> None:
+def test_extended_cache_equals_all_keys() -> None:
     attention = Attention(small(), 12)
     context = torch.randn(2, 5, 12)
     whole = attention.project_kv(context, places(5), NO_POSITION)
@@ -247,7 +255,7 @@ def test_a_cache_is_keys_that_grew() -> None:
 
 
 def pick(x: Tensor, heads: tuple[int, ...], of: int, dim: int = 0) -> Tensor:
-    """The parts of a tensor that belong to some of its heads."""
+    """The part of a tensor for some of its heads."""
     return x.unflatten(dim, (of, -1)).index_select(dim, torch.tensor(heads)).flatten(dim, dim + 1)
 
 
@@ -262,7 +270,8 @@ def test_a_pruned_attention_is_the_full_one_with_ablated_heads(
     torch.manual_seed(5)
     kv_heads = heads if score == "concat" else kv_heads
     stack = small(heads=heads, kv_heads=kv_heads, head_width=2, score=score)
-    whole, pruned = Attention(stack, 12), Attention(stack, 12, kept=kept)
+    whole = Attention(stack, 12)
+    pruned = Attention(stack, 12, kept=kept)
     groups = tuple(sorted({head * kv_heads // heads for head in kept}))
     keys_and_values = groups + tuple(kv_heads + g for g in groups)
     state = whole.state_dict()
@@ -278,7 +287,8 @@ def test_a_pruned_attention_is_the_full_one_with_ablated_heads(
     pruned.load_state_dict(state)
     silent = torch.tensor([head not in kept for head in range(heads)]).view(1, -1, 1, 1)
     whole.mixed.register_forward_hook(lambda _m, _i, out: out.masked_fill(silent, 0.0))
-    x, context = torch.randn(2, 3, 12), torch.randn(2, 5, 12)
+    x = torch.randn(2, 3, 12)
+    context = torch.randn(2, 5, 12)
     bias = torch.randn(1, heads, 3, 5)
     for each in ({}, {"window": 1}, {"bias_BHTS": bias}):
         found, expected = (run(attention, x, context, **each)[0] for attention in (pruned, whole))
@@ -288,7 +298,8 @@ def test_a_pruned_attention_is_the_full_one_with_ablated_heads(
 def test_hooks_record_and_patch() -> None:
     attention = Attention(small(), 12)
     x = torch.randn(1, 4, 12)
-    kv, mask = attention.project_kv(x, places(4), NO_POSITION), AttentionMask(places(4), places(4), None)
+    kv = attention.project_kv(x, places(4), NO_POSITION)
+    mask = AttentionMask(places(4), places(4), None)
     shapes = []
     attention.mixed.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
     attention.weights.register_forward_hook(lambda _m, _i, out: torch.ones_like(out) / 4)

@@ -37,7 +37,8 @@ def test_activation(name: str) -> None:
 @pytest.mark.parametrize("bias", ["all", "ff", "none"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_feed_forward(gated: bool, bias: str) -> None:
-    layer, x = FeedForward(small(gated=gated, bias=bias, activation="silu")), torch.randn(2, 3, 6)
+    layer = FeedForward(small(gated=gated, bias=bias, activation="silu"))
+    x = torch.randn(2, 3, 6)
     assert (layer.up.bias is not None) == (bias != "none")
     zero = torch.zeros(())
 
@@ -51,14 +52,16 @@ def test_feed_forward(gated: bool, bias: str) -> None:
 
 
 def test_neurons_can_be_switched_off() -> None:
-    layer, x = FeedForward(small()), torch.randn(1, 2, 6)
+    layer = FeedForward(small())
+    x = torch.randn(1, 2, 6)
     layer.neurons.register_forward_hook(lambda _m, _i, out: out * 0)
     torch.testing.assert_close(layer(x), layer.down.bias.expand(1, 2, 6))
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_norm(kind: str) -> None:
-    norm, x = make_norm(small(norm=kind, norm_eps=0.01)), torch.randn(4, 6) * 3 + 1
+    norm = make_norm(small(norm=kind, norm_eps=0.01))
+    x = torch.randn(4, 6) * 3 + 1
     centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     expected = centred / (centred.square().mean(-1, keepdim=True) + 0.01).sqrt()
     torch.testing.assert_close(norm(x), expected, atol=1e-5, rtol=1e-5)
@@ -66,7 +69,8 @@ def test_norm(kind: str) -> None:
 
 @pytest.mark.parametrize("at", ["pre", "post"])
 def test_residual(at: str) -> None:
-    residual, x = Residual(small(norm_at=at)), torch.randn(2, 3, 6)
+    residual = Residual(small(norm_at=at))
+    x = torch.randn(2, 3, 6)
 
     def sublayer(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * 2
@@ -75,18 +79,20 @@ def test_residual(at: str) -> None:
     assert torch.equal(residual(x, sublayer), expected)
 
 
-def test_dropout_falls_on_the_sublayer_only() -> None:
-    residual, x = Residual(small(norm_at="pre", dropout=0.5)), torch.randn(2, 3, 6)
+def test_dropout_applies_only_to_the_sublayer() -> None:
+    residual = Residual(small(norm_at="pre", dropout=0.5))
+    x = torch.randn(2, 3, 6)
     out = residual(x, lambda y: torch.full_like(y, 7.0))
     assert set((out - x).round(decimals=3).unique().tolist()) == {0.0, 14.0}
 
 
 @pytest.mark.parametrize(("height", "width", "channels", "size"), [(6, 4, 3, 2), (4, 4, 1, 4), (3, 9, 2, 3)])
 def test_patches_are_a_convolution_with_strides(height: int, width: int, channels: int, size: int) -> None:
-    """The matrix is the kernel, flattened; the trained vector comes first."""
+    """The matrix is the flattened kernel; the class token comes first."""
     torch.manual_seed(0)
     patches = PatchConfig(height=height, width=width, channels=channels, size=size)
-    embedding, images = ImageEmbedding(patches, 5), torch.randn(2, channels, height, width)
+    embedding = ImageEmbedding(patches, 5)
+    images = torch.randn(2, channels, height, width)
     torch.nn.init.normal_(embedding.first)
     kernel = embedding.project.weight.view(5, channels, size, size)
     expected = F.conv2d(images, kernel, embedding.project.bias, stride=size).flatten(2).transpose(1, 2)
@@ -96,7 +102,7 @@ def test_patches_are_a_convolution_with_strides(height: int, width: int, channel
     torch.testing.assert_close(found[:, 1:], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_patch_is_its_own_pixels_only() -> None:
+def test_a_patch_depends_only_on_its_pixels() -> None:
     embedding = ImageEmbedding(PatchConfig(height=4, width=6, channels=2, size=2), 3)
     images = torch.randn(1, 2, 4, 6)
     before = embedding(images)

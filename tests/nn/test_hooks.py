@@ -28,7 +28,8 @@ def transformer() -> Model:
 
 
 def test_a_tap_is_watched_while_it_is_hooked() -> None:
-    tap, x = Tap(), torch.randn(3)
+    tap = Tap()
+    x = torch.randn(3)
     assert tap(x) is x
     assert not tap.watched
     hook = tap.register_forward_hook(lambda _m, _i, out: out + 1)
@@ -56,7 +57,7 @@ def hooks(model: Model) -> int:
     return sum(len(tap._forward_hooks) for tap in taps(model).values())
 
 
-def test_recording_changes_nothing(model: Model) -> None:
+def test_recording_does_not_change_the_output(model: Model) -> None:
     plain = model(SOURCE, KEEP, INPUT)
     with record(model, "*") as maps:
         watched = model(SOURCE, KEEP, INPUT)
@@ -77,7 +78,7 @@ def test_watched_equals_fast_for_every_score(score: str, position: str) -> None:
         assert torch.allclose(weights_BHTS.sum(-1), torch.ones(()), atol=1e-5), name
 
 
-def test_weights_are_distributions_over_what_may_be_seen(model: Model) -> None:
+def test_weights_are_distributions_over_visible_keys(model: Model) -> None:
     with record(model, "decoder.*.cross.weights") as maps:
         model(SOURCE, KEEP, INPUT)
     for weights_BHTS in maps.values():
@@ -86,7 +87,7 @@ def test_weights_are_distributions_over_what_may_be_seen(model: Model) -> None:
         assert not weights_BHTS[1, :, :, 3:].any()
 
 
-def test_steps_are_joined_as_one_pass(model: Model) -> None:
+def test_recorded_steps_equal_one_pass(model: Model) -> None:
     with record(model, "decoder.*") as at_once:
         model(SOURCE, KEEP, INPUT)
     with record(model, "decoder.*") as by_step:
@@ -98,7 +99,7 @@ def test_steps_are_joined_as_one_pass(model: Model) -> None:
         assert len(by_step.passes(name)) == INPUT.shape[1]
 
 
-def test_hooks_go_when_something_breaks(transformer: Model) -> None:
+def test_hooks_are_removed_after_an_error(transformer: Model) -> None:
     with pytest.raises(ZeroDivisionError), record(transformer, "*"), patch(transformer, {"*.mixed": without(0)}):
         raise ZeroDivisionError
     assert hooks(transformer) == 0
@@ -107,7 +108,7 @@ def test_hooks_go_when_something_breaks(transformer: Model) -> None:
     assert hooks(transformer) == 0
 
 
-def test_an_unknown_place_is_told_with_a_suggestion(transformer: Model) -> None:
+def test_an_unknown_tap_has_a_suggestion(transformer: Model) -> None:
     with (
         pytest.raises(UserError, match=r"did you mean 'decoder\.blocks\.0\.cross\.weights'"),
         record(transformer, "decoder.block.0.cross.weight"),
@@ -125,8 +126,8 @@ def test_patching_silences_a_head(transformer: Model) -> None:
     assert torch.equal(plain, transformer(SOURCE, KEEP, INPUT))
 
 
-def test_an_activation_moves_from_one_input_to_another(transformer: Model) -> None:
-    """Putting back everything the last layer said for another input gives that input's output."""
+def test_activation_patching_between_inputs(transformer: Model) -> None:
+    """Patching the last layer with its values for another input gives the output for that input."""
     other = torch.tensor([[9, 8, 7, 6, 3], [4, 4, 3, 0, 0]])
     with record(transformer, "decoder.blocks.1.output") as there:
         wanted = transformer(other, KEEP, INPUT)
@@ -134,7 +135,7 @@ def test_an_activation_moves_from_one_input_to_another(transformer: Model) -> No
         assert torch.equal(transformer(SOURCE, KEEP, INPUT), wanted)
 
 
-def test_a_patch_keeps_shapes_and_a_place_has_one(transformer: Model) -> None:
+def test_a_patch_keeps_the_shape_and_a_tap_has_one_patch(transformer: Model) -> None:
     with pytest.raises(ValueError, match="keep the shape"), patch(transformer, {"*.mixed": lambda x: x[:, :1]}):
         transformer(SOURCE, KEEP, INPUT)
     twice = {"decoder.*.mixed": without(0), "*.cross.mixed": without(1)}
@@ -149,8 +150,8 @@ def test_gradients_pass_through_a_patch(transformer: Model) -> None:
     assert gate_H.grad is not None and gate_H.grad.abs().min() > 0
 
 
-def test_a_stack_without_heads_to_spare() -> None:
-    """Grouped and pruned heads are recorded as they are."""
+def test_recording_of_grouped_and_pruned_heads() -> None:
+    """Recorded weights have one row per unpruned head."""
     model = tiny(heads=4, kv_heads=2, kept_heads=((0, 3), (1,)))
     assert isinstance(model.config.encoder, Stack)
     plain = model(SOURCE, KEEP, INPUT)

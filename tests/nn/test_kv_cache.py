@@ -1,4 +1,4 @@
-"""A KV cache that grows in place is a value: no earlier cache ever changes."""
+"""A KV cache that grows in place is a value: earlier caches never change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_caches_that_share_a_buffer_equal_copies(data: st.DataObject, inference:
         copies = [tuple(x.clone() for x in made[0])]
         for _ in range(data.draw(st.integers(1, 12))):
             at = data.draw(st.integers(0, len(made) - 1))
-            kv, copy = made[at], copies[at]
+            kv = made[at]
+            copy = copies[at]
             kind = data.draw(st.sampled_from(["extend", "extend", "extend", "select", "last"]))
             if kind == "extend":
                 new = draw(len(kv.k_BGSE), data.draw(st.integers(1, 12)))
@@ -38,7 +39,7 @@ def test_caches_that_share_a_buffer_equal_copies(data: st.DataObject, inference:
         assert all(torch.equal(x, y) for x, y in zip(kv, copy, strict=True))
 
 
-def test_extending_writes_the_new_tokens_only() -> None:
+def test_extending_writes_only_the_new_tokens() -> None:
     with torch.no_grad():
         cache = draw(2, 1).extend(draw(2, 1))
         assert isinstance(cache, KVCache)
@@ -50,9 +51,10 @@ def test_extending_writes_the_new_tokens_only() -> None:
 
 
 def test_a_shortened_cache_grows_in_place_too() -> None:
-    """With the last 40 tokens kept, 100 steps copy a few times only."""
+    """100 steps with a limit of 40 tokens copy the cache only a few times."""
     with torch.no_grad():
-        cache, starts = draw(2, 40).extend(draw(2, 1)), set()
+        cache = draw(2, 40).extend(draw(2, 1))
+        starts = set()
         for _ in range(100):
             cache = cache.last(40).extend(draw(2, 1))
             assert isinstance(cache, KVCache) and cache.length == 41
@@ -85,7 +87,7 @@ def test_a_gradient_passes_through_extended_keys() -> None:
     assert torch.equal(first.k_BGSE.grad, torch.ones(1, 1, 2, 3))
 
 
-def test_a_cache_of_inference_mode_can_be_extended_outside_of_it() -> None:
+def test_an_inference_mode_cache_can_be_extended_outside_of_it() -> None:
     with torch.inference_mode():
         cache = draw(2, 1).extend(draw(2, 1))
     with torch.no_grad():

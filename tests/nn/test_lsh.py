@@ -1,4 +1,4 @@
-"""Hashed attention against its formula written out pair by pair, exact attention, itself, and transformers' model."""
+"""Hashed attention equals its formula for each pair, exact attention, itself, and the model of transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def padded(length: int, *lengths: int, left: bool = False) -> Tensor:
 
 
 def exact_and_hashed(attention: LSHAttention, x: Tensor, causal: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Both ways, whatever the length would choose."""
+    """Both paths, for any length."""
     outs = []
     for compared in (x.shape[1], 0):
         monkeypatch.setattr(attention, "compared_keys", compared)
@@ -49,9 +49,11 @@ def run(attention: LSHAttention, x: Tensor, keep: Tensor | None = None, causal: 
 
 
 def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: Tensor | None, causal: bool) -> Tensor:
-    """What is brought back, (B, H, T, E): pairs one by one, all that meet in some round, as often as they meet."""
+    """The output (B, H, T, E), computed pair by pair: a pair counts in every round in which it meets."""
     kv = attention.project_kv(x, places(x.shape[1]), NO_POSITION)
-    shared, values, lsh = kv.k_BGSE.tolist(), kv.v_BGSE, attention.lsh
+    shared = kv.k_BGSE.tolist()
+    values = kv.v_BGSE
+    lsh = attention.lsh
     length = x.shape[1]
     out = torch.zeros_like(values)
     for b in range(len(x)):
@@ -59,7 +61,7 @@ def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: T
             met = {(t, s): 1 for t in range(length) for s in range(length)}
             if order is not None:
                 rounds = order.token_XRP[b * attention.heads + h].unflatten(-1, (-1, lsh.chunk)).tolist()
-                if not lsh.once:  # all rounds are one ring
+                if not lsh.once:  # all rounds form one ring
                     rounds = [[chunk for each in rounds for chunk in each]]
                 met = dict.fromkeys(met, 0)
                 for ring in rounds:
@@ -77,7 +79,7 @@ def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: T
                     k = shared[b][h][s]
                     size = math.sqrt(sum(a * a for a in k) + 1e-6 * len(k))
                     scores[s] = sum(a * c for a, c in zip(q, k, strict=True)) / size
-                scores = scores or {t: 0.0}  # itself, if there is nothing else
+                scores = scores or {t: 0.0}  # the query itself, if there is no other key
                 weights = {s: math.exp(a) * (1 if lsh.once else met[t, s]) for s, a in scores.items()}
                 for s, weight in weights.items():
                     out[b, h, t] += weight / sum(weights.values()) * values[b, h, s]
@@ -91,7 +93,7 @@ def by_hand(attention: LSHAttention, x: Tensor, order: SortOrder | None, keep: T
     [(1, 4, (1, 0), 20), (2, 3, (1, 0), 25), (3, 2, (1, 1), 23), (2, 4, (0, 0), 18)],
 )
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
-def test_is_a_softmax_over_what_meets(
+def test_equals_a_softmax_over_compared_pairs(
     once: bool, causal: bool, hashes: int, chunk: int, around: tuple[int, int], length: int, padding: str
 ) -> None:
     attention = make(hashes=hashes, chunk=chunk, before=around[0], after=around[1], once=once)
@@ -107,7 +109,7 @@ def test_is_a_softmax_over_what_meets(
     brought: list[Tensor] = []
     attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
     out = attention(x, kv, mask, NO_POSITION)
-    assert "mask_B1TS" not in vars(mask)  # nothing of the size of all pairs was made
+    assert "mask_B1TS" not in vars(mask)  # no mask over all pairs was computed
     real = slice(None) if keep is None else keep.unsqueeze(1).expand(-1, 2, -1)
     torch.testing.assert_close(brought[0][real], expected[real])
     seen: list[Tensor] = []
@@ -120,7 +122,9 @@ def test_is_a_softmax_over_what_meets(
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_exact_attention_is_the_formula_without_hashing(causal: bool) -> None:
-    attention, x, keep = make(chunk=16), torch.randn(2, 9, 12, dtype=torch.double), padded(9, 9, 6)
+    attention = make(chunk=16)
+    x = torch.randn(2, 9, 12, dtype=torch.double)
+    keep = padded(9, 9, 6)
     brought: list[Tensor] = []
     attention.mixed.register_forward_hook(lambda _m, _i, out: brought.append(out))
     run(attention, x, keep, causal)
@@ -133,13 +137,14 @@ def test_exact_attention_is_the_formula_without_hashing(causal: bool) -> None:
 def test_enough_hashes_are_full_attention(
     lsh: dict[str, object], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round whose chunks reach everything, or so many rounds that all pairs meet."""
-    attention, x = make(**lsh), torch.randn(2, 32, 12, dtype=torch.double)
+    """One round with chunks over the whole sequence, or enough rounds for all pairs to meet."""
+    attention = make(**lsh)
+    x = torch.randn(2, 32, 12, dtype=torch.double)
     exact, hashed = exact_and_hashed(attention, x, causal, monkeypatch)
     torch.testing.assert_close(hashed, exact)
 
 
-def test_more_hashes_are_nearer_to_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_hashes_approach_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     x = torch.randn(2, 128, 12, dtype=torch.double)
     errors = []
@@ -154,7 +159,8 @@ def test_more_hashes_are_nearer_to_full_attention(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("once", [False, True])
 def test_gradients_are_those_of_finite_differences(once: bool) -> None:
     attention = make(hashes=2, chunk=2, once=once)
-    x, keep = torch.randn(1, 11, 12, dtype=torch.double, requires_grad=True), padded(11, 10)
+    x = torch.randn(1, 11, 12, dtype=torch.double, requires_grad=True)
+    keep = padded(11, 10)
     pos = places(11)
     order = attention.sort(attention.project_kv(x, pos, NO_POSITION), AttentionMask(pos, pos, keep, True))
     assert order is not None
@@ -167,7 +173,8 @@ def test_gradients_are_those_of_finite_differences(once: bool) -> None:
 
 
 def test_padding_has_no_gradient_and_no_influence() -> None:
-    attention, keep = make(hashes=2, chunk=4, buckets=4), padded(30, 30, 19)
+    attention = make(hashes=2, chunk=4, buckets=4)
+    keep = padded(30, 30, 19)
     x = torch.randn(2, 30, 12, dtype=torch.double, requires_grad=True)
     out = run(attention, x, keep)
     out[keep].sum().backward()
@@ -178,7 +185,7 @@ def test_padding_has_no_gradient_and_no_influence() -> None:
 
 
 def test_later_tokens_are_not_attended_to() -> None:
-    """Later tokens can change which keys are compared, but their values reach no earlier one."""
+    """Later tokens can change which keys are compared, but their values do not affect earlier tokens."""
     attention = make(hashes=2, chunk=4)
     x = torch.randn(1, 40, 12, dtype=torch.double)
     seen: list[Tensor] = []
@@ -190,9 +197,10 @@ def test_later_tokens_are_not_attended_to() -> None:
     assert ((itself < 1e-300) | (itself == 1)).all()
 
 
-def test_hashing_is_the_same_in_every_pass_and_other_in_every_layer() -> None:
+def test_hashing_depends_only_on_the_layer() -> None:
     stack = Stack(mixer="lsh", width=12, heads=2, lsh=LshConfig(chunk=4))
-    first, second = LSHAttention(stack, 0).eval(), LSHAttention(stack, 1).train()
+    first = LSHAttention(stack, 0).eval()
+    second = LSHAttention(stack, 1).train()
     x = torch.randn(2, 2, 50, 6)
     before = torch.get_rng_state()
     assert torch.equal(first._hash(x, None), first.train()._hash(x, None))
@@ -211,11 +219,14 @@ def test_buckets_grow_with_the_length(length: int, chunk: int, expected: tuple[i
 
 
 def test_directions_decide_the_bucket() -> None:
-    attention, x = make(chunk=4), torch.randn(1, 2, 200, 6, dtype=torch.double)
+    attention = make(chunk=4)
+    x = torch.randn(1, 2, 200, 6, dtype=torch.double)
     assert torch.equal(attention._hash(x, None), attention._hash(x * 7, None))
-    opposite, count = attention._hash(-x, None), attention._buckets(200)
+    opposite = attention._hash(-x, None)
+    count = attention._buckets(200)
     assert len(count) == 2
-    low, high = attention._hash(x, None) % count[0], attention._hash(x, None) // count[0]
+    low = attention._hash(x, None) % count[0]
+    high = attention._hash(x, None) // count[0]
     assert torch.equal(opposite % count[0], (low + count[0] // 2) % count[0])
     assert torch.equal(opposite // count[0], (high + count[1] // 2) % count[1])
 
@@ -229,7 +240,7 @@ def language_model(lsh: LshConfig, layers: int = 2, **changes: object) -> Model:
 
 
 @pytest.mark.parametrize("residual", ["add", "reversible"])
-def test_token_by_token_is_all_at_once(residual: str) -> None:
+def test_token_by_token_equals_one_pass(residual: str) -> None:
     model = language_model(LshConfig(chunk=8), residual=residual).double().eval()
     tokens = torch.randint(4, 40, (2, 30))
     keep = padded(30, 30, 22, left=True)
@@ -253,7 +264,7 @@ THEIR_LAYER = {
 
 
 def names(layers: int) -> dict[str, str]:
-    """Their name of each part -> ours."""
+    """Names of parts in transformers -> names in regard."""
     table = {
         "reformer.embeddings.word_embeddings": "target_embedding",
         "reformer.encoder.layer_norm": "decoder.norm",
@@ -268,7 +279,7 @@ def names(layers: int) -> dict[str, str]:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers: int = 2):
-    """transformers' model and ours with the same weights, which hash alike, in double precision."""
+    """The models of transformers and regard with the same weights and the same hashes, in double precision."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
     theirs = transformers.ReformerModelWithLMHead(
@@ -283,8 +294,9 @@ def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers:
     draw = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *size, dtype=None, **more: draw(*size, **more).to(dtype))
     ours = language_model(lsh, layers).double().eval()
-    table, state = names(layers), dict(theirs.state_dict())
-    assert not state.pop("lm_head.bias").any()  # which they never add
+    table = names(layers)
+    state = dict(theirs.state_dict())
+    assert not state.pop("lm_head.bias").any()  # transformers never adds it
     shapes = {name: x.shape for name, x in ours.state_dict().items()}
     ours.load_state_dict({table[name]: x.view(shapes[table[name]]) for name, x in state.items()})
     for block in ours.decoder.blocks:
@@ -299,7 +311,7 @@ def both(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, seed: int = 5, layers:
         (LshConfig(hashes=1, chunk=8), 64, None),
         (LshConfig(hashes=2, chunk=8), 64, None),
         (LshConfig(hashes=4, chunk=8), 512, None),
-        (LshConfig(hashes=2, chunk=8), 203, None),  # not whole chunks
+        (LshConfig(hashes=2, chunk=8), 203, None),  # an incomplete chunk
         (LshConfig(hashes=2, chunk=8, buckets=6), 200, 150),  # padding
         (LshConfig(hashes=1, chunk=8, before=1), 8, None),  # exact
     ],
@@ -319,10 +331,11 @@ def test_equals_transformers(monkeypatch: pytest.MonkeyPatch, lsh: LshConfig, le
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = both(monkeypatch, LshConfig(hashes=2, chunk=8))
-    tokens = torch.randint(4, 40, (1, 512))  # they train at the full length alone
+    tokens = torch.randint(4, 40, (1, 512))  # transformers trains only at the full length
     theirs.train()(tokens).logits.square().sum().backward()
     ours.train()(tokens, None).square().sum().backward()
-    table, found = names(2), dict(ours.named_parameters())
+    table = names(2)
+    found = dict(ours.named_parameters())
     compared = 0
     for name, weight in theirs.named_parameters():
         if name != "lm_head.bias":

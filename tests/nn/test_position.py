@@ -1,4 +1,4 @@
-"""Positions against their formulas, in plain Python."""
+"""Positions equal their formulas in plain Python."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ def test_halves_are_the_same_numbers_in_another_order(width: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
 def test_alibi_slopes_of_a_power_of_two_are_a_geometric_series(heads: int) -> None:
-    """The series starts at 2^(-8/n) and multiplies by itself."""
+    """The series starts at 2^(-8/n), which is also its ratio."""
     assert alibi_slopes(heads).tolist() == pytest.approx([2 ** (-8 / heads * (h + 1)) for h in range(heads)])
 
 
 @pytest.mark.parametrize("heads", [3, 5, 6, 12])
-def test_alibi_slopes_in_between_take_every_second_of_the_finer_series(heads: int) -> None:
-    slopes, below = alibi_slopes(heads).tolist(), 1 << (heads.bit_length() - 1)
+def test_alibi_slopes_of_other_counts_use_the_next_series(heads: int) -> None:
+    slopes = alibi_slopes(heads).tolist()
+    below = 1 << (heads.bit_length() - 1)
     finer = alibi_slopes(2 * below).tolist()
     assert len(set(slopes)) == heads
     assert slopes[:below] == pytest.approx(finer[1::2])
@@ -56,7 +57,8 @@ def test_alibi_slopes_in_between_take_every_second_of_the_finer_series(heads: in
 
 def test_alibi_bias_is_slope_times_distance() -> None:
     position = make_position(Stack(width=8, heads=4, position="alibi"), causal=True)
-    q, k = torch.tensor([[3, 8]]), torch.tensor([[0, 3, 11]])
+    q = torch.tensor([[3, 8]])
+    k = torch.tensor([[0, 3, 11]])
     bias = position.bias(q, k)
     assert bias is not None
     for h, slope in enumerate(alibi_slopes(4).tolist()):
@@ -97,7 +99,8 @@ def test_buckets_by_hand(both_ways: bool) -> None:
 
 def test_bucket_bias_reads_the_table() -> None:
     position = Bucket(3, both_ways=True)
-    q, k = torch.tensor([[0, 5], [2, 3]]), torch.tensor([[0, 1, 40], [7, 2, 0]])
+    q = torch.tensor([[0, 5], [2, 3]])
+    k = torch.tensor([[0, 1, 40], [7, 2, 0]])
     bias = position.bias(q, k)
     assert bias.shape == (2, 3, 2, 3)
     for b in range(2):
@@ -108,7 +111,7 @@ def test_bucket_bias_reads_the_table() -> None:
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500), st.integers(1, 8))
-def test_rotated_products_depend_on_the_difference_alone(a: int, b: int, shift: int, half: int) -> None:
+def test_rotated_products_depend_only_on_the_difference(a: int, b: int, shift: int, half: int) -> None:
     torch.manual_seed(half)
     rotary, q, k = Rotary(2 * half), *torch.randn(2, 1, 1, 1, 2 * half).double()
     rotary.double()
@@ -121,42 +124,50 @@ def test_rotated_products_depend_on_the_difference_alone(a: int, b: int, shift: 
 
 
 def test_rotary_at_known_positions_is_rotary() -> None:
-    rotary, x_BHTE = Rotary(8), torch.randn(2, 3, 4, 8)
-    known, other = torch.arange(4).unsqueeze(0), torch.tensor([[3, 0, 7, 7], [1, 2, 3, 4]])
+    rotary = Rotary(8)
+    x_BHTE = torch.randn(2, 3, 4, 8)
+    known = torch.arange(4).unsqueeze(0)
+    other = torch.tensor([[3, 0, 7, 7], [1, 2, 3, 4]])
     at = rotary.at(known)
     for pos_BT in (known, known.clone(), other):
         assert torch.equal(at.rotate(x_BHTE, pos_BT), rotary.rotate(x_BHTE, pos_BT))
 
 
-def test_rotary_turns_pairs_by_the_formula() -> None:
+def test_rotary_follows_the_formula() -> None:
     x = torch.randn(1, 2, 3, 6)
-    found, positions = Rotary(6).rotate(x, torch.tensor([[0, 4, 9]])), [0, 4, 9]
+    found = Rotary(6).rotate(x, torch.tensor([[0, 4, 9]]))
+    positions = [0, 4, 9]
     assert torch.equal(found[:, :, 0], x[:, :, 0])
     for h in range(2):
         for t, position in enumerate(positions):
             for i in range(3):
                 angle = position / 10000 ** (2 * i / 6)
-                a, b = x[0, h, t, i].item(), x[0, h, t, i + 3].item()
+                a = x[0, h, t, i].item()
+                b = x[0, h, t, i + 3].item()
                 turned = complex(a, b) * complex(math.cos(angle), math.sin(angle))
                 assert found[0, h, t, i].item() == pytest.approx(turned.real, abs=1e-5)
                 assert found[0, h, t, i + 3].item() == pytest.approx(turned.imag, abs=1e-5)
 
 
 @pytest.mark.parametrize(("factor", "low", "high", "original"), [(8.0, 1.0, 4.0, 8192), (32.0, 0.5, 8.0, 100)])
-def test_rotary_stretches_what_turns_slowly(factor: float, low: float, high: float, original: int) -> None:
-    """By wavelength, as it was published: short ones stay, long ones are stretched, those between are interpolated."""
+def test_rotary_slows_slow_pairs(factor: float, low: float, high: float, original: int) -> None:
+    """The published rule by wavelength: short ones are unchanged, long ones are stretched, the rest is interpolated."""
     turning = Turning(base=500000.0, factor=factor, low=low, high=high, original=original)
-    found, kinds = Rotary(64, turning).rates(torch.device("cpu")).tolist(), set()
+    found = Rotary(64, turning).rates(torch.device("cpu")).tolist()
+    kinds = set()
     for i in range(32):
         rate = 500000.0 ** (-2 * i / 64)
         wavelength = 2 * math.pi / rate
         if wavelength < original / high:
-            expected, kind = rate, "kept"
+            expected = rate
+            kind = "kept"
         elif wavelength > original / low:
-            expected, kind = rate / factor, "stretched"
+            expected = rate / factor
+            kind = "stretched"
         else:
             smooth = (original / wavelength - low) / (high - low)
-            expected, kind = (1 - smooth) * rate / factor + smooth * rate, "between"
+            expected = (1 - smooth) * rate / factor + smooth * rate
+            kind = "between"
         assert found[i] == pytest.approx(expected, rel=1e-4)
         kinds.add(kind)
     assert kinds == {"kept", "stretched", "between"}
@@ -165,7 +176,7 @@ def test_rotary_stretches_what_turns_slowly(factor: float, low: float, high: flo
     )
 
 
-def test_axial_positions_are_a_row_and_a_column_side_by_side() -> None:
+def test_axial_positions_concatenate_row_and_column() -> None:
     axial = Axial(7, AxialShape(rows=3, columns=4, row_width=2))
     positions = [11, 0, 5, 4, 3]
     found = axial.embed(torch.tensor([positions]))[0]
@@ -177,7 +188,7 @@ def test_axial_positions_are_a_row_and_a_column_side_by_side() -> None:
         axial.embed(torch.arange(13).unsqueeze(0))
 
 
-def test_learned_positions_end_somewhere() -> None:
+def test_learned_positions_have_a_limit() -> None:
     learned = Learned(4, 3)
     assert torch.equal(learned.embed(torch.tensor([[2, 0]]))[0], learned.table.weight[[2, 0]])
     with pytest.raises(UserError, match=r"4 tokens.*3 learned positions"):
@@ -186,10 +197,11 @@ def test_learned_positions_end_somewhere() -> None:
 
 @pytest.mark.parametrize("kind", [*WHERE, "none", "relative"])
 def test_each_kind_acts_by_exactly_one_method(kind: str) -> None:
-    """`relative` acts within the attention, whose queries it needs."""
+    """`relative` is part of the attention, because it needs the queries."""
     axial = {"rows": 3, "columns": 3, "row_width": 3} if kind == "axial" else None
     position = make_position(Stack(width=8, heads=2, position=kind, max_length=9, axial=axial), causal=False)
-    pos, x = torch.tensor([[1, 5, 2]]), torch.randn(1, 2, 3, 4)
+    pos = torch.tensor([[1, 5, 2]])
+    x = torch.randn(1, 2, 3, 4)
     acts = {
         "embed": position.embed(pos) is not None,
         "rotate": not torch.equal(position.rotate(x, pos), x),

@@ -1,4 +1,4 @@
-"""Hypotheses that share a cache in a prefix tree decode like those with caches of their own, and no keys are moved."""
+"""Hypotheses that share a cache in a prefix tree decode like hypotheses with separate caches, without copying keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_alone import ROWS, VARIANTS, decoder
+from test_one_stack import ROWS, VARIANTS, decoder
 from torch import Tensor
 
 from kit.families import BOTH, DECODERS, VOCAB, build, close, left_padded, shrunk
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 def together(model: Model, state: State, draws: torch.Generator, steps: int = 6, width: int = 3) -> None:
     """Random beams from one hypothesis of each of three sentences, with and without a tree; one sentence finishes."""
-    count, rows = 3, 3
+    count = 3
+    rows = 3
     tree = state.with_prefix_tree(count, CPU)
     tokens_N = torch.randint(4, VOCAB, (rows,), generator=draws)
     for t in range(steps):
@@ -32,12 +33,13 @@ def together(model: Model, state: State, draws: torch.Generator, steps: int = 6,
         rows_N = (stay_A.unsqueeze(1) * (rows // count) + parents_AW).flatten()
         left = stay_A if t == 3 else None
         state, tree = state.select(rows_N, left), tree.select(rows_N, left)
-        count, rows = len(stay_A), len(rows_N)
+        count = len(stay_A)
+        rows = len(rows_N)
         tokens_N = torch.randint(4, VOCAB, (rows,), generator=draws)
 
 
 def memories(name: str) -> list[dict[str, int]]:
-    """Unlimited memory, and for positions that count distances also one of three tokens."""
+    """Unlimited memory, and for relative positions also a memory of three tokens."""
     stack = decoder(name).config.decoder
     assert stack is not None
     short = stack.position in ("relative", "rotary", "alibi", "bucket") and stack.residual == "add"
@@ -77,12 +79,13 @@ def places(state: State) -> list[int]:
 
 
 @torch.inference_mode()
-def test_no_key_moves_while_slots_are_free() -> None:
-    """In 60 steps the cache is compacted a few times, ever more seldom, and to live tokens only."""
+def test_no_key_is_copied_while_slots_are_free() -> None:
+    """In 60 steps the cache is compacted a few times, at growing intervals, to tokens that are still in a prefix."""
     model = build(shrunk("transformer-base"))
     state = model.encode(SOURCES, SOURCES > 0).with_prefix_tree(3, CPU)
     draws = torch.Generator().manual_seed(0)
-    moves, tokens_N = [], torch.tensor([4, 5, 6])
+    moves = []
+    tokens_N = torch.tensor([4, 5, 6])
     for t in range(60):
         _, after = model.step(tokens_N, state)
         if t:
@@ -106,8 +109,8 @@ def test_recurrent_states_need_no_tree() -> None:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
-def test_a_tree_knows_the_prefix_of_each_hypothesis(data: st.DataObject, sentences: int, width: int) -> None:
-    """Against lists of token numbers; the cache may be compacted at any time."""
+def test_tree_stores_the_prefix_of_each_hypothesis(data: st.DataObject, sentences: int, width: int) -> None:
+    """Equal to lists of token numbers; the cache may be compacted at any time."""
     none = torch.ones(sentences, 1, 0, dtype=torch.bool)
     tree = PrefixTree(none, torch.zeros(sentences, 0, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long))
     names_AP: Tensor = torch.zeros(sentences, 0, dtype=torch.long)

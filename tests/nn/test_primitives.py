@@ -1,4 +1,4 @@
-"""Products in bfloat16 and with packed weights, which leave the model as it was; dropout and its pool of masks."""
+"""Products in bfloat16 and with packed weights, which do not modify the model; dropout and its pool of masks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ def rounded(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (0, 24), (1, 24)])
 def test_bf16_value_and_gradients(shape: tuple[int, ...], bias: bool) -> None:
-    linear, x, pull = Linear(24, 10, bias=bias), torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 10)
+    linear = Linear(24, 10, bias=bias)
+    x = torch.randn(shape, requires_grad=True)
+    pull = torch.randn(*shape[:-1], 10)
     with use_matmuls(bf16_matmuls(linear)):
         y = linear(x)
     (y * pull).sum().backward()
-    exact_x, exact_weight = rounded(x), rounded(linear.weight)
+    exact_x = rounded(x)
+    exact_weight = rounded(linear.weight)
     exact = exact_x @ exact_weight.T + (linear.bias.detach().bfloat16().double() if bias else 0)
     (exact * pull.bfloat16()).sum().backward()
     assert y.dtype == x.grad.dtype == linear.weight.grad.dtype == torch.float32
@@ -38,8 +41,9 @@ def test_bf16_value_and_gradients(shape: tuple[int, ...], bias: bool) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_feed_forward_layer_stays_in_bf16_inside(gated: bool) -> None:
-    layer, seen = FeedForward(Stack(width=16, ff=64, heads=2, gated=gated)), []
+def test_activations_inside_a_feed_forward_layer_are_bf16(gated: bool) -> None:
+    layer = FeedForward(Stack(width=16, ff=64, heads=2, gated=gated))
+    seen = []
     layer.neurons.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
     x = torch.randn(3, 5, 16, requires_grad=True)
     wide = layer(x)
@@ -53,7 +57,7 @@ def test_a_feed_forward_layer_stays_in_bf16_inside(gated: bool) -> None:
     assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
+def test_frozen_inputs_and_weights_get_no_gradient() -> None:
     linear = Linear(8, 4).requires_grad_(False)
     x = torch.randn(3, 8, requires_grad=True)
     with use_matmuls(bf16_matmuls(linear)):
@@ -81,10 +85,11 @@ def test_an_error_in_bf16_restores_the_layer() -> None:
 def test_packed_weights_give_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool
 ) -> None:
-    model, x = nn.Sequential(Linear(256, 300, bias=bias), Linear(300, 7)), torch.randn(shape)
+    model = nn.Sequential(Linear(256, 300, bias=bias), Linear(300, 7))
+    x = torch.randn(shape)
     with torch.inference_mode():
         expected = model(x)
-        for work in (0, primitives.MIN_WORK):  # always, and where it pays
+        for work in (0, primitives.MIN_WORK):  # always, and only for large products
             monkeypatch.setattr(primitives, "MIN_WORK", work)
             with use_matmuls(PackedWeights().matmuls(model)):
                 torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
@@ -114,31 +119,36 @@ CHANGES: dict[str, Callable[[Linear], object]] = {
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_packed_weights_are_kept_until_they_change(
+def test_packed_weights_are_cached_until_they_change(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Linear], object], bf16: bool
 ) -> None:
     monkeypatch.setattr(primitives, "MIN_WORK", 0)
-    linear, x, packed = Linear(256, 300), torch.randn(5, 256), PackedWeights()
+    linear = Linear(256, 300)
+    x = torch.randn(5, 256)
+    packed = PackedWeights()
 
     def product(owner: PackedWeights) -> Tensor:
         with torch.inference_mode(), use_matmuls(owner.matmuls(linear, bf16)):
             return linear(x)
 
-    before, first = product(packed), packed.matmuls(linear, bf16)
+    before = product(packed)
+    first = packed.matmuls(linear, bf16)
     assert torch.equal(product(packed), before) and packed.matmuls(linear, bf16) == first
     change(linear)
     after = product(packed)
     assert torch.equal(after, product(PackedWeights())) and not torch.equal(after, before)
 
 
-def test_weights_without_a_count_of_changes_are_packed_anew() -> None:
+def test_weights_without_a_version_are_packed_again() -> None:
     with torch.inference_mode():
-        linear, packed = Linear(256, 300), PackedWeights()
+        linear = Linear(256, 300)
+        packed = PackedWeights()
         assert packed.matmuls(linear) != packed.matmuls(linear)
 
 
 def test_forward_hooks_run_with_packed_weights() -> None:
-    model, seen = Linear(512, 512), []
+    model = Linear(512, 512)
+    seen = []
     model.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     with torch.inference_mode(), use_matmuls(PackedWeights().matmuls(model)):
         model(torch.randn(4, 512))
@@ -153,7 +163,8 @@ def test_an_error_with_packed_weights_restores_the_layer() -> None:
 
 
 def test_bf16_is_each_matrix_and_input_rounded() -> None:
-    model, x = nn.Sequential(Linear(64, 32), Linear(32, 7, bias=False)), torch.randn(2, 3, 64)
+    model = nn.Sequential(Linear(64, 32), Linear(32, 7, bias=False))
+    x = torch.randn(2, 3, 64)
     with torch.inference_mode():
         with use_matmuls(PackedWeights().matmuls(model, bf16=True)):
             narrow = model(x)
@@ -168,9 +179,11 @@ def pooled(rate: float, pool: MaskPool) -> Dropout:
     return dropout
 
 
-def test_a_step_drops_what_its_seed_and_number_say() -> None:
-    """A pool that did other work before gives, from `begin` on, what a fresh one gives."""
-    used, fresh, x = MaskPool(7, size=1000, renew=4), MaskPool(7, size=1000, renew=4), torch.ones(3, 5)
+def test_masks_depend_only_on_seed_and_step() -> None:
+    """After `begin`, a used pool gives the same masks as a new one."""
+    used = MaskPool(7, size=1000, renew=4)
+    fresh = MaskPool(7, size=1000, renew=4)
+    x = torch.ones(3, 5)
     for step in (0, 1, 5, 9):
         used.begin(step)
         used.mask(x, 0.3)
@@ -183,8 +196,10 @@ def test_a_step_drops_what_its_seed_and_number_say() -> None:
 
 
 def test_a_large_tensor_does_not_change_later_steps() -> None:
-    """A resumed run skips the long batches before it, and still drops the same."""
-    uninterrupted, resumed, x = MaskPool(1, size=100), MaskPool(1, size=100), torch.ones(10)
+    """A resumed run skips earlier long batches and still uses the same masks."""
+    uninterrupted = MaskPool(1, size=100)
+    resumed = MaskPool(1, size=100)
+    x = torch.ones(10)
     uninterrupted.begin(0)
     uninterrupted.mask(torch.ones(500), 0.5)
     for pool in (uninterrupted, resumed):
@@ -193,7 +208,8 @@ def test_a_large_tensor_does_not_change_later_steps() -> None:
 
 
 def test_a_step_with_a_large_tensor_can_be_repeated() -> None:
-    pool, masks = MaskPool(3, size=100), []
+    pool = MaskPool(3, size=100)
+    masks = []
     for _ in range(2):
         pool.begin(5)
         masks.append([pool.mask(torch.ones(n), 0.5) for n in (10, 400, 10)])
@@ -203,7 +219,7 @@ def test_a_step_with_a_large_tensor_can_be_repeated() -> None:
 @pytest.mark.parametrize("size", [1 << 10, 1 << 18])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_share_and_mean(rate: float, size: int) -> None:
-    """Within five standard deviations of as many draws as there are, also for a tensor larger than the pool."""
+    """Within five standard deviations for the number of draws, also for a tensor larger than the pool."""
     pool = MaskPool(2, size=size)
     pool.begin(0)
     mask = pool.mask(torch.ones(100, 300), rate)
@@ -219,9 +235,12 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_layers_steps_seeds_and_rates_drop_independently() -> None:
-    x, pool = torch.ones(20_000), MaskPool(4, size=1 << 18, renew=2)
+    x = torch.ones(20_000)
+    pool = MaskPool(4, size=1 << 18, renew=2)
     pool.begin(0)
-    first, layer, other_rate = pool.mask(x, 0.5), pool.mask(x, 0.5), pool.mask(x, 0.4)
+    first = pool.mask(x, 0.5)
+    layer = pool.mask(x, 0.5)
+    other_rate = pool.mask(x, 0.4)
     pool.begin(1)
     step = pool.mask(x, 0.5)
     pool.begin(2)
@@ -233,19 +252,21 @@ def test_layers_steps_seeds_and_rates_drop_independently() -> None:
 
 
 def test_two_rates_at_one_offset_drop_independently() -> None:
-    """Were both masks one draw at two thresholds, everything dropped at the lower rate would be at the higher."""
-    pool, shares = MaskPool(6, size=1000), []
+    """If both masks were one draw with two thresholds, the higher rate would drop a superset of the lower rate."""
+    pool = MaskPool(6, size=1000)
+    shares = []
     for step in range(300):
         pool.begin(step)
         low = pool.mask(torch.ones(400), 0.2) == 0
-        pool.begin(step)  # the same place in the pool
+        pool.begin(step)  # the same offset in the pool
         high = pool.mask(torch.ones(400), 0.6) == 0
         shares.append(high[low].float().mean())
     assert abs(torch.stack(shares).mean().item() - 0.6) < 0.1
 
 
 def test_gradient_is_the_mask() -> None:
-    pool, x = MaskPool(8, size=1000), torch.randn(6, 7, requires_grad=True)
+    pool = MaskPool(8, size=1000)
+    x = torch.randn(6, 7, requires_grad=True)
     dropout = pooled(0.4, pool)
     pool.begin(0)
     out = dropout(x)
@@ -258,7 +279,8 @@ def test_gradient_is_the_mask() -> None:
 
 
 def test_off_in_evaluation_and_at_rate_zero() -> None:
-    x, pool = torch.randn(50), MaskPool(9)
+    x = torch.randn(50)
+    pool = MaskPool(9)
     for dropout in (Dropout(0.5).eval(), Dropout(0.0), pooled(0.5, pool).eval(), pooled(0.0, pool)):
         assert dropout(x) is x
 
@@ -271,15 +293,16 @@ def test_without_a_pool_it_is_torch_dropout() -> None:
     assert torch.equal(found, nn.functional.dropout(x, 0.3))
 
 
-def test_a_pool_reaches_every_dropout_and_can_be_taken_back() -> None:
-    model, pool = nn.Sequential(Dropout(0.1), nn.Sequential(Dropout(0.2))), MaskPool(0)
+def test_a_pool_is_set_on_every_dropout_and_can_be_removed() -> None:
+    model = nn.Sequential(Dropout(0.1), nn.Sequential(Dropout(0.2)))
+    pool = MaskPool(0)
     use_pool(model, pool)
     assert model[0].pool is pool and model[1][0].pool is pool
     use_pool(model, None)
     assert model[0].pool is None and Dropout(0.1).pool is None
 
 
-def test_masks_follow_the_type_of_what_they_mask() -> None:
+def test_masks_have_the_type_of_their_tensor() -> None:
     pool = MaskPool(0, size=100)
     pool.begin(0)
     assert pool.mask(torch.ones(4, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16

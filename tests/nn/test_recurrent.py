@@ -1,4 +1,4 @@
-"""Recurrent stacks against torch's cells, step by step."""
+"""Recurrent stacks equal the cells of torch, step by step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def lengths(*counts: int) -> Tensor:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_both_directions_keep_to_their_row(mixer: str) -> None:
-    """The backward direction of a padded row starts at the row's own end, wherever the longest row ends."""
+def test_padding_does_not_affect_either_direction(mixer: str) -> None:
+    """The backward direction of a padded row starts at the end of that row, not at the end of the longest row."""
     torch.manual_seed(0)
-    encoder, x = RecurrentEncoder(small(mixer)), torch.randn(3, 5, 8)
+    encoder = RecurrentEncoder(small(mixer))
+    x = torch.randn(3, 5, 8)
     keep = lengths(3, 5, 1)
     together = encoder.encode(x, keep)
     for row, length in enumerate((3, 5, 1)):
@@ -38,23 +39,26 @@ def test_both_directions_keep_to_their_row(mixer: str) -> None:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_states_of_both_directions_stand_side_by_side(mixer: str) -> None:
-    """One layer, each direction run alone: forwards as it is, backwards over the reversed input."""
-    encoder, x = RecurrentEncoder(small(mixer, layers=1)), torch.randn(2, 5, 8)
+def test_states_of_both_directions_are_concatenated(mixer: str) -> None:
+    """One layer, with each direction run separately: forward over the input, backward over the reversed input."""
+    encoder = RecurrentEncoder(small(mixer, layers=1))
+    x = torch.randn(2, 5, 8)
     cell = encoder.blocks[0]
     kind = nn.GRU if mixer == "gru" else nn.LSTM
-    forwards, backwards = kind(8, 4, batch_first=True), kind(8, 4, batch_first=True)
+    forwards = kind(8, 4, batch_first=True)
+    backwards = kind(8, 4, batch_first=True)
     state = cell.state_dict()
     forwards.load_state_dict({name: x for name, x in state.items() if not name.endswith("_reverse")})
     backwards.load_state_dict({name[:-8]: x for name, x in state.items() if name.endswith("_reverse")})
-    ahead, back = forwards(x)[0], backwards(x.flip(1))[0].flip(1)
+    ahead = forwards(x)[0]
+    back = backwards(x.flip(1))[0].flip(1)
     encoded = encoder.encode(x, None)
     torch.testing.assert_close(encoded.states_BSD, torch.cat((ahead, back), -1))
     torch.testing.assert_close(encoded.final[0], torch.cat((ahead[:, -1], back[:, 0]), -1))
 
 
 def weighted(query: Tensor, states: Tensor, keep: Tensor) -> Tensor:
-    """Dot attention of one query, written out."""
+    """Explicit dot attention of one query."""
     rows = []
     for b in range(len(query)):
         seen = states[b][keep[b]]
@@ -66,10 +70,11 @@ def weighted(query: Tensor, states: Tensor, keep: Tensor) -> Tensor:
 @pytest.mark.parametrize("input_feeding", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) -> None:
-    """Every variant, one token at a time, from torch's own cells and the formulas."""
+    """Every variant, token by token, from the cells of torch and the formulas."""
     torch.manual_seed(1)
     decoder = RecurrentDecoder(small(mixer, input_feeding=input_feeding, attend_first=attend_first))
-    source, keep = torch.randn(2, 4, 8), lengths(4, 2)
+    source = torch.randn(2, 4, 8)
+    keep = lengths(4, 2)
     final, x = (torch.randn(2, 8), torch.randn(2, 8)), torch.randn(2, 3, 8)
     found, _ = decoder(x, decoder.start(EncoderOutput(source, keep, final)))
 
@@ -102,22 +107,25 @@ def test_decoder_by_hand(mixer: str, input_feeding: bool, attend_first: bool) ->
 @pytest.mark.parametrize("score", ["additive", "general", "location"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_simplest_decoder_is_a_cell_and_one_attention(mixer: str, score: str) -> None:
-    """Without feeding, all tokens at once: torch's layer, then attention from its outputs."""
+    """Without input feeding, all tokens at once: the layer of torch, then attention over the source."""
     decoder = RecurrentDecoder(small(mixer, layers=1, score=score))
-    source, first, x = torch.randn(2, 4, 8), torch.randn(2, 8), torch.randn(2, 3, 8)
+    source = torch.randn(2, 4, 8)
+    first = torch.randn(2, 8)
+    x = torch.randn(2, 3, 8)
     found, _ = decoder(x, decoder.start(EncoderOutput(source, None, (first,))))
     initial = torch.tanh(decoder.bridges[0](first)).unsqueeze(0)
     states = decoder.blocks[0].cell(x, initial if mixer == "gru" else (initial, torch.zeros_like(initial)))[0]
     compare = decoder.cross.score
-    q, k = compare.query(states.unsqueeze(1)), compare.key(source.unsqueeze(1))
+    q = compare.query(states.unsqueeze(1))
+    k = compare.key(source.unsqueeze(1))
     weights = torch.softmax(compare.compare(q, k, torch.arange(4).unsqueeze(0)).squeeze(1), -1)
     expected = torch.tanh(decoder.combine(torch.cat((weights @ source, states), -1)))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["input_feeding", "attend_first"])
-def test_what_joins_the_input(option: str) -> None:
-    """Fed back: the attentional vector of the step before. Attended first: the context, which the source decides."""
+def test_input_feeding_and_attend_first_extend_the_input(option: str) -> None:
+    """input_feeding adds the attentional vector of the previous step, attend_first the context of the source."""
     decoder = RecurrentDecoder(small(**{option: True}))
     final, x = (torch.randn(1, 8), torch.randn(1, 8)), torch.randn(1, 3, 8)
     seen: list[Tensor] = []
@@ -134,7 +142,7 @@ def test_what_joins_the_input(option: str) -> None:
 
 @pytest.mark.parametrize("center", ["step", "predicted"])
 def test_local_attention_of_a_decoder(center: str) -> None:
-    """A window of 1 around the step: its three neighbours; around a predicted position: no more than three."""
+    """A window of 1 covers three positions around the step, and at most three around a predicted position."""
     decoder = RecurrentDecoder(small(cross_window=1, cross_center=center, layers=1))
     weights: list[Tensor] = []
     decoder.cross.weights.register_forward_hook(lambda _m, _i, out: weights.append(out[0, 0]))
@@ -147,8 +155,8 @@ def test_local_attention_of_a_decoder(center: str) -> None:
         assert (seen.sum(-1) >= 1).all()
 
 
-def test_a_decoder_can_start_from_states_alone() -> None:
-    """An attention encoder has no last state: its first vector serves every layer."""
+def test_a_decoder_can_start_without_final_states() -> None:
+    """An attention encoder has no last states: its first vector is used for every layer."""
     decoder = RecurrentDecoder(small("lstm"))
     states = torch.randn(2, 3, 8)
     state = decoder.start(EncoderOutput(states, None))
@@ -157,6 +165,6 @@ def test_a_decoder_can_start_from_states_alone() -> None:
         assert not c.any()
 
 
-def test_one_attention_whatever_the_layers() -> None:
+def test_one_attention_for_any_number_of_layers() -> None:
     decoder = RecurrentDecoder(small(layers=3))
     assert [name for name, m in decoder.named_modules() if isinstance(m, Attention)] == ["blocks.2.cross"]

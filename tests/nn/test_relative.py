@@ -39,8 +39,9 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 def read(model: Model, tokens: Tensor, *lengths: int) -> Tensor:
-    """All vectors, read in segments of these lengths."""
-    segment_memory, outs = None, []
+    """The vectors of a text, read in segments of these lengths."""
+    segment_memory = None
+    outs = []
     for piece in tokens.split(lengths, dim=1):
         x, segment_memory = model.read_segment(piece, segment_memory)
         outs.append(x)
@@ -59,7 +60,10 @@ def test_scores_are_the_formula_of_the_paper(past: int) -> None:
     stack = build().config.decoder
     assert stack is not None
     attention = Attention(stack, stack.width, relative=True).requires_grad_(False)
-    relative, heads, width, head = attention.relative, stack.heads, stack.width, stack.head
+    relative = attention.relative
+    heads = stack.heads
+    width = stack.width
+    head = stack.head
     assert relative is not None
     for parameter in relative.parameters():
         parameter.normal_()
@@ -78,7 +82,8 @@ def test_scores_are_the_formula_of_the_paper(past: int) -> None:
         for h in range(heads):
             rows = slice(h * head, (h + 1) * head)
             for i in range(past, past + 4):
-                q, scores = attention.query.weight[rows] @ x[b, i], []
+                q = attention.query.weight[rows] @ x[b, i]
+                scores = []
                 for j in range(i + 1):
                     k = key_matrix[rows] @ x[b, j]
                     r = relative.project.weight[rows] @ torch.tensor(distance_vector(i - j, width))
@@ -90,42 +95,48 @@ def test_scores_are_the_formula_of_the_paper(past: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(11,), (4, 4, 3), (1,) * 11, (2, 9)])
-def test_in_segments_is_at_once_when_memory_is_long_enough(lengths: tuple[int, ...]) -> None:
-    model, tokens = build(), text(11)
+def test_segments_with_a_long_memory_equal_one_pass(lengths: tuple[int, ...]) -> None:
+    model = build()
+    tokens = text(11)
     close(model.predict(read(model, tokens, *lengths)), model(tokens, None))
 
 
 @pytest.mark.parametrize("memory", [1, 3, 4, 6])
 def test_a_shorter_memory_is_a_mask_by_hand(memory: int) -> None:
-    """In one layer, a token attends to its own segment up to itself, and to `memory` tokens before that segment."""
-    model, tokens = build(memory), text(12)
+    """In one layer, a token attends to its segment up to itself, and to `memory` tokens before the segment."""
+    model = build(memory)
+    tokens = text(12)
     layer = model.decoder.blocks[0]
-    segment_memory, found = None, []
+    segment_memory = None
+    found = []
     hook = layer.attention_residual.register_forward_hook(lambda _m, _i, out: found.append(out))
     for i, piece in enumerate(tokens.split(4, dim=1)):
         _, segment_memory = model.read_segment(piece, segment_memory)
         assert {x.shape[1] for x in segment_memory} == {min(memory, 4 * (i + 1))}
     hook.remove()
     x = model.target_embedding(tokens) * math.sqrt(12)
-    query, places = torch.arange(12).unsqueeze(1), torch.arange(12).unsqueeze(0)
+    query = torch.arange(12).unsqueeze(1)
+    places = torch.arange(12).unsqueeze(0)
     may = (places <= query) & (places >= query // 4 * 4 - memory)
     mask = AttentionMask(places, places, allowed_B1TS=may[None, None])
     keys = layer.attention.project_kv(x, places, NO_POSITION)
     close(torch.cat(found, dim=1), layer.attention_residual(x, lambda x: layer.attention(x, keys, mask, NO_POSITION)))
 
 
-def test_memory_cut_short_is_another_text_cut_short() -> None:
-    """What lies beyond the reach of every layer has no influence; what lies within has."""
-    model, tokens = build(memory=3), text(16)
+def test_tokens_beyond_the_memory_have_no_influence() -> None:
+    """Tokens beyond the memory of all layers have no influence; nearer tokens have."""
+    model = build(memory=3)
+    tokens = text(16)
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % VOCAB
     before, after = (read(model, each, 4, 4, 4, 4) for each in (tokens, changed))
-    assert (before[:, :4] - after[:, :4]).abs().amax() > 1e-3  # it is the first token: its segment sees it
-    assert torch.equal(before[:, 12:], after[:, 12:])  # two layers reach 2 * 3 tokens before a segment
+    assert (before[:, :4] - after[:, :4]).abs().amax() > 1e-3  # the first token is in the same segment
+    assert torch.equal(before[:, 12:], after[:, 12:])  # two layers see 2 * 3 tokens before a segment
 
 
 def test_no_gradient_flows_into_the_segment_memory() -> None:
-    model, tokens = build(), text(8)
+    model = build()
+    tokens = text(8)
     _, segment_memory = model.read_segment(tokens[:, :4])
     assert not any(x.requires_grad for x in segment_memory)
     x, _ = model.read_segment(tokens[:, 4:], segment_memory)
@@ -139,15 +150,17 @@ def test_no_gradient_flows_into_the_segment_memory() -> None:
 
 
 @pytest.mark.parametrize("reach", [1, 4, 10])
-def test_within_reach_nothing_changes(reach: int) -> None:
-    free, bound, tokens = build(), build(reach=reach), text(11)
+def test_reach_has_no_effect_on_shorter_distances(reach: int) -> None:
+    free = build()
+    bound = build(reach=reach)
+    tokens = text(11)
     close(bound(tokens, None)[:, : reach + 1], free(tokens, None)[:, : reach + 1])
     beyond = (bound(tokens, None) - free(tokens, None)).abs().amax(-1)[:, reach + 1 :]
     assert (beyond > 1e-4).all()
 
 
-def test_beyond_reach_all_distances_are_the_same() -> None:
-    """The same key at any distance from the reach on gets the same score."""
+def test_distances_beyond_reach_are_equal() -> None:
+    """A key has the same score at all distances of at least `reach`."""
     stack = build(reach=3).config.decoder
     assert stack is not None
     relative = Attention(stack, stack.width, relative=True).requires_grad_(False).relative
@@ -162,6 +175,7 @@ def test_beyond_reach_all_distances_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(4, 4, 3), (1,) * 11])
-def test_a_reach_does_not_depend_on_how_a_text_is_cut(lengths: tuple[int, ...]) -> None:
-    model, tokens = build(reach=2), text(11)
+def test_reach_is_independent_of_the_segments(lengths: tuple[int, ...]) -> None:
+    model = build(reach=2)
+    tokens = text(11)
     close(model.predict(read(model, tokens, *lengths)), model(tokens, None))

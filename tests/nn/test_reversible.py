@@ -1,4 +1,4 @@
-"""Reversible layers: their formula, and gradients without stored activations against those with."""
+"""Reversible layers: their formula, and equal gradients with and without stored activations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reversible_stack(dtype: torch.dtype = torch.double, **changes: object) -> Tr
 
 
 def stored(blocks: list[ReversibleBlock], x: Tensor, pos: Tensor, mask: AttentionMask, position: Position) -> Tensor:
-    """The same layers as an ordinary loop, all of whose activations autograd keeps."""
+    """The same layers as an ordinary loop; autograd stores all activations."""
     for block in blocks:
         x, _ = block(x, pos, mask, position)
     return x
@@ -48,9 +48,12 @@ def gradients(model: Transformer, x: Tensor, keep: Tensor | None = None) -> tupl
 
 
 def test_block_is_its_formula() -> None:
-    block, x, pos = ReversibleBlock(small(), None).double(), torch.randn(2, 5, 16).double(), torch.arange(5)[None]
+    block = ReversibleBlock(small(), None).double()
+    x = torch.randn(2, 5, 16).double()
+    pos = torch.arange(5)[None]
     mask = AttentionMask(pos, pos, None, causal=True)
-    one, two = x[..., :8], x[..., 8:]
+    one = x[..., :8]
+    two = x[..., 8:]
     normed = block.attention_residual.norm(two)
     one = one + block.attention(normed, block.attention.project_kv(normed, pos, NO_POSITION), mask, NO_POSITION)
     two = two + block.feed_forward(block.feed_forward_residual.norm(one))
@@ -67,8 +70,10 @@ def test_gradients_equal_those_of_stored_activations(
     model = reversible_stack(dtype, mixer=mixer, dropout=dropout, attention_dropout=dropout, ff_dropout=dropout).train()
     pool = MaskPool(7, size=1 << 14)
     use_pool(model, pool if pooled else None)
-    x, keep = torch.randn(2, 21, 8, dtype=dtype), torch.arange(21) < torch.tensor([[21], [13]])
-    results, after = [], []
+    x = torch.randn(2, 21, 8, dtype=dtype)
+    keep = torch.arange(21) < torch.tensor([[21], [13]])
+    results = []
+    after = []
     for run in (run_reversible, stored):
         monkeypatch.setattr("regard.nn.transformer.run_reversible", run)
         torch.manual_seed(1)
@@ -82,7 +87,7 @@ def test_gradients_equal_those_of_stored_activations(
         assert grad.any(), name
         error = float((found[name] - grad).norm() / grad.norm())
         assert error < tolerance, name
-    assert after[0] == after[1]  # the next random numbers are what they would have been
+    assert after[0] == after[1]  # the random state is the same afterwards
     if dropout:
         torch.manual_seed(2)
         pool.begin(1)
@@ -90,7 +95,7 @@ def test_gradients_equal_those_of_stored_activations(
 
 
 def test_no_activations_are_stored_between_layers() -> None:
-    """What autograd keeps does not grow with the number of layers; nor is the mask of all pairs ever made."""
+    """Stored memory does not grow with the number of layers, and no mask over all pairs is computed."""
     sizes: list[int] = []
     for layers in (1, 4):
         model = reversible_stack(layers=layers, mixer="lsh").train()
@@ -105,9 +110,10 @@ def test_no_activations_are_stored_between_layers() -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_a_hash_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputed inputs are not quite those that were hashed, so the sort order is reused."""
-    model, made = reversible_stack(mixer="lsh").train(), []
+def test_hashes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed inputs differ slightly from the hashed inputs, so the sort order is reused."""
+    model = reversible_stack(mixer="lsh").train()
+    made = []
     for block in model.blocks:
         real = block.attention._hash
         monkeypatch.setattr(block.attention, "_hash", lambda *given, real=real: made.append(1) or real(*given))
@@ -116,8 +122,9 @@ def test_a_hash_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("where", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a_plain_loop_where_nothing_is_trained(where: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = reversible_stack(mixer="lsh"), torch.randn(2, 40, 8, dtype=torch.double)
+def test_a_plain_loop_without_training(where: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reversible_stack(mixer="lsh")
+    x = torch.randn(2, 40, 8, dtype=torch.double)
     trained = model.train()(x, State(()))[0].detach()
     monkeypatch.setattr(reversible, "_Run", None)
     with where():
@@ -129,7 +136,8 @@ def test_a_plain_loop_where_nothing_is_trained(where: type, monkeypatch: pytest.
 
 
 def test_frozen_weights_stay_without_gradient() -> None:
-    model, x = reversible_stack().train(), torch.randn(2, 6, 8, dtype=torch.double)
+    model = reversible_stack().train()
+    x = torch.randn(2, 6, 8, dtype=torch.double)
     _, expected = gradients(model, x)
     model.blocks[1].attention.requires_grad_(False)
     _, found = gradients(model, x)
@@ -141,7 +149,8 @@ def test_frozen_weights_stay_without_gradient() -> None:
 
 
 def test_gradients_under_autocast_are_near_those_without() -> None:
-    model, x = reversible_stack(torch.float, mixer="lsh").train(), torch.randn(2, 21, 8)
+    model = reversible_stack(torch.float, mixer="lsh").train()
+    x = torch.randn(2, 21, 8)
     _, expected = gradients(model, x)
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = model(x, State(()))
@@ -154,14 +163,16 @@ def test_gradients_under_autocast_are_near_those_without() -> None:
 
 
 def test_decoding_does_not_continue_from_training() -> None:
-    model, x = reversible_stack().train(), torch.randn(1, 6, 8, dtype=torch.double)
+    model = reversible_stack().train()
+    x = torch.randn(1, 6, 8, dtype=torch.double)
     _, state = model(x, State(()))
     with pytest.raises(ValueError, match="store no keys"):
         model(x, state)
 
 
-def test_shapes_can_be_had_without_numbers() -> None:
+def test_reversible_layers_run_on_the_meta_device() -> None:
     with torch.device("meta"):
-        model, x = Transformer(small(mixer="lsh"), causal=True).train(), torch.randn(2, 40, 8, requires_grad=True)
+        model = Transformer(small(mixer="lsh"), causal=True).train()
+        x = torch.randn(2, 40, 8, requires_grad=True)
     model(x, State(()))[0].sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape

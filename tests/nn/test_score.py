@@ -1,4 +1,4 @@
-"""Every score equals its formula, written out token by token."""
+"""Every score equals its formula, token by token."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def softmax(scores: Vector) -> Vector:
 
 
 def stir(module: torch.nn.Module) -> None:
-    """Move every parameter away from where it starts: a zero bias would prove nothing."""
+    """Change every parameter from its initial value: a zero bias would test nothing."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -76,12 +76,13 @@ SHAPES = [(name, *heads) for name in NAMES for heads in ((1, 1), (3, 3), (4, 2))
 
 @pytest.mark.parametrize(("name", "heads", "kv_heads"), SHAPES)
 def test_projected(name: str, heads: int, kv_heads: int) -> None:
-    """Weights and result of the whole module, from its projections and the formula."""
+    """Weights and output of the module, from its projections and the formula."""
     torch.manual_seed(0)
     stack = Stack(width=6, heads=heads, kv_heads=kv_heads, head_width=3, score=name, max_length=4, ff=8)
     attention = Attention(stack, 5)
     stir(attention)
-    x, context = torch.randn(2, 2, 6), torch.randn(2, 5, 5)
+    x = torch.randn(2, 2, 6)
+    context = torch.randn(2, 5, 5)
     q = attention.query(x).view(2, 2, heads, 3).tolist()
     keys, values = attention.key_value(context).view(2, 5, 2, kv_heads, 3).unbind(2)
     check(name, attention, x, context, q, keys.tolist(), values.tolist(), heads // kv_heads)
@@ -89,12 +90,13 @@ def test_projected(name: str, heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bare(name: str) -> None:
-    """Queries, keys and values are the states themselves, as recurrent decoders attend."""
+    """Queries, keys and values are unprojected states, as in recurrent decoders."""
     torch.manual_seed(1)
     stack = Stack(mixer="gru", width=4, heads=2, score=name, max_length=4)
     attention = Attention(stack, 4, project=False)
     stir(attention)
-    x, context = torch.randn(2, 2, 4), torch.randn(2, 5, 4)
+    x = torch.randn(2, 2, 4)
+    context = torch.randn(2, 5, 4)
     states = context.unsqueeze(2).tolist()
     check(name, attention, x, context, x.unsqueeze(2).tolist(), states, states, 1)
 
@@ -104,8 +106,10 @@ def check(
 ) -> None:
     seen: list[Tensor] = []
     hook = attention.weights.register_forward_hook(lambda _m, _i, out: seen.append(out))
-    pos, key_pos = torch.arange(2).unsqueeze(0), torch.arange(5).unsqueeze(0)
-    kv, mask = attention.project_kv(context, key_pos, Position()), AttentionMask(pos, key_pos, None)
+    pos = torch.arange(2).unsqueeze(0)
+    key_pos = torch.arange(5).unsqueeze(0)
+    kv = attention.project_kv(context, key_pos, Position())
+    mask = AttentionMask(pos, key_pos, None)
     found = attention(x, kv, mask, Position())
     hook.remove()
     torch.testing.assert_close(attention(x, kv, mask, Position()), found, atol=1e-5, rtol=1e-5)
@@ -129,15 +133,18 @@ def check(
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_trained(name: str) -> None:
     score = make_score(name, 2, 2, 3, 3, 8)
-    q, k = torch.randn(1, 2, 4, 3, requires_grad=True), torch.randn(1, 2, 5, 3)
+    q = torch.randn(1, 2, 4, 3, requires_grad=True)
+    k = torch.randn(1, 2, 5, 3)
     out = score.compare(score.query(q), score.key(k), torch.arange(5).unsqueeze(0))
     (out * torch.randn_like(out)).sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in score.parameters())
 
 
-def test_cosine_depends_on_the_angle_alone() -> None:
+def test_cosine_depends_only_on_the_angle() -> None:
     score = make_score("cosine", 1, 1, 3, 3, 8)
-    q, k, pos = torch.randn(1, 1, 2, 3), torch.randn(1, 1, 4, 3), torch.arange(4).unsqueeze(0)
+    q = torch.randn(1, 1, 2, 3)
+    k = torch.randn(1, 1, 4, 3)
+    pos = torch.arange(4).unsqueeze(0)
     once = score.compare(score.query(q), score.key(k), pos)
     again = score.compare(score.query(q * 7), score.key(k * torch.rand(4, 1)), pos)
     torch.testing.assert_close(once, again, atol=1e-5, rtol=1e-5)

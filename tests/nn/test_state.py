@@ -21,7 +21,8 @@ def test_selecting_twice_is_selecting_once(data: st.DataObject, rows: int, padde
     start = state(rows, 4, keep)
     first = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=6)))
     second = torch.tensor(data.draw(st.lists(st.integers(0, len(first) - 1), min_size=1, max_size=6)))
-    twice, once = start.select(first).select(second), start.select(first[second])
+    twice = start.select(first).select(second)
+    once = start.select(first[second])
     for memory_a, memory_b in zip(twice.layers, once.layers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(memory_a, memory_b, strict=True))
     assert (twice.keep_NP is None) == (keep is None)
@@ -31,7 +32,7 @@ def test_selecting_twice_is_selecting_once(data: st.DataObject, rows: int, padde
     assert twice.length == 4
 
 
-def test_a_source_is_selected_by_sentence_and_only_when_some_finished() -> None:
+def test_a_source_is_selected_by_sentence_when_sentences_finish() -> None:
     kv = KV(torch.randn(3, 1, 4, 2), torch.randn(3, 1, 4, 2))
     keep = torch.arange(4) < torch.tensor([[4], [1], [2]])
     start = State((), source=CrossCache((kv,), keep, torch.arange(4).unsqueeze(0)))
@@ -45,8 +46,9 @@ def test_a_source_is_selected_by_sentence_and_only_when_some_finished() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4))
 def test_the_keep_mask_grows_with_the_tokens(pieces: list[tuple[int, bool]]) -> None:
-    """Pieces with a mask and pieces without, in any order: unmasked tokens are real."""
-    now, expected = State(()), torch.ones(2, 0, dtype=torch.bool)
+    """Pieces with and without a mask, in any order: tokens without a mask are not padding."""
+    now = State(())
+    expected = torch.ones(2, 0, dtype=torch.bool)
     for count, masked in pieces:
         keep = torch.rand(2, count) < 0.5 if masked else None
         new = torch.ones(2, count, dtype=torch.bool) if keep is None else keep

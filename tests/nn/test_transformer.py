@@ -1,4 +1,4 @@
-"""The stack of layers against torch.nn.Transformer, and properties that hold whatever the weights."""
+"""The stack of layers equals torch.nn.Transformer; properties that hold for all weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def take_stack(ours: Transformer, theirs: nn.TransformerEncoder | nn.Transformer
 def test_equals_torch_transformer(pre: bool, activation: str, padded: bool) -> None:
     torch.manual_seed(0)
     options = {"norm_first": pre, "activation": activation, "batch_first": True, "dropout": 0.0}
-    # torch closes both stacks with a norm even when every layer already ends in one; the paper does not
+    # torch adds a norm after both stacks even if every layer ends in a norm; the paper does not
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(12, 3, 20, **options), 2, nn.LayerNorm(12) if pre else None, False
     )
@@ -63,7 +63,8 @@ def test_equals_torch_transformer(pre: bool, activation: str, padded: bool) -> N
     take_stack(our_encoder, encoder)
     take_stack(our_decoder, decoder)
 
-    x, y = torch.randn(2, 5, 12), torch.randn(2, 4, 12)
+    x = torch.randn(2, 5, 12)
+    y = torch.randn(2, 4, 12)
     keep = torch.arange(5) < torch.tensor([[5], [2]]) if padded else torch.ones(2, 5, dtype=torch.bool)
     causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
     memory = encoder(x, src_key_padding_mask=~keep if padded else None)
@@ -84,7 +85,8 @@ def test_equals_torch_transformer(pre: bool, activation: str, padded: bool) -> N
 def test_without_positions_an_encoder_is_permutation_equivariant(changes: dict[str, object]) -> None:
     torch.manual_seed(1)
     encoder = Transformer(Stack(**SIZE, position="none", **changes), causal=False)
-    x, order = torch.randn(2, 6, 12), torch.randperm(6)
+    x = torch.randn(2, 6, 12)
+    order = torch.randperm(6)
     keep = torch.arange(6) < torch.tensor([[6], [4]])
     found = encoder.encode(x[:, order], keep[:, order]).states_BSD
     torch.testing.assert_close(found, encoder.encode(x, keep).states_BSD[:, order], atol=1e-5, rtol=1e-5)
@@ -94,14 +96,15 @@ def test_without_positions_an_encoder_is_permutation_equivariant(changes: dict[s
 def test_with_positions_it_is_not(position: str) -> None:
     torch.manual_seed(1)
     encoder = Transformer(Stack(**SIZE, position=position), causal=False)
-    x, order = torch.randn(1, 6, 12), torch.tensor([3, 4, 5, 0, 2, 1])
+    x = torch.randn(1, 6, 12)
+    order = torch.tensor([3, 4, 5, 0, 2, 1])
     found = encoder.encode(x[:, order], None).states_BSD
     assert (found - encoder.encode(x, None).states_BSD[:, order]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("position", ["rotary", "alibi", "bucket", "relative", "none"])
-def test_relative_positions_do_not_know_where_they_are(position: str) -> None:
-    """A causal stack with a window of everything but the first tokens gives what it gives without those tokens."""
+def test_relative_positions_are_shift_invariant(position: str) -> None:
+    """A causal stack with a window that excludes the first tokens equals the stack without those tokens."""
     torch.manual_seed(2)
     stack = Stack(**(SIZE | {"layers": 1}), position=position, window=2)
     decoder = Transformer(stack, causal=True)
@@ -112,7 +115,7 @@ def test_relative_positions_do_not_know_where_they_are(position: str) -> None:
 
 
 def test_dropout_where_the_paper_puts_it() -> None:
-    """On the sum of embedding and position, and on every sub-layer before it is added."""
+    """On the sum of embedding and position, and on the output of every sub-layer before the addition."""
     decoder = Transformer(Stack(**(SIZE | {"dropout": 0.25})), causal=True, source_width=12)
     calls: list[str] = []
     for name, module in decoder.named_modules():
@@ -126,7 +129,7 @@ def test_dropout_where_the_paper_puts_it() -> None:
 @pytest.mark.parametrize("position", ["none", "sinusoid", "learned", "rotary", "alibi", "bucket"])
 @pytest.mark.parametrize("without", ["row", "batch"])
 def test_training_on_a_row_without_keys_stays_finite(position: str, without: str) -> None:
-    """A row without a single real token: finite outputs and gradients, and no effect on the other row."""
+    """A row of only padding: finite outputs and gradients, and no effect on the other row."""
     torch.manual_seed(3)
     encoder = Transformer(Stack(**SIZE, position=position, kv_heads=1), causal=False).train()
     decoder = Transformer(Stack(**SIZE, position=position), causal=True, source_width=12).train()
@@ -142,10 +145,12 @@ def test_training_on_a_row_without_keys_stays_finite(position: str, without: str
         assert all(grad.isfinite().all() for grad in found)
         return found
 
-    x, y = torch.randn(2, 4, 12), torch.randn(2, 3, 12)
+    x = torch.randn(2, 4, 12)
+    y = torch.randn(2, 3, 12)
     keep = torch.tensor([[without == "row"] * 3 + [False], [False] * 4])
     gradients(keep, x, y, slice(None))
     if without == "row":
-        together, alone = gradients(keep, x, y, slice(1)), gradients(keep[:1], x[:1], y[:1], slice(1))
+        together = gradients(keep, x, y, slice(1))
+        alone = gradients(keep[:1], x[:1], y[:1], slice(1))
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

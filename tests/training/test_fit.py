@@ -167,10 +167,10 @@ def test_an_impossible_directory(pairs: Path, tmp_path: Path) -> None:
 
 
 def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "a trial crashed with SIGILL")
+    monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: "the test crashed with SIGILL")
     reporter = CollectingReporter()
     fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", reporter=reporter)
-    assert "precision: fp32 instead of bf16: a trial crashed with SIGILL" in reporter.lines
+    assert "precision: fp32 instead of bf16: the test crashed with SIGILL" in reporter.lines
     assert 'precision = "fp32"' in (tmp_path / "run/recipe.toml").read_text()
     again = fit(load_recipe(tables(pairs, precision="bf16")), tmp_path / "run", resume=True, reporter=Reporter())
     assert again.progress.step == 4  # the same order goes on with what was settled
@@ -179,13 +179,13 @@ def test_bf16_that_does_not_work_is_not_used(pairs: Path, tmp_path: Path, monkey
 def test_a_run_in_bf16_goes_on_in_fp32_on_a_machine_without(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems: list[str | None] = [None, "a trial crashed with SIGILL"]
+    problems: list[str | None] = [None, "the test crashed with SIGILL"]
     monkeypatch.setattr("regard.device.bf16_problem", lambda *_, **__: problems.pop(0))
     order = {"precision": "bf16", "schedule": "constant"}
     fit(load_recipe(tables(pairs, **order)), tmp_path / "run", reporter=Reporter())
     assert 'precision = "bf16"' in (tmp_path / "run/recipe.toml").read_text()
     for budget, message in (
-        (6, "fp32 instead of bf16: a trial crashed with SIGILL"),
+        (6, "fp32 instead of bf16: the test crashed with SIGILL"),
         (8, "fp32, which the run settled on"),
     ):
         reporter = CollectingReporter()

@@ -177,7 +177,7 @@ def test_segment_memory_belongs_to_one_process(tmp_path: Path) -> None:
         ("lm", {"data": {}}, "plain text with --data"),
         ("image", {"data": {}}, "with --data FILE.npz"),
         ("lm", {"preset": "gpt-tiny", "model": {"decoder": {"max_length": 8}}}, "more than the 8 positions"),
-        ("image", {"model": {"patches": {"height": 9, "size": 3}}}, "not cut evenly"),
+        ("image", {"model": {"patches": {"height": 9, "size": 3}}}, "cannot be cut evenly"),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_written(

@@ -1,1 +1,1 @@
-"""What models and training cost, counted without building or running them."""
+"""The cost of models and of training, counted without building or running them."""

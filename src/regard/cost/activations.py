@@ -1,6 +1,6 @@
-"""The memory of a training step beside weights and optimizer, found by running it on the meta device.
+"""The activation memory of a training step, measured by running the step on the meta device.
 
-Nothing is computed there, but every tensor has its size, and is freed when nothing refers to it any more.
+The meta device computes nothing, but every tensor has a size and is freed with its last reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Storages = set[StorageWeakRef]
 
 
 def prediction_size(model: Model) -> int:
-    """Weights of the LM head or classifier, tied or not."""
+    """The number of weights of the LM head or classifier, tied or not."""
     return 0 if model.output is None else model.output.weight.numel()
 
 
@@ -39,9 +39,9 @@ def count_activations(
 ) -> int:
     """Bytes of the activations of a training batch whose rows have `length` tokens.
 
-    With `recompute`, layers keep their inputs alone; to these come the keys and values of all layers in the forward
-    pass, or what is inside of one layer in the backward pass, whichever is more. With `bf16`, it is what
-    autocast on a GPU keeps: bfloat16, but for the inputs of norms, and the log-probabilities of all labels.
+    With `recompute`, a layer stores only its inputs. To these the larger of two is added: the keys and values of all
+    layers in the forward pass, or the activations inside one layer in the backward pass. With `bf16`, the result is
+    the memory of autocast on a GPU: bfloat16, except for the inputs of norms, plus the log-probabilities of all labels.
     """
     model = on_meta(config).train()
     rows = max(1, batch_tokens // length)
@@ -53,19 +53,19 @@ def count_activations(
     if bf16:
         _round_to_bf16(model)
     for module in model.modules():
-        if isinstance(module, Attention):  # one by one: a backward pass that runs a layer again is outside all modes
+        if isinstance(module, Attention):  # per module: a recomputation in the backward pass is outside a global mode
             module.forward = partial(_run_fused, module.forward)  # type: ignore[method-assign]
     reversible = any(stack.residual == "reversible" for stack in config.stacks.values())
-    held, x_BTD = _peak(model, ids) if reversible else _saved_for_backward(model, ids, recompute)
+    stored, x_BTD = _peak(model, ids) if reversible else _saved_for_backward(model, ids, recompute)
     if bf16:
         states = 0 if model.output is None else BYTES * x_BTD.shape[:-1].numel() * len(model.output.weight)
-        return held + states
-    # The loss makes its gradients in the forward pass; of the peak, the output is a part already.
-    return held + BYTES * ((0 if reversible else x_BTD.numel()) + prediction_size(model))
+        return stored + states
+    # The loss computes its gradients in the forward pass. The peak already includes the output.
+    return stored + BYTES * ((0 if reversible else x_BTD.numel()) + prediction_size(model))
 
 
 def _round_to_bf16(model: Model) -> None:
-    """Let a model compute in bfloat16, but for its norms, as autocast does on a GPU."""
+    """Make a model compute in bfloat16 except for its norms, like autocast on a GPU."""
     model.bfloat16()
     for module in model.modules():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -78,10 +78,10 @@ def _run_in_fp32(forward: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
 
 
 def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int, Tensor]:
-    """Bytes that a forward pass keeps for the backward pass, and what comes out."""
+    """The bytes that a forward pass stores for the backward pass, and the output."""
     parameters = _storages(model.parameters())
-    saved: dict[StorageWeakRef, tuple[Tensor, nn.Module | None]] = {}  # with the layer that has saved it
-    keys: dict[nn.Module, dict[StorageWeakRef, Tensor]] = {}  # that the layers of a stack return beside their output
+    saved: dict[StorageWeakRef, tuple[Tensor, nn.Module | None]] = {}  # with the layer that saves it
+    keys: dict[nn.Module, dict[StorageWeakRef, Tensor]] = {}  # keys and values that layers return, by stack
     layer: nn.Module | None = None
 
     def save(tensor: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int
     def leave(stack: nn.Module, block: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
         nonlocal layer
         layer = None
-        kept = keys.setdefault(stack, {})
-        kept |= {StorageWeakRef(x.untyped_storage()): x for x in tree_leaves(output[1]) if isinstance(x, Tensor)}
+        stack_keys = keys.setdefault(stack, {})
+        stack_keys |= {StorageWeakRef(x.untyped_storage()): x for x in tree_leaves(output[1]) if isinstance(x, Tensor)}
 
     for stack in model.modules():
         if recompute and isinstance(stack, Transformer):
@@ -110,16 +110,16 @@ def _saved_for_backward(model: Model, ids: Tensor, recompute: bool) -> tuple[int
                 block.register_forward_hook(partial(leave, stack))
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         x_BTD = model.hidden(ids, None, ids)
-    held: dict[nn.Module | None, int] = {None: 0}
+    sizes: dict[nn.Module | None, int] = {None: 0}
     for tensor, owner in saved.values():
-        held[owner] = held.get(owner, 0) + tensor.untyped_storage().nbytes()
-    # Forward, the keys and values of a stack are there until its last layer; backward, the inside of one layer.
-    forward = [sum(x.untyped_storage().nbytes() for x in kept.values()) for kept in keys.values()]
-    return held.pop(None) + max([*held.values(), *forward], default=0), x_BTD
+        sizes[owner] = sizes.get(owner, 0) + tensor.untyped_storage().nbytes()
+    # The forward pass holds the keys and values of a stack until its last layer; the backward pass holds one layer.
+    forward = [sum(x.untyped_storage().nbytes() for x in stack_keys.values()) for stack_keys in keys.values()]
+    return sizes.pop(None) + max([*sizes.values(), *forward], default=0), x_BTD
 
 
 def _peak(model: Model, ids: Tensor) -> tuple[int, Tensor]:
-    """The most bytes held at once in a forward and a backward pass, and what comes out."""
+    """The peak memory in bytes of a forward and a backward pass, and the output."""
     with MemoryTracker() as tracker:
         x_BTD = model.hidden(ids, None, ids)
         x_BTD.backward(torch.empty_like(x_BTD))
@@ -132,13 +132,13 @@ def _storages(tensors: Any) -> Storages:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows the memory of all new tensors, from the operation that makes one to the first after it was freed."""
+    """Tracks the memory of new tensors, from the operation that creates one to the next one after its release."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._now = 0  # operations so far
-        self._held: dict[StorageWeakRef, tuple[int, int]] = {}  # since when, and how many bytes
-        self._freed: list[tuple[StorageWeakRef, int, int, int]] = []  # from when, until when, and how many bytes
+        self._now = 0  # number of operations
+        self._held: dict[StorageWeakRef, tuple[int, int]] = {}  # start and bytes
+        self._freed: list[tuple[StorageWeakRef, int, int, int]] = []  # start, end and bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -153,7 +153,7 @@ class MemoryTracker(TorchDispatchMode):
         return results
 
     def peak(self, without: Storages) -> int:
-        """The most bytes held at any time, some tensors left out."""
+        """The peak memory in bytes, `without` some tensors."""
         still = [(storage, start, self._now + 1, size) for storage, (start, size) in self._held.items()]
         changes = [0] * (self._now + 2)
         for storage, start, end, size in self._freed + still:
@@ -169,7 +169,7 @@ def _run_fused(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """The fused attention of a CPU: by itself, the meta device stores the attention weights."""
+    """Selects the fused attention of a CPU; by default, the meta device stores the attention weights."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

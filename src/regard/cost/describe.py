@@ -1,4 +1,4 @@
-"""What a model costs, counted without building it: parameters by part, FLOPs, memory and time."""
+"""The cost of a model, counted without building it: parameters by part, FLOPs, memory and time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ADAM_BYTES = 16  # a weight, its gradient and two moments
 
 @dataclass(frozen=True)
 class Workload:
-    """What memory and FLOPs are counted for."""
+    """The workload for which memory and FLOPs are counted."""
 
-    length: int = 32  # tokens of a source and of a target; images have as many as they have patches
+    length: int = 32  # tokens of a source and of a target; replaced by the number of patches for images
     batch_tokens: int = 4096  # tokens per training batch, on either side
-    sentences: int = 32  # decoded at once
+    sentences: int = 32  # decoded in one batch
     beam: int = 5
 
 
 @dataclass(frozen=True)
 class Info:
-    """What a model costs."""
+    """The cost of a model."""
 
     parameters: dict[str, int]  # part -> count; they add up to `total`
     total: int
@@ -44,7 +44,7 @@ class Info:
 
     @property
     def flops_per_token(self) -> int:
-        """Of a forward pass over one source token and one target token, of the stacks that there are."""
+        """FLOPs of a forward pass over one source token and one target token."""
         return self.source_flops + self.target_flops
 
     @property
@@ -56,7 +56,7 @@ class Info:
         return self.weights + self.cache
 
     def training_seconds(self, tokens: float, rate: float) -> float:
-        """How long training on so many target tokens takes if all work goes at `rate` FLOPs per second."""
+        """The time to train on this number of target tokens at `rate` FLOPs per second."""
         return 3 * self.flops_per_token * tokens / rate
 
     def subtotals(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class Info:
 
 
 def describe(config: Config, workload: Workload | None = None) -> Info:
-    """Parameters, FLOPs and memory of a model, which is not built."""
+    """Parameters, FLOPs and memory of a model, without building it."""
     workload = workload or Workload()
     if infer_task(config) == "image":
         workload = replace(workload, length=1 + config.image_patches.count)
@@ -132,7 +132,7 @@ _LEAVES = {"feed_forward": "feed_forward", "position": "positions", "bridges": "
 
 
 def count_parameters(model: Model) -> dict[str, int]:
-    """Parameters by part, each tensor once. `prediction` is 0 when it is tied to the embedding."""
+    """Parameters by part; shared tensors count once. `prediction` is 0 if it is tied to the embedding."""
     parts = {} if model.output is None else {"prediction": 0}
 
     def add(part: str, count: int) -> None:
@@ -140,7 +140,7 @@ def count_parameters(model: Model) -> dict[str, int]:
 
     for name, tensor in model.named_parameters(remove_duplicate=True):
         part = part_of(name)
-        if part.endswith(".key_value"):  # one matrix: keys above, values below
+        if part.endswith(".key_value"):  # one matrix: the rows of the keys, then the rows of the values
             attention = model.get_submodule(name.partition(".key_value")[0])
             assert isinstance(attention, Attention)
             keys = tensor[: attention.kv_heads * attention.head_width].numel()
@@ -155,7 +155,7 @@ def count_parameters(model: Model) -> dict[str, int]:
 
 
 def part_of(name: str) -> str:
-    """The part that a parameter belongs to, from its name."""
+    """The part that a parameter belongs to, by its name."""
     stack, *path = name.split(".")
     if stack not in ("encoder", "decoder"):
         return {"output": "prediction"}.get(stack, stack)
@@ -170,7 +170,13 @@ def part_of(name: str) -> str:
 
 # FLOPs
 
-_ADDED = (".v", "score.bias", "log_temperature", "relative.content", "relative.place")  # to scores; not multiplied
+_ADDED = (
+    ".v",
+    "score.bias",
+    "log_temperature",
+    "relative.content",
+    "relative.place",
+)  # added to scores, not multiplied
 
 
 def count_flops(model: Model, length: int) -> tuple[int, int]:
@@ -180,19 +186,22 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
     flops_of = {"encoder": 0.0, "decoder": 0.0}  # per source token, and per target token
     for name, tensor in model.named_parameters(remove_duplicate=True):
         idle = part_of(name).endswith(("embedding", "positions", "norms", "prediction")) or name.endswith(_ADDED)
-        if tensor.dim() > 1 and not idle:  # a matrix that every token is multiplied by
-            flops, share = 2 * tensor.numel(), _source_share(config, name)
+        if tensor.dim() > 1 and not idle:  # a matrix that multiplies every token
+            flops = 2 * tensor.numel()
+            share = _source_share(config, name)
             if name.startswith("pooler"):
                 flops //= length
             elif name.startswith("image"):
-                flops = flops * (length - 1) // length  # the class token is no patch
+                flops = flops * (length - 1) // length  # the class token is not a patch
             elif ".attention.key_value." in name or ".attention.relative." in name:
-                flops = flops * keys // length  # the memory passes through the same weights again
+                flops = flops * keys // length  # the memory is projected by the same weights
             flops_of["encoder"] += flops * share
             flops_of["decoder"] += flops * (1 - share)
     for name, attention in model.attentions().items():
         compared = keys if isinstance(attention, Attention) else min(keys, attention.compared_keys)
-        relative = isinstance(attention, Attention) and attention.relative is not None  # distances are scored apart
+        relative = (
+            isinstance(attention, Attention) and attention.relative is not None
+        )  # distances have scores of their own
         per_key = attention.heads * (attention.head_width * (2 if relative else 1) + attention.value_width)
         flops_of[name.partition(".")[0]] += 2 * compared * per_key
     prediction = 2 * prediction_size(model) // (length if model.classifies else 1)
@@ -201,7 +210,7 @@ def count_flops(model: Model, length: int) -> tuple[int, int]:
 
 
 def _source_share(config: Config, name: str) -> float:
-    """How much of a matrix is used per source token: all of the encoder, and the decoder's keys and values."""
+    """The share of a matrix that is used per source token: the encoder, and keys and values of the cross-attention."""
     if "decoder" not in config.stacks:
         return 1.0
     if name.startswith("encoder") or ".cross.key_value." in name or name.endswith(".cross.score.key_weight"):
@@ -213,9 +222,9 @@ def _source_share(config: Config, name: str) -> float:
 
 
 def cache_bytes(model: Model) -> tuple[int, int]:
-    """Bytes that decoding keeps per source token of a sentence, and per target token of a hypothesis.
+    """Bytes in the cache per source token of a sentence, and per target token of a hypothesis.
 
-    A recurrent decoder's own state does not grow with the output.
+    The state of a recurrent decoder does not grow with the output.
     """
     per_source = per_target = 0
     for name, attention in model.attentions().items():
@@ -227,14 +236,16 @@ def cache_bytes(model: Model) -> tuple[int, int]:
     return per_source, per_target
 
 
-# Time, and numbers a person can read
+# Time, and readable numbers
 
 
 def measure_rate(width: int, seconds: float = 0.2) -> float:
-    """FLOPs per second of this machine's processor in matrix products of a model of that width."""
+    """FLOPs per second of this CPU in the matrix products of a model of this width."""
     width = min(width, 2048)
-    x, weight = torch.ones(512, width), torch.ones(width, 4 * width)
-    best, end = float("inf"), time.perf_counter() + seconds
+    x = torch.ones(512, width)
+    weight = torch.ones(width, 4 * width)
+    best = float("inf")
+    end = time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < end:
         began = time.perf_counter()
         torch.mm(x, weight)
@@ -243,7 +254,7 @@ def measure_rate(width: int, seconds: float = 0.2) -> float:
 
 
 def duration(seconds: float) -> str:
-    """A time in one unit."""
+    """A duration in one unit: 2.5 hours."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -251,7 +262,7 @@ def duration(seconds: float) -> str:
 
 
 def si(number: float, unit: str = "") -> str:
-    """A number with a prefix: 201.3M, 1.5 GB."""
+    """A number with an SI prefix: 201.3M, 1.5 GB."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.1f}{' ' if unit else ''}{letter}{unit}"

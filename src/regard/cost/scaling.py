@@ -1,7 +1,7 @@
-"""What training costs in each of several processes: memory, communication and time, counted without building a model.
+"""The cost of training in each of several processes: memory, communication and time, without building a model.
 
-The collectives are those of `training.step`: with ddp an all-reduce of every bucket of gradients during the last
-backward pass of a step; with fsdp, for each batch, all-gathers and reduce-scatters of every Transformer layer, and of
+The collectives are those of `training.step`. With ddp, every bucket of gradients is all-reduced during the last
+backward pass of a step. With fsdp, every batch needs all-gathers and reduce-scatters of every Transformer layer, and of
 all other weights as one more unit, which stays gathered from the forward to the backward pass.
 """
 
@@ -23,71 +23,71 @@ from regard.nn.reversible import ReversibleBlock
 from regard.nn.transformer import Transformer
 from regard.recipe import Train
 
-BF16 = 2  # bytes of a number
-LAST_BUCKET = 1 << 20  # bytes of gradients, at least, that ddp sends when all are computed
+BF16_BYTES = 2  # of a number
+MIN_LAST_BUCKET_BYTES = 1 << 20  # the last bucket, which ddp sends after the backward pass
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a process has: both as they are reached in practice, not the peaks of a data sheet."""
+    """The hardware of a process, with the rates that are reached in practice."""
 
     flops: float  # per second
-    bandwidth: float  # bytes per second that it sends to another while it receives as many: of the slowest link
+    bandwidth: float  # bytes per second of the slowest link, in both directions at once
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the process that holds the most."""
+    """Bytes of the process with the largest share."""
 
     weights: int
     gradients: int
     moments: int
     average: int  # the moving average of the weights
-    gathered: int  # fsdp: the weights outside of layers, one layer, and the next one, which is on its way
-    # fsdp: gradients of gathered weights, and of a layer what is sent; ddp: gradients outside of the buckets in which
-    # they are summed, and what is sent in bfloat16
+    gathered: int  # fsdp: the weights outside of layers, the current layer, and the next one during its transfer
+    # fsdp: gradients of gathered weights, and the send buffer of a layer; ddp: gradients outside of the buckets, and
+    # the send buffer in bfloat16
     unreduced: int
     activations: int
-    host: int = 0  # with offloading: weights, gradients, moments and average are in the memory of the CPU
+    host: int = 0  # offloaded weights, gradients, moments and average, in CPU memory
 
     @property
     def step(self) -> int:
-        """On the device, at the peak of a step."""
+        """Device memory at the peak of a step."""
         return self.kept + self.gathered + self.unreduced + self.activations
 
     @property
     def kept(self) -> int:
-        """On the device, between two steps."""
+        """Device memory between two steps."""
         return self.weights + self.moments + self.average + self.gradients - self.host
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The sizes of the tensors that a step sums or gathers, in bytes; all processes have the same."""
+    """The sizes in bytes of the tensors that a step reduces or gathers, the same in all processes."""
 
     all_reduce: int = 0
     all_gather: int = 0
     reduce_scatter: int = 0
-    exposed: int = 0  # of these, what no computation overlaps with; of an all-reduce twice its size
+    exposed: int = 0  # the part that does not overlap with computation; an all-reduce counts twice
 
     def sent(self, ranks: int, exposed: bool = False) -> float:
-        """Bytes that a process sends in a step, and receives, by the ring algorithm."""
+        """Bytes that a process sends (and receives) in a step, by the ring algorithm."""
         size = self.exposed if exposed else 2 * self.all_reduce + self.all_gather + self.reduce_scatter
         return (ranks - 1) / ranks * size
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A training step of several processes."""
+    """The cost of a training step in several processes."""
 
     ranks: int
     train: Train
     memory: Memory
     communication: Communication
-    start: int  # bytes on the device before a model is sharded: all weights
-    validation: int  # bytes on the device while validating, without what decoding needs
-    flops: float  # of a step, in each process
-    overlapping: float  # the share of computing in which something is sent
+    start: int  # bytes on the device before the model is sharded: all weights
+    validation: int  # bytes on the device during validation, without the cache of decoding
+    flops: float  # per step and process
+    overlapping: float  # share of the computation that can overlap with communication
     hardware: Hardware | None = None
 
     @property
@@ -101,7 +101,7 @@ class Scaling:
         return self.flops / self.hardware.flops
 
     def seconds(self, overlap: bool = True) -> float:
-        """The time of a step: of computing and of sending, where they overlap the longer of both."""
+        """The time of a step; where computation and communication overlap, the longer one counts."""
         assert self.hardware is not None
         sending = self.sent / self.hardware.bandwidth
         if not overlap:
@@ -111,7 +111,7 @@ class Scaling:
         return self.compute_seconds - overlapping + max(overlapping, sending - exposed) + exposed
 
     def efficiency(self, overlap: bool = True) -> float:
-        """The share of a step in which a process computes."""
+        """The share of computation in the time of a step."""
         return self.compute_seconds / self.seconds(overlap)
 
     def to_json(self) -> dict[str, Any]:
@@ -145,19 +145,19 @@ class Unit:
     gathers: int  # in a forward and a backward pass
 
     def shard(self, ranks: int) -> int:
-        """Numbers that the first process holds, which has the most: every tensor is cut along its first dimension."""
+        """Numbers in the first, largest shard; every tensor is split along its first dimension."""
         return sum(-(-len(x) // ranks) * x[0].numel() if x.dim() else 1 for x in self.tensors)
 
     def padded(self, ranks: int) -> int:
-        """Numbers that are gathered: as if all processes held as many as the first."""
+        """Numbers that are gathered: all shards are padded to the size of the first."""
         return ranks * self.shard(ranks)
 
 
 def sharding_units(model: Model) -> tuple[Unit, list[Unit]]:
-    """The weights outside of layers, and every layer that fsdp gathers by itself.
+    """The units of fsdp: the weights outside of layers, and every layer.
 
-    A layer is gathered in the forward and in the backward pass; one with cross-attention twice more, when the keys of
-    the source are computed before it.
+    A layer is gathered in the forward and in the backward pass; a layer with cross-attention is gathered twice more,
+    because the keys of the source are computed separately.
     """
     units: list[Unit] = []
     seen: set[int] = set()
@@ -176,28 +176,31 @@ def sharding_units(model: Model) -> tuple[Unit, list[Unit]]:
 def plan_scaling(
     config: Config, info: Info, train: Train, ranks: int, hardware: Hardware | None = None, *, on_cpu: bool = False
 ) -> Scaling:
-    """What training as `train` says costs in each of `ranks` processes, when all weights are trained.
+    """The cost of training with these settings in each of `ranks` processes, if all weights are trained.
 
-    The batch of the workload is that of all processes together.
+    The batch of the workload is the batch of all processes together.
     """
-    model, workload, shared = on_meta(config), info.workload, ranks > 1
+    model = on_meta(config)
+    workload = info.workload
+    shared = ranks > 1
     sharded = shared and train.strategy == "fsdp"
     bf16 = train.precision == "bf16"
     root, layers = sharding_units(model)
     held = sum(unit.shard(ranks) for unit in (root, *layers)) if sharded else info.total
-    gathered, unreduced = 0, 0
+    gathered = 0
+    unreduced = 0
     if sharded:
-        width = BF16 if bf16 and not on_cpu else BYTES
+        width = BF16_BYTES if bf16 and not on_cpu else BYTES
         largest = max((unit.padded(ranks) for unit in layers), default=0)
         gathered = width * (root.padded(ranks) + min(2, len(layers)) * largest)
         unreduced = width * root.padded(ranks) + (width + BYTES) * largest
         communication = _fsdp(root, layers, ranks, train.accumulate, width)
     elif shared:
         in_bf16 = bf16 and on_cpu
-        # Of one batch a gradient is in its bucket as soon as it is computed; those of earlier batches are kept apart.
-        apart = info.total if train.accumulate > 1 else _computed_at_once(model)
-        unreduced = BYTES * apart + BF16 * in_bf16 * info.total
-        communication = _ddp(list(model.parameters()), BF16 if in_bf16 else BYTES)
+        # The gradients of a single batch go straight into the buckets; accumulated gradients need their own memory.
+        separate = info.total if train.accumulate > 1 else _computed_at_once(model)
+        unreduced = BYTES * separate + BF16_BYTES * in_bf16 * info.total
+        communication = _ddp(list(model.parameters()), BF16_BYTES if in_bf16 else BYTES)
     else:
         communication = Communication()
     tokens = max(1, workload.batch_tokens // ranks)
@@ -224,14 +227,14 @@ def plan_scaling(
         start=info.weights,
         validation=memory.kept + (info.weights if sharded else 0),
         flops=passes * info.flops_per_token * workload.batch_tokens / ranks * train.accumulate,
-        # ddp sends in the last backward pass of a step, which is all but a forward pass
+        # ddp communicates during the last backward pass of a step
         overlapping=1.0 if sharded else (passes - 1) / passes / train.accumulate,
         hardware=hardware,
     )
 
 
 def _computed_at_once(model: Model) -> int:
-    """Numbers of the gradients that are computed together: of one tensor, or of all reversible layers of a stack."""
+    """The most gradients that are computed together: of one tensor, or of all reversible layers of a stack."""
     stacks = [
         sum(p.numel() for p in stack.blocks.parameters())
         for stack in model.modules()
@@ -241,18 +244,18 @@ def _computed_at_once(model: Model) -> int:
 
 
 def _ddp(parameters: list[Tensor], width: int) -> Communication:
-    """The collectives of a step: gradients as numbers of `width` bytes, and for each tensor whether it was used.
+    """The collectives of a step: gradients as numbers of `width` bytes, and a flag per tensor whether it was used.
 
-    The last bucket, with the first parameters, is sent when nothing is left to compute. `DDPModule` adds to it a
-    parameter of one number, which is not used.
+    The last bucket, with the first parameters, is sent after the computation. `DDPModule` adds an unused parameter of
+    one number to it.
     """
     sizes = list(accumulate((p.numel() for p in parameters), initial=1))
-    last = next((size for size in sizes if BYTES * size >= LAST_BUCKET), sizes[-1])
+    last = next((size for size in sizes if BYTES * size >= MIN_LAST_BUCKET_BYTES), sizes[-1])
     return Communication(all_reduce=width * sizes[-1] + BYTES * len(sizes), exposed=2 * width * last)
 
 
 def _fsdp(root: Unit, layers: list[Unit], ranks: int, batches: int, width: int) -> Communication:
-    """The collectives of a step of so many batches; weights are gathered as numbers of `width` bytes."""
+    """The collectives of a step of several batches; weights are gathered as numbers of `width` bytes."""
     units = (root, *layers)
     exposed = (width + BYTES) * root.padded(ranks)
     return Communication(

@@ -1,11 +1,11 @@
-"""Trainable additions to a model: LoRA adapters and head gates. Their weights are saved and averaged like any other.
+"""Trainable additions to a model: LoRA adapters and head gates. Their weights are saved and averaged like all weights.
 
 LoRA (Hu et al. 2022): W + (alpha / rank) * up @ down, where only `up` and `down` are trained. An adapted layer keeps
-its weight names, so that a model with adapters can be merged into one without.
+its weight names, so that adapters can be merged into the weights.
 
 Head gates: L0 regularisation learns which heads are needed (hard concrete gates, Louizos et al. 2018). Each head has
-one parameter, its log-odds. In training its gate is drawn from a stretched and clipped distribution, so that it is
-often exactly 0 or 1 and still has a gradient; the expected share of open gates is added to the loss.
+one parameter, its log-odds. In training its gate is drawn from a stretched and clipped distribution: it is often
+exactly 0 or 1 and still has a gradient. The expected share of open gates is added to the loss.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch.nn import functional as F
 from regard.nn.attention import Attention
 from regard.nn.hooks import Tap
 
-LOW, HIGH = -0.1, 1.1  # of the stretched gate, before it is clipped to 0 and 1
+LOW = -0.1  # range of the stretched gate, before it is clipped to 0 and 1
+HIGH = 1.1
 TEMPERATURE = 1 / 3
-INITIAL_LOG_ODDS = 2.0  # nearly always open
-LR_FACTOR = 100.0  # learning rate of the gates relative to the weights: they are few, and have a long way to go
+INITIAL_LOG_ODDS = 2.0  # open in most samples
+LR_FACTOR = 100.0  # learning rate of the gates relative to the weights, because gates have to change more
 
 Tensors = dict[str, Tensor]
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with a low-rank adapter. A new adapter changes nothing: `lora_up` is zero."""
+    """A frozen linear layer with a low-rank adapter. A new adapter has no effect: `lora_up` is zero."""
 
     def __init__(self, inner: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta")
@@ -45,13 +46,13 @@ class LoraLinear(nn.Linear):
 
 
 def adaptable_layers(model: nn.Module, on: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers inside modules of these names, by name."""
+    """The linear layers inside modules with these names, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in layers.items() if set(name.split(".")) & set(on)}
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -> list[str]:
-    """Freeze a model and add adapters to the linear layers inside modules of these names -> the layers' names."""
+    """Freeze a model and add adapters to the linear layers inside modules with these names -> their names."""
     model.requires_grad_(False)
     layers = adaptable_layers(model, on)
     for name, inner in layers.items():
@@ -62,19 +63,21 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, on: Sequence[str]) -
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module, weights: Tensors) -> tuple[Tensors, Tensors]:
-    """Weights with adapters -> weights of the same model without, and the adapters alone."""
+    """Weights with adapters -> the merged weights, and the adapter weights."""
     adapters = {name: x for name, x in weights.items() if name.endswith((".lora_up", ".lora_down"))}
     plain = {name: x for name, x in weights.items() if name not in adapters}
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            weight, up, down = plain[f"{name}.weight"], adapters[f"{name}.lora_up"], adapters[f"{name}.lora_down"]
+            weight = plain[f"{name}.weight"]
+            up = adapters[f"{name}.lora_up"]
+            down = adapters[f"{name}.lora_down"]
             merged = weight.double() + module.scale * up.double() @ down.double()
             plain[f"{name}.weight"] = merged.to(weight.dtype)
     return plain, adapters
 
 
 class HeadGate(Tap):
-    """Multiplies the output of each head by its gate; it takes the place of the tap on that output."""
+    """Multiplies the output of each head by its gate; it replaces the tap on that output."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
         super().__init__()
@@ -89,12 +92,12 @@ class HeadGate(Tap):
 
 
 def gate_value(odds_H: Tensor) -> Tensor:
-    """The value of gates with these log-odds: 0 is closed, 1 open."""
+    """The value of gates with these log-odds: 0 is closed, 1 is open."""
     return (torch.sigmoid(odds_H) * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 
 
 def head_gates(model: nn.Module) -> dict[str, HeadGate]:
-    """The gates of a model, by the name of their attention."""
+    """The gates of a model by the name of their attention."""
     return {name.removesuffix(".mixed"): part for name, part in model.named_modules() if isinstance(part, HeadGate)}
 
 
@@ -111,14 +114,14 @@ def remove_gates(model: nn.Module) -> None:
 
 
 def expected_open(model: nn.Module) -> Tensor:
-    """The expected share of gates that are not closed; it has a gradient."""
+    """The expected share of open gates, with a gradient."""
     shift = TEMPERATURE * math.log(-LOW / HIGH)
     return torch.cat([torch.sigmoid(part.odds - shift) for part in head_gates(model).values()]).mean()
 
 
 @torch.no_grad()
 def fold_gates(model: nn.Module, weights: Tensors) -> Tensors:
-    """The weights of a model with gates as those of an equal model without: the outputs of a closed head are zero."""
+    """Fold the gates into the output weights -> the weights of an equal model without gates."""
     plain = dict(weights)
     for name, part in head_gates(model).items():
         out_weight = plain[f"{name}.out.weight"]

@@ -27,8 +27,8 @@ from regard.nn.score import make_score
 class AttentionMask:
     """The keys that each query may attend to: a boolean mask (True = may attend) and a bias added to the scores.
 
-    Both follow from integer positions, so caches, offsets and padding are no special cases. `allowed_B1TS` restricts
-    them further. Made once per pass and shared by all layers of a stack.
+    Both are functions of integer positions, so caches, offsets and padding are not special cases. `allowed_B1TS`
+    restricts the mask further. Computed once per pass and shared by all layers of a stack.
     """
 
     q_pos_BT: Tensor
@@ -42,7 +42,7 @@ class AttentionMask:
 
     @cached_property
     def mask_B1TS(self) -> Tensor | None:
-        """Computed when first needed: attention to a few keys (LSH) never holds all pairs."""
+        """The mask, computed on first use: LSH attention never needs it for all pairs."""
         mask = self.allowed_B1TS
         if self.keep_BS is not None:
             kept = self.keep_BS[:, None, None, :]
@@ -58,7 +58,7 @@ class AttentionMask:
 
     @cached_property
     def only_causal(self) -> bool:
-        """Whether each query attends to itself and all before it: the fused kernel has a flag for this case."""
+        """Whether each query attends to itself and all earlier keys; the fused kernel has a flag for this case."""
         triangular = self.causal and self.window is None and not self.q_pos_BT.is_meta
         unrestricted = self.allowed_B1TS is None and self.bias_BHTS is None and self.keep_BS is None
         if not (triangular and unrestricted and torch.equal(self.q_pos_BT, self.k_pos_BS)):
@@ -66,7 +66,7 @@ class AttentionMask:
         return bool((self.k_pos_BS.diff(dim=1) > 0).all())
 
     def additive(self, dtype: torch.dtype) -> Tensor | None:
-        """Mask and bias as the one tensor that the fused kernel adds to the scores."""
+        """Mask and bias as one tensor, which the fused kernel adds to the scores."""
         if self._additive is None or self._additive.dtype != dtype:
             if self.mask_B1TS is None:
                 self._additive = None if self.bias_BHTS is None else self.bias_BHTS.to(dtype)
@@ -79,14 +79,14 @@ class AttentionMask:
 
 
 def source_mask(source: CrossCache, pos_BT: Tensor, rows: int, window: int | None) -> AttentionMask:
-    """The mask of the cross-attention for `rows` hypotheses; those of a sentence are one row, as in `Attention`."""
+    """The cross-attention mask for `rows` hypotheses; hypotheses of one sentence share a row, as in `Attention`."""
     sentences = source.layers[0].k_BGSE.shape[0]
     q_pos_BT = pos_BT.reshape(sentences, -1) if pos_BT.shape[0] > 1 else pos_BT.repeat(1, rows // sentences)
     return AttentionMask(q_pos_BT, source.pos_BS, source.keep_BS, window=window)
 
 
 def masked_softmax(scores_BHTS: Tensor) -> Tensor:
-    """Softmax that gives a query without any key zero weights and zero gradients, instead of NaN."""
+    """Softmax with zero weights and zero gradients, instead of NaN, for a query without visible keys."""
     top = scores_BHTS.detach().amax(-1, keepdim=True)
     keyless = top == -math.inf
     weights = torch.softmax(scores_BHTS.masked_fill(keyless, 0.0), dim=-1)
@@ -96,7 +96,8 @@ def masked_softmax(scores_BHTS: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention over keys and values that the caller owns.
 
-    With `project=False` one head attends with the states themselves, as recurrent decoders do. `cross`: to a source.
+    With `project=False`, one head attends with the unprojected states, as in recurrent decoders. `cross`: attention to
+    a source.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Attention(nn.Module):
         self.heads = len(groups)
         self.head_numbers = tuple(kept or range(self.heads))  # those that its heads had before any pruning
         self.kv_heads = len(set(groups))
-        # The key/value head of each query head; None when all serve equally many, which the fused kernel supports.
+        # The key/value head of each query head; None if all have the same number of query heads (fused kernel).
         even = len(set(Counter(groups).values())) == 1
         self._groups = None if even else [sorted(set(groups)).index(group) for group in groups]
         self.head_width, self.value_width = (stack.head, stack.value) if project else (stack.width, context_width)
@@ -147,11 +148,12 @@ class Attention(nn.Module):
             return KV(self.score.key(context_BSD.unsqueeze(1)), context_BSD.unsqueeze(1))
         keys = self.kv_heads * self.head_width
         k_BSD, v_BSD = self.key_value(context_BSD).tensor_split((keys,), dim=-1)
-        k_BGSE, v_BGSE = self._split(k_BSD, self.kv_heads), self._split(v_BSD, self.kv_heads)
+        k_BGSE = self._split(k_BSD, self.kv_heads)
+        v_BGSE = self._split(v_BSD, self.kv_heads)
         return KV(self.score.key(position.rotate(k_BGSE, pos_BS)), v_BGSE)
 
     def forward(self, x_BTD: Tensor, kv: KV, mask: AttentionMask, position: Position) -> Tensor:
-        """The output for each query, (B, T, D). Hypotheses that share a sentence of `kv` become queries of one row."""
+        """The output for each query, (B, T, D). Hypotheses that share a row of `kv` become queries of that row."""
         rows, length, _ = x_BTD.shape
         sentences = kv.k_BGSE.shape[0]
         if rows != sentences:
@@ -197,7 +199,7 @@ class Attention(nn.Module):
         return z_BHTE
 
     def own_bias(self, bias_BHTS: Tensor | None) -> Tensor | None:
-        """The part of a stack's bias that belongs to the unpruned heads; relative attention makes its own."""
+        """The bias of the unpruned heads; relative attention computes a bias for its own heads only."""
         if self.kept is None or self.relative is not None or bias_BHTS is None or bias_BHTS.shape[1] == 1:
             return bias_BHTS
         return bias_BHTS[:, self.kept]
@@ -208,9 +210,9 @@ class Attention(nn.Module):
 
 
 class Relative(nn.Module):
-    """Relative positions: (q + u) . k + (q + v) . W r(i - j) with sinusoids r; u (content), v (place), W are trained.
+    """Relative positions: (q + u) . k + (q + v) . W r(i - j) with sinusoids r and trained u (content), v (place), W.
 
-    Distances beyond `reach` count as `reach`.
+    Larger distances than `reach` count as `reach`.
     """
 
     def __init__(self, heads: int, head_width: int, width: int, reach: int | None = None) -> None:
@@ -223,7 +225,7 @@ class Relative(nn.Module):
     def forward(self, q_BHTE: Tensor, mask: AttentionMask, scale: float) -> tuple[Tensor, AttentionMask]:
         """-> q + u, and the mask with the second term of the scores as its bias."""
         keys = mask.k_pos_BS.shape[-1]
-        # Later keys are masked anyway, and no distance exceeds the number of keys.
+        # Later keys are masked, and no distance is as large as the number of keys.
         farthest = keys - 1 if self.reach is None else min(keys - 1, self.reach)
         distance_R = torch.arange(farthest + 1, device=q_BHTE.device)
         r_RD = sinusoid(distance_R, self.project.in_features, halves=True).to(q_BHTE.dtype)
@@ -245,8 +247,9 @@ class Center(nn.Module):
         self.v = nn.Parameter(torch.empty(heads, width, 1).normal_(std=width**-0.5))
 
     def forward(self, q_BHTE: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        """-> which keys lie within the window, and their Gaussian weights, both (B, H, T, S)."""
-        pos_BS, mask_B1TS = mask.k_pos_BS, mask.mask_B1TS
+        """-> whether a key is inside the window, and its Gaussian weight, both (B, H, T, S)."""
+        pos_BS = mask.k_pos_BS
+        mask_B1TS = mask.mask_B1TS
         if mask_B1TS is None:
             length_B1T1 = torch.full((1, 1, 1, 1), float(pos_BS.shape[-1]), device=pos_BS.device)
         else:

@@ -1,6 +1,6 @@
 """A Transformer layer: self-attention, cross-attention to a source, feed-forward, each with residual and norm.
 
-Beside it, layers of an encoder alone: image patches as embeddings, and the transform before the LM head.
+Also layers of encoder-only models: the patch embedding of images, and the transform before the LM head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def make_norm(stack: Stack, width: int | None = None) -> nn.Module:
-    """The normalisation of a stack; `width` if it differs from the stack's."""
+    """The normalisation layer of a stack; `width` overrides the width of the stack."""
     if stack.norm == "rms":
         return nn.RMSNorm(width or stack.width, eps=stack.norm_eps)
     return nn.LayerNorm(width or stack.width, eps=stack.norm_eps)
@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
         self.down = Linear(stack.ff, stack.width, bias=bias)
         for linear in (self.up, self.gate):
             if linear is not None:
-                linear.bf16_result = torch.bfloat16  # only elementwise functions lie before the next product
+                linear.bf16_result = torch.bfloat16  # only elementwise functions precede the next product
         self.act = ACTIVATIONS[stack.activation]
         self.dropout = Dropout(stack.ff_dropout)
         self.neurons = Tap()
@@ -118,7 +118,7 @@ class Block(nn.Module):
         x_BTD = self.attention_residual(x_BTD, attend)
         if self.cross is not None and source is not None:
             cross, (source_kv, source_mask) = self.cross, source
-            # Positions of source and target are not comparable, so nothing is rotated between them.
+            # Positions of source and target are not comparable, so nothing is rotated.
             x_BTD = self.cross_residual(x_BTD, lambda x: cross(x, source_kv, source_mask, NO_POSITION))
         x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
         assert kv is not None
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class ImageEmbedding(nn.Module):
-    """Patch embeddings of an image, after a trained class token."""
+    """A trained class token, followed by the patch embeddings of an image."""
 
     def __init__(self, patches: PatchConfig, width: int) -> None:
         super().__init__()

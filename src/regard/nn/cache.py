@@ -1,8 +1,8 @@
 """Decoding state: KV caches, the prefix tree of the beam, the encoder output as keys and values, recurrent states.
 
-The caller owns the state: it is passed in, returned, and reordered by one `select`. No module stores any of it.
+The caller owns the state: it is passed in, returned, and reordered by one `select`. Modules do not store it.
 
-A sentences still searched   W hypotheses of a sentence   N hypotheses of all sentences   P past tokens   L cache slots
+A active sentences   W hypotheses per sentence   N hypotheses of all sentences   P past tokens   L cache slots
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MIN_FREE_SLOTS = 16  # in a new buffer
-MIN_FREE_STEPS = 4  # decoding steps that fit into a cache after it was compacted
+MIN_FREE_STEPS = 4  # decoding steps that fit into a compacted cache
 
-LayerState = tuple[Tensor, ...]  # of one layer, rows first: keys and values (KV), or recurrent states
+LayerState = tuple[Tensor, ...]  # keys and values (KV) or recurrent states of a layer; the first dimension is rows
 
 
 class KV(NamedTuple):
-    """Keys and values of one attention. A KV that grows while decoding becomes a `KVCache`."""
+    """Keys and values of one attention. A KV that grows during decoding becomes a `KVCache`."""
 
     k_BGSE: Tensor
     v_BGSE: Tensor
@@ -33,24 +33,24 @@ class KV(NamedTuple):
 
     @property
     def free(self) -> int:
-        """How many tokens can be added without copying the others."""
+        """The number of tokens that can be appended without a copy."""
         return 0
 
     def extend(self, new: KV) -> KV:
-        """Both one after the other; neither changes."""
-        if torch.is_grad_enabled():  # a tensor that a gradient may need is not written to
+        """Concatenate along the sequence; the inputs are not modified."""
+        if torch.is_grad_enabled():  # autograd may need the tensors, so they are not modified in place
             return KV(torch.cat((self.k_BGSE, new.k_BGSE), dim=2), torch.cat((self.v_BGSE, new.v_BGSE), dim=2))
         length = self.length + new.length
         buffer = KVBuffer.like(self, len(self.k_BGSE), length + max(MIN_FREE_SLOTS, length // 2))
         return buffer.write(self, 0, 0).extend(new)
 
     def select(self, rows: Tensor) -> KV:
-        """These rows, in this order."""
+        """Select rows in this order."""
         return KV(self.k_BGSE.index_select(0, rows), self.v_BGSE.index_select(0, rows))
 
     def gather(self, rows_A: Tensor, slot_AL: Tensor, free: int) -> KV:
-        """The tokens `slot_AL` of the rows `rows_A`, in a new cache with `free` slots left."""
-        slot_AS = F.pad(slot_AL, (0, free))  # the content of free slots is arbitrary; this way all is one copy
+        """The tokens `slot_AL` of the rows `rows_A`, in a new cache with `free` unused slots."""
+        slot_AS = F.pad(slot_AL, (0, free))  # the content of free slots is arbitrary; padding makes this one copy
 
         def gathered(x_BSGE: Tensor) -> Tensor:
             index_AS = rows_A.unsqueeze(1) * x_BSGE.shape[1] + slot_AS
@@ -74,11 +74,11 @@ class KV(NamedTuple):
 class KVBuffer:
     """Memory for keys and values with free slots at the end.
 
-    Several caches may be views of one buffer and share their common prefix. Only the cache that ends where the used
-    part of the buffer ends may write behind itself; any other copies first. So the content of a cache never changes.
+    Several caches may be views of one buffer and share a common prefix. Only the cache that ends at the end of the used
+    part may append in place; the others copy first. So the content of a cache never changes.
     """
 
-    k_BSGE: Tensor  # token-major: the tokens of a row are contiguous, and so are read in one go
+    k_BSGE: Tensor  # token-major: the tokens of a row are contiguous in memory
     v_BSGE: Tensor
     used: int = 0  # slots
 
@@ -88,30 +88,32 @@ class KVBuffer:
         return cls(kv.k_BGSE.new_empty(shapes[0]), kv.v_BGSE.new_empty(shapes[1]))
 
     def write(self, new: KV, start: int, at: int) -> KVCache:
-        """Write `new` to slot `at` -> the cache from slot `start` to its end."""
+        """Write `new` to slot `at` -> the cache from slot `start` to the end of `new`."""
         end = at + new.length
         self.k_BSGE[:, at:end] = new.k_BGSE.transpose(1, 2)
         self.v_BSGE[:, at:end] = new.v_BGSE.transpose(1, 2)
         return self.view(start, end)
 
     def view(self, start: int, end: int) -> KVCache:
-        """The slots from `start` to `end`, where the used part ends from now on."""
+        """The slots from `start` to `end`; `end` becomes the end of the used part."""
         self.used = end
         cache = KVCache(self.k_BSGE[:, start:end].transpose(1, 2), self.v_BSGE[:, start:end].transpose(1, 2))
-        cache.buffer, cache.start = self, start
+        cache.buffer = self
+        cache.start = start
         return cache
 
 
 class KVCache(KV):
-    """Keys and values in a buffer: growing writes the new tokens only, and reordering is one copy."""
+    """Keys and values in a buffer: appending writes only the new tokens, and reordering is one copy."""
 
     buffer: KVBuffer
-    start: int  # its first slot in the buffer
+    start: int  # first slot in the buffer
 
     @property
     def free(self) -> int:
-        buffer, end = self.buffer, self.start + self.length
-        # Inference tensors cannot be written outside inference mode, and a gradient may need what is there.
+        buffer = self.buffer
+        end = self.start + self.length
+        # Inference tensors cannot be modified outside inference mode, and autograd may need the content.
         allowed = not torch.is_grad_enabled() and buffer.k_BSGE.is_inference() <= torch.is_inference_mode_enabled()
         return buffer.k_BSGE.shape[1] - end if buffer.used == end and allowed else 0
 
@@ -121,7 +123,8 @@ class KVCache(KV):
         return self.buffer.write(new, self.start, self.start + self.length)
 
     def select(self, rows: Tensor) -> KV:
-        old, length = self.buffer, self.length
+        old = self.buffer
+        length = self.length
         new = KVBuffer.like(self, len(rows), old.k_BSGE.shape[1] - self.start)
         for source, target in ((old.k_BSGE, new.k_BSGE), (old.v_BSGE, new.v_BSGE)):
             torch.index_select(_flat_rows(source, self.start, length), 0, rows, out=_flat_rows(target, 0, length))
@@ -131,7 +134,7 @@ class KVCache(KV):
         if self.length <= count:
             return self
         end = self.start + self.length
-        if self.buffer.used != end:  # another cache has grown behind this one
+        if self.buffer.used != end:  # another cache has appended to the buffer
             return super().last(count)
         return self.buffer.view(end - count, end)
 
@@ -147,17 +150,17 @@ def _flat_rows(x_BSGE: Tensor, start: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The prefix tree of the beam: which cached tokens of a sentence are the prefix of which of its hypotheses.
+    """The prefix tree of the beam: the cached tokens that form the prefix of each hypothesis of a sentence.
 
     The hypotheses of a sentence share one cache row, so extending and reordering the beam copies no keys.
     """
 
     prefix_AWP: Tensor  # True where a cached token belongs to the prefix of a hypothesis
     pos_AP: Tensor
-    next_pos_A1: Tensor  # the position of the next token; one row if all sentences agree
+    next_pos_A1: Tensor  # the position of the next token; one row if it is the same for all sentences
 
     def extend(self, memory: int) -> PrefixTree:
-        """Add a token to every hypothesis; it attends to its last `memory` tokens (0: to all)."""
+        """Add a token to every hypothesis; it attends to the last `memory` tokens (0: all tokens)."""
         sentences, width, _ = self.prefix_AWP.shape
         own_AWW = torch.eye(width, dtype=torch.bool, device=self.prefix_AWP.device).expand(sentences, -1, -1)
         prefix_AWP = torch.cat((self.prefix_AWP, own_AWW), dim=2)
@@ -167,7 +170,7 @@ class PrefixTree:
         return PrefixTree(prefix_AWP, pos_AP, self.next_pos_A1 + 1)
 
     def select(self, rows_N: Tensor, sentences_A: Tensor | None) -> PrefixTree:
-        """Continue these hypotheses, equally many of each sentence; `sentences_A`: those left when some finished."""
+        """Select hypotheses, the same number per sentence; `sentences_A` are the sentences that are not finished."""
         count = len(self.prefix_AWP) if sentences_A is None else len(sentences_A)
         prefix_NP = self.prefix_AWP.flatten(0, 1).index_select(0, rows_N)
         tree = replace(self, prefix_AWP=prefix_NP.unflatten(0, (count, len(rows_N) // count)))
@@ -177,7 +180,7 @@ class PrefixTree:
         return replace(tree, pos_AP=self.pos_AP[sentences_A], next_pos_A1=next_pos_A1)
 
     def compacted(self) -> tuple[Tensor, PrefixTree]:
-        """Slots (A, L) of the tokens in any prefix, and the tree of these; a row with fewer has other slots too."""
+        """Slots (A, L) of the tokens that are in a prefix, and their tree; shorter rows are filled with other slots."""
         live_AP = self.prefix_AWP.any(1)
         most = int(live_AP.sum(1).max())
         slot_AL = live_AP.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -187,7 +190,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class EncoderOutput:
-    """A vector per source token, and of a recurrent encoder the last state of each layer."""
+    """A vector per source token, and the last state of each layer of a recurrent encoder."""
 
     states_BSD: Tensor
     keep_BS: Tensor | None
@@ -200,7 +203,7 @@ class EncoderOutput:
 
 @dataclass(frozen=True)
 class CrossCache:
-    """The encoder output as keys and values of the cross-attention, one row per sentence for all its hypotheses."""
+    """The encoder output as keys and values of the cross-attention; all hypotheses of a sentence share a row."""
 
     layers: tuple[KV, ...]
     keep_BS: Tensor | None  # False at padding; None: nothing is padded
@@ -212,7 +215,7 @@ class CrossCache:
 
     @classmethod
     def join(cls, caches: Sequence[CrossCache]) -> CrossCache:
-        """The sentences of several caches as one, padded to the longest."""
+        """Join the sentences of several caches, padded to the longest."""
         length = max(cache.pos_BS.shape[1] for cache in caches)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         joined = tuple(KV(*(_pad_and_join(parts, length) for parts in zip(*layer, strict=True))) for layer in layers)
@@ -242,11 +245,11 @@ class State:
     length: int = 0
     keep_NP: Tensor | None = None  # False at padding of the past; None: nothing was padded
     source: CrossCache | None = None
-    tree: PrefixTree | None = None  # with a tree, `layers` have a row per sentence instead of per hypothesis
+    tree: PrefixTree | None = None  # with a tree, `layers` have one row per sentence instead of per hypothesis
 
     @classmethod
     def join(cls, states: Sequence[State]) -> State:
-        """States before the first output token as one, their sentences one after the other."""
+        """Join the sentences of several states before the first output token."""
         if len(states) == 1:
             return states[0]
         per_layer = zip(*(state.layers for state in states), strict=True)
@@ -254,9 +257,9 @@ class State:
         return cls(layers, source=CrossCache.join([state.source for state in states if state.source is not None]))
 
     def with_prefix_tree(self, sentences: int, device: torch.device) -> State:
-        """The state for beam search from one hypothesis per sentence.
+        """The state for beam search, from one hypothesis per sentence.
 
-        Recurrent states stay as they are: they do not grow, and every step makes new ones.
+        Recurrent states need no tree: they do not grow, and every step computes new ones.
         """
         caches = [layer for layer in self.layers if isinstance(layer, KV)]
         if len(caches) < len(self.layers):
@@ -267,11 +270,12 @@ class State:
             prefix_AP = torch.ones_like(pos_AP, dtype=torch.bool)
             next_pos_A1 = torch.full((1, 1), self.length, device=device)
         else:
-            prefix_AP, next_pos_A1 = self.keep_NP[:, first:], self.keep_NP.sum(1, keepdim=True)
+            prefix_AP = self.keep_NP[:, first:]
+            next_pos_A1 = self.keep_NP.sum(1, keepdim=True)
         return replace(self, keep_NP=None, tree=PrefixTree(prefix_AP.unsqueeze(1), pos_AP, next_pos_A1))
 
     def select(self, rows: Tensor, sentences: Tensor | None = None) -> State:
-        """Continue the hypotheses `rows`, in that order; `sentences`: those left when some are finished."""
+        """Select the hypotheses `rows` in this order; `sentences` are the sentences that are not finished."""
         source = self.source if sentences is None or self.source is None else self.source.select(sentences)
         if self.tree is not None:
             layers, tree = self._compacted(self.tree.select(rows, sentences), sentences)
@@ -287,7 +291,7 @@ class State:
         )
 
     def _compacted(self, tree: PrefixTree, sentences_A: Tensor | None) -> tuple[tuple[LayerState, ...], PrefixTree]:
-        """Drop finished sentences and dead tokens from the caches, if any sentence finished or a cache is full."""
+        """Drop finished sentences and unused tokens from the caches if a sentence has finished or a cache is full."""
         layers = self.layers
         count, width, _ = tree.prefix_AWP.shape
         if sentences_A is None and not any(isinstance(layer, KV) and layer.free < width for layer in layers):
@@ -303,13 +307,13 @@ class State:
         return replace(self, layers=layers, length=self.length + count, keep_NP=self.keep_mask(count, keep_NT))
 
     def positions(self, count: int, keep_NP: Tensor | None, device: torch.device) -> Tensor:
-        """Positions of past and `count` new tokens. Padding on the left is not counted."""
+        """Positions of past and `count` new tokens. Padding on the left does not count."""
         if keep_NP is None:
             return torch.arange(self.length + count, device=device).unsqueeze(0)
         return keep_NP.cumsum(1).sub(1).clamp(min=0)
 
     def keep_mask(self, count: int, keep_NT: Tensor | None) -> Tensor | None:
-        """Which past and new tokens are not padding; None: all."""
+        """The keep-mask of past and `count` new tokens; None if nothing is padded."""
         if self.keep_NP is None and keep_NT is None:
             return None
         known = self.keep_NP if self.keep_NP is not None else keep_NT

@@ -1,4 +1,4 @@
-"""Hooks: named points of a model (taps) whose values can be recorded or patched, and records of all forward calls."""
+"""Hooks: named points of a model (taps) whose values can be recorded or patched, and recording of forward calls."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Tap(nn.Identity):
 
 
 def taps(model: nn.Module) -> dict[str, Tap]:
-    """Every tap of a model by name; a module with two names has its first."""
+    """All taps of a model by name; a module with two names is listed under the first."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Tap)}
 
 
 def find_taps(model: nn.Module, pattern: str) -> dict[str, Tap]:
-    """The taps whose names match a pattern with * and ?, at least one."""
+    """The taps whose names match a pattern with * and ?; an error if there is none."""
     require_type(pattern, str, "hook points are named by a pattern, such as '*.weights'")
     known = taps(model)
     matching = {name: tap for name, tap in known.items() if fnmatchcase(name, pattern)}
@@ -44,7 +44,7 @@ def find_taps(model: nn.Module, pattern: str) -> dict[str, Tap]:
 
 
 class Recording(Mapping[str, Tensor]):
-    """Values by the name of their tap; those of several passes (decoding step by step) are concatenated."""
+    """Values by tap name; the values of several passes (decoding step by step) are concatenated."""
 
     def __init__(self) -> None:
         self._passes: dict[str, list[Tensor]] = {}
@@ -61,7 +61,7 @@ class Recording(Mapping[str, Tensor]):
         return list(self._passes[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        """All passes concatenated along time; keys that a growing cache did not have yet count as zero."""
+        """All passes concatenated along time; keys that were not yet in a growing cache count as zero."""
         passes = self._passes[name]
         if len(passes) == 1:
             return passes[0]
@@ -79,7 +79,7 @@ class Recording(Mapping[str, Tensor]):
 def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
     """Record the taps that match the patterns (all by default) while the context is open.
 
-    Attention whose weights are recorded takes its eager path meanwhile; its results stay the same.
+    Attention whose weights are recorded takes its eager path, with the same results.
     """
     require_type(model, nn.Module, "record: takes a model, such as run.model")
     names = {tap: name for pattern in patterns or ("*",) for name, tap in find_taps(model, pattern).items()}
@@ -90,9 +90,9 @@ def record(model: nn.Module, *patterns: str) -> Iterator[Recording]:
 
 @contextmanager
 def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
-    """Replace the values of matching taps by a function of them, by pattern, while the context is open.
+    """Replace the values of taps by functions of them, by pattern, while the context is open.
 
-    A recording opened inside a patch has the patched values, one opened outside the original ones.
+    A recording opened inside a patch has the patched values; a recording opened outside has the original values.
     """
     require_type(model, nn.Module, "patch: takes a model, such as run.model")
     if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
@@ -102,13 +102,15 @@ def patch(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
     for pattern, change in changes.items():
         for name, tap in find_taps(model, pattern).items():
             if tap in functions:
-                raise UserError(f"{name}: two patterns want to change it, the second being {pattern!r}; name it once")
+                raise UserError(
+                    f"{name}: matches two patterns, the second is {pattern!r}; each tap can be patched once"
+                )
             functions[tap] = change
 
     def change_value(tap: Tap, inputs: object, x: Tensor) -> Tensor:
         new = functions[tap](x)
         if new.shape != x.shape:
-            raise ValueError(f"a patch must keep the shape {tuple(x.shape)}, not make it {tuple(new.shape)}")
+            raise ValueError(f"a patch must keep the shape {tuple(x.shape)}, but it returned {tuple(new.shape)}")
         return new
 
     with _hooked(functions, change_value):
@@ -150,7 +152,7 @@ class ForwardCalls:
 def record_calls(model: nn.Module) -> Iterator[ForwardCalls]:
     """Record the forward calls of every submodule while the context is open.
 
-    Taps are left out, since a hook on them would select the eager path; `record` is for them.
+    Taps are left out, because a hook on them would select the eager path; use `record` for taps.
     """
     calls = ForwardCalls()
     parts = [part for part in model.modules() if part is not model and not isinstance(part, nn.ModuleList | Tap)]

@@ -1,7 +1,7 @@
 """LSH attention: queries are their own keys, sorted by hash, and attend within chunks of the sorted sequence.
 
-Letters beyond the legend of attention.py:
-X heads of all rows   R rounds of hashing   P sorted positions: the length rounded up to chunks   N chunks
+Letters in addition to the legend of attention.py:
+X heads of all rows   R rounds of hashing   P sorted positions (the length rounded up to chunks)   N chunks
 C positions of a chunk   K keys that a chunk attends to
 """
 
@@ -21,24 +21,25 @@ from regard.nn.hooks import Tap
 from regard.nn.position import Position
 from regard.nn.primitives import Dropout, Linear
 
-# A query, being its own key, would always score itself highest, so it attends to itself only where it has no other key:
-# SELF is below every score, and MASKED is below SELF. Powers of two multiply without rounding.
-SELF, MASKED = -(2.0**13), -(2.0**30)
+# A query is also a key and would score itself highest, so it attends to itself only if it has no other key: SELF is
+# below every score, and MASKED is below SELF. Products with powers of two are exact.
+SELF = -(2.0**13)
+MASKED = -(2.0**30)
 
 
 class SortOrder(NamedTuple):
-    """The tokens of a pass sorted by hash, once per round, and the inverse permutation."""
+    """The tokens sorted by hash, for each round, and the inverse permutation."""
 
-    token_XRP: Tensor  # the token at each sorted position; indices beyond the length pad the last chunk
+    token_XRP: Tensor  # the token at each sorted position; larger indices than the length pad the last chunk
     sorted_XRP: Tensor  # the sorted position of each token
 
 
 class LSHAttention(nn.Module):
-    """Multi-head self-attention that compares each query with the few keys that hash alike.
+    """Multi-head self-attention that compares each query only with keys of similar hashes.
 
-    It is called like `Attention`. The random rotations of a layer come from its own seed, the same in every pass, so
-    that a resumed run hashes as the uninterrupted one. Where hashing saves nothing, in short sequences and in steps of
-    decoding, attention is exact over all keys: the limit of many rounds if a key met in several rounds counts `once`.
+    Called like `Attention`. The random rotations of a layer depend only on its seed, so a resumed run hashes like an
+    uninterrupted one. For short sequences and in decoding steps, where hashing saves nothing, attention is exact over
+    all keys. This is the limit of many rounds if a key counts `once`.
     """
 
     def __init__(self, stack: Stack, index: int = 0) -> None:
@@ -46,7 +47,8 @@ class LSHAttention(nn.Module):
         bias = stack.bias == "all"
         self.heads = self.kv_heads = stack.heads
         self.head_numbers = tuple(range(stack.heads))
-        self.head_width, self.value_width = stack.head, stack.value
+        self.head_width = stack.head
+        self.value_width = stack.value
         self.lsh = stack.lsh
         self.compared_keys = stack.lsh.hashes * stack.lsh.chunk * (1 + stack.lsh.before + stack.lsh.after)  # per query
         self.seed = index
@@ -67,11 +69,12 @@ class LSHAttention(nn.Module):
     def forward(
         self, x_BTD: Tensor, kv: KV, mask: AttentionMask, position: Position, order: SortOrder | None = None
     ) -> Tensor:
-        """The output for each query; `order` is the result of `sort` for the same pass, where it is computed again."""
-        shared_BHSE, v_BHSE = kv.k_BGSE, kv.v_BGSE
+        """The output for each query; a recomputation passes the `order` that `sort` returned in the first pass."""
+        shared_BHSE = kv.k_BGSE
+        v_BHSE = kv.v_BGSE
         if order is None:
             order = self.sort(kv, mask)
-        # Keys are normalised, so that a long query is not a strong key.
+        # Keys are normalised: the norm of a query must not affect its weight as a key.
         k_BHSE = shared_BHSE * torch.rsqrt(shared_BHSE.square().mean(-1, keepdim=True) + 1e-6)
         k_BHSE = k_BHSE / math.sqrt(k_BHSE.shape[-1])
         if order is None:
@@ -82,7 +85,7 @@ class LSHAttention(nn.Module):
         return out
 
     def sort(self, kv: KV, mask: AttentionMask) -> SortOrder | None:
-        """The tokens sorted by hash; None where attention is exact, since hashing would not compare fewer pairs."""
+        """The tokens sorted by hash; None if attention is exact, because hashing would not save comparisons."""
         if mask.q_pos_BT.shape[1] != kv.length or kv.length <= self.compared_keys:
             return None
         token_XRP = self._hash(kv.k_BGSE, mask.keep_BS).argsort(dim=-1, stable=True)
@@ -91,7 +94,7 @@ class LSHAttention(nn.Module):
 
     @torch.no_grad()
     def _hash(self, x_BHTE: Tensor, keep_BT: Tensor | None) -> Tensor:
-        """The bucket of every token, (X, R, P): the nearest axis of a rotated space. Padding has the last one."""
+        """The bucket of every token, (X, R, P): the nearest axis after a rotation. Padding is in the last bucket."""
         length = x_BHTE.shape[2]
         padded = math.ceil(length / self.lsh.chunk) * self.lsh.chunk
         factors = self._buckets(padded)
@@ -111,7 +114,7 @@ class LSHAttention(nn.Module):
         return F.pad(bucket_BHRT.flatten(0, 1), (0, padded - length), value=buckets)
 
     def _buckets(self, length: int) -> tuple[int, ...]:
-        """The number of buckets, as two factors if comparing each token with that many axes costs too much."""
+        """The number of buckets, as two factors if it is too large to compare each token with an axis per bucket."""
         if self.lsh.buckets is not None:
             return (self.lsh.buckets,)
         power = (2 * (length // self.lsh.chunk)).bit_length() - 1
@@ -123,7 +126,7 @@ class LSHAttention(nn.Module):
         scores_BHTS = q_BHTE @ k_BHSE.transpose(-1, -2)
         queries, keys = scores_BHTS.shape[-2:]
         own_TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BHTE.device)
-        own_TS = own_TS.tril(keys - queries).triu(keys - queries)  # queries are the last of the keys
+        own_TS = own_TS.tril(keys - queries).triu(keys - queries)  # the queries are the last keys
         scores_BHTS = scores_BHTS.masked_fill(own_TS, SELF)
         if mask.mask_B1TS is not None:
             scores_BHTS = scores_BHTS.masked_fill(~mask.mask_B1TS, -math.inf)
@@ -135,7 +138,7 @@ class LSHAttention(nn.Module):
         q_XTE, k_XTE, v_XTE = (x.flatten(0, 1) for x in (q_BHTE, k_BHTE, v_BHTE))
         q_XRNC = order.token_XRP.unflatten(-1, (-1, self.lsh.chunk))
         k_XRNK = self._neighbours(q_XRNC)
-        # The largest tensor is reused: it holds bias, scores and exponentials in turn.
+        # The largest tensor is reused for bias, scores and exponentials.
         scores_XRNCK = self._bias(q_XRNC, k_XRNK, order, mask, q_XTE.dtype)
         scores_XRNCK.add_(_take(q_XTE, q_XRNC) @ _take(k_XTE, k_XRNK).transpose(-1, -2))
         top_XRNC1 = scores_XRNCK.detach().amax(-1, keepdim=True)
@@ -144,8 +147,9 @@ class LSHAttention(nn.Module):
         def unsort(x_XRNCE: Tensor) -> Tensor:
             return _take(x_XRNCE.flatten(2, 3), order.sorted_XRP[..., : q_XTE.shape[1]])
 
-        # Rounds are parts of one softmax: each is weighted by the sum of its exponentials.
-        top_XRT1, sum_XRT1 = unsort(top_XRNC1), unsort(exp_XRNCK.sum(-1, keepdim=True))
+        # The rounds form one softmax: each is weighted by the sum of its exponentials.
+        top_XRT1 = unsort(top_XRNC1)
+        sum_XRT1 = unsort(exp_XRNCK.sum(-1, keepdim=True))
         share_XRT1 = (top_XRT1 - top_XRT1.amax(1, keepdim=True)).exp()
         share_XRT1 = share_XRT1 / (sum_XRT1 * share_XRT1).sum(1, keepdim=True)
         if self.weights.watched:
@@ -159,7 +163,7 @@ class LSHAttention(nn.Module):
         return z_BHTE
 
     def _neighbours(self, x_XRNC: Tensor) -> Tensor:
-        """The tokens of each chunk and of those around it, (X, R, N, K); the first chunk comes after the last."""
+        """The tokens of each chunk and its neighbours, (X, R, N, K); the first chunk follows the last."""
         ring = x_XRNC if self.lsh.once else x_XRNC.flatten(1, 2).unsqueeze(1)
         near = [ring.roll(shift, dims=2) for shift in range(self.lsh.before, -self.lsh.after - 1, -1)]
         return torch.cat(near, dim=3).view(*x_XRNC.shape[:3], -1)
@@ -168,8 +172,8 @@ class LSHAttention(nn.Module):
     def _bias(
         self, q_XRNC: Tensor, k_XRNK: Tensor, order: SortOrder, mask: AttentionMask, dtype: torch.dtype
     ) -> Tensor:
-        """The bias of the scores. There is no cache here, so tokens are in the order of their positions."""
-        # In multiples of SELF: one for the query's own token, more for later ones, none for the others.
+        """The bias of the scores. Hashed attention has no cache, so tokens are in the order of their positions."""
+        # In multiples of SELF: one for the token of the query, more for later tokens, zero for the others.
         q_XRNC1 = q_XRNC.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32)) * -SELF
         k_XRN1K = k_XRNK.unsqueeze(-2).to(q_XRNC1.dtype) * -SELF
         bias_XRNCK = (q_XRNC1 + SELF) - k_XRN1K if mask.causal else (q_XRNC1 - k_XRN1K).abs_().add_(SELF)
@@ -185,7 +189,7 @@ class LSHAttention(nn.Module):
         return bias_XRNCK
 
     def _mask_repeated(self, bias_XRNCK: Tensor, q_XRNC: Tensor, k_XRNK: Tensor, order: SortOrder) -> None:
-        """Mask, in each round, the keys that a query has met in an earlier one."""
+        """Mask in each round the keys that a query has seen in an earlier round."""
         chunks = q_XRNC.shape[2]
         chunk_XRP1 = (order.sorted_XRP // self.lsh.chunk).unsqueeze(-1)
         for later in range(1, self.lsh.hashes):
@@ -196,9 +200,9 @@ class LSHAttention(nn.Module):
 
 
 def _take(x_XTE: Tensor, index_X: Tensor) -> Tensor:
-    """Rows of `x` by index, where `index` shares all dimensions before the rows.
+    """Rows of `x` by index; `index` has the same leading dimensions as `x`.
 
-    An embedding lookup, which of all ways to gather rows has the fastest gradient.
+    An embedding lookup has the fastest gradient of all ways to gather rows.
     """
     *lead, length, width = x_XTE.shape
     start = torch.arange(math.prod(lead), device=x_XTE.device).mul_(length)

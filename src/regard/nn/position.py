@@ -1,6 +1,6 @@
 """Position encodings: added to the input, rotating queries and keys, or added to the scores.
 
-Positions are data, integer tensors of shape (batch or 1, length): caches, offsets and padding need no special case.
+Positions are integer tensors of shape (batch or 1, length), so caches, offsets and padding are not special cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from regard.errors import UserError
 
 
 class Position(nn.Module):
-    """No position encoding; each other one overrides one of the three methods `embed`, `rotate`, `bias`."""
+    """No position encoding. A subclass overrides one of the methods `embed`, `rotate` and `bias`."""
 
     def embed(self, pos_BT: Tensor) -> Tensor | None:
         """A vector per position to add to the input, (batch or 1, T, D)."""
@@ -30,7 +30,7 @@ class Position(nn.Module):
         return None
 
     def at(self, pos_BT: Tensor) -> Position:
-        """The same encoding for one pass over these positions: what `rotate` needs is computed once for all layers."""
+        """This encoding for a pass over these positions; `rotate` computes its angles once for all layers."""
         return self
 
 
@@ -40,11 +40,12 @@ NO_POSITION = Position()
 def sinusoid(pos_BT: Tensor, width: int, halves: bool = False) -> Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i/width)), PE(pos, 2i+1) = cos of the same, for any position.
 
-    With `halves` all sines come first and then all cosines.
+    With `halves`, all sines precede all cosines.
     """
     rate = torch.exp(torch.arange(0, width, 2, device=pos_BT.device) * (-math.log(10000.0) / width))
     angle_BTE = pos_BT.unsqueeze(-1) * rate
-    sin_BTE, cos_BTE = angle_BTE.sin(), angle_BTE.cos()
+    sin_BTE = angle_BTE.sin()
+    cos_BTE = angle_BTE.cos()
     if halves:
         return torch.cat((sin_BTE, cos_BTE[..., : width // 2]), dim=-1)
     return torch.stack((sin_BTE, cos_BTE), dim=-1).flatten(-2)[..., :width]
@@ -76,7 +77,7 @@ class Learned(Position):
 
 
 class Axial(Position):
-    """Two short tables, one for the row and one for the column of a position, side by side in the vector."""
+    """Two short tables, for the row and the column of a position; their vectors are concatenated."""
 
     def __init__(self, width: int, axial: AxialConfig) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Rotary(Position):
         self.config = config or RotaryConfig()
 
     def rates(self, device: torch.device) -> Tensor:
-        """The angle per position of every pair; slow pairs are slowed further to extend the context."""
+        """The angle per position of every pair; `factor` slows the slow pairs to extend the context."""
         config = self.config
         rate = config.base ** (-torch.arange(0, self.width, 2, device=device) / self.width)
         if config.factor == 1:
@@ -117,9 +118,10 @@ class Rotary(Position):
         return rate * (kept + (1 - kept) / config.factor)
 
     def cos_sin(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines for both parts of each pair, and the sines, negative for the first part."""
+        """The cosines for both elements of each pair, and the sines, negative for the first element."""
         angle_B1TE = (pos_BT.unsqueeze(-1) * self.rates(pos_BT.device)).unsqueeze(1)
-        cos, sin = angle_B1TE.cos(), angle_B1TE.sin()
+        cos = angle_B1TE.cos()
+        sin = angle_B1TE.sin()
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
@@ -130,11 +132,13 @@ class Rotary(Position):
 
 
 class RotaryAt(Position):
-    """The rotation at given positions, computed once."""
+    """The rotation at fixed positions, computed once."""
 
     def __init__(self, rotary: Rotary, pos_BT: Tensor) -> None:
         super().__init__()
-        self.rotary, self.pos_BT, self.cos_sin = rotary, pos_BT, rotary.cos_sin(pos_BT)
+        self.rotary = rotary
+        self.pos_BT = pos_BT
+        self.cos_sin = rotary.cos_sin(pos_BT)
 
     def rotate(self, x_BHTE: Tensor, pos_BT: Tensor) -> Tensor:
         return _rotate(x_BHTE, *self.cos_sin) if pos_BT is self.pos_BT else self.rotary.rotate(x_BHTE, pos_BT)
@@ -142,12 +146,13 @@ class RotaryAt(Position):
 
 def _rotate(x_BHTE: Tensor, cos_B1TE: Tensor, sin_B1TE: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of every vector."""
-    cos, sin = cos_B1TE.to(x_BHTE.dtype), sin_B1TE.to(x_BHTE.dtype)
+    cos = cos_B1TE.to(x_BHTE.dtype)
+    sin = sin_B1TE.to(x_BHTE.dtype)
     return torch.addcmul(x_BHTE * cos, x_BHTE.roll(x_BHTE.shape[-1] // 2, dims=-1), sin)
 
 
 class Alibi(Position):
-    """Subtract from each score the distance times a slope that is fixed per head."""
+    """Subtract the distance times a fixed slope per head from each score."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -159,7 +164,7 @@ class Alibi(Position):
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """2^(-8/n), 2^(-16/n), ... for n heads; when n is no power of two, the rest interleaves the series of 2n."""
+    """2^(-8/n), 2^(-16/n), ... for n heads, a power of two; other counts add every second slope of the next power."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -167,7 +172,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 class Bucket(Position):
-    """A trained number per head and bucket of distance: exact when near, logarithmic when far."""
+    """A trained number per head and bucket of distance; buckets are exact for near, logarithmic for far distances."""
 
     def __init__(self, heads: int, both_ways: bool, buckets: int = 32, far: int = 128) -> None:
         super().__init__()
@@ -187,7 +192,7 @@ class Bucket(Position):
         distance = offset.abs() if self.both_ways else (-offset).clamp(min=0)
         exact = count // 2
         scale = (count - exact) / math.log(self.far / exact)
-        # Clamp first: log(0) would be computed, although `where` discards it.
+        # Clamp first: log(0) would be computed even though `where` discards it.
         far = exact + (torch.log(distance.clamp(min=1) / exact) * scale).long()
         return base + torch.where(distance < exact, distance, far.clamp(max=count - 1))
 

@@ -1,11 +1,11 @@
-"""Linear and Dropout, with their fast paths on a CPU: products in bfloat16 or with packed weights, pooled masks.
+"""Linear and Dropout with fast paths for CPUs: products in bfloat16 or with packed weights, and pooled masks.
 
-torch's autocast leaves every product in bfloat16, so that each sum, norm and dropout converts it back; on a CPU that
-eats up the gain. Here only the matrix products are in bfloat16, and what lies between those of a feed-forward layer.
+The autocast of torch returns every product in bfloat16, and each sum, norm and dropout converts it back; on a CPU this
+costs more than it saves. Here only matrix products and the activations inside a feed-forward layer are in bfloat16.
 
-New random numbers for every dropout cost a small model much of its training step on a CPU. Slices of a pool of masks,
-at random offsets, cost almost nothing. The pool is a pure function of (seed, step): a resumed run drops what the
-uninterrupted one would have dropped.
+Drawing random numbers for every dropout takes much of the training step of a small model on a CPU. Slices of a pool of
+masks, at random offsets, cost almost nothing. The pool is a pure function of (seed, step), so a resumed run uses the
+same masks as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Matmul = Callable[[Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """A linear layer whose product can be computed in another way, see `use_matmuls`."""
+    """A linear layer whose matrix product can be replaced, see `use_matmuls`."""
 
     matmul: Matmul | None = None
-    bf16_result = torch.float32  # type of the result of a product in bfloat16
+    bf16_result = torch.float32  # result type of a product in bfloat16
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.matmul is None else self.matmul(x)
@@ -39,7 +39,7 @@ Matmuls = Mapping[Linear, Matmul]
 
 @contextmanager
 def use_matmuls(matmuls: Matmuls) -> Iterator[None]:
-    """While open, these layers compute their product by these functions."""
+    """Compute the products of these layers by these functions while the context is open."""
     for linear, matmul in matmuls.items():
         linear.matmul = matmul
     try:
@@ -50,7 +50,7 @@ def use_matmuls(matmuls: Matmuls) -> Iterator[None]:
 
 
 def bf16_matmuls(model: nn.Module) -> Matmuls:
-    """Products in bfloat16 for training, forward and backward; weights and their gradients stay in fp32."""
+    """Products in bfloat16 for training, forward and backward; weights and weight gradients stay in fp32."""
 
     def matmul(linear: Linear) -> Matmul:
         return lambda x: _Bf16.apply(x, linear.weight, linear.bias, linear.bf16_result)
@@ -59,11 +59,12 @@ def bf16_matmuls(model: nn.Module) -> Matmuls:
 
 
 class _Bf16(torch.autograd.Function):
-    """x W' + b with x, W and b rounded; the gradients of W and b are fp32, that of x has the type of x."""
+    """x W' + b with x, W and b rounded; the gradients of W and b are fp32, the gradient of x has the type of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, result: torch.dtype) -> Tensor:
-        x_bf16, weight = x.bfloat16(), weight_OI.bfloat16()
+        x_bf16 = x.bfloat16()
+        weight = weight_OI.bfloat16()
         ctx.save_for_backward(x_bf16, weight)
         ctx.dtype = x.dtype
         return F.linear(x_bf16, weight, None if bias_O is None else bias_O.bfloat16()).to(result)
@@ -80,40 +81,41 @@ class _Bf16(torch.autograd.Function):
         return x_grad, weight_grad, grad_NO.sum(0, dtype=torch.float32) if needed[2] else None, None
 
 
-# Matrices with fewer elements, and products of fewer multiplications, are as fast unpacked.
-MIN_ELEMENTS, MIN_WORK = 1 << 16, 1 << 19
-PACKED_ROWS = 32  # input rows that the packed layout is tuned for; it is good for any number
+# Smaller matrices, and products with fewer multiplications, are as fast without packing.
+MIN_ELEMENTS = 1 << 16
+MIN_WORK = 1 << 19
+PACKED_ROWS = 32  # number of input rows that the packed layout is tuned for; it works for any number
 
 
 class PackedWeights:
-    """Products for inference that are kept as long as their weights do not change.
+    """Products for inference, cached while their weights do not change.
 
-    A change is another tensor, an in-place operation on the same, or another sum of its elements, for what is written
-    through `.data` counts as no operation.
+    A change is a new tensor, an in-place operation, or a new sum of the elements: writing through `.data` does not
+    count as an operation.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Linear, bool], tuple[tuple[Any, ...], Matmul]] = {}
+        self._cache: dict[tuple[Linear, bool], tuple[tuple[Any, ...], Matmul]] = {}
 
     def matmuls(self, model: nn.Module, bf16: bool = False) -> Matmuls:
-        """The products of a model with the weights of now: packed for oneDNN when first used, or in bfloat16."""
+        """The products of a model with its current weights: packed for oneDNN on first use, or in bfloat16."""
         result: dict[Linear, Matmul] = {}
-        kept: dict[tuple[Linear, bool], tuple[tuple[Any, ...], Matmul]] = {}
+        cache: dict[tuple[Linear, bool], tuple[tuple[Any, ...], Matmul]] = {}
         for linear in linears(model):
             if not (bf16 or _can_be_packed(linear)):
                 continue
             state = (*_state(linear.weight), *_state(linear.bias))
-            before, matmul = self._kept.get((linear, bf16), (None, None))
+            before, matmul = self._cache.get((linear, bf16), (None, None))
             if matmul is None or before != state:
                 matmul = (_bf16_matmul if bf16 else _packed_matmul)(linear)
             result[linear] = matmul
-            kept[linear, bf16] = state, matmul
-        self._kept = kept  # nothing of layers that are gone
+            cache[linear, bf16] = state, matmul
+        self._cache = cache  # without layers that no longer exist
         return result
 
 
 def _state(x: Tensor | None) -> tuple[Any, ...]:
-    """What tells whether a tensor is the one it was; an inference tensor counts no changes and never equals itself."""
+    """A fingerprint of a tensor. An inference tensor counts no changes, so its fingerprint never equals another."""
     if x is None:
         return ()
     version = object() if x.is_inference() else x._version
@@ -121,7 +123,7 @@ def _state(x: Tensor | None) -> tuple[Any, ...]:
 
 
 def linears(model: nn.Module) -> list[Linear]:
-    """The layers of a model whose product can be replaced, each once."""
+    """The layers of a model whose product can be replaced."""
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
@@ -141,7 +143,8 @@ def _bf16_matmul(linear: Linear) -> Matmul:
 
 
 def _packed_matmul(linear: Linear) -> Matmul:
-    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    weight = linear.weight.detach()
+    bias = None if linear.bias is None else linear.bias.detach()
     packed: Tensor | None = None
 
     def matmul(x: Tensor) -> Tensor:
@@ -157,24 +160,27 @@ def _packed_matmul(linear: Linear) -> Matmul:
 
 
 class MaskPool:
-    """Dropout masks of one process, drawn again from (seed, step) every `renew` steps."""
+    """The dropout masks of one process, drawn from (seed, step) every `renew` steps."""
 
     def __init__(self, seed: int, size: int = 1 << 22, renew: int = 64) -> None:
-        self.seed, self.size, self.renew = seed, size, renew
-        self.offsets = random.Random(seed)  # within a step, equal offsets give equal masks
+        self.seed = seed
+        self.size = size
+        self.renew = renew
+        self.offsets = random.Random(seed)  # equal offsets within a step give equal masks
         self._masks: dict[float, Tensor] = {}
         self._drawn_for = -1
 
     def begin(self, step: int) -> None:
-        """Enter a training step: its masks depend only on (seed, step) and the order of calls."""
+        """Begin a training step; its masks depend only on (seed, step) and the order of calls."""
         self.offsets.seed(f"{self.seed} {step}")
         if step // self.renew != self._drawn_for:
             self._drawn_for = step // self.renew
             self._masks.clear()
 
     def mask(self, like: Tensor, rate: float) -> Tensor:
-        """A mask of `like`'s shape: zero with probability `rate`, else 1 / (1 - rate)."""
-        count, most = like.numel(), self.size // 2
+        """A mask of the shape of `like`: 0 with probability `rate`, else 1 / (1 - rate)."""
+        count = like.numel()
+        most = self.size // 2
         pieces = [self._piece(min(most, count - start), rate) for start in range(0, count, most)]
         mask = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return mask.view(like.shape).to(like.dtype)
@@ -182,7 +188,7 @@ class MaskPool:
     def _piece(self, count: int, rate: float) -> Tensor:
         masks = self._masks.get(rate)
         if masks is None:
-            # The seed includes the rate, or masks of two rates would drop the same elements.
+            # The seed includes the rate; otherwise masks of two rates would drop the same elements.
             draws = torch.Generator().manual_seed(hash((self.seed, self._drawn_for, rate)) & (2**63 - 1))
             keep = torch.rand(self.size, generator=draws) >= rate
             masks = self._masks[rate] = keep.to(torch.float32).div_(1 - rate)
@@ -211,7 +217,7 @@ class Dropout(nn.Module):
 
 
 def use_pool(model: nn.Module, pool: MaskPool | None) -> None:
-    """Let every dropout of a model take its masks from `pool`."""
+    """Set the mask pool of every dropout of a model."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.pool = pool

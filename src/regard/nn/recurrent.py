@@ -1,4 +1,4 @@
-"""Recurrent stacks with the interface of `Transformer`: a bidirectional encoder, and a decoder with attention."""
+"""Recurrent stacks with the interface of `Transformer`: a bidirectional encoder and a decoder with attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM
 
 
 class RecurrentEncoder(nn.Module):
-    """Bidirectional layers; the vector of a token is the states of both directions concatenated."""
+    """Bidirectional layers; the vector of a token concatenates the states of both directions."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class RecurrentEncoder(nn.Module):
         )
 
     def encode(self, x_BSD: Tensor, keep_BS: Tensor | None) -> EncoderOutput:
-        """Encode a whole input; the backward direction starts at the last token that is not padding."""
+        """Encode a whole input; the backward direction starts at the last token before the padding."""
         final = []
         for block in self.blocks:
             x_BSD, last_BD = _run_bidirectional(block, self.dropout(x_BSD), keep_BS)
@@ -48,7 +48,7 @@ def _run_bidirectional(cell: nn.Module, x_BSD: Tensor, keep_BS: Tensor | None) -
 
 
 class RecurrentBlock(nn.Module):
-    """One recurrent layer; the layer that attends to the source also has `cross`."""
+    """One recurrent layer; `cross` is the attention of the layer that attends to the source."""
 
     def __init__(self, stack: Stack, input_width: int, cross: Attention | None) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class RecurrentBlock(nn.Module):
 class RecurrentDecoder(nn.Module):
     """Recurrent layers and one attention over the source: tanh(W [context ; state]) is the output.
 
-    The query is the top layer's state after the step, or with `attend_first` the state before it; then the context is
-    also concatenated to the input of the first layer.
+    The query is the state of the top layer after the step. With `attend_first` it is the state before the step, and the
+    context is also concatenated to the input of the first layer.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -91,7 +91,7 @@ class RecurrentDecoder(nn.Module):
         return attention
 
     def start(self, encoded: EncoderOutput) -> State:
-        """The state before the first token: the encoder's last states through a bridge."""
+        """The state before the first token: the last encoder states, projected by the bridges."""
         finals = encoded.final or (encoded.states_BSD[:, 0],)
         initial = [torch.tanh(bridge(finals[min(i, len(finals) - 1)])) for i, bridge in enumerate(self.bridges)]
         layers: list[LayerState] = [(h, torch.zeros_like(h)) if self.stack.mixer == "lstm" else (h,) for h in initial]
@@ -101,7 +101,7 @@ class RecurrentDecoder(nn.Module):
         return State(tuple(layers), source=CrossCache((kv,), encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_NTD: Tensor, state: State, keep_NT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Feed tokens after `state`, all at once if no step needs the output of the one before it."""
+        """Feed tokens after `state`, all at once if no step needs the output of the previous step."""
         if keep_NT is None and not (self.stack.input_feeding or self.stack.attend_first):
             return self._forward_steps(x_NTD, state, None)
         outs = []
@@ -132,7 +132,7 @@ class RecurrentDecoder(nn.Module):
         if self.stack.input_feeding:
             layers.append((out_NTD[:, -1],))
         new_layers = tuple(layers)
-        if keep_N1 is not None:  # padding leaves the state as it was
+        if keep_N1 is not None:  # padding does not change the state
             pairs = zip(new_layers, state.layers, strict=True)
             new_layers = tuple(
                 tuple(torch.where(keep_N1, a, b) for a, b in zip(new, old, strict=True)) for new, old in pairs

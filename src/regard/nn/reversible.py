@@ -1,7 +1,7 @@
-"""Layers that store no activations, since the backward pass computes them again.
+"""Layers that store no activations, because the backward pass recomputes them.
 
-Reversible layers are recomputed from their outputs: two streams, concatenated in one vector, alternate, and a function
-of one is added to the other. Any other layer can be recomputed from its input, which is then all that is stored.
+Reversible layers are recomputed from their outputs: they have two streams, concatenated in one vector, and add a
+function of one stream to the other. Other layers are recomputed from their inputs, which are stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReversibleBlock(Block):
         past: KV | None = None,
         source: tuple[KV, AttentionMask] | None = None,
     ) -> tuple[Tensor, KV]:
-        """As `Block.forward`, without a source; x is (B, T, 2D)."""
+        """Like `Block.forward`, without a source; x is (B, T, 2D)."""
         one_BTD, two_BTD = x_BTD.chunk(2, dim=-1)
         out_BTD, kv, _ = self.attend(two_BTD, pos_BT, mask, position, past)
         one_BTD = one_BTD + out_BTD
@@ -83,7 +83,7 @@ def run_reversible(
 
 @dataclass
 class _HalfLayer:
-    """(a, b) becomes (b, a + function(b)); the same random numbers give the same result."""
+    """(a, b) -> (b, a + function(b)); the same random state gives the same result."""
 
     function: Callable[[Tensor], Tensor]
     weights: list[nn.Parameter]
@@ -95,8 +95,8 @@ def _halves(
     order: SortOrder | None = None
 
     def attend(x_BTD: Tensor) -> Tensor:
-        # A recomputed input differs in its last digits. Hashed again, some of it would fall into another bucket and
-        # attend to other keys, so the order of the forward pass is kept.
+        # A recomputed input differs in its last digits. Hashing it could put tokens into other buckets, where they
+        # attend to other keys, so the order of the forward pass is reused.
         nonlocal order
         out_BTD, _, order = block.attend(x_BTD, pos_BT, mask, position, order=order)
         return out_BTD
@@ -112,12 +112,14 @@ def _trainable(*modules: nn.Module) -> list[nn.Parameter]:
 
 
 class _Run(torch.autograd.Function):
-    """All half-layers of a stack as one function, which stores only its output."""
+    """All half-layers of a stack as one function that stores only its output."""
 
     @staticmethod
     def forward(ctx: Any, halves: list[_HalfLayer], random: RandomState, x_BTD: Tensor, *weights: Tensor) -> Tensor:
         device = "cpu" if x_BTD.is_meta else x_BTD.device.type
-        ctx.halves, ctx.random, ctx.random_states = halves, random, []
+        ctx.halves = halves
+        ctx.random = random
+        ctx.random_states = []
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         a, b = x_BTD.chunk(2, dim=-1)
         for half in halves:
@@ -148,12 +150,13 @@ class _Run(torch.autograd.Function):
 
 
 def run_checkpointed(block: nn.Module, *inputs: Any) -> tuple[Tensor, KV]:
-    """A layer of which only the inputs are stored for the backward pass, with the same dropout in both passes."""
+    """Run a layer and store only its inputs; the backward pass recomputes it with the same dropout."""
     pool = pool_of(block)
     if pool is None:
         out: tuple[Tensor, KV] = checkpoint(block, *inputs, use_reentrant=False)
         return out
-    offsets, at_forward = pool.offsets, pool.offsets.getstate()
+    offsets = pool.offsets
+    at_forward = pool.offsets.getstate()
 
     @contextmanager
     def replay() -> Iterator[None]:
@@ -169,12 +172,12 @@ def run_checkpointed(block: nn.Module, *inputs: Any) -> tuple[Tensor, KV]:
 
 
 def pool_of(module: nn.Module) -> MaskPool | None:
-    """The pool that dropout inside a module takes its masks from, if it does."""
+    """The mask pool of the dropout inside a module, or None."""
     return next((part.pool for part in module.modules() if isinstance(part, Dropout) and part.pool is not None), None)
 
 
 class RandomState(NamedTuple):
-    """How to save and restore the random number generator that dropout uses."""
+    """Functions that save and restore the random number generator of dropout."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""Attention scores: the classical ways to compare a query with a key.
+"""Attention scores: functions that compare a query with a key.
 
     dot         q . k
     scaled_dot  q . k / sqrt(E)
@@ -6,10 +6,10 @@
     cosine      t (q . k) / (|q| |k|)
     additive    v . tanh(W q + U k)
     concat      v . tanh(W [q ; k])
-    location    (W q)[s]: from the query and the key's position alone
+    location    (W q)[s]: depends on the query and the position of the key
 
-A score transforms the query, transforms the key (once, when the key is computed), and compares the two. Scores that
-compare by a dot product can use the fused kernel.
+A score transforms the query and the key (once, when the key is computed) and compares them. Scores that compare by a
+dot product can use the fused kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from regard.config import ScoreName
 
 
 class Score(nn.Module):
-    """q . k, the base of all scores."""
+    """q . k, the base class of all scores."""
 
     is_dot = True
     scale = 1.0
@@ -94,7 +94,7 @@ class Additive(Score):
 
 
 class Concat(Additive):
-    """v . tanh(W [q ; k]); the two halves of W are applied separately, which is the same product."""
+    """v . tanh(W [q ; k]); the two halves of W are applied separately, which is equivalent."""
 
     def __init__(self, heads: int, kv_heads: int, query_width: int, key_width: int) -> None:
         nn.Module.__init__(self)
@@ -110,7 +110,7 @@ class Concat(Additive):
 
 
 class Location(Score):
-    """(W q)[s]: a score per key position, whatever the key. Positions beyond the table are masked."""
+    """(W q)[s]: a score per key position, independent of the key. Positions beyond the table are masked."""
 
     is_dot = False
 
@@ -129,7 +129,7 @@ class Location(Score):
 
 
 def make_score(name: ScoreName, heads: int, kv_heads: int, query_width: int, key_width: int, max_length: int) -> Score:
-    """The score of that name for queries and keys of these widths."""
+    """The score with this name for queries and keys of these widths."""
     match name:
         case "scaled_dot":
             return ScaledDot(key_width)

@@ -1,4 +1,4 @@
-"""A stack of Transformer layers: an encoder, or a causal decoder that passes a decoding state on."""
+"""A stack of Transformer layers: an encoder, or a causal decoder with a decoding state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from regard.nn.position import make_position
 from regard.nn.primitives import Dropout
 from regard.nn.reversible import ReversibleBlock, run_checkpointed, run_reversible
 
-SegmentMemory = tuple[Tensor, ...]  # the inputs of each layer for the last tokens of earlier segments
+SegmentMemory = tuple[Tensor, ...]  # per layer, its inputs for the last tokens of earlier segments
 
 
 class Transformer(nn.Module):
-    """Embedded tokens in, one vector per token out."""
+    """Layers that map embedded tokens to one vector per token."""
 
     def __init__(self, stack: Stack, *, causal: bool, source_width: int | None = None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Transformer(nn.Module):
         self.embed_norm = make_norm(stack) if stack.embed_norm else nn.Identity()
         self.dropout = Dropout(stack.dropout)
         self.reversible = stack.residual == "reversible"
-        self.recompute = False  # in the backward pass, instead of storing the activations inside layers
+        self.recompute = False  # recompute the activations inside layers in the backward pass instead of storing them
         block = ReversibleBlock if self.reversible else Block
         self.blocks = nn.ModuleList(block(stack, source_width, index) for index in range(stack.layers))
         self.norm = make_norm(stack, stack.out_width) if stack.norm_at == "pre" else nn.Identity()
@@ -43,15 +43,15 @@ class Transformer(nn.Module):
         return EncoderOutput(x_BSD, keep_BS)
 
     def start(self, encoded: EncoderOutput) -> State:
-        """The state before the first token; the keys of the source are computed here, once."""
+        """The state before the first token, with the keys and values of the source."""
         blocks = [block for block in self.blocks if isinstance(block, Block) and block.cross is not None]
         layers = tuple(block.project_source(encoded.states_BSD, encoded.pos_BS) for block in blocks)
         return State((), source=CrossCache(layers, encoded.keep_BS, encoded.pos_BS))
 
     def forward(self, x_BTD: Tensor, state: State, keep_BT: Tensor | None = None) -> tuple[Tensor, State]:
-        """Feed tokens after `state` -> a vector for each, and the state after them. `keep_BT` is False at padding."""
+        """Feed tokens after `state` -> a vector per token, and the new state. `keep_BT` is False at padding."""
         if state.length and not state.layers:
-            raise ValueError("reversible layers store no keys in training: decoding cannot continue from there")
+            raise ValueError("reversible layers store no keys in training: decoding cannot continue from this state")
         if state.tree is not None:
             return self._forward_beam(x_BTD, state, state.tree)
         length = x_BTD.shape[1]
@@ -69,16 +69,17 @@ class Transformer(nn.Module):
             if self.training and torch.is_grad_enabled() and not state.length:
                 blocks = [block for block in self.blocks if isinstance(block, ReversibleBlock)]
                 x_BTD = run_reversible(blocks, x_BTD, pos_BT, mask, self.position.at(pos_BT))
-                return self.norm(x_BTD), state.advance((), length, keep_BT)  # nor are keys stored
+                return self.norm(x_BTD), state.advance((), length, keep_BT)  # keys are not stored
         x_BTD, layers = self._run(x_BTD, pos_BT, mask, state)
         if self.memory:
             layers = [kv.last(self.memory) for kv in layers]
         return x_BTD, state.advance(tuple(layers), length, keep_BT)
 
     def _forward_beam(self, x_N1D: Tensor, state: State, tree: PrefixTree) -> tuple[Tensor, State]:
-        """Feed one token to every hypothesis of the beam; those of a sentence are queries of one row."""
+        """Feed one token to every hypothesis of the beam; hypotheses of a sentence are queries of one row."""
         extended = tree.extend(self.memory)
-        pos_A1, prefix_A1WP = tree.next_pos_A1, extended.prefix_AWP.unsqueeze(1)
+        pos_A1 = tree.next_pos_A1
+        prefix_A1WP = extended.prefix_AWP.unsqueeze(1)
         x_AWD = self._embed(x_N1D.view(len(prefix_A1WP), -1, x_N1D.shape[-1]), pos_A1)
         if self.reversible:
             x_AWD = torch.cat((x_AWD, x_AWD), dim=-1)
@@ -89,7 +90,7 @@ class Transformer(nn.Module):
         return x_AWD.flatten(0, 1).unsqueeze(1), state
 
     def _run(self, x_BTD: Tensor, pos_BT: Tensor, mask: AttentionMask, state: State) -> tuple[Tensor, list[KV]]:
-        """Run all layers -> their output, and the KV of each one."""
+        """Run all layers -> the output, and the KV of each layer."""
         cross_mask = state.source and source_mask(state.source, pos_BT, len(x_BTD), self.step_window)
         position = self.position.at(pos_BT)
         run = run_checkpointed if self.recompute and self.training and torch.is_grad_enabled() else _run_block
@@ -102,9 +103,9 @@ class Transformer(nn.Module):
         return self.norm(x_BTD), layers
 
     def read_segment(self, x_BTD: Tensor, memory: SegmentMemory | None) -> tuple[Tensor, SegmentMemory]:
-        """Read a segment of a long text -> its vectors, and the memory for the next one, which takes no gradient.
+        """Read a segment of a long text -> a vector per token, and the memory for the next segment, without gradients.
 
-        Unlike a KV cache the memory holds the inputs of every layer, so their keys are made by the present weights.
+        Unlike a KV cache, the memory holds the inputs of every layer, so their keys use the current weights.
         """
         past = 0 if memory is None else memory[0].shape[1]
         pos_1P = torch.arange(past + x_BTD.shape[1], device=x_BTD.device).unsqueeze(0)

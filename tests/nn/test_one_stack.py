@@ -1,4 +1,4 @@
-"""Models of one stack: the equalities of a decoder alone, with its decoding state, and of an encoder alone."""
+"""Models with one stack: equalities of a decoder with its decoding state, and of an encoder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_fused_is_eager(name: str) -> None:
 
 @EVERY
 def test_cached_is_full(name: str) -> None:
-    """Token by token and in pieces; hypotheses that are reordered on the way keep their prefixes."""
+    """Token by token and in pieces; hypotheses that are reordered in between keep their prefixes."""
     model = decoder(name)
     full, order = model(TEXT, None), torch.tensor([2, 0, 0])
     for sizes in ((1,) * 6, (2, 3, 1)):
@@ -75,7 +75,7 @@ def test_cached_is_full(name: str) -> None:
 
 @EVERY
 def test_padded_is_alone(name: str) -> None:
-    """Padding at the left, from which reading goes on, and at the right."""
+    """Padding on the left, with continued decoding, and padding on the right."""
     model, (tokens, keep) = decoder(name), left_padded(ROWS)
     x, state = model.read(tokens, State(()), keep)
     close(model(tokens, keep), model.predict(x))
@@ -101,7 +101,7 @@ def test_batch_is_single(name: str) -> None:
 
 @EVERY
 def test_the_future_never_leaks(name: str) -> None:
-    """Change a later token: earlier scores stay as they were, bit for bit; its own change."""
+    """Changing a token does not change a bit of earlier scores; its own scores change."""
     model = decoder(name)
     before = model(TEXT, None)
     for place in (2, 5):
@@ -124,8 +124,8 @@ REMEMBERING = {
 
 @pytest.mark.parametrize("name", REMEMBERING)
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 1, 3), (6,)])
-def test_in_segments_is_at_once(name: str, sizes: tuple[int, ...]) -> None:
-    """With a memory that holds everything, whatever kind of position counts the distances; and as a cache would."""
+def test_segments_equal_one_pass(name: str, sizes: tuple[int, ...]) -> None:
+    """With a memory for the whole text, for all relative positions; and equal to a cache."""
     stack = Stack(**(TINY | REMEMBERING[name] | {"memory": 9}))
     model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, decoder=stack))
     segment_memory, pieces = None, []
@@ -198,7 +198,7 @@ def test_equalities_of_any_combination(table: dict[str, object], biased: bool) -
 
 @EVERY
 def test_every_parameter_is_trained(name: str) -> None:
-    """With a row of padding only: no NaN, and every parameter has a gradient."""
+    """With a row of only padding: no NaN, and every parameter has a gradient."""
     model = decoder(name).requires_grad_().train()
     scores = model(TEXT, torch.tensor([[True] * 6, [False] * 6, [False] * 3 + [True] * 3]))
     (scores * torch.randn_like(scores)).sum().backward()
@@ -222,7 +222,7 @@ TOPS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("top", TOPS)
 @pytest.mark.parametrize("name", READING)
 def test_encoder_padded_is_alone(name: str, top: str) -> None:
-    """Logits of every token, of the classes, or hidden states; fused = eager on the way."""
+    """Logits of every token or of the classes, or hidden states; also fused = eager."""
     model = build(shrunk(name, changes=TOPS[top]))
     together = model(SOURCE, KEEP)
     assert together.shape == {"as it is": (3, 5, VOCAB), "classes": (3, 1, 4), "vectors": (3, 5, 12)}[top]
@@ -235,7 +235,7 @@ def test_encoder_padded_is_alone(name: str, top: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"mixer": "gru"}, LATE | {"position": "bucket"}, {"embed_norm": True}])
-def test_any_encoder_alone(changes: dict[str, object]) -> None:
+def test_equalities_of_any_encoder(changes: dict[str, object]) -> None:
     model = build(Config(source_vocab=VOCAB, target_vocab=VOCAB, encoder=Stack(**(TINY | changes))))
     together = model(SOURCE, KEEP)
     for row, length in enumerate(LENGTHS):
@@ -287,7 +287,7 @@ def test_the_pooler_reads_the_first_vector() -> None:
 
 
 def test_the_first_score_of_a_masked_model_by_hand() -> None:
-    """norm(gelu(W x + b)), then the table transposed and a bias of its own."""
+    """norm(gelu(W x + b)), then the transposed embedding table and a separate bias."""
     model = build(shrunk("bert-base"))
     x, dense = torch.randn(4, 12), model.transform.dense
     hidden = torch.nn.functional.gelu(x @ dense.weight.T + dense.bias)
@@ -297,7 +297,7 @@ def test_the_first_score_of_a_masked_model_by_hand() -> None:
 
 @pytest.mark.parametrize("name", [*BOTH, *DECODERS, *ENCODERS])
 def test_saved_is_loaded(name: str, tmp_path: Path) -> None:
-    """Through a file, into a model that was never initialised: every parameter, tied ones once, bit for bit."""
+    """Through a file into an uninitialised model: every parameter is bit-identical; tied parameters are saved once."""
     model = build(shrunk(name))
     save_weights(weights_of(model), tmp_path / "w.safetensors")
     again = allocate(on_meta(shrunk(name))).eval().requires_grad_(False)
