@@ -83,14 +83,6 @@ def is_combining(part: str) -> bool:
     return unicodedata.category(part).startswith("M") or "\u1161" <= part <= "\u1175" or "\u11a8" <= part <= "\u11c2"
 
 
-def combining_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that can change the character before them."""
-    if tokenizer.scheme != "nfd":
-        return ()
-    pieces = tokenizer.pieces(range(tokenizer.size))
-    return tuple(index for index, piece in enumerate(pieces) if index not in tokenizer.special and is_combining(piece))
-
-
 def _character_parts(text: str) -> list[int]:
     return [letter for part in text for letter in ((ord(part),) if is_combining(part) else (BOUNDARY, ord(part)))]
 
@@ -310,21 +302,12 @@ class SearchInput:
     not_after_prefix: tuple[int, ...] = ()  # tokens that would change the last character of the prefix
     texts: PhraseTexts = NO_PHRASES
     phrases: Phrases | None = None  # the automaton of the texts
+    stages: int = 0  # of progress until all required phrases are met
     key: int = 0  # of its random numbers, together with the seed
     seed: int | None = None  # None: the seed of the options
     open_end: bool = False  # a continuation, which stops at its limit without an end token
     unknown: tuple[str, ...] = ()  # tokens and features of the source outside the vocabulary
     flags: dict[str, str] = field(default_factory=dict)  # name -> reason
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return self.texts.stop
-
-    @property
-    def stages(self) -> int:
-        """The number of stages from the beginning to the state in which all required phrases are met."""
-        return 0 if self.phrases is None else min(self.phrases.tokens_needed(()) or 0, MAX_STAGES)
 
 
 class Rule:
@@ -493,7 +476,7 @@ class PhraseConstraint(Rule):
         self.next_QV = join([each.next_QV + first_state[each] for each in automata])
         self.met_QV = join([each.met_QV for each in automata])
         self.ban_QV = join([each.ban_QV for each in automata])
-        self.stop_QV = join([each.stop_QV for each in automata]) if any(item.stop for item in inputs) else None
+        self.stop_QV = join([each.stop_QV for each in automata]) if any(item.texts.stop for item in inputs) else None
         self.need_MQ = join(
             [np.pad(each.need_MQ, ((0, subsets - len(each.need_MQ)), (0, 0))) for each in automata], axis=1
         )

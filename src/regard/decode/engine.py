@@ -394,7 +394,7 @@ class TokenStream(Iterator[Piece]):
             ids.append(index)
             scores.append(score)
             tops.append(engine.named_tokens(top_tokens(step.logp_NV, engine.options.top_tokens)[0]))
-            stopped = bool(item.stop) and item.phrases is not None and item.phrases.find_stop(ids) is not None
+            stopped = bool(item.texts.stop) and item.phrases is not None and item.phrases.find_stop(ids) is not None
             ended = index == scorer.eos
             if stopped or ended or (item.open_end and len(ids) == item.limit):
                 limited = len(ids) - ended == item.limit
@@ -402,7 +402,7 @@ class TokenStream(Iterator[Piece]):
                 yield from self._pieces_until_end(shown)
                 return
             certain = len(ids)
-            if item.stop and item.phrases is not None:
+            if item.texts.stop and item.phrases is not None:
                 certain = item.phrases.tokens_certain(ids) - 1  # one for the text that is not certain yet
             for n in range(shown, certain):
                 yield self._piece(self._text(ids[: n + 1]), ids[n], scores[n], tops[n])

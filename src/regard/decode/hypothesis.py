@@ -132,7 +132,7 @@ def make_hypotheses(
     if not outputs:
         return [empty_hypothesis({"unsatisfied": "the search found no output that satisfies the constraints"})]
     hypotheses = [_hypothesis(codec, options, item, output) for output in outputs]
-    if item.stop and not options.samples:  # the same output may have ended before different stop strings
+    if item.texts.stop and not options.samples:  # the same output may have ended before different stop strings
         hypotheses = list({(h.ids, h.text): h for h in reversed(hypotheses)}.values())[::-1]
     return _minimum_risk(codec, options, hypotheses) if options.mbr else hypotheses
 
@@ -141,12 +141,12 @@ def _hypothesis(codec: Codec, options: Options, item: SearchInput, output: Decod
     text = None
     flags = unknown_flags(item.unknown)
     stop = None
-    if item.phrases is not None and item.stop:  # the end token completes the last character
+    if item.phrases is not None and item.texts.stop:  # the end token completes the last character
         stop = item.phrases.find_stop((*output.ids, codec.ids.eos))
     if stop is not None:
         end, length = stop
         text = stopped_text(codec, item, output.ids[:end], length)
-        flags["stopped"] = f"ended before a stop string ({', '.join(map(repr, item.stop))})"
+        flags["stopped"] = f"ended before a stop string ({', '.join(map(repr, item.texts.stop))})"
         output = DecodedIds(output.ids[:length], output.token_scores[:length], value=0.0)
     ids = output.ids[:-1] if output.ids[-1:] == (codec.ids.eos,) else output.ids
     source = 0 if item.open_end or stop else len(item.sources[0]) - 1  # 0: no expectation about the length
@@ -170,7 +170,7 @@ def stopped_text(codec: Codec, item: SearchInput, ids: Sequence[int], length: in
     if not splits_tokens(codec):
         return before
     text = output_text(codec, item, ids)
-    ends = [(at + len(string), at) for string in item.stop if (at := text.find(string)) >= 0]
+    ends = [(at + len(string), at) for string in item.texts.stop if (at := text.find(string)) >= 0]
     return text[: min(ends)[1]] if ends else before  # the first one to end, the longest of several
 
 

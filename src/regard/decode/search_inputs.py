@@ -16,6 +16,7 @@ from regard.config import Config
 from regard.decode.constraints import (
     BOUNDARY,
     MAX_REQUIRED,
+    MAX_STAGES,
     MAX_STOP,
     NEVER,
     Letters,
@@ -23,13 +24,14 @@ from regard.decode.constraints import (
     PhraseTexts,
     SearchInput,
     Speller,
-    combining_tokens,
+    is_combining,
     make_phrases,
 )
 from regard.decode.request import Input, Options, Request
 from regard.errors import UserError, plural
 from regard.run import Run
 from regard.text.codec import Example
+from regard.text.tokenizer import Tokenizer
 
 LENGTH_RATIO = 3  # the default limit is LENGTH_RATIO * source + LENGTH_EXTRA
 LENGTH_EXTRA = 50
@@ -57,7 +59,7 @@ class Preparer:
             if getattr(options, name):
                 raise UserError(f"{name}: a language model has no source to align with; leave it out")
         self.blocked = sorted({index for run in runs for index in run.never_produced(options.unknown)})
-        self.combining = combining_tokens(self.codec.target)
+        self.combining = _combining_tokens(self.codec.target)
         self._phrases: dict[PhraseTexts, Phrases] = {}
         self._check_options()
 
@@ -113,6 +115,7 @@ class Preparer:
             not_after_prefix=self.combining if prefix else (),
             texts=texts,
             phrases=phrases,
+            stages=0 if phrases is None else min(phrases.tokens_needed(()) or 0, MAX_STAGES),
             key=zlib.crc32(np.asarray(sources[0], dtype=np.int64).tobytes()),
             seed=request.seed,
             open_end=self.continues,
@@ -272,6 +275,14 @@ class Preparer:
                     raise UserError(f"require {phrase!r} and stop {string!r}: a part of one begins the other")
 
 
+def _combining_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that can change the character before them."""
+    if tokenizer.scheme != "nfd":
+        return ()
+    pieces = tokenizer.pieces(range(tokenizer.size))
+    return tuple(index for index, piece in enumerate(pieces) if index not in tokenizer.special and is_combining(piece))
+
+
 def _overlap(required: Letters, stop: Letters) -> bool:
     """Whether a stop string could cut off the end of a required phrase, or occur in it."""
     if required[-1:] == (BOUNDARY,):  # it also begins the next character
@@ -294,10 +305,11 @@ def check_ensemble(runs: Sequence[Run]) -> Config:
     """Refuse runs that cannot decode together -> the config of the first; all have the same target vocabulary."""
     if not runs:
         raise UserError("no run to generate with")
-    first = runs[0]
+    first, *others = runs
     for run in runs:
         if "decoder" not in run.task.stacks:
             raise UserError("only a run with a decoder can generate or score a text; this one has only an encoder")
+    for run in others:
         if run.task.seq2seq != first.task.seq2seq:
             raise UserError("ensemble: a language model and a model that reads a source cannot answer together")
         ours, theirs = ((x.config.target_vocab, x.config.ids, x.codec.target.to_json()) for x in (run, first))
