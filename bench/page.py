@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser's driver
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser driver
 from kit import chromium
 from regard.data.reader import LineCounter, Source
 from regard.decode.engine import TorchEngine
@@ -28,9 +28,9 @@ from regard.inspect.page import bundle
 from regard.run import Run
 from regard.text.codec import Example
 
-LONGEST = 40  # tokens of a continuation
-TYPED_LENGTH = 30  # tokens of the input that is typed
-AT_ONCE = 100  # inputs that the browser is asked in one call
+MAX_OUTPUT = 40  # tokens of a continuation
+TYPED_LENGTH = 30  # tokens of the typed input
+BATCH = 100  # inputs per call of the browser
 ASK = """(() => {
   const seconds = [], answers = [];
   for (const [input, options] of %s) {
@@ -41,8 +41,7 @@ ASK = """(() => {
   }
   return [answers.map((x) => [x.text, x.score]), seconds];
 })()"""
-# From the input event of a key press until the changed view has been painted, for the last letters of a text; null if
-# a view does not change.
+# Milliseconds from key press to paint of each view, for the last letters of a text; null if a view does not change.
 TYPED = """(async () => {
   const field = document.querySelector(%s), text = %s, times = [];
   for (let i = Math.max(1, text.length - 8); i <= text.length; i++) {
@@ -76,22 +75,22 @@ def wrong(outputs: list[str], examples: list[Example]) -> float:
 
 
 def ask(browser: chromium.Chromium, asked: list[Any]) -> tuple[list[list[Any]], float]:
-    """Text and score of the best output for every input, and the median of milliseconds."""
+    """The best output of every input with its score, and the median time in milliseconds."""
     answers, times = [], []
-    for start in range(0, len(asked), AT_ONCE):
-        some, seconds = browser.run(ASK % json.dumps(asked[start : start + AT_ONCE]))
+    for start in range(0, len(asked), BATCH):
+        some, seconds = browser.run(ASK % json.dumps(asked[start : start + BATCH]))
         answers += some
         times += seconds
     return answers, round(median(times), 1)
 
 
 def typed(browser: chromium.Chromium, field: str, text: str) -> dict[str, Any]:
-    """Milliseconds from a key press to each view: the median and the largest."""
+    """The median and maximum milliseconds from a key press to each view."""
     found = {}
     for tab in browser.run(TABS):
         browser.run(f"document.getElementById('tab-{tab}').click()")
         browser.until(SETTLED)
-        browser.run(TYPED % (json.dumps(field), json.dumps(text)))  # the browser compiles what is used often
+        browser.run(TYPED % (json.dumps(field), json.dumps(text)))  # warm-up: the browser compiles hot code
         browser.until(SETTLED)
         times = browser.run(TYPED % (json.dumps(field), json.dumps(text)))
         browser.until(SETTLED)
@@ -100,11 +99,11 @@ def typed(browser: chromium.Chromium, field: str, text: str) -> dict[str, Any]:
 
 
 def measure(browser: chromium.Chromium, run: Run, examples: list[Example], options: argparse.Namespace) -> list[Any]:
-    """What was measured at each precision, printed as it is."""
-    decoding = Options() if run.task.seq2seq else Options(max_length=LONGEST)
+    """Print the measurements of each precision."""
+    decoding = Options() if run.task.seq2seq else Options(max_length=MAX_OUTPUT)
     requests = [Request(e.source, e.features) for e in examples]
     ours: list[Hypothesis] = [h[0] for h in TorchEngine(run, decoding)(requests)]
-    limit = {} if run.task.seq2seq else {"maxLength": LONGEST}
+    limit = {} if run.task.seq2seq else {"maxLength": MAX_OUTPUT}
     asked = [[page_input(e), limit] for e in examples]
     text = max(examples, key=lambda e: -abs(len(run.codec.encode_source([e])[0]) - TYPED_LENGTH)).source
     results = []

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.chromium import browser, running_browser
 from kit.preloaded import forked_children
 from kit.shared import shared_copy
 from kit.toy import call, small, spell, toy_words
+
+__all__ = ["browser", "running_browser"]  # fixtures: one browser for all tests of a process
 
 torch.set_num_threads(1)  # tests work on small tensors, for which a second thread costs more than it brings
 # Jobs in the background and those of nohup inherit these as ignored; some tests send them.

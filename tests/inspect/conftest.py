@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from kit.chromium import browser, running_browser
 from kit.models import TINY, letters, tiny
 from regard.model import Model
 from regard.run import Run
-
-__all__ = ["browser", "running_browser"]  # fixtures of the tests here
 
 
 @pytest.fixture(params=list(TINY))

@@ -12,7 +12,7 @@ import torch
 
 from kit import chromium
 from kit.models import letters, tiny
-from kit.page import OUTPUT, PAYLOADS, TABS, TOKENS, complaints, decoded, enter, open_page, sharpened
+from kit.page import OUTPUT, PAYLOADS, TABS, TOKENS, complaints, decoded, enter, open_page, settle, sharpened
 from regard.inspect.live import first_trace
 from regard.inspect.page import render_page
 from regard.model import Model
@@ -115,10 +115,11 @@ def test_five_hundred_payloads_stay_text(browser: chromium.Chromium, tmp_path: P
         "(async (texts) => { const [f, g] = document.querySelectorAll('.field');"
         " for (const [i, t] of texts.entries()) {"
         " f.value = t; g.value = t; f.dispatchEvent(new Event('input')); g.dispatchEvent(new Event('input'));"
-        " if (i % 25 === 0) await new Promise(r => setTimeout(r, 60)); } await new Promise(r => setTimeout(r, 400)); })"
+        " if (i % 25 === 0) await new Promise(r => setTimeout(r, 60)); } })"
     )
     for start in range(0, len(PAYLOADS), 100):
         browser.run(f"{feed}({json.dumps(PAYLOADS[start : start + 100])})")
+        settle(browser)
         assert browser.run(CLEAN) == [3, 0, 0, "undefined"]
     for name in browser.run(TABS):
         browser.click(f"#tab-{name}")
@@ -177,6 +178,6 @@ def test_a_model_that_cannot_be_run_leaves_the_stored_page(
     data = first_trace(pairs, Example("abcab")).page_data()
     path.write_text(render_page(data, {"task": "pairs"}), encoding="utf-8")
     browser.open(path)
-    assert "cannot be run in this browser" in browser.run("document.querySelector('.note').textContent")
+    assert "This browser cannot run the model" in browser.run("document.querySelector('.note').textContent")
     browser.click("#tab-heads")
     assert browser.run("document.querySelectorAll('.word').length") > 0

@@ -1,6 +1,6 @@
 """A headless Chromium, driven through its debugging pipe: real pages, real clicks, no driver to install.
 
-`browser` is a fixture: a conftest.py that imports it, and `running_browser`, offers it to the tests of its directory.
+`browser` is a fixture of all tests: tests/conftest.py imports it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 120.0  # seconds, on a busy machine
+PATIENCE = 120.0  # seconds on a busy machine
 KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
-# The browser wants its pipe as files 3 and 4; a process of our own makes them so and becomes the browser.
+# The browser expects its pipe as files 3 and 4: a Python process renumbers the files, then becomes the browser.
 CONNECT = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 
 
 def find() -> str | None:
-    """The browser of this machine, if it has one."""
+    """The path of an installed browser, if any."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -63,7 +63,7 @@ class Chromium:
         self.resize(width, height)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask for something and wait for the answer."""
+        """Call a method of the debugging protocol and wait for the result."""
         self._count += 1
         message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
         if self._session is not None:
@@ -84,14 +84,14 @@ class Chromium:
             ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
             piece = os.read(self._in, 1 << 20) if ready else b""
             if not piece:
-                raise RuntimeError("the browser does not answer")
+                raise RuntimeError("the browser does not respond")
             self._buffer += piece
         text, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
         return message
 
     def open(self, page: Path | str, dark: bool = False) -> float:
-        """Show a file or an address -> seconds until it was ready."""
+        """Open a file or an address -> seconds until the page was ready."""
         self.events.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -102,7 +102,7 @@ class Chromium:
         return time.monotonic() - began
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluate an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
@@ -110,7 +110,7 @@ class Chromium:
 
     @contextmanager
     def inside(self, session: str) -> Iterator[None]:
-        """Talk to a frame that has a process of its own."""
+        """Send calls to a frame in another process."""
         outside, self._session = self._session, session
         yield
         self._session = outside
@@ -119,11 +119,12 @@ class Chromium:
         end = time.monotonic() + PATIENCE
         while not self.run(condition):
             if time.monotonic() > end:
-                raise RuntimeError(f"never true: {condition}")
+                errors = [event["params"] for event in self.events if event.get("method") == "Runtime.exceptionThrown"]
+                raise RuntimeError(f"never true: {condition} {errors}")
             time.sleep(0.02)
 
     def wait_for(self, method: str) -> dict[str, Any]:
-        """The details of an event, which may already have come."""
+        """The parameters of an event, which may have arrived already."""
         while not (found := [event for event in self.events if event.get("method") == method]):
             self.events.append(self._receive())
         details: dict[str, Any] = found[-1]["params"]
@@ -145,23 +146,23 @@ class Chromium:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + dx, y=y + dy)
 
     def click(self, selector: str, index: int = 0) -> None:
-        """A real click: the mouse moves there, goes down and up."""
+        """A real click: move, press, release."""
         x, y = self.spot(selector, index)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def key(self, name: str) -> None:
-        """Press a key; a character is typed."""
+        """Press a key; characters are typed."""
         text = {"Enter": "\r"}.get(name, name if len(name) == 1 else None)
         for kind in ("keyDown", "keyUp"):
             extra: dict[str, Any] = {"text": text} if text and kind == "keyDown" else {}
-            if name in KEY_CODES:  # without it, the browser itself does nothing
+            if name in KEY_CODES:  # required for the default action
                 extra["windowsVirtualKeyCode"] = KEY_CODES[name]
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, **extra)
 
     def write(self, text: str) -> None:
-        """Type a text where the focus is."""
+        """Type a text into the focused element."""
         for character in text:
             self.key(character)
 
@@ -188,7 +189,7 @@ class Chromium:
 
 
 def _high_pipe() -> tuple[int, int]:
-    """A pipe whose ends are not 3 and 4, which are to become the browser's."""
+    """A pipe whose ends are not 3 and 4, which the browser will use."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends)
     for end in ends:
@@ -198,7 +199,7 @@ def _high_pipe() -> tuple[int, int]:
 
 @pytest.fixture(scope="session")
 def running_browser() -> Iterator[Chromium]:
-    """One browser for all tests; they are skipped where there is none."""
+    """One browser for all tests of a process; without one they are skipped."""
     program = find()
     if program is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium)")
@@ -209,7 +210,7 @@ def running_browser() -> Iterator[Chromium]:
 
 @pytest.fixture
 def browser(running_browser: Chromium) -> Chromium:
-    """The browser, as large as a screen and with nothing emulated."""
+    """The browser with the window size and media of a desktop."""
     running_browser.resize(1280)
     running_browser.call("Emulation.setEmulatedMedia", media="")
     return running_browser

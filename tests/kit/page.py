@@ -1,4 +1,4 @@
-"""What tests of pages share: runs, opening a live page and asking it, markup that must stay text."""
+"""Shared by tests of pages: runs, opening and querying a live page, markup that must remain text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAYLOADS = [shell.format(core) for shell, core in itertools.product(SHELLS, CORE
 
 
 def complaints(browser: Chromium) -> list[str]:
-    """Exceptions, console errors, and anything the page asked the network for beside itself."""
+    """Exceptions, console errors, and network requests other than for the page itself."""
     out = []
     for event in browser.events:
         if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening"):
@@ -61,9 +61,9 @@ def complaints(browser: Chromium) -> list[str]:
 
 
 def sharpened(run: Run, factor: float = 3.0, biases: bool = False) -> Run:
-    """The run with larger weights: attention and outputs of random ones are nearly uniform, which hides mistakes.
+    """Scale up the weights of a run: the outputs of small random weights are nearly uniform, which hides mistakes.
 
-    With `biases`, those and the weights of norms are random, too; they begin as zeros and ones.
+    With `biases`, also randomise biases and the weights of norms, which start as zeros and ones.
     """
     torch.manual_seed(3)
     with torch.no_grad():
@@ -77,7 +77,18 @@ def sharpened(run: Run, factor: float = 3.0, biases: bool = False) -> Run:
     return run
 
 
+_pages: dict[tuple[int, str, str | None], tuple[Run, str]] = {}  # the run is kept, so that its id stays unique
+
+
 def page_of(run: Run, source: str = "abcab", features: str | None = None) -> str:
+    """The live page of a run; made once for each input, so a run must not change after its first page."""
+    key = id(run), source, features
+    if key not in _pages:
+        _pages[key] = run, _make_page(run, source, features)
+    return _pages[key][1]
+
+
+def _make_page(run: Run, source: str, features: str | None) -> str:
     example = None if run.task.reads == "images" else Example(source, features=features)
     found = first_trace(run, example)
     return render_page(found.page_data(), model_block(run, WeightPacker("fp32"), [example] if example else []))
@@ -97,7 +108,7 @@ def open_page(
 
 
 def settle(browser: Chromium) -> None:
-    """Wait until everything that was asked has been computed."""
+    """Wait until all requests are computed."""
     browser.until("document.querySelector('.bar-top').getAttribute('aria-busy') === 'false'")
 
 
@@ -112,12 +123,12 @@ def decoded(run: Run, source: str, features: str | None = None, **options: Any) 
 
 
 def shown(text: str) -> str:
-    """An output as the page writes it token by token."""
+    """An output as the page shows its tokens."""
     return text.replace(" ", "␣")
 
 
 class Plain(Packer):
-    """Arrays as lists, nothing rounded."""
+    """Packs arrays as lists, without rounding."""
 
     def weights(self, x: np.ndarray) -> dict[str, Any]:
         return self.signed(x)
@@ -128,7 +139,7 @@ class Plain(Packer):
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
-    """Where two traces differ; the page's may have more keys."""
+    """The differences of two traces; the page's trace may have more keys."""
     if isinstance(ours, dict):
         for key, value in ours.items():
             if key in ("numbers", "at", "type", "scale") and "values" not in (ours.keys() - {"scale"} or ()):
@@ -156,7 +167,7 @@ def opened(run: Run, found: Trace, precision: Precision = "fp32", simd: bool = T
 def same_trace(page: PageEngine, found: Trace, given: dict[str, Any], ids: list[int]) -> None:
     theirs = page.ask("trace", given, ids)
     ours = found.page_data(Plain())
-    ours["attribution"], ours["importance"] = None, {}  # computed when they are looked at, and compared apart
-    ours["image"] = theirs["image"] = None  # drawn from other numbers: compared by what was computed from them
+    ours["attribution"], ours["importance"] = None, {}  # computed on demand, and compared separately
+    ours["image"] = theirs["image"] = None  # derived from other numbers; the results computed from them are compared
     wrong = list(differences(ours, theirs))
     assert not wrong, wrong[:8]

@@ -57,18 +57,9 @@ def client(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
         yield each
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[chromium.Chromium]:
-    assert PROGRAM is not None
-    found = chromium.Chromium(PROGRAM)
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def page(browser: chromium.Chromium, client: Client) -> Iterator[chromium.Chromium]:
     """The page with the first run; the key is the password that a browser asks for."""
-    browser.resize(1280)
     browser.open(client.url.replace("//", f"//user:{KEY}@") + "/")
     yield browser
     problems = [

@@ -106,7 +106,7 @@ test("problems and failures are told, and what was there stays", () => {
   assert.equal(side.problem, "Type something.");
   side.input = { source: "bad" };
   answer(engine, side, wishes);
-  assert.equal(side.problem, "This cannot be computed: no");
+  assert.equal(side.problem, "The computation failed: no");
   assert.equal(side.trace, before);
 });
 

@@ -1,6 +1,6 @@
 // @ts-check
-// The answer to one input: the output with alternatives and hypotheses, predictions of masked tokens, or bars of
-// classes.
+// The answer to one input: output with alternatives and hypotheses, predictions of masked tokens, or class
+// probabilities.
 
 import { h, put, roving } from "../shared/dom.js";
 import { isEnd, isSpecial, percent, plural, visible, word } from "../shared/text.js";
@@ -37,7 +37,7 @@ export function writeAnswer(live, side, nodes) {
         h("small", {}, ` log-probability ${show(side.before.score)}`),
       );
   } else if (!side.trace.steps.length)
-    put(output, h("span", { class: "dim" }, "This model gives vectors, and predicts nothing."));
+    put(output, h("span", { class: "dim" }, "This model produces vectors and predicts nothing."));
   else if (engine.task === "masked") writeMasked(output, side.trace.steps);
   else writeClasses(output, side.trace.steps[0], side.before && side.before.steps[0]);
 }
@@ -56,7 +56,7 @@ function statusOf(side) {
   return out;
 }
 
-// The output token by token; each leads to the alternatives in its place.
+// The output token by token; a click on a token shows its alternatives.
 function writeHypothesis(live, side, { output, choices, nbest }) {
   const chosen = side.hypotheses[side.chosen];
   output.classList.toggle("spaced", live.engine.spaced);
@@ -119,11 +119,11 @@ const forcedNote = (live, side) =>
     h("button", { class: "quiet", type: "button", click: () => live.free(side) }, "restore"),
   );
 
-// The surer, the fainter the line below it.
+// The line below a token is fainter, the more probable the token is.
 function tokenButton(token, score, forced, open) {
   const p = Math.exp(score),
     special = isSpecial(token);
-  // text as it is read, so that letters join
+  // plain text, so that letters join
   const plain = /^[ \p{L}\p{M}\p{N}\p{P}\p{S}]*[\p{L}\p{M}\p{N}\p{P}\p{S}]$/u.test(token);
   const text = isEnd(token) ? "■" : plain || token === "\n" ? token : visible(token);
   return h(
@@ -206,7 +206,7 @@ function writeMasked(output, steps) {
   );
 }
 
-// Bars of probabilities; those before heads were silenced stand as lines.
+// Bars of class probabilities; lines mark the values before heads were silenced.
 function writeClasses(output, step, before) {
   const was = new Map((before ? before.candidates : []).map(([name, p]) => [name, p]));
   put(

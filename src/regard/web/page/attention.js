@@ -68,7 +68,7 @@ export class Position {
     if (this.kind === "bucket") this.table = weights.vector(`${this.name}.table.weight`); // (buckets, heads)
   }
 
-  // What is added to the embedding at a position; null: nothing.
+  // The vector added to the embedding at a position, or null.
   embed(position) {
     const { kind, stack, weights, name } = this;
     if (kind === "sinusoid" || kind === "sinusoid_halves")
@@ -104,19 +104,19 @@ export class Position {
     return this.kind === "alibi" || this.kind === "bucket";
   }
 
-  // What is added to the score of head number `head` between two positions.
+  // The bias of the score of head `head` between two positions.
   bias(head, query, key) {
     if (this.kind === "alibi") return -this.slopes[head] * Math.abs(query - key);
     return this.table[bucketOf(key - query, !this.causal) * this.stack.heads + head];
   }
 }
 
-// Multi-head attention with every score function. Keys and values are lists with one row per token, which the caller
-// owns: hypotheses of a beam share rows, and nothing is copied when one of them is carried on.
+// Multi-head attention with every score function. Keys and values are lists with one row per token, owned by the
+// caller: hypotheses of a beam share rows, and continuing a hypothesis copies nothing.
 
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 
-// x (heads, from) times a tensor (heads, from, to); `of` says which matrix a head uses.
+// x (heads, from) times a tensor (heads, from, to); `of` is the index of the matrix per head.
 function perHead(x, heads, from, matrices, to, of = (h) => h) {
   const out = new Float32Array(heads * to);
   for (let h = 0; h < heads; h++) {
@@ -142,7 +142,8 @@ function normalised(x, heads, width) {
 }
 
 export class Attention {
-  // `project` false: one head attends with the states themselves, as recurrent decoders do. `kept`: heads not pruned.
+  // `project` false: one head attends with the states themselves, as in recurrent decoders. `kept`: remaining
+  // heads.
   constructor(weights, name, stack, { project = true, cross = false, relative = false, kept = null }) {
     this.weights = weights;
     this.kernel = weights.kernel;
@@ -179,7 +180,7 @@ export class Attention {
     }
   }
 
-  // Keys and values of so many rows, appended to lists[r] = {k, v}.
+  // Append the keys and values of `rows` rows to lists[r] = {k, v}.
   addKeys(x, rows, positions, position, lists) {
     const { kvHeads, width, valueWidth } = this;
     if (!this.project) {
@@ -200,8 +201,8 @@ export class Attention {
     }
   }
 
-  // The output for each row of x. seen(r) -> [first, end) of the keys that it attends to; keys are numbered by
-  // position. `silenced`: heads whose output is zero. `record` takes what the page shows.
+  // The output for each row of x. seen(r) -> [first, end) of the visible keys, numbered by position. `silenced`:
+  // heads with zero output. `record` receives the values that the page shows.
   attend(x, rows, positions, position, lists, seen, silenced, record) {
     const { heads, width, valueWidth, kvHeads } = this,
       most = Math.max(...lists.map((list) => list.k.length));
@@ -259,7 +260,7 @@ export class Attention {
     return out;
   }
 
-  // Relative positions: (q + v) . W r(distance) for every head and distance, made when first needed.
+  // Relative positions: (q + v) . W r(distance) for every head and distance, computed on first use.
   byDistance(q, farthest) {
     const { place, layer, reach, width, rows } = this.relative,
       E = this.width,
@@ -289,11 +290,11 @@ export class Attention {
   }
 }
 
-// How a query is compared with a key: transform the query, transform the key once, compare. `part` reads its weights.
+// Compares queries with keys: transform the query, transform the key once, compare. `part` reads the weights.
 function makeScore(attention, part) {
   const { heads, kvHeads, width, scale } = attention,
     same = (x) => x;
-  const keyWidth = width; // those of recurrent stacks are as wide, too
+  const keyWidth = width; // the width in recurrent stacks, too
   const dot = (q, h, wide, k, group) => {
     let sum = 0;
     for (let i = 0, a = h * wide, b = group * wide; i < wide; i++) sum += q[a + i] * k[b + i];

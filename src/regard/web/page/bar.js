@@ -1,5 +1,5 @@
 // @ts-check
-// The bar above the views: input fields with their answers, and what was wished for.
+// The bar above the views: input fields with their answers, and search settings.
 
 import { h, put, roving } from "../shared/dom.js";
 import { plural } from "../shared/text.js";
@@ -55,7 +55,7 @@ function compareOrNot(live) {
   fields[live.sides.length > 1 ? (live.engine.features ? 2 : 1) : 0]?.focus();
 }
 
-// Inputs that the page offers, if it has several.
+// Example inputs of the page, if there are several.
 function examplesOf(live) {
   const { examples } = live.engine;
   if (live.engine.task === "image" || !examples || examples.length < 2) return null;
@@ -101,7 +101,7 @@ function sideOf(live, side, number) {
       rows.push(h("div", { class: "row" }, label, content));
       return rows[rows.length - 1];
     };
-  // tokens chosen for another input mean nothing for this one
+  // tokens chosen for another input do not apply to this one
   const changed = () => {
     if (!side.begins) side.prefix = [];
     live.ask();
@@ -128,7 +128,7 @@ function sideOf(live, side, number) {
   return { node: h("div", { class: "side" }, rows), write: () => writeAnswer(live, side, answer) };
 }
 
-// How the output is searched: greedy, beam or sampling, a forced beginning, forbidden tokens. Small until it is opened.
+// Search settings: greedy, beam or sampling, a forced beginning, forbidden tokens. Collapsed by default.
 
 const NAMES = { greedy: "greedy", beam: "beam", sample: "sampling" };
 
@@ -156,7 +156,7 @@ export function wishesOf(live) {
     search = h("div", { class: "controls" });
   const side = () => live.sides[0];
   const forced = tokenChips("forced beginning", "type, then Enter", {
-    // a token less is the beginning up to there
+    // keep the beginning up to the removed token
     read: () => side().prefix,
     change: (ids, at) => {
       Object.assign(side(), at === undefined ? { prefix: ids, begins: true } : { prefix: side().prefix.slice(0, at) });
@@ -209,7 +209,7 @@ export function wishesOf(live) {
     forced.write();
     forbidden.write();
     const now = JSON.stringify([wishes.strategy, wishes.seed]);
-    if (drawn === now) return; // a slider that is being dragged stays
+    if (drawn === now) return; // do not move a slider while it is dragged
     drawn = now;
     put(
       search,

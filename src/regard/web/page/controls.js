@@ -1,5 +1,5 @@
 // @ts-check
-// Controls: choices and lists, buttons that stand for a head, and which attention map is chosen.
+// Controls: choices and lists, head buttons, and the choice of an attention map.
 
 import { h, roving } from "../shared/dom.js";
 import { word } from "../shared/text.js";
@@ -7,7 +7,7 @@ import { data, plane, planeOf, strongest } from "./core.js";
 import { go, refresh, shell, state } from "./tabs.js";
 import { kindName } from "./words.js";
 
-// chosen: the index of a name, or a function that tells whether one is chosen.
+// chosen: the index of a name, or a predicate for names.
 export function choice(label, names, chosen, choose) {
   const on = typeof chosen === "function" ? chosen : (i) => i === chosen;
   const buttons = names.map((name, i) =>
@@ -43,11 +43,11 @@ export const pick = (label, names, chosen, choose) =>
 export const toggle = (label, on, title, turn) =>
   h("button", { type: "button", class: "quiet toggle", "aria-pressed": String(on), title, click: turn }, label);
 
-// Buttons that stand for a head: they open it or, on a page with a model, silence it.
+// Head buttons: a click opens the head or, on a page with a model, silences it.
 
 export const isSilenced = (map, index) => shell.live !== null && shell.live.isSilenced(map, index);
 
-// A key press that silences a head, or lets it speak again.
+// A key press that toggles the silencing of a head.
 export const silencing = (map, index) => (event) => {
   if (
     !shell.live ||
@@ -88,7 +88,7 @@ export function headButton(map, index, look, ...content) {
   );
 }
 
-// What a click on a head does, where there is a choice.
+// The action of a click on a head, if there is a choice.
 export const clickChoice = () =>
   shell.live
     ? onScreen(
@@ -101,9 +101,9 @@ export const clickChoice = () =>
 const onScreen = (node) => {
   node.classList.add("on-screen");
   return node;
-}; // it means nothing on paper
+}; // useless on paper
 
-// The button of the head that is shown alone.
+// The button of the single shown head.
 export function silenceButton(map, index) {
   if (!shell.live || index === null) return null;
   const silenced = isSilenced(map, index);
@@ -120,10 +120,10 @@ export function silenceButton(map, index) {
   );
 }
 
-// Attention maps: which one is chosen, and its rollout.
+// Attention maps: the chosen map, and rollout.
 
-// Attention rollout: a layer passes on half of what it was given and half of what its heads brought, from the first on.
-export const ROLLED = -2; // in place of a head
+// Attention rollout: the output of a layer is half its input and half the mean of its heads, multiplied over layers.
+export const ROLLED = -2; // instead of a head index
 export const rolls = (map) => map.rows === map.columns && data.maps.filter((m) => m.kind === map.kind).length > 1;
 const rolled = new WeakMap();
 function roll(map) {
@@ -152,7 +152,7 @@ export const chosenPlane = (map) =>
     ? roll(map)
     : plane(map.weights, map.heads.length > 1 ? Math.max(-1, state.head) : 0);
 
-// Another map: the head of the same number, if it has one, else the mean.
+// Change the map, and keep the head number if it exists; otherwise show the mean.
 export function changeMap(index) {
   const before = data.maps[state.map],
     map = data.maps[index];
@@ -167,16 +167,16 @@ export function changeMap(index) {
         : map.heads.indexOf(before.heads[state.head]);
 }
 
-// The heads that are shown at once: [{number, index}], none unless several are wanted.
+// The heads shown together: [{number, index}]; empty unless several are selected.
 export function severalHeads(map) {
   const chosen = state.many
     ? map.heads.map((number, index) => ({ number, index })).filter(({ number }) => state.heads.includes(number))
     : [];
   return chosen.length > 1 ? chosen.slice(0, MOST_HEADS) : [];
 }
-const MOST_HEADS = 8; // as many as there are hues
+const MOST_HEADS = 8; // the number of hues
 
-// A click with the shift key, or any while several are wanted, adds a head or takes it away.
+// A shift click, or any click in the mode for several heads, adds or removes a head.
 function chooseHead(map, i, adds) {
   if (!adds || i === 0 || i > map.heads.length) {
     state.many = false;
@@ -195,7 +195,7 @@ function chooseHead(map, i, adds) {
 export function mapControls({ several = false } = {}) {
   const kinds = [...new Set(data.maps.map((m) => m.kind))];
   const current = data.maps[state.map];
-  const layers = data.maps.map((m, i) => [m, i]).filter(([m]) => m.kind === current.kind);
+  const layers = data.maps.map((m, i) => ({ m, i })).filter(({ m }) => m.kind === current.kind);
   const heads = ["mean", ...current.heads.map((n) => String(n + 1)), ...(rolls(current) ? ["rollout"] : [])];
   const alone = state.head === ROLLED ? heads.length - 1 : state.head + 1,
     many = several && state.many;
@@ -212,10 +212,10 @@ export function mapControls({ several = false } = {}) {
     layers.length > 1
       ? pick(
           "layer",
-          layers.map(([m]) => String(m.layer + 1)),
-          layers.findIndex(([, i]) => i === state.map),
+          layers.map(({ m }) => String(m.layer + 1)),
+          layers.findIndex(({ i }) => i === state.map),
           (i) => {
-            changeMap(layers[i][1]);
+            changeMap(layers[i].i);
             refresh();
           },
         )
@@ -241,13 +241,13 @@ export function mapControls({ several = false } = {}) {
   ];
 }
 
-// The one head that is shown, of a page that can silence it; null if it is several, or their mean.
+// The single shown head, on a page that can silence it; null for several heads or their mean.
 export const oneHead = (map) =>
   map.heads.length === 1 ? 0 : state.head >= 0 && !severalHeads(map).length ? state.head : null;
 
 const weightText = (weight) => weight.toFixed(weight < 0.1 ? 3 : 2);
 
-// A cell of a map in words; without a key, the one with the largest weight. heads: several, each with its plane.
+// A cell of a map in words; without a key, that of the largest weight. heads: several, each with its plane.
 export function told(m, rows, columns, t, s, heads = []) {
   const key = s === null ? strongest(m, t) : s;
   const weights = heads.length

@@ -3,13 +3,93 @@
 
 import { constants, setConstants } from "../shared/constants.js";
 
-// The trace that views read when they draw; it is replaced when a model in the page computes another.
+/**
+ * An array of numbers: `values[i] * scale`, in row-major order.
+ * @typedef {object} Entry
+ * @property {number[]} shape
+ * @property {"u2" | "i2" | "f4"} type
+ * @property {number} scale
+ * @property {number} [at]  offset of the bytes in a stored trace
+ * @property {Uint16Array | Int16Array | Float32Array} values
+ */
+
+/** @typedef {"encoder" | "decoder" | "cross"} Kind */
+
+/**
+ * @typedef {object} AttentionMap
+ * @property {string} name
+ * @property {Kind} kind
+ * @property {number} layer
+ * @property {Entry} weights  (heads, queries, keys)
+ * @property {string} rows  name of the token row of the queries
+ * @property {string} columns
+ * @property {number[]} heads  head numbers; pruned models have gaps
+ */
+
+/**
+ * @typedef {object} Step
+ * @property {string} token
+ * @property {number} probability
+ * @property {number} entropy  in bits
+ * @property {number} normaliser
+ * @property {[string, number, number][]} candidates  token, probability, logit
+ */
+
+/** @typedef {{kind: "shortened" | "method" | "unmeasured" | "limit", text: string}} Note */
+
+/**
+ * The page data of a trace: `Trace.page_data` in Python, or `makeTrace`.
+ * @typedef {object} Trace
+ * @property {string} title
+ * @property {Record<string, string>} facts
+ * @property {Record<string, string>} texts
+ * @property {Record<string, string[]>} tokens
+ * @property {Record<string, "ltr" | "rtl">} directions
+ * @property {AttentionMap[]} maps
+ * @property {{name: string, weights: Entry}[]} alignment
+ * @property {Step[]} steps
+ * @property {{label: string, steps: [string, number, number][][]}[]} lens
+ * @property {{name: string, caption: string, rows: string, columns: string, values: Entry, first_column: number}[]} positions
+ * @property {{name: string, rows: string, layers: Record<string, any>[][]}[]} walks
+ * @property {Note[]} notes
+ * @property {number} score
+ * @property {"token" | "class"} unit
+ * @property {{height: number, width: number, channels: number, size: number, pixels: string} | null} image
+ * @property {Record<string, number[]>} distances
+ * @property {{values: Entry, rows: string, columns: string} | null} attribution
+ * @property {Record<string, number[]>} importance
+ * @property {import("../shared/constants.js").Constants} constants
+ * @property {string} numbers
+ */
+
+/**
+ * A matrix with its maximum.
+ * @typedef {object} Plane
+ * @property {number} T
+ * @property {number} S
+ * @property {Float32Array} data
+ * @property {number} max
+ * @property {(t: number, s: number) => number} at
+ */
+
+/**
+ * The trace that views read while drawing; a model in the page replaces it.
+ * @type {Trace}
+ */
 export let data = null;
+
+/** @param {Trace} next */
 export function setData(next) {
   data = next;
 }
 
-// Draw with another trace; what the drawing made must not read `data` later.
+/**
+ * Draw with another trace. Event handlers created meanwhile must not read `data`.
+ * @template T
+ * @param {Trace} other
+ * @param {() => T} draw
+ * @returns {T}
+ */
 export function withData(other, draw) {
   const before = data;
   data = other;
@@ -30,7 +110,7 @@ async function inflate(text) {
   return new Response(stream).arrayBuffer();
 }
 
-// Give every array of a stored trace its numbers.
+// Attach the numbers to every array of a stored trace.
 export function attachNumbers(node, buffer) {
   if (node === null || typeof node !== "object") return;
   if (node.shape && node.type in ARRAYS)
@@ -42,7 +122,10 @@ export function attachNumbers(node, buffer) {
   else for (const child of Object.values(node)) attachNumbers(child, buffer);
 }
 
-// The trace in the document, with its numbers.
+/**
+ * The trace in the document, with its numbers.
+ * @returns {Promise<Trace>}
+ */
 export async function storedData() {
   const stored = JSON.parse(document.getElementById("data").textContent);
   setConstants(stored.constants);
@@ -52,7 +135,12 @@ export async function storedData() {
 
 export const values = (entry) => entry.values;
 
-// A row along the last axis, as numbers; null where there is none.
+/**
+ * A row along the last axis as numbers; null for missing ones.
+ * @param {Entry} entry
+ * @param {...number} index
+ * @returns {(number | null)[]}
+ */
 export function row(entry, ...index) {
   const shape = entry.shape,
     width = shape[shape.length - 1],
@@ -68,8 +156,15 @@ export function row(entry, ...index) {
   return out;
 }
 
-// One matrix of weights with its largest number. `head` -1 is the mean over heads.
+/** @type {WeakMap<Entry, Map<number, Plane>>} */
 const planes = new WeakMap();
+
+/**
+ * One matrix of weights with its maximum. `head` -1 is the mean over heads.
+ * @param {Entry} entry
+ * @param {number} head
+ * @returns {Plane}
+ */
 export function plane(entry, head) {
   if (!planes.has(entry)) planes.set(entry, new Map());
   const made = planes.get(entry);
@@ -96,21 +191,35 @@ function makePlane(entry, head) {
   return planeOf(out, T, S);
 }
 
+/**
+ * @param {Float32Array} numbers
+ * @param {number} T
+ * @param {number} S
+ * @returns {Plane}
+ */
 export function planeOf(numbers, T, S) {
   let max = 0;
   for (const v of numbers) if (v > max) max = v;
   return { T, S, data: numbers, max, at: (t, s) => numbers[t * S + s] };
 }
 
-// The key to which a query attends most.
+/**
+ * The key with the largest weight.
+ * @param {Plane} m
+ * @param {number} t
+ */
 export function strongest(m, t) {
   let at = 0;
   for (let s = 1; s < m.S; s++) if (m.at(t, s) > m.at(t, at)) at = s;
   return at;
 }
 
-// Sharpness times coverage of a head of the cross-attention, over its first `rows` queries; the last key is the end of
-// the source.
+/**
+ * Sharpness times coverage of a cross-attention head over its first `rows` queries; the last key is the end of the source.
+ * @param {ArrayLike<number>} weights
+ * @param {number} rows
+ * @param {number} S
+ */
 export function alignmentMerit(weights, rows, S) {
   const keys = Math.max(1, S - 1),
     received = new Float64Array(keys);

@@ -1,6 +1,6 @@
 // @ts-check
-// The engine of a live page: text in; hypotheses, traces, attributions out. No document, so that it also runs
-// elsewhere.
+// The engine of a live page: text in; hypotheses, traces and attributions out. It does not use a document, so it
+// also runs outside a browser.
 
 import { constants, setConstants } from "../shared/constants.js";
 import { direction } from "../shared/direction.js";
@@ -11,27 +11,52 @@ import { entryOf, makeTrace, Recorder } from "./tracing.js";
 import { shownPixels } from "./weights.js";
 
 const STEP = 0.002; // of the difference quotient of attributions, relative to the embedding
+/** @typedef {{source?: string, features?: string | null, pixels?: Float32Array, name?: string, number?: number}} Input */
+
+/**
+ * @typedef {object} Hypothesis
+ * @property {string} text
+ * @property {number} score  sum of the token log-probabilities
+ * @property {number} normalized  score per token
+ * @property {number[]} ids
+ * @property {string[]} tokens
+ * @property {number[]} scores
+ * @property {boolean} limited  whether it reached the length limit
+ */
+
+/**
+ * @typedef {object} SearchOptions
+ * @property {"greedy" | "beam" | "sample"} [strategy]
+ * @property {number} [beam]
+ * @property {number} [nbest]
+ * @property {number} [temperature]
+ * @property {number} [seed]
+ * @property {number[]} [prefix]  forced ids at the start of the output
+ * @property {number[]} [forbid]  ids that may not occur
+ * @property {number | null} [maxLength]
+ */
+
 export class Engine {
   constructor(block, template, simd = true) {
     this.block = block;
     this.template = template;
     this.task = block.task;
     this.model = new Model(block.config, block.tensors, block.bytes, simd);
-    block.bytes = ""; // the weights are in memory now
+    block.bytes = ""; // the weights are copied by now
     this.codec = block.text ? new Codec(block.text) : null;
     this.features = this.codec ? this.codec.features : null;
-    // tokens of the output stand apart
+    // output tokens are separated by spaces
     this.spaced = Boolean(block.text) && (block.text.target || block.text.source).kind === "space";
     this.labels = block.labels;
     this.image = block.config.patches && { ...block.config.patches, ...block.pixels };
     this.examples = block.examples;
     this.continues = this.task === "lm";
     this.decodes = this.model.decoder !== null;
-    this.read = { key: null, record: null, state: null }; // the source that was read last
+    this.read = { key: null, record: null, state: null }; // the last encoded source
   }
 
-  // The state before the first output token, and what was recorded of the encoder. The search and the trace of its
-  // output read the same source, so that it is encoded once for both.
+  // The state before the first output token, and the record of the encoder. Search and trace share the encoded
+  // source.
   startOf(source) {
     const key = `${source.join()} ${[...this.silenced].sort().join()}`;
     if (this.read.key !== key) {
@@ -54,7 +79,11 @@ export class Engine {
     return { ids: this.codec.target.encode(text), unknown: this.codec.target.unknownTokens(text) };
   }
 
-  // Why an input cannot be read, in words; null if it can.
+  /**
+   * An error message for an input that cannot be read, or null.
+   * @param {Input} input
+   * @returns {string | null}
+   */
   problem(input) {
     if (!this.codec) return null;
     if (!input.source.trim() && !this.continues) return "Type something.";
@@ -64,14 +93,14 @@ export class Engine {
     return length > most ? `The text has ${length} tokens, more than the ${most} that this model can read.` : null;
   }
 
-  // The ids that the model reads first: the source, or the text to continue.
+  // The ids of the source, or of the text to continue.
   ids(input) {
     if (!this.continues) return this.codec.encodeSource(input);
     const ids = [...this.codec.before, ...this.codec.target.encode(input.source)];
     return ids.length ? ids : [this.block.start_id];
   }
 
-  // What the search needs of an input.
+  // The arguments of a search.
   job(input, { prefix = [], forbid = [], maxLength = null } = {}) {
     const { limits, never } = this.block,
       ids = this.ids(input),
@@ -95,6 +124,11 @@ export class Engine {
     };
   }
 
+  /**
+   * @param {Input} input
+   * @param {SearchOptions} [options]
+   * @returns {{hypotheses: Hypothesis[], unknown: string[], problem: string | null}}
+   */
   generate(input, options = {}) {
     const problem = this.problem(input);
     if (problem || !this.decodes)
@@ -120,11 +154,11 @@ export class Engine {
     return {
       hypotheses,
       unknown: this.codec.unknown(input),
-      problem: hypotheses.length ? null : "Nothing fits what was asked for.",
+      problem: hypotheses.length ? null : "No output satisfies the constraints.",
     };
   }
 
-  // The most probable tokens after `ids` of the output.
+  // The most probable next tokens after the output `ids`.
   next(input, ids, { forbid = [] } = {}, count = 8) {
     const job = this.job(input),
       fed = [job.first, ...ids],
@@ -137,7 +171,12 @@ export class Engine {
       .map((id) => ({ id, token: this.targetToken(id), probability: Math.exp(logp[id]) }));
   }
 
-  // The log-probability of each of the output's ids, as the search computes it.
+  /**
+   * The log-probability of each output id, as in the search.
+   * @param {Input} input
+   * @param {number[]} ids
+   * @returns {number[]}
+   */
   forced(input, ids) {
     const job = this.job(input),
       { x } = this.model.read([job.first, ...ids.slice(0, -1)], job.state),
@@ -148,6 +187,11 @@ export class Engine {
 
   // Traces
 
+  /**
+   * @param {Input} input
+   * @param {number[]} [ids]  of the output
+   * @returns {import("./core.js").Trace}
+   */
   trace(input, ids = []) {
     const how =
       this.task === "image"
@@ -228,7 +272,7 @@ export class Engine {
     };
   }
 
-  // An encoder alone: a classifier, or a masked language model.
+  // Encoder models: a classifier or a masked language model.
   traceText(input) {
     const record = new Recorder(),
       all = this.codec.encodeSource(input),
@@ -251,7 +295,7 @@ export class Engine {
     return { ...made, labels: source, nameOf: piece, logits: masked.logits, lensVectors: masked.vectors };
   }
 
-  // Pixels as the model reads them.
+  // Normalise pixels as the model expects.
   scaledPixels(pixels) {
     const { height, width, mean, scale } = this.image,
       channel = (i) => Math.floor(i / (height * width));
@@ -290,7 +334,7 @@ export class Engine {
     return { [name]: source, ...(this.features && features ? { features } : {}) };
   }
 
-  // A text with token t masked, if it can be.
+  // A text with token t masked, unless it is special.
   masking(source, t) {
     const { mask } = this.codec.ids;
     return mask !== null && !this.codec.source.special.has(source[t])
@@ -298,7 +342,7 @@ export class Engine {
       : source;
   }
 
-  // Read a text once per token with that token masked -> logits and lens vectors of the masked tokens.
+  // Logits and lens vectors of every token, from one copy of the text per token with it masked.
   maskEach(source) {
     const layers = this.model.encoder.blocks,
       logits = [],
@@ -317,11 +361,10 @@ export class Engine {
     return { logits: flat(logits), vectors: (i) => flat(vectors[i]) };
   }
 
-  // Explanations of the log-probability of what was predicted: output tokens, a class, or every masked token.
+  // Explanations of the log-probability of predictions: output tokens, a class, or every masked token.
 
-  // What is explained: parts that are computed one by one, each a function of factors of the input embeddings that
-  // gives the log-probabilities of some of the predictions; the number of inputs and the names of both token rows.
-  // Null: nothing is predicted.
+  // The explained quantity as parts; each part maps factors of the input embeddings to the log-probabilities of
+  // some predictions. Also the number of inputs and the names of both token rows. Null if nothing is predicted.
   explained(input, ids) {
     const { model } = this;
     if (!model.output) return null;
@@ -363,8 +406,8 @@ export class Engine {
     return { parts: [part], inputs, rows: "output", columns: this.continues ? "input" : "source" };
   }
 
-  // Gradient x input: how the log-probability of each output token changes as the embedding of each input token grows.
-  // It is the derivative along the embedding itself, so a difference quotient gives it without a backward pass.
+  // Gradient x input: the derivative of the log-probability of each output token along each input embedding. A
+  // difference quotient needs no backward pass.
   attribution(input, ids) {
     const found = this.explained(input, ids);
     if (!found) return null;
@@ -382,7 +425,7 @@ export class Engine {
     return { values: entryOf(Float32Array.from(lines.flat()), lines.length, inputs), rows, columns };
   }
 
-  // Milliseconds that attribution will take, by one of its many forward passes.
+  // Estimated milliseconds of an attribution, from one of its forward passes.
   attributionTime(input, ids) {
     const found = this.explained(input, ids);
     if (!found) return 0;
@@ -391,8 +434,8 @@ export class Engine {
     return 2 * found.inputs * found.parts.length * (performance.now() - began);
   }
 
-  // For each head: the log-probability of the output that is lost when it is silenced, one head at a time. Yields null
-  // after each part of such a measurement that takes several.
+  // The lost log-probability of the output per silenced head, one head at a time. Yields null after intermediate
+  // steps.
   *importance(input, ids) {
     const found = this.explained(input, ids);
     if (!found) return;
@@ -414,7 +457,7 @@ export class Engine {
     }
   }
 
-  // What is computed while a head is silenced, which then is as it was.
+  // Compute with a head silenced, then restore it.
   without(key, compute) {
     const had = this.silenced.has(key);
     this.silenced.add(key);

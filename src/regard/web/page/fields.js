@@ -1,5 +1,5 @@
 // @ts-check
-// Input fields: text, features, tokens, and an image that is drawn or dropped.
+// Input fields: text, features, tokens, and an image to draw or drop.
 
 import { h, put } from "../shared/dom.js";
 import { visible, word } from "../shared/text.js";
@@ -7,7 +7,7 @@ import { filmOf } from "./view-image.js";
 
 // Input fields: text that grows with its content, features with completion, chips of tokens.
 
-// changed(text) is called at every key press; a composition (of an input method) counts once it has ended.
+// changed(text) is called at every key press; for an input method, at the end of a composition.
 export function textField(id, text, oneLine, changed) {
   const field = h("textarea", {
     id,
@@ -74,8 +74,7 @@ export function featureField(id, text, { names, separator }, changed) {
   return h("span", { class: "with-list" }, field, list);
 }
 
-// Tokens as chips that can be removed, and a field to type more. read() -> ids; change(ids); encode(text) -> {ids,
-// unknown}
+// Removable chips of tokens, and a field to add more. read() -> ids; change(ids); encode(text) -> {ids, unknown}
 export function tokenChips(label, hint, { read, change, encode, name }) {
   const chips = h("span", { class: "chips" }),
     status = h("small", { class: "status" });
@@ -123,13 +122,12 @@ export function tokenChips(label, hint, { read, change, encode, name }) {
   return { node: h("div", { class: "control" }, h("span", {}, label), chips, field, status), write };
 }
 
-// A pad to draw on, of the model's image size, that also takes an image file.
+// A drawing pad with the image size of the model; it also accepts an image file.
 
-const PAD_SIDE = 196; // pixels on the screen, of the longer side
-const RANGES = [1, 16, 255, 65535]; // of the numbers in image files
+const PAD_SIDE = 196; // pixels on the screen of the longer side
+const RANGES = [1, 16, 255, 65535]; // largest values of pixel formats
 
-// The largest number of the files that the model was trained on; if it is not told, the range that its mean and scale
-// fit.
+// The largest pixel value of the training images; if unknown, the range that fits the mean and scale.
 export function largestPixel({ max, mean, scale }) {
   if (max) return max;
   if (!mean) return 1;
@@ -137,7 +135,7 @@ export function largestPixel({ max, mean, scale }) {
   return RANGES.find((range) => range >= usual) || usual;
 }
 
-// Bytes (RGBA) of a picture -> the numbers of a file, (C, H, W).
+// Convert the RGBA bytes of a picture to pixel values of a file, (C, H, W).
 export function pixelsOf(bytes, { height, width, channels }, most) {
   const out = new Float32Array(channels * height * width),
     size = height * width;
@@ -152,7 +150,7 @@ export function pixelsOf(bytes, { height, width, channels }, most) {
   return out;
 }
 
-let strokes = 0; // counts the inputs, which are too large to compare
+let strokes = 0; // numbers the inputs, because comparing pixels is slow
 
 export function padOf(live, side) {
   const { image } = live.engine,
@@ -174,7 +172,7 @@ export function padOf(live, side) {
   const colour =
     channels >= 3 ? h("input", { type: "color", value: "#ffffff", "aria-label": "colour of the pen" }) : null;
   let last = null,
-    fresh = true; // the first stroke begins a new drawing
+    fresh = true; // the first stroke starts a new drawing
   const place = (event) => {
     const box = sheet.getBoundingClientRect();
     return [(event.clientX - box.left) / zoom, (event.clientY - box.top) / zoom];
@@ -270,7 +268,7 @@ export function padOf(live, side) {
       h("button", { type: "button", class: "quiet", click: () => chooser.click() }, "Open a file"),
       colour,
       chooser,
-      h("p", { class: "dim" }, `Draw, or drop an image: it is made ${width} × ${height} pixels.`),
+      h("p", { class: "dim" }, `Draw, or drop an image; it is scaled to ${width} × ${height} pixels.`),
       status,
     ),
   );

@@ -8,11 +8,11 @@ import { clamp } from "./core.js";
 import { canvasSurface, colour, css, ink, inkOn, textWidth } from "./surface.js";
 import { figureLabel, rightToLeft, show } from "./words.js";
 
-// A matrix with tokens on both axes, and the strip that explains its colours.
+// A matrix with tokens on both axes, and the legend of its colours.
 
-// options: rows, columns (tokens), at(t, s), max, label, room (px), signed, mirrored (columns from the right), shade(t,
-// s) -> rgb,          onPick(t, s), onHover(t, s), tell(t, s) -> nodes; numbered, first, firstRow, stretch, tall for
-// axes that are numbers
+// options: rows, columns (tokens), at(t, s), max, label, room (px), signed, mirrored (columns from the right),
+// shade(t, s) -> rgb, onPick(t, s), onHover(t, s), tell(t, s) -> nodes; for numeric axes: numbered, first, firstRow,
+// stretch, tall
 export function matrix(options) {
   const layout = matrixLayout(options);
   const { T, S, left, top, wide, cell, place, width, height } = layout;
@@ -91,7 +91,7 @@ export function matrix(options) {
   };
 }
 
-// Where everything is. Names that do not fit above their column lean; axes too fine for names get numbers.
+// The layout. Labels that do not fit above their column are slanted; axes too fine for labels get numbers.
 function matrixLayout(options) {
   const T = options.rows.length,
     S = options.columns.length;
@@ -106,11 +106,11 @@ function matrixLayout(options) {
   const fits = columnWidths.map((w) => w + 2 <= wide),
     flat = fits.every(Boolean);
   const named = wide >= (options.numbered ? 20 : 12),
-    rowNamed = cell >= 12; // smaller ones are named when pointed at
+    rowNamed = cell >= 12; // smaller cells show their labels on hover
   const left = rowNamed ? rowWidth : 44,
     top = !named ? 22 : flat ? 24 : Math.ceil(widest * 0.87 + 14);
   const lean = named && !flat ? widest * 0.5 : 12;
-  const place = (s) => (options.mirrored ? S - 1 - s : s); // the column of a key, and the key of a column
+  const place = (s) => (options.mirrored ? S - 1 - s : s); // maps a key to its column, and a column to its key
   const gap = Math.min(wide, cell) >= (options.signed ? 12 : 8) ? 1 : 0;
   return {
     T,
@@ -230,13 +230,12 @@ export function legend(max, signed) {
 const INSET = 7; // pixels between a word and the edge of its button
 
 // options: rows, columns (tokens), at, max, upright, label, chosen, onHover(t), onPick(t), rowsName, columnsName (of
-// token rows);          layers: [{at, stroke()}], several sets of lines in their own colours, of which `at` is the
-// largest
+// token rows); layers: [{at, stroke()}], sets of lines with their own colours; `at` is their maximum
 export function links(options) {
   const T = options.rows.length,
     S = options.columns.length;
   let pinned = options.chosen === undefined || options.chosen >= T ? null : options.chosen;
-  const bold = Math.max(options.max, 0.25); // weights that are all small stay thin
+  const bold = Math.max(options.max, 0.25); // keep lines thin when all weights are small
   const layers = options.layers || [{ at: options.at, stroke: null }];
   const lines = h("svg", { "aria-hidden": "true", width: 0, height: 0 });
   const button = (token, i, isRow) =>
@@ -369,7 +368,7 @@ export function links(options) {
     aim(null, null);
     if (options.onPick) options.onPick(t);
   }
-  // As a figure of its own: the words where they stand, and the lines that are worth one, or those of the chosen word.
+  // As a standalone figure: the words in place, with the visible lines or those of the chosen word.
   function paint(surface) {
     const origin = box.getBoundingClientRect();
     const chosen =
@@ -423,7 +422,7 @@ export function links(options) {
   };
 }
 
-// A short text spreads out, within reason.
+// Spread out a short text, within limits.
 function spread(box, S, T) {
   const [up, down] = box.querySelectorAll(".words");
   for (const side of [up, down]) {
@@ -440,7 +439,7 @@ function spread(box, S, T) {
   }
 }
 
-// Everything that is worth a line: of each row the largest few, so that long texts stay quick.
+// The visible lines: the largest few of each row, so that long texts stay fast.
 function worthALine(layer, T, S, bold) {
   const few = T * S > 4000 ? 3 : 8,
     worth = [];

@@ -1,5 +1,5 @@
 // @ts-check
-// The page that is the model: what is typed is computed here, and the views show it.
+// The page with a model: it computes results for typed input, and the views show them.
 
 import { constants } from "../shared/constants.js";
 import { h } from "../shared/dom.js";
@@ -26,14 +26,14 @@ import {
 } from "./session.js";
 import { refresh, shell, state, tellChanged } from "./tabs.js";
 
-// milliseconds: a search that takes longer waits until typing pauses; a draft of it may take so long
+// milliseconds: a slower search waits until typing pauses; time limit of a draft
 const QUICK = 70,
   DRAFTED = 150;
 const PAUSE = 120,
-  REST = 500; // milliseconds without a key: the whole search begins, typing has ended
-const FORGET = 0.7; // what is too slow is tried again after a while: the first time is the slowest
+  REST = 500; // milliseconds without a key until the full search starts; until typing has ended
+const FORGET = 0.7; // a slow search is retried after a while, because the first one is the slowest
 
-// What the page begins with: the input of the stored trace. An image is shown as stored until another is drawn.
+// The first side: the input of the stored trace. A stored image is shown until another is drawn.
 function firstSide(engine, stored) {
   if (engine.task === "image") return { ...newSide(null), trace: stored };
   const { source, text, features } = stored.texts;
@@ -46,7 +46,7 @@ class Live {
     this.stored = stored;
     this.wishes = firstWishes(engine);
     this.sides = [firstSide(engine, stored)];
-    this.explains = engine.model.output !== null; // it predicts something, whose log-probability can be explained
+    this.explains = engine.model.output !== null; // the model predicts something, so its log-probability can be explained
     this.cost = { draft: 0, whole: 0 };
     this.bar = barOf(this);
   }
@@ -56,12 +56,12 @@ class Live {
     return found.length ? found : [this.stored];
   }
 
-  // Something was asked: compute before the next frame; if that takes long, only a draft of it, and the whole when
-  // nothing more is asked for a moment after the draft was painted.
+  // Compute a request before the next frame. If that is slow, compute a draft, then the rest after a pause without
+  // new requests.
   ask() {
     clearTimeout(this.timer);
     this.bar.node.setAttribute("aria-busy", "true");
-    // after all keys that wait, and in time for the next frame
+    // after all pending keys, before the next frame
     const soon = (work) => {
       this.timer = setTimeout(work, 0);
     };
@@ -91,7 +91,7 @@ class Live {
     this.cost[draft ? "draft" : "whole"] = performance.now() - began;
   }
 
-  // An address may name a hypothesis, which is there once the search is done.
+  // An address may select a hypothesis, which exists once the search is done.
   lookAtWanted(draft) {
     const [side] = this.sides,
       chosen = (this.wanted || 1) - 1;
@@ -123,21 +123,21 @@ class Live {
     this.layOutLittle();
     shell.still = true;
     if (same)
-      tellChanged(); // a search that found what its draft had found
+      tellChanged(); // the search confirmed its draft
     else refresh();
     shell.still = false;
     if (same) return;
-    this.drawn = shell.draft && state.view === "attribution" ? null : traces; // which draws no drafts
+    this.drawn = shell.draft && state.view === "attribution" ? null : traces; // this view does not draw drafts
   }
 
-  // While someone types, only what is on the screen is laid out.
+  // While the user types, lay out only the visible part.
   layOutLittle() {
     shell.panel.classList.add("typing");
     clearTimeout(this.resting);
     this.resting = setTimeout(() => shell.panel.classList.remove("typing"), REST);
   }
 
-  // Another first input, which was not typed.
+  // Replace the first input without typing.
   read(input) {
     this.sides[0] = newSide(input);
     this.bar.rebuild();
@@ -188,7 +188,7 @@ class Live {
     return side ? (this.explains ? importanceOf(this.engine, side) : null) : storedImportance(trace);
   }
 
-  // One input alone, or beside another one, which begins as the same.
+  // Show one input, or compare it with a second one that starts as a copy.
   compare(two) {
     const [first] = this.sides;
     this.sides = two ? [first, { ...newSide(first.input && { ...first.input }), trace: first.trace }] : [first];
@@ -204,7 +204,7 @@ function begin(stored) {
     shell.live = new Live(engine, stored);
     shell.traces = () => shell.live.traces();
   } catch (error) {
-    buildPage(h("p", { class: "note" }, `The model in this page cannot be run in this browser: ${error.message}`));
+    buildPage(h("p", { class: "note" }, `This browser cannot run the model in this page: ${error.message}`));
     return;
   }
   addToAddress(askedParts(shell.live));
@@ -214,7 +214,7 @@ function begin(stored) {
 
 storedData().then(begin, tooOld);
 
-// What was asked of the model, as parts of the address: inputs, search, silenced heads. What is read is checked.
+// The inputs, search settings and silenced heads as parts of the address. Values read from an address are validated.
 
 const inBounds = (name, text) => {
   const [low, high] = BOUNDS[name],
@@ -223,7 +223,7 @@ const inBounds = (name, text) => {
 };
 const integer = (n) => (n === null ? null : Math.round(n));
 
-// Ids of target tokens that the vocabulary has.
+// Ids of target tokens in the vocabulary.
 const tokenIds = (engine, text) =>
   (text || "")
     .split(",")
@@ -232,8 +232,8 @@ const tokenIds = (engine, text) =>
     .filter((id) => engine.codec && id < engine.codec.target.size)
     .slice(0, 400);
 
-// The parts of one input are named after it, but for the first: source, features, forced; compare, compare-features,
-// compare-forced.
+// The parts of an input carry its name, except for the first input: source, features, forced; compare,
+// compare-features, compare-forced.
 const partOf = (name, part) => (name === "source" ? part : `${name}-${part}`);
 
 function writeSide(side, name, first) {
@@ -267,7 +267,7 @@ export function askedParts(live) {
       ["silenced", [...engine.silenced].join(",")],
     ];
   }
-  // The input of this name; if the address has none, the usual one.
+  // The input with this name, or the default if the address has none.
   function readSide(parts, name, usualInput) {
     const text = parts.get(name),
       features = parts.get(partOf(name, "features"));

@@ -1,6 +1,6 @@
 // @ts-check
-// The model: token ids or an image in, logits out; and the layers of a Transformer. The same computation as regard's
-// own, from the same config.
+// The model: token ids or an image in, logits out; and the layers of a Transformer. The same computation as in
+// Python, from the same config.
 
 import { Attention, Position, sigmoid } from "./attention.js";
 import { RecurrentDecoder, RecurrentEncoder } from "./recurrent.js";
@@ -30,7 +30,7 @@ export function sumOf(a, b) {
   return out;
 }
 
-// LayerNorm or RMSNorm over rows; null if the model has none of this name.
+// LayerNorm or RMSNorm over rows; null if the model has no norm of this name.
 export function makeNorm(weights, name, stack) {
   const gamma = weights.vector(`${name}.weight`),
     beta = weights.vector(`${name}.bias`);
@@ -74,7 +74,7 @@ class FeedForward {
   }
 }
 
-// One layer; `pass` holds what all layers of a forward pass share (see Transformer.run).
+// One layer; `pass` holds the values shared by all layers of a forward pass (see Transformer.run).
 class Block {
   constructor(weights, name, stack, index, sourced) {
     this.name = name;
@@ -130,7 +130,8 @@ class Block {
     return out;
   }
 
-  // Reversible layers: y1 = x1 + attention(norm(x2)), y2 = x2 + feed_forward(norm(y1)), the streams side by side.
+  // Reversible layers: y1 = x1 + attention(norm(x2)), y2 = x2 + feed_forward(norm(y1)); the streams are
+  // concatenated.
   twoStreams(x, rows, attend, feed) {
     const wide = x.length / rows,
       half = wide / 2;
@@ -174,7 +175,7 @@ export class Transformer {
     return this.blocks.flatMap((block) => (block.cross ? [block.attention, block.cross] : [block.attention]));
   }
 
-  // Rows through all layers. lists[layer][r]: the keys that row r appends to and attends to.
+  // Run rows through all layers. lists[layer][r]: the keys that row r appends to and attends to.
   run(x, rows, positions, lists, source, { silenced, record }) {
     const { position, causal, window, sourceWindow } = this,
       embedded = new Float32Array(x);
@@ -215,14 +216,14 @@ export class Transformer {
     return this.norm ? this.norm(hidden, rows) : hidden;
   }
 
-  // A whole input at once, as an encoder reads it.
+  // Encode a whole input at once.
   encode(x, rows, options) {
     const positions = Array.from({ length: rows }, (_, i) => i);
-    const lists = emptyLists(this.blocks.length).map((list) => new Array(rows).fill(list)); // all rows append to one
+    const lists = emptyLists(this.blocks.length).map((list) => new Array(rows).fill(list)); // all rows append to the same list
     return { states: this.run(x, rows, positions, lists, null, options), rows };
   }
 
-  // The state before the first token; the keys of the source are computed here, once.
+  // The state before the first token, with the keys of the source.
   start(encoded) {
     const layers = emptyLists(this.blocks.length);
     if (!encoded) return { length: 0, layers, source: null };
@@ -233,7 +234,7 @@ export class Transformer {
     return { length: 0, layers, source };
   }
 
-  // Tokens of one sequence after a state.
+  // Run tokens of one sequence from a state.
   read(x, rows, state, options) {
     const next = { ...state, length: state.length + rows, layers: state.layers.map(fork) };
     const each = (list) => new Array(rows).fill(list),
@@ -244,7 +245,7 @@ export class Transformer {
     };
   }
 
-  // One token for every hypothesis.
+  // Run one token for every hypothesis.
   step(x, states, options) {
     const next = states.map((state) => ({ ...state, length: state.length + 1, layers: state.layers.map(fork) }));
     const lists = this.blocks.map((_, i) => next.map((state) => state.layers[i]));
@@ -263,7 +264,7 @@ export class Transformer {
   }
 }
 
-// The model: token ids or an image in, logits out. The same computation as regard's own, from the same config.
+// The model: token ids or an image in, logits out. The same computation as in Python, from the same config.
 
 const isRecurrent = (stack) => stack.mixer === "gru" || stack.mixer === "lstm";
 
@@ -289,10 +290,10 @@ export class Model {
     this.pooler = weights.linear("pooler");
     this.transform = weights.linear("transform.dense");
     this.transformNorm = this.transform && makeNorm(weights, "transform.norm", decoder || encoder);
-    this.silenced = new Set(); // `${attention}/${head}`: heads whose output is zero
+    this.silenced = new Set(); // `${attention}/${head}`: heads with zero output
   }
 
-  // Every attention, encoder first.
+  // All attentions, encoder first.
   get attentions() {
     return [this.encoder, this.decoder].flatMap((stack) => (stack ? stack.attentions : []));
   }
@@ -301,7 +302,7 @@ export class Model {
     return this.config.output === "classes";
   }
 
-  // Embeddings of ids, `factors` times as large each if given (for attribution).
+  // Embeddings of ids, scaled by `factors` if given (for attribution).
   embed(side, ids, factors = null) {
     const name = `${side}_embedding.weight`,
       width = this.weights.tensors.get(name).width,

@@ -1,5 +1,5 @@
 // @ts-check
-// The overview: one picture of the whole model with this input flowing through it. Where everything is, and drawing it.
+// The overview: one picture of the whole model with this input. Layout and drawing.
 
 import { direction } from "../shared/direction.js";
 import { percent } from "../shared/text.js";
@@ -24,8 +24,7 @@ const THUMB = [46, 84],
   SMALL_THUMB = 60;
 const MOST_CHIPS = 60;
 
-// The stacks of a model as the trace tells them: names, the tokens they read, layers with their attentions. The last
-// one predicts.
+// The stacks of a model: names, input tokens, layers with attentions. The last stack predicts.
 export function stacksOf() {
   const cross = data.maps.filter((map) => map.kind === "cross");
   const names = ["encoder", "decoder"].filter(
@@ -55,7 +54,7 @@ export function stacksOf() {
 
 const sentenceCase = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
-// Collects what is drawn: boxes, lines of text, pictures; and spots, which lead somewhere.
+// Collects drawing operations: boxes, lines of text, pictures; and spots, which are links.
 class Sketch {
   constructor() {
     this.marks = [];
@@ -78,7 +77,7 @@ class Sketch {
   arrow(x, from, to) {
     this.line(`M${x} ${from}V${to}`, [x, to]);
   }
-  // A line to the right with its head.
+  // A line to the right with an arrow head.
   branch(d, [x, y]) {
     this.line(d);
     this.line(`M${x - 5} ${y - 4}L${x} ${y}L${x - 5} ${y + 4}`);
@@ -108,7 +107,7 @@ function wrap(text, width, size, most) {
     : lines;
 }
 
-// Tokens (with a number below each, if there are some) in lines of so many pixels -> height.
+// Tokens, optionally with numbers below, wrapped at a width in pixels -> height.
 function tokensPart(sketch, tokens, x, y, width, { mirrored = false, under = null } = {}) {
   const high = under ? 34 : 22;
   let left = 0,
@@ -134,7 +133,7 @@ function tokensPart(sketch, tokens, x, y, width, { mirrored = false, under = nul
   return top + high + (tokens.length > MOST_CHIPS ? 18 : 0) - y;
 }
 
-// The heads of one attention as small pictures, with what each does -> height.
+// The heads of one attention as small pictures with descriptions -> height.
 function headsPart(sketch, map, x, y, width) {
   const words = describeHeads(data).get(map.name),
     count = map.heads.length,
@@ -172,7 +171,7 @@ function attentionPart(sketch, map, title, x, y, width) {
   return TITLE + headsPart(sketch, map, x, y + TITLE, width);
 }
 
-// One layer as a box -> height. `enters`: where the cross-attention begins.
+// One layer as a box -> height. `enters`: the origin of the cross-attention.
 function layerPart(sketch, stack, { number, self, cross }, x, y, width, enters) {
   const inner = width - 2 * PAD,
     left = x + PAD,
@@ -204,7 +203,7 @@ function layerPart(sketch, stack, { number, self, cross }, x, y, width, enters) 
     enters.push(top + 8);
     top += attentionPart(sketch, cross, self ? "Cross-attention" : "Attention over the source", left, top, inner);
   }
-  const last = self ? "Feed-forward, each token by itself" : "Recurrent cell: the state, token by token";
+  const last = self ? "Feed-forward, for each token" : "Recurrent cell: the state after each token";
   sketch.text(last, left, top + 12, soft);
   if (stack.walk >= 0)
     sketch.spot(left - 4, top - 2, inner + 8, 18, `${last}, layer ${number + 1}, step by step`, {
@@ -219,7 +218,7 @@ function layerPart(sketch, stack, { number, self, cross }, x, y, width, enters) 
   return high;
 }
 
-// What the model would predict after a layer of the stack that the LM head reads: as many tokens as there is room for.
+// The predictions after a layer of the top stack, as many as fit.
 function lensOf(stack, number, room, size) {
   const found = stack.predicts ? data.lens.find((each) => each.label === `layer ${number + 1}`) : null;
   if (!found) return null;
@@ -249,7 +248,7 @@ function embeddingTitle(stack) {
   return first ? sentenceCase(first.title) : "Embedding";
 }
 
-// Where the embedding leads: to the position encoding of this stack, if it has a picture, else to the walk.
+// The link target of the embedding: the position encoding of this stack, if it has a picture, else the walk.
 function embeddingLeads(stack) {
   const picture = data.positions.findIndex((position) => position.name === stack.name);
   return picture >= 0 ? { view: "position", picture } : stack.walk >= 0 ? { walk: stack.walk, layer: 0 } : null;
@@ -303,6 +302,7 @@ function predictionPart(sketch, x, y, width) {
     top + 21,
     strong,
   );
+  /** @type {[string, number][]} */
   const shown = classes
     ? data.steps[0].candidates.map(([name, p]) => [name, p])
     : data.steps.map((step) => [step.token, step.probability]);
@@ -324,7 +324,7 @@ function predictionPart(sketch, x, y, width) {
   return ARROW + high;
 }
 
-// Everything for so many pixels: {width, height, marks, spots}
+// The complete layout for a width in pixels: {width, height, marks, spots}
 export function overviewLayout(room) {
   const sketch = new Sketch(),
     stacks = stacksOf(),
@@ -345,7 +345,7 @@ export function overviewLayout(room) {
   }
   stacks.forEach((stack, i) => {
     if (i) {
-      const lines = wrap("↓ the encoder's output is read by every cross-attention below", width, 12.5, 3);
+      const lines = wrap("↓ every cross-attention below reads the encoder's output", width, 12.5, 3);
       lines.forEach((line, k) => sketch.text(line, 0, bottom + 24 + k * 16, soft));
       bottom += 28 + lines.length * 16;
     }

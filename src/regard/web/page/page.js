@@ -14,9 +14,8 @@ import { overviewView } from "./view-overview.js";
 import { walkView } from "./view-walk.js";
 import { show } from "./words.js";
 
-// The state of the page in the fragment of its address, so that a link points at a thing:
-// #heads?attention=cross&layer=2&head=3 Whatever is read from an address is checked; what does not fit is left as it
-// is.
+// The state of the page in the fragment of its address, so that links can point to a detail:
+// #heads?attention=cross&layer=2&head=3. Values read from an address are validated; invalid ones are ignored.
 
 const whole = (text, low, high) =>
   /^\d{1,6}$/.test(text) && Number(text) >= low && Number(text) <= high ? Number(text) : null;
@@ -26,7 +25,7 @@ const numbersIn = (text) =>
     .map((part) => whole(part, 0, 999999))
     .filter((n) => n !== null);
 
-// Each part: what is written of the state (null: nothing), and how it is read back.
+// Each part: how it is written (null: left out) and read.
 const currentMap = () => data.maps[state.map];
 const PARTS = {
   attention: {
@@ -160,8 +159,7 @@ const OF_VIEW = {
   attribution: ["weights"],
 };
 
-// A page with a model adds the parts of what was asked: extra.write() -> [[name, value]], extra.read(parts) -> whether
-// it computes anew
+// A page with a model adds its own parts: extra.write() -> [[name, value]], extra.read(parts)
 let extra = null;
 export function addToAddress(parts) {
   extra = parts;
@@ -177,9 +175,9 @@ export function writeAddress() {
   );
 }
 
-const MOST_READ = 20000; // characters of an address that are read
+const MOST_READ = 20000; // characters read from an address
 
-// Take over what an address says; false if it says nothing.
+// Apply an address; false if it is empty.
 export function readAddress(hash) {
   const [name, query] = hash
       .replace(/^#/, "")
@@ -193,14 +191,14 @@ export function readAddress(hash) {
   return true;
 }
 
-const TYPING = 200; // milliseconds without a key after which the address follows what was typed
+const TYPING = 200; // milliseconds without a key until the address is updated
 
-// Keep the address up to date, and follow one that is changed by hand or by a link.
+// Keep the address up to date, and follow manual changes and links.
 export function followAddress() {
   let last = null,
     waiting = 0;
   const write = () => {
-    if (parent !== window) window.name = state.view; // a frame that is given another page opens it at the same view
+    if (parent !== window) window.name = state.view; // a frame reopens the next page at the same view
     const now = "#" + writeAddress();
     if (now === last) return;
     last = now;
@@ -211,7 +209,7 @@ export function followAddress() {
     }
   };
   shell.changed.push(() => {
-    // at every key it would be slow, and a browser refuses it after a while
+    // updating at every key is slow, and browsers limit the rate
     clearTimeout(waiting);
     if (shell.still) waiting = setTimeout(write, TYPING);
     else write();
@@ -222,7 +220,7 @@ export function followAddress() {
   });
 }
 
-// The views in the order of their tabs.
+// The views in tab order.
 
 export const VIEWS = [
   overviewView,
@@ -298,7 +296,7 @@ function themeButton() {
 
 const facts = () => [...Object.entries(data.facts), ["log-probability", show(data.score)]];
 
-// What is above the views, written again when the trace is another.
+// Rewrite the texts above the views for a new trace.
 export function writeTexts() {
   put(
     shell.pair,
@@ -319,19 +317,19 @@ export function writeTexts() {
 }
 let factsWritten = "";
 
-// The map that is most worth seeing: the last cross-attention, the last layer of an image's encoder, else the first.
+// Select the most informative map: the last cross-attention, the last layer of an image encoder, else the first.
 function chooseFirst() {
   const last = data.maps.map((m) => m.kind).lastIndexOf("cross");
   state.map = last >= 0 ? last : data.image ? data.maps.length - 1 : 0;
   state.walk = Math.max(0, speaking());
 }
 
-// Draw again when the room for the views is another. It is known from here: asking for it while drawing would lay the
-// page out once more.
+// Redraw when the width for the views changes. The width is stored here, because reading it while drawing forces a
+// layout.
 function followWidth() {
   let waiting = 0;
   new ResizeObserver(() => {
-    const room = shell.panel.clientWidth; // none while it is not shown, as on paper
+    const room = shell.panel.clientWidth; // zero while hidden, as on paper
     if (!room || room === shell.room) return;
     shell.room = room;
     cancelAnimationFrame(waiting);
@@ -339,7 +337,7 @@ function followWidth() {
   }).observe(shell.panel);
 }
 
-// What the address asks for; in a frame, which may have none, the view of the page that was there before.
+// Open the view of the address; in a frame, which may have none, the view of the previous page.
 function openWanted() {
   let wanted = "";
   try {
@@ -351,7 +349,7 @@ function openWanted() {
   readAddress(wanted);
 }
 
-// above: what stands over the views instead of the texts of the trace, which are then for paper alone.
+// above: content over the views instead of the texts of the trace, which are then printed only.
 export function buildPage(above = null) {
   document.title = data.title + " · regard";
   shell.shown = VIEWS.filter((v) => v.when());
@@ -395,15 +393,15 @@ export function tooOld() {
     h(
       "p",
       { class: "note" },
-      "This browser is too old to unpack the numbers of this page (it lacks DecompressionStream).",
+      "This browser is too old to unpack the numbers of this page: it lacks DecompressionStream.",
     ),
   );
 }
 
-// On paper: light colours, and all views one below the other, each as wide as the paper.
+// Print all views in light colours, one below the other, at the width of the paper.
 
 const PAPER = 700; // pixels
-let finishPrinting = null; // what makes the page as it was
+let finishPrinting = null; // restores the page after printing
 
 function startPrinting() {
   if (finishPrinting) return;

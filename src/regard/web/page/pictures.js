@@ -1,5 +1,5 @@
 // @ts-check
-// Vectors as pictures: position encodings as a view, and whole vectors of the walk.
+// Vectors as pictures: position encodings as a view, and full vectors of the walk.
 
 import { h, put } from "../shared/dom.js";
 import { choice } from "./controls.js";
@@ -9,7 +9,7 @@ import { canvasSurface, css } from "./surface.js";
 import { refresh, saveButtons, state } from "./tabs.js";
 import { show, tokensOf } from "./words.js";
 
-// Position: the position encoding as a picture, and how alike two positions are.
+// The position view: the encoding as a picture, and the similarity of positions.
 
 export const positionView = {
   name: "position",
@@ -85,7 +85,7 @@ function fillPosition(panel, room) {
       firstRow: 0,
       tall: 400,
       room: Math.min(room - 44, 480),
-      label: "How alike two positions are",
+      label: "Similarity of positions",
       tell: (t, s) => [
         `positions ${t} and ${s === null ? t : s}: `,
         h("b", {}, show(like[t * N + (s === null ? t : s)])),
@@ -95,8 +95,8 @@ function fillPosition(panel, room) {
       h(
         "section",
         { class: "card" },
-        h("h2", {}, "How alike two positions are"),
-        h("p", { class: "dim" }, "The cosine between their vectors: a model can tell near from far by it."),
+        h("h2", {}, "Similarity of positions"),
+        h("p", { class: "dim" }, "The cosine of two position vectors; a model can derive distance from it."),
         near.node,
         saveButtons(near, `${found.name} likeness`),
       ),
@@ -124,7 +124,7 @@ function fillPosition(panel, room) {
   );
 }
 
-// Whole vectors and matrices as pictures: a strip of as many cells as a vector has numbers, or one row for every token.
+// Full vectors and matrices as pictures: a strip with one cell per number, or one row per token.
 
 // The numbers of a vector for one head (or -1): {T, D, at(t, i), max}
 function numbersOf(entry, head) {

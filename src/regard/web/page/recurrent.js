@@ -63,7 +63,8 @@ export class RecurrentEncoder {
     );
   }
 
-  // The vector of a token is the states of both directions side by side; `final` are the last states of each layer.
+  // The vector of a token is the concatenated states of both directions; `final` are the last states of each
+  // layer.
   encode(x, rows) {
     const final = [],
       half = this.width / 2;

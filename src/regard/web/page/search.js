@@ -1,9 +1,9 @@
 // @ts-check
-// Search over token ids: greedy, beam, sampling. The same rules of choice, ends and limits as `regard generate`.
+// Search over token ids: greedy, beam, sampling; with the same rules for ties, ends and limits as `regard generate`.
 
 import { constants } from "../shared/constants.js";
 
-// The log of the sum of exponentials of one row of logits, and the entropy of its softmax in bits, in one pass.
+// The log-sum-exp of one row of logits and the entropy of its softmax in bits, in one pass.
 function logSumExp(logits, from, vocab) {
   let top = -Infinity,
     sum = 0,
@@ -18,7 +18,7 @@ function logSumExp(logits, from, vocab) {
   return { normaliser: top + Math.log(sum), entropy: (Math.log(sum) - mean / sum) / Math.LN2 };
 }
 
-// Log-probabilities of one row of logits; blocked tokens have none.
+// Log-probabilities of one row of logits; blocked tokens get minus infinity.
 export function logSoftmax(logits, from, vocab, blocked) {
   const out = new Float64Array(vocab),
     { normaliser } = logSumExp(logits, from, vocab);
@@ -27,7 +27,7 @@ export function logSoftmax(logits, from, vocab, blocked) {
   return out;
 }
 
-// The indices of the `count` highest values, in order; of equals the lower index first.
+// The indices of the `count` highest values in order; ties go to the lower index.
 export function best(values, count) {
   const out = [];
   for (let i = 0; i < values.length; i++) {
@@ -40,7 +40,7 @@ export function best(values, count) {
   return out;
 }
 
-// A generator of numbers in [0, 1), the same for the same seed.
+// A seeded generator of numbers in [0, 1).
 export function randomNumbers(seed) {
   let state = seed >>> 0;
   return () => {
@@ -51,8 +51,8 @@ export function randomNumbers(seed) {
   };
 }
 
-// The values to choose by at step t: the prefix is forced, forbidden tokens are out, and at the limit only the end is
-// left.
+// The scores for choosing at step t: the prefix is forced, forbidden tokens are removed, and at the limit only the
+// end is allowed.
 function steer(logp, t, { eos, limit, openEnd, prefix, forbid }) {
   const values = logp.slice();
   for (const id of forbid) values[id] = -Infinity;
@@ -142,7 +142,7 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
       for (const token of best(values, Math.min(beam, vocab)))
         goes.push({ row, sum: row.sum + values[token], token, score: logp[token], state: next.states[r] });
     });
-    // Ends come first and rows in order: equal values are taken in the order end, row, rank.
+    // Ends come first and rows are in order, so ties are resolved by end, row, rank.
     const candidates = [...ends, ...goes].sort((a, b) => b.sum - a.sum || 0);
     const length = Math.max(1, t + (openEnd && t === limit ? 0 : 1));
     for (const found of candidates.slice(0, beam)) {
@@ -168,7 +168,8 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
         scores: [...row.scores, score],
       }));
     if (!rows.length) break;
-    // A beam that has ended goes on while something alive is better as it stands than the best that has ended.
+    // A beam with enough ends continues while the best open hypothesis is better, as it stands, than the best
+    // ended one.
     const top = rows[0].sum,
       closed = ended >= beam && !(top / (t + 1) ** penalty > finished[0].value);
     const worst = finished.length < nbest ? -Infinity : finished[finished.length - 1].value;
@@ -177,9 +178,9 @@ export function beamSearch(job, { beam = 5, nbest = beam, penalty = 1 }) {
   return finished.filter((found, i) => finished.findIndex((other) => other.ids.join() === found.ids.join()) === i);
 }
 
-// What is shown of predictions: the most probable tokens of every step, and of every layer.
+// Predictions: the most probable tokens of every step and of every layer.
 
-const LENS_ROWS = 16; // tokens of the lens that are computed together
+const LENS_ROWS = 16; // tokens of the lens computed together
 
 // The most probable tokens of one row of logits: [token, probability, logit].
 function topPredictions(row, count, nameOf, { normaliser } = logSumExp(row, 0, row.length)) {
@@ -201,8 +202,8 @@ export function outputSteps(logits, labels, nameOf) {
   });
 }
 
-// What each layer would predict if the LM head read its vectors, by the labels of the template. The overview shows the
-// first tokens only, and with a large vocabulary a prediction is much to compute: it is made when it is looked at.
+// Apply the LM head to the vectors of each layer, with the labels of the template. Predictions over a large
+// vocabulary are expensive, and the overview shows the first tokens only, so they are computed when read.
 export function logitLens(template, model, vectorsOf, nameOf) {
   const { top } = model;
   return template.lens.map(({ label }, i) => {
@@ -222,7 +223,7 @@ export function logitLens(template, model, vectorsOf, nameOf) {
   });
 }
 
-// An array whose elements are computed, a few at a time, when one of them is first read: compute(from, to) -> elements.
+// An array that computes its elements in blocks when they are first read: compute(from, to) -> elements.
 function lazyArray(length, few, compute) {
   const out = new Array(length),
     known = new Map();

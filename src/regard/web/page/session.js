@@ -1,14 +1,14 @@
 // @ts-check
-// What is asked of a model and what it answers: one input, or two that are compared. No document.
+// Requests to a model and their results, for one input or two compared inputs. No document.
 
 import { constants } from "../shared/constants.js";
 
 export const BOUNDS = { beam: [2, 10], temperature: [0.1, 2], seed: [0, 9999], length: [1, 400] };
 export const STRATEGIES = ["greedy", "beam", "sample"];
-export const MORE = 20; // tokens by which a continuation is lengthened
+export const MORE = 20; // tokens added to a continuation
 const DRAFT_LENGTH = 4; // tokens of the draft of a continuation
 
-// How the output is searched, the same for all inputs.
+// The search settings, shared by all inputs.
 export function firstWishes(engine) {
   const continues = engine.task === "lm";
   return { strategy: continues ? "greedy" : "beam", beam: 5, temperature: 1, seed: 1, length: MORE, forbid: [] };
@@ -16,8 +16,27 @@ export function firstWishes(engine) {
 
 export const searches = (engine) => ["pairs", "span", "lm"].includes(engine.task);
 
-// One input and its answer. prefix: ids that the output is made to begin with; begins: they were typed, and hold for
-// any input; chosen: which hypothesis is looked at.
+/**
+ * One input and its answer.
+ * @typedef {object} Side
+ * @property {import("./engine.js").Input | null} input
+ * @property {number[]} prefix  forced ids at the start of the output
+ * @property {boolean} begins  the prefix was typed and applies to any input
+ * @property {import("./engine.js").Hypothesis[]} hypotheses
+ * @property {number} chosen  index of the inspected hypothesis
+ * @property {string[]} unknown
+ * @property {string | null} problem
+ * @property {import("./core.js").Trace | null} trace
+ * @property {{text: string, score: number, tokens: string[]} | {steps: import("./core.js").Step[]} | null} before
+ * @property {string} [key]  identifies the trace
+ * @property {any} [importance]
+ * @property {any} [attribution]
+ */
+
+/**
+ * @param {import("./engine.js").Input | null} input
+ * @returns {Side}
+ */
 export const newSide = (input) => ({
   input,
   prefix: [],
@@ -30,8 +49,8 @@ export const newSide = (input) => ({
   before: null,
 });
 
-// A draft is less to compute, for as long as someone types: one output, greedy instead of a beam, and only the
-// beginning of a continuation.
+// A draft is cheaper while the user types: one output, greedy instead of a beam, and only the beginning of a
+// continuation.
 export const hasDraft = (engine, wishes) => wishes.strategy === "beam" || engine.task === "lm";
 
 function optionsOf(engine, side, wishes, draft) {
@@ -51,7 +70,7 @@ function optionsOf(engine, side, wishes, draft) {
   };
 }
 
-// An end token that a limit put there is not the model's.
+// Without an end token that was forced by the length limit.
 export const shownIds = (engine, hypothesis) =>
   hypothesis.limited && engine.task !== "lm" ? hypothesis.ids.slice(0, -1) : hypothesis.ids;
 
@@ -77,7 +96,7 @@ export function answer(engine, side, wishes, draft = false) {
   look(engine, side);
 }
 
-// Trace the hypothesis that is looked at.
+// Trace the inspected hypothesis.
 export function look(engine, side) {
   const hypothesis = side.hypotheses[side.chosen] || null;
   const key = JSON.stringify([
@@ -87,7 +106,7 @@ export function look(engine, side) {
     hypothesis && hypothesis.ids,
     [...engine.silenced].sort(),
   ]);
-  if (side.key === key) return; // as it was
+  if (side.key === key) return; // unchanged
   const found = guarded(() => ({ trace: engine.trace(side.input, idsOf(engine, side)) }));
   side.problem = found.problem || null;
   if (side.problem) return;
@@ -99,7 +118,7 @@ export function look(engine, side) {
     side.trace.notes = [...side.trace.notes, { kind: "limit", text: constants.notes.limit }];
 }
 
-// What to compare with: the best output or the predictions of a model whose heads all speak.
+// The reference for a comparison: the best output or the predictions of the model without silenced heads.
 const outcome = (engine, input, hypothesis) =>
   hypothesis
     ? { text: hypothesis.text, score: hypothesis.score, tokens: hypothesis.tokens }
@@ -117,21 +136,21 @@ function unsilenced(engine, compute) {
   }
 }
 
-// A computation that fails is told, not thrown: the page stays usable.
+// Return errors as problems, so that the page stays usable.
 function guarded(compute) {
   try {
     return compute();
   } catch (error) {
-    return { problem: `This cannot be computed: ${error.message}` };
+    return { problem: `The computation failed: ${error.message}` };
   }
 }
 
-// The most probable tokens in place of token `at` of the hypothesis that is looked at.
+// The most probable alternatives for token `at` of the inspected hypothesis.
 export function alternatives(engine, side, wishes, at, count = 8) {
   return engine.next(side.input, side.hypotheses[side.chosen].ids.slice(0, at), { forbid: wishes.forbid }, count);
 }
 
-// Go on from another token in place of token `at`.
+// Continue from another token at position `at`.
 export function force(side, at, id) {
   side.prefix = [...side.hypotheses[side.chosen].ids.slice(0, at), id];
   side.begins = false;
@@ -139,7 +158,7 @@ export function force(side, at, id) {
 
 export const silenceKey = (map, index) => `${map.name}/${index}`;
 
-// Milliseconds that attribution will take, if it is not there yet.
+// Estimated milliseconds of the attribution; 0 if it is cached.
 export function attributionCost(engine, side) {
   if (side.attribution !== undefined) return 0;
   const found = guarded(() => ({ time: engine.attributionTime(side.input, idsOf(engine, side)) }));
@@ -157,7 +176,7 @@ export const idsOf = (engine, side) => {
   return found ? shownIds(engine, found) : [];
 };
 
-// The importance of heads, measured one at a time: {changes: {map name/index: log-probability lost}, done, step()}.
+// The importance of heads, measured one at a time: {changes: {map name/index: lost log-probability}, done, step()}.
 export function importanceOf(engine, side) {
   if (!side.importance) {
     const changes = new Map(),
@@ -168,14 +187,14 @@ export function importanceOf(engine, side) {
       step() {
         const { value, done } = steps.next();
         if (done) this.done = true;
-        else if (value) changes.set(`${value.map}/${value.index}`, value.change); // null: a part of one
+        else if (value) changes.set(`${value.map}/${value.index}`, value.change); // null: an intermediate step
       },
     };
   }
   return side.importance;
 }
 
-// What a stored trace has of it.
+// The importance in a stored trace.
 export function storedImportance(trace) {
   const measured = Object.entries(trace.importance).flatMap(([map, lost]) =>
     lost.map((change, index) => [`${map}/${index}`, change]),

@@ -3,8 +3,8 @@
 
 import { h, SVG } from "../shared/dom.js";
 
-// Colours: one hue whose lightness alone carries the number, and two hues around nothing for signed ones.
-// Both can be told apart without seeing red and green.
+// Colours: one hue whose lightness encodes the value, and two hues around zero for signed values. Both are safe for
+// red-green colour blindness.
 
 const RAMPS = {
   light: {
@@ -40,7 +40,7 @@ const RAMPS = {
     ],
   },
 };
-let themeName = "light"; // kept here: asking the document for every point of a picture is slow
+let themeName = "light"; // cached, because reading styles for every point is slow
 export const theme = () => themeName;
 export function setTheme(name) {
   themeName = name;
@@ -64,7 +64,7 @@ export const colour = (share, kind = "up") => ramp(kind)[Math.max(0, Math.min(25
 export const css = (rgb) => `rgb(${rgb[0]},${rgb[1]},${rgb[2]})`;
 const brightness = (rgb) => rgb.reduce((sum, c, i) => sum + [0.2126, 0.7152, 0.0722][i] * (c / 255) ** 2.2, 0);
 export const inkOn = (rgb) => (brightness(rgb) > 0.19 ? "#0d1014" : "#f7f9fb");
-// Hues to tell heads apart by, each with a number beside it wherever it is used.
+// Hues that distinguish heads; each is always shown with the head number.
 const HUES = {
   light: [
     [26, 90, 158],
@@ -92,7 +92,7 @@ const GROUND = { light: [255, 255, 255], dark: [26, 29, 34] };
 export const hueShade = (number, share) =>
   hue(number).map((c, i) => Math.round(GROUND[theme()][i] + Math.min(1, share) * (c - GROUND[theme()][i])));
 
-// Custom properties of the style sheet, and the font: read once, since reading them for every token is slow.
+// Custom properties of the style sheet and the font, cached because reading them for every token is slow.
 const inks = {};
 export function ink(name) {
   const key = theme() + name;
@@ -102,17 +102,17 @@ export function ink(name) {
 let family = null;
 export const fontFamily = () => (family = family || getComputedStyle(document.body).fontFamily);
 
-// Drawing surfaces: figures draw by the same few calls on a canvas, to be seen, and on an SVG document, to be saved.
+// Drawing surfaces: figures use the same calls for a canvas on the screen and for an SVG document to save.
 //
 // rect(x, y, w, h, {fill, stroke, line, opacity, round})
-// text(string, x, y, {size, align, fill, direction, angle, most, weight})     most: width into which it is squeezed
+// text(string, x, y, {size, align, fill, direction, angle, most, weight}), where most is the maximal width
 // path(d, {stroke, line, opacity, fill})
-// pixels(image, x, y, w, h, smooth)     image: ImageData
+// pixels(image, x, y, w, h, smooth), where image is ImageData
 
 const TEXT = { size: 13, align: "left", fill: "#000", direction: "ltr", angle: 0, most: null, weight: 400 };
 
 const MOST_MEASURED = 4000;
-const measured = new Map(); // widths of texts: most tokens are measured again at every key
+const measured = new Map(); // widths of texts; most tokens are measured again at every key
 let ruler = null;
 // The width of a text in pixels.
 export function textWidth(string, size = 13, weight = 400) {
@@ -135,7 +135,7 @@ function sheetOf(image) {
   return sheet;
 }
 
-// One sheet for all pictures that are drawn on a canvas, as large as the largest: a new canvas for each is slow.
+// One shared sheet, as large as the largest picture, because a new canvas per picture is slow.
 let shared = null;
 function sharedSheet(image) {
   if (!shared || shared.node.width < image.width || shared.node.height < image.height) {
@@ -148,7 +148,7 @@ function sharedSheet(image) {
   return shared.node;
 }
 
-// Canvases of what was drawn before, to be drawn on again by what takes its place.
+// Canvases of the previous drawing, for reuse.
 let spare = new Map();
 const sizeKey = (width, height) => `${width} ${height}`;
 export function reuseCanvases(nodes, draw) {
@@ -180,7 +180,7 @@ function canvasOf(width, height) {
 
 const screenRatio = () => Math.min(2, window.devicePixelRatio || 1);
 
-// margin: the origin is so far from the upper left corner
+// margin: the offset of the origin from the upper left corner
 export function canvasSurface(width, height, ratio = screenRatio(), margin = 0) {
   const node = canvasOf(Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio)));
   node.style.width = width + "px";
@@ -258,11 +258,11 @@ export function canvasSurface(width, height, ratio = screenRatio(), margin = 0) 
 }
 
 const short = (x) => String(Math.round(x * 100) / 100);
-// what XML allows
+// characters allowed in XML
 const xmlText = (string) => string.replace(/[^\u0009\u000a\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, "·");
 
 export function svgSurface(width, height, margin = 0) {
-  // not of this page: it loads nothing
+  // a separate document, which loads nothing
   const paper = document.implementation.createDocument(SVG, "svg", null),
     node = paper.documentElement;
   const add = (tag, attributes, text) => {
@@ -297,7 +297,7 @@ export function svgSurface(width, height, margin = 0) {
     },
     text(string, x, y, style) {
       const { size, align, fill, direction, angle, most, weight } = { ...TEXT, ...style };
-      // SVG counts start and end in the direction of the text, a canvas left and right on the page.
+      // SVG aligns relative to the text direction, a canvas relative to the page.
       const anchor = align === "center" ? "middle" : (align === "left") === (direction === "ltr") ? "start" : "end";
       const tight = most && textWidth(string, size, weight) > most;
       add(
@@ -336,9 +336,9 @@ export function svgSurface(width, height, margin = 0) {
   };
 }
 
-// A small picture of one head: where the picture has fewer points than the matrix, the largest weight of each wins.
+// A small picture of one head; each point shows the largest weight of the cells it covers.
 
-const MOST = 168; // points of a side
+const MOST = 168; // points per side
 
 export function thumbnailImage(m, mirrored, pixels = MOST) {
   const T = m.T,

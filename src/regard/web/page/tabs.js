@@ -1,13 +1,13 @@
 // @ts-check
-// Views and their tabs: which there are, which is shown, drawing it again, and saving its figures.
+// Views and tabs: selection, redrawing, and saving figures.
 
 import { h, put, roving } from "../shared/dom.js";
 import { data, withData } from "./core.js";
 import { canvasSurface, ink, reuseCanvases, setTheme, svgSurface, theme } from "./surface.js";
 
-// What is chosen, shared by all views. head: an index among those of the map; walkHead, heads: numbers of heads, which
-// outlive pruning. many: several heads at once; words: tokens grouped to words; numbers: how much of vectors;
-// silencing: what a click on a head does.
+// The selection shared by all views. head: an index in the map; walkHead, heads: head numbers, which survive
+// pruning. many: several heads at once; words: tokens grouped to words; numbers: detail of vectors; silencing: a
+// click on a head silences it.
 export const state = {
   view: "",
   map: 0,
@@ -27,11 +27,11 @@ export const state = {
   silencing: false,
 };
 
-// A view is {name, title, when, fill}: `when` there is something to show, `fill` draws it into a panel of so many
-// pixels, and may return what to do once the panel is laid out. It reads `data` as it draws, and never after.
-// The parts of the document that views are drawn into, what is drawn there, and who wants to know that something else
-// was chosen. room: pixels for the views. live: what a page with a model can do. still: the page must not scroll, since
-// someone types above the views. draft: more will follow.
+// A view is {name, title, when, fill}: `when` tells whether there is something to show; `fill` draws into a panel of
+// a given width and may return a function to call after layout. It must not read `data` after drawing. The shell
+// holds the parts of the document for views, the drawn views, and listeners to changes of the selection. room:
+// pixels for the views. live: the functions of a page with a model. still: no scrolling, because the user types
+// above the views. draft: the final result will follow.
 export const shell = {
   panel: null,
   tabs: [],
@@ -73,7 +73,7 @@ export function tellChanged() {
   for (const tell of shell.changed) tell();
 }
 
-// Draw a view: of one trace, or of two side by side, on a narrow page one below the other.
+// Draw a view of one trace, or of two side by side (on a narrow page one below the other).
 export function draw(found, target, room) {
   const traces = shell.traces();
   const settling = traces.length === 1 ? [found.fill(target, room)] : drawBoth(found, target, room, traces);
@@ -104,7 +104,7 @@ function drawBoth(found, target, room, traces) {
   return settling;
 }
 
-// What both drawings have, since it is chosen for both, stands once above them.
+// Move the controls that both drawings share above them.
 function shareControls(shared, bodies) {
   const own = (body, selector) => Array.from(body.querySelectorAll(selector));
   const intro = ":scope > p.dim",
@@ -114,19 +114,19 @@ function shareControls(shared, bodies) {
   for (const body of bodies.slice(1)) for (const node of [...own(body, intro), ...own(body, control)]) node.remove();
 }
 
-// What is redrawn keeps the focus: it is found again by its place among its kind, since there may be more or fewer of
-// another.
+// Redrawn elements keep the focus: the element is identified by its index among similar ones, whose number may
+// change.
 const kindOf = (node) => `${node.tagName}.${node.classList[0] || ""}`;
 const focusable = (kind) =>
   Array.from(shell.panel.querySelectorAll("button, select, [tabindex]")).filter((node) => kindOf(node) === kind);
 const address = (node) => ({ kind: kindOf(node), index: focusable(kindOf(node)).indexOf(node) });
 const restore = ({ kind, index }) => focusable(kind)[index] || null;
 
-// "Save this figure": as SVG, with text as text, and as PNG. Always in light colours, as on paper.
+// Save a figure as SVG with real text, or as PNG, always in light colours.
 
 const MARGIN = 12; // pixels around a figure
 const SHARP = 3,
-  MOST_PIXELS = 24e6; // pixels of a PNG per pixel of the page, and in all
+  MOST_PIXELS = 24e6; // pixels of a PNG per page pixel, and in total
 
 // figure: {width, height, paint(surface)}
 export function drawnOn(surface, figure) {
@@ -173,7 +173,7 @@ const fileName = (title, what, ending) =>
       .slice(0, 80) || "figure"
   }.${ending}`;
 
-// A frame may not download; there the figure is saved from the page itself.
+// A frame may not download; figures can be saved from the page itself.
 export function saveButtons(figure, what) {
   if (parent !== window) return null;
   const { title } = data;

@@ -1,14 +1,14 @@
 // @ts-check
-// Text to token ids and back, the same as regard.text.tokenizer.Tokenizer does it in Python.
+// Text to token ids and back, equal to regard.text.tokenizer.Tokenizer in Python.
 
 import { constants } from "../shared/constants.js";
 
-// UTF-8, written out: not every JavaScript engine has TextEncoder and TextDecoder.
+// UTF-8 by hand, because not every JavaScript engine has TextEncoder and TextDecoder.
 
 export function encodeUtf8(text) {
   const out = [];
   for (const letter of text) {
-    // half of a pair is no text
+    // lone surrogates are not text
     const code = letter.codePointAt(0) >= 0xd800 && letter.codePointAt(0) < 0xe000 ? 0xfffd : letter.codePointAt(0);
     if (code < 0x80) out.push(code);
     else if (code < 0x800) out.push(0xc0 | (code >> 6), 0x80 | (code & 63));
@@ -18,7 +18,7 @@ export function encodeUtf8(text) {
   return out;
 }
 
-// How many bytes a character has that begins so, and what its second byte may be: [length, lowest, highest].
+// The length of a character by its first byte, and the range of its second byte: [length, lowest, highest].
 function sequence(lead) {
   if (lead < 0x80) return [1, 0, 0];
   if (lead >= 0xc2 && lead < 0xe0) return [2, 0x80, 0xbf];
@@ -54,9 +54,9 @@ export function decodeUtf8(bytes, broken = () => "\ufffd") {
   return text;
 }
 
-// Characters are code points. The classes \p{L}, \p{M} and \p{N} differ between browsers, which know different versions
-// of Unicode, and would cut the same text differently; here they are those of Unicode 16, as in Oniguruma, the library
-// behind the tokenizers in Python. A run is its length in base 36 (none: 1) and its class; "-" is anything else.
+// Characters are code points. Browsers know different versions of Unicode, so \p{L}, \p{M} and \p{N} would cut the
+// same text differently; these classes are those of Unicode 16, as in Oniguruma, the library behind the tokenizers
+// in Python. A run is its length in base 36 (none: 1) and its class; "-" is any other class.
 export const CHARACTER_RUNS = `
 1c-aN7-qL6-qL1b-L7-2N-L3-NL-3N-nL-vL-cqL4-cLe-5L7-L-Lh-34M5L-2L2-4L-L6-L-3L-L-kL-2bL-3vL-7M4mL-12L2-L6-15L8-19M-M-2M-2M-
 M8-rL4-4Lt-bM5-17LlMaN4-2LM2rL-L7M2-6M2L2M-4M2LaN3L2-Lg-LMuLrM2-2hLbMLe-aNxL9M2L4-L2-M2-mL4ML9ML3ML5Mi-pL3M4-bL5-oL-6L8-
@@ -90,7 +90,7 @@ c-kN30-pN3r-2dL-1zL-2L2-L2-2L2-4L-cL-L-7L-1tL-4L2-8L-7L-sL-4L-5L-L3-7L-9gL2-pL-p
 -5hL2-9N7M15-1wL7ML4-aNlz-1nN-3N-4N24-19N-fN5e-4L-rL-2L-L2-L-aL-4L-L-L6-L4-L-L-L-3L-2L-L2-L-L-L-L-L-2L-L2-4L-7L-4L-4L-L-
 aL-hL5-3L-5L-hLg4-dN25f-aNsm-wyoLw-37eL6-66L2-4g2Le-5rlLf-haL1wi-f2L15u-3t7L5-38gLf9e8-6oM47bk-`;
 
-// The characters of some classes, as they are written between the brackets of a regular expression.
+// The characters of some classes, in the syntax of a character class of a regular expression.
 function characterRanges(classes) {
   let next = 0,
     ranges = "";
@@ -108,7 +108,7 @@ function wordPattern() {
   return new RegExp(` ?[${inside}]+| ?[^\\p{White_Space}${inside}]|[\\s\\S]`, "gu");
 }
 
-// How text is cut before pieces are looked for in the words: the pattern of GPT-2.
+// The GPT-2 pattern that splits text into words.
 function byteLevelPattern() {
   const letters = characterRanges("L"),
     digits = characterRanges("N"),
@@ -117,7 +117,7 @@ function byteLevelPattern() {
   return new RegExp(`'s|'t|'re|'ve|'m|'ll|'d|${words}|${space}+(?!\\P{White_Space})|${space}+`, "gu");
 }
 
-// The letter that stands for each of the 256 bytes in byte-level tokens: itself if it can be seen.
+// The letter for each of the 256 bytes in byte-level tokens: printable bytes stand for themselves.
 const BYTE_LETTERS = [];
 for (let byte = 0, unseen = 256; byte < 256; byte++) {
   const seen = (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte !== 0xad);
@@ -125,11 +125,11 @@ for (let byte = 0, unseen = 256; byte < 256; byte++) {
 }
 const BYTE_OF_LETTER = new Map(BYTE_LETTERS.map((letter, byte) => [letter, byte]));
 
-// Bytes as text to show; those that are not part of a whole character are written as \xe4.
+// Display text of bytes; incomplete characters are written as \xe4.
 const showBytes = (bytes) =>
   decodeUtf8(bytes, (broken) => broken.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join(""));
 
-// A heap of numbers: the smallest comes out first.
+// A min-heap of numbers.
 function pushMerge(heap, number) {
   let at = heap.length;
   for (; at > 0; at = (at - 1) >> 1) {
@@ -154,11 +154,11 @@ function popMerge(heap) {
   return smallest;
 }
 
-// Byte-pair encoding: of the merges that a word allows, the first of the list is made, leftmost; and so on.
+// Byte-pair encoding: repeatedly apply the first applicable merge of the list, leftmost first.
 function makeBpe(merges, idOf) {
   const ranks = new Map(),
     merged = new Int32Array(merges.length);
-  const wide = 2 ** 21; // more ids than a vocabulary may have
+  const wide = 2 ** 21; // larger than any vocabulary
   merges.forEach((merge, rank) => {
     const [left, right] = typeof merge === "string" ? merge.split(" ") : merge; // older files have "l o" for ["l", "o"]
     ranks.set(idOf.get(left) * wide + idOf.get(right), rank);
@@ -172,7 +172,7 @@ function makeBpe(merges, idOf) {
     const next = Int32Array.from(ids, (_, i) => i + 1),
       previous = Int32Array.from(ids, (_, i) => i - 1);
     const rankAt = (at) => (next[at] < length ? ranks.get(ids[at] * wide + ids[next[at]]) : undefined);
-    const heap = []; // entries rank * length + place
+    const heap = []; // entries: rank * length + place
     const offer = (at) => {
       const rank = rankAt(at);
       if (rank !== undefined) pushMerge(heap, rank * length + at);
@@ -183,7 +183,7 @@ function makeBpe(merges, idOf) {
         at = entry % length,
         rank = (entry - at) / length,
         right = next[at];
-      if (ids[at] < 0 || rankAt(at) !== rank) continue; // another merge has taken one of the two
+      if (ids[at] < 0 || rankAt(at) !== rank) continue; // another merge used one of the two
       ids[at] = merged[rank];
       ids[right] = -1;
       next[at] = next[right];
@@ -195,7 +195,7 @@ function makeBpe(merges, idOf) {
   };
 }
 
-// Unigram: the pieces with the largest sum of scores. Among equal sums the last piece that starts first is taken.
+// Unigram: the segmentation with the largest sum of scores. Ties go to the last piece that starts first.
 function makeUnigram(vocabulary, idOf) {
   const scores = Float64Array.from(vocabulary, ([, score]) => score);
   const longest = vocabulary.reduce((most, [piece]) => Math.max(most, piece.length), 0);
@@ -206,7 +206,7 @@ function makeUnigram(vocabulary, idOf) {
       .join("");
     const length = letters.length;
     const best = new Float64Array(length + 1),
-      piece = new Int32Array(length + 1); // of the pieces that end here
+      piece = new Int32Array(length + 1); // of the pieces ending here
     const start = new Int32Array(length + 1).fill(-1);
     for (let from = 0; from < length; from++) {
       for (let to = from + 1; to <= length && to <= from + longest; to++) {
@@ -222,12 +222,12 @@ function makeUnigram(vocabulary, idOf) {
   };
 }
 
-// The unknown tokens of nfd as they stand in the text: the character that each unknown letter or mark is a part of.
-// Where marks have changed places, a part that is not the first of its character goes with what now stands before it;
-// so does the library.
+// The unknown tokens of nfd as characters of the text: each unknown letter or mark gives its character. When
+// normalization reorders marks, a part that is not the first of its character belongs to the character before it, as
+// in the library.
 function unknownDecomposed(text, isKnown) {
   const characters = Array.from(text);
-  const firsts = new Map(); // for each letter or mark, in the order of the text: is it the first part of a character
+  const firsts = new Map(); // per letter or mark in text order: whether it is the first part of a character
   for (const character of characters) {
     Array.from(character.normalize("NFD")).forEach((part, i) => {
       if (!firsts.has(part)) firsts.set(part, []);
@@ -235,7 +235,7 @@ function unknownDecomposed(text, isKnown) {
     });
   }
   const unknown = [],
-    taken = new Map(); // normalization moves marks, but keeps the order of equal ones
+    taken = new Map(); // normalization reorders marks, but keeps the order of equal ones
   let at = -1;
   for (const part of text.normalize("NFD")) {
     const count = taken.get(part) ?? 0;
@@ -246,7 +246,7 @@ function unknownDecomposed(text, isKnown) {
   return unknown;
 }
 
-// A tokenizer of a run. `state` is its file, `ids` are those of the special tokens.
+// A tokenizer of a run. `state` is the content of its file, `ids` are the special ids.
 export function makeTokenizer(state, kind, ids) {
   const vocabulary = state.model.vocab,
     tokens = [];
@@ -260,7 +260,7 @@ export function makeTokenizer(state, kind, ids) {
   const idOf = new Map(); // tokens that are text
   tokens.forEach((token, id) => special.has(id) || idOf.set(token, id));
 
-  // Half of a surrogate pair is no text.
+  // Lone surrogates are not text.
   const clean = (text) => text.replace(/\p{Surrogate}/gu, "\ufffd");
   const kept = (sequence) => Array.from(sequence).filter((id) => id === ids.unk || !special.has(id));
   const common = { size: tokens.length, special };
@@ -303,7 +303,7 @@ export function makeTokenizer(state, kind, ids) {
   const isKnown = (token) => idOf.has(token);
   const tokenText = (id, i) => {
     if (id !== ids.unk) return tokens[id];
-    return kind === "word" && i ? " ⁇" : "⁇"; // most words bring their space along; an unknown one has lost it
+    return kind === "word" && i ? " ⁇" : "⁇"; // most words include their leading space; an unknown word has lost it
   };
   return {
     ...common,
@@ -322,7 +322,7 @@ export function makeTokenizer(state, kind, ids) {
   };
 }
 
-// The text side: examples to ids, ids to text and to shown tokens.
+// The text side: examples to ids, ids to text and to displayed tokens.
 export class Codec {
   constructor({ source, target, features, columns, separator, frame, ids }) {
     this.ids = ids;
@@ -342,6 +342,7 @@ export class Codec {
       .filter(Boolean);
   }
 
+  /** @param {import("./engine.js").Input} input */
   encodeSource({ source, features }) {
     const names = this.features ? this.split(features) : [];
     return [
@@ -352,6 +353,7 @@ export class Codec {
     ];
   }
 
+  /** @param {import("./engine.js").Input} input */
   unknown({ source, features }) {
     const names = this.features ? this.split(features) : [];
     return [...this.source.unknownTokens(source), ...names.filter((name) => !this.featureIds.has(name))];

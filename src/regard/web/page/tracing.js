@@ -1,6 +1,6 @@
 // @ts-check
-// The trace of one example: everything the views show, computed as `regard inspect` computes it.
-// The words (titles, formulas, labels) come from the template, a trace that regard made of the same model.
+// The trace of one example with the values of all views, computed as in `regard inspect`. Titles, formulas and
+// labels come from the template, a trace that Python made of the same model.
 
 import { constants } from "../shared/constants.js";
 import { alignmentMerit } from "./core.js";
@@ -8,7 +8,7 @@ import { logitLens, outputSteps } from "./search.js";
 
 export const entryOf = (values, ...shape) => ({ shape, type: "f4", scale: 1, values });
 
-// Properties that are computed when they are first read: a view reads a small part of a trace.
+// Properties that are computed on first access, because a view reads a small part of a trace.
 function withLazy(made, parts) {
   for (const [name, compute] of Object.entries(parts)) {
     const read = once(compute);
@@ -39,16 +39,16 @@ function concatenated(parts) {
   return out;
 }
 
-// Collects what a forward pass hands out; a recurrent decoder hands it out step by step.
+// Collects values from a forward pass; a recurrent decoder delivers them step by step.
 export class Recorder {
   constructor() {
     this.parts = new Map();
-    this.calls = new Map(); // of each attention
-    this.rows = {}; // of each stack
+    this.calls = new Map(); // by attention
+    this.rows = {}; // by stack
     this.joined = new Map();
   }
 
-  // What was recorded so far, to go on from.
+  // A copy to continue from.
   fork() {
     const other = new Recorder();
     for (const name of ["parts", "calls"]) other[name] = new Map(this[name]);
@@ -125,7 +125,7 @@ export class Recorder {
     };
     const vectors = (name) => concatenated(calls.map((call) => call[name]));
     const perKey = (rowsOf, width) => {
-      // (H, S, width), as the heads see them
+      // (H, S, width), per head
       const out = new Float32Array(heads * keys * width);
       for (let h = 0; h < heads; h++)
         for (let s = 0; s < keys; s++)
@@ -162,7 +162,7 @@ function byHead(x, rows, heads) {
   return { values: out, rows, heads };
 }
 
-// A vector for each token (T, D), or for each head and token (H, T, E), as the cards show it.
+// A vector per token (T, D), or per head and token (H, T, E), in the form of the cards.
 function vectorOf(label, { values, rows, heads }) {
   const count = rows * (heads || 1),
     width = values.length / count,
@@ -188,7 +188,7 @@ function vectorOf(label, { values, rows, heads }) {
   };
 }
 
-// The numbers of the cards of one layer, in the order in which regard writes the cards.
+// The numbers of the cards of one layer, in the card order of Python.
 function cardNumbers(model, stack, index, record, source) {
   const block = stack.blocks[index],
     name = block.name,
@@ -265,7 +265,7 @@ function recurrentNumbers(model, record) {
   ];
 }
 
-// A card whose numbers, given by a function, are computed when it is looked at.
+// A card whose numbers are computed on first access.
 const fillCard = (card, numbers) =>
   withLazy(
     { ...card },
@@ -291,7 +291,7 @@ function fillWalks(template, model, record) {
   });
 }
 
-// The hook of lens row i: the output of a layer; of a recurrent decoder at last the attentional vector.
+// The hook of lens row i: the output of a layer, or the final attentional vector of a recurrent decoder.
 const lensHook = (model, i) =>
   model.top.cells && i === model.top.cells.length ? "decoder:attentional" : `${model.top.name}.blocks.${i}:out`;
 
@@ -410,7 +410,7 @@ export function makeTrace(template, model, found) {
     image: found.image || null,
     numbers: "",
     attribution: null,
-    importance: {}, // by the engine, when they are looked at
+    importance: {}, // computed by the engine on demand
   };
   return withLazy(made, {
     alignment: () => (tokens.source && model.decoder ? alignments(maps, found.heads) : []),

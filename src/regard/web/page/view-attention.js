@@ -1,5 +1,5 @@
 // @ts-check
-// Attention: the output against the source (alignment), any head or several in colours, and all heads of the model.
+// Attention: output against source (alignment), single or several heads in colours, and all heads of the model.
 
 import { h, put, roving } from "../shared/dom.js";
 import {
@@ -24,7 +24,7 @@ import { go, refresh, saveButtons, state } from "./tabs.js";
 import { walkTo } from "./view-walk.js";
 import { axesOf, canGroup, kindName, rightToLeft } from "./words.js";
 
-// Alignment: the output against the source, as lines and as a matrix.
+// The alignment view: output against source, as lines and as a matrix.
 
 export const alignmentView = {
   name: "alignment",
@@ -108,7 +108,7 @@ function fillAlignment(panel, room) {
       h(
         "section",
         { class: "card" },
-        h("h2", {}, "Each output token (below) and the source tokens that it attends to (above)"),
+        h("h2", {}, "Each output token (below) and the source tokens it attends to (above)"),
         strings.node,
         saveButtons(strings, "lines"),
       ),
@@ -118,7 +118,7 @@ function fillAlignment(panel, room) {
   return strings.settle;
 }
 
-// Heads: any attention map, one head or several in colours, and all heads of the model as small pictures.
+// The heads view: any attention map, one head or several in colours, and thumbnails of all heads.
 
 export const headsView = { name: "heads", title: "Heads", when: () => data.maps.length > 0, fill: fillHeads };
 
@@ -187,8 +187,8 @@ function fillHeads(panel, room) {
           "h2",
           {},
           rolledOut
-            ? `What is left of each (right) in each (left) after layer ${map.layer + 1}`
-            : "Queries (left) and the keys that they attend to (right)",
+            ? `The share of each input (right) in each position (left) after layer ${map.layer + 1}`
+            : "Queries (left) and the keys they attend to (right)",
         ),
         strings.node,
         saveButtons(strings, "lines"),
@@ -205,7 +205,7 @@ function fillHeads(panel, room) {
   return strings.settle;
 }
 
-// The largest weight of several planes, and whose it is.
+// The largest weight over several planes, and the index of its plane.
 function together(planes) {
   if (planes.length === 1) return { m: planes[0], winner: () => 0 };
   const { T, S } = planes[0],
@@ -262,9 +262,9 @@ function fillAllHeads(panel, room) {
 }
 
 const GRID_NAMES = 64,
-  GRID_STEP = 10; // pixels: names of layers, between pictures
+  GRID_STEP = 10; // pixels: layer names, gap between pictures
 
-// A line of small pictures for each layer; a pruned head leaves a gap.
+// A row of thumbnails per layer; a pruned head leaves a gap.
 function headGrid(kind, room) {
   const maps = data.maps.filter((m) => m.kind === kind),
     mirrored = rightToLeft(maps[0].columns);

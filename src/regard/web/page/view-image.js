@@ -1,5 +1,5 @@
 // @ts-check
-// The image: what the class token or one of the patches attends to, and the mean attention distance of heads by layer.
+// The image view: attention of the class token or a patch, and the mean attention distance of heads by layer.
 
 import { h, put, roving } from "../shared/dom.js";
 import { percent } from "../shared/text.js";
@@ -11,11 +11,11 @@ import { show, tokensOf } from "./words.js";
 
 const GLOW = [244, 154, 36];
 
-// The picture at its own size, made once.
+// The picture at its original size, cached.
 const films = new WeakMap();
 export function filmOf(shot) {
   if (films.has(shot)) return films.get(shot);
-  const bytes = shot.bytes || Uint8Array.from(atob(shot.pixels), (c) => c.charCodeAt(0)); // computed here, or stored
+  const bytes = shot.bytes || Uint8Array.from(atob(shot.pixels), (c) => c.charCodeAt(0)); // computed here or stored
   const image = new ImageData(shot.width, shot.height);
   for (let i = 0; i < shot.width * shot.height; i++)
     for (let c = 0; c < 4; c++) {
@@ -25,7 +25,7 @@ export function filmOf(shot) {
   return image;
 }
 
-// weights: one per patch; the picture fades where there is none, and glows where there is much.
+// weights: one per patch; patches with little weight fade, patches with much weight glow.
 function paintImage(surface, shot, side, weights, max) {
   const across = shot.width / shot.size,
     scale = side / shot.width,
@@ -98,11 +98,11 @@ function fillImage(panel, room) {
           "h2",
           {},
           state.head === ROLLED
-            ? `What ${patchName(state.patch, names)} is made of after layer ${map.layer + 1}`
+            ? `The inputs in ${patchName(state.patch, names)} after layer ${map.layer + 1}`
             : `Attention of ${patchName(state.patch, names)} in ${place}`,
         ),
         photo.node,
-        h("p", { class: "dim" }, "Choose a patch to see its attention, once more to see that of the class token."),
+        h("p", { class: "dim" }, "Click a patch to see its attention; click it again to see that of the class token."),
         saveButtons(photo, "image"),
       ),
       h(
@@ -116,7 +116,7 @@ function fillImage(panel, room) {
   );
 }
 
-// The image under the attention of one patch; patches can be pointed at and chosen.
+// The image under the attention of one patch; patches can be hovered and selected.
 function photoFigure(room, shot, m, names) {
   const across = shot.width / shot.size,
     down = shot.height / shot.size;
@@ -240,7 +240,7 @@ function distances(current) {
     h(
       "p",
       { class: "dim" },
-      "The mean distance between a patch and what it attends to, in pixels, by weight. Each dot is a head.",
+      "The mean distance between a patch and the patches it attends to, weighted by attention, in pixels. Each dot is a head.",
     ),
     surface.node,
     h(

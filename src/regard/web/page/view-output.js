@@ -1,6 +1,5 @@
 // @ts-check
-// What is predicted: every output step, what each layer would predict (the logit lens), and from which inputs
-// (attribution).
+// Predictions: every output step, every layer (logit lens), and attribution to the inputs.
 
 import { h, put, roving } from "../shared/dom.js";
 import { percent, visible, word } from "../shared/text.js";
@@ -10,7 +9,7 @@ import { colour, css, inkOn } from "./surface.js";
 import { go, refresh, saveButtons, shell, state } from "./tabs.js";
 import { rightToLeft, shorter, show, tokensOf } from "./words.js";
 
-// Output: every step with its probability and candidates; and what each layer would predict (the logit lens).
+// The output view: every step with probability and candidates; and the logit lens.
 
 export const outputView = { name: "output", title: "Output", when: () => data.steps.length > 0, fill: fillOutput };
 
@@ -65,7 +64,7 @@ function fillOutput(panel) {
       ),
     );
   });
-  // The details of the chosen step stand right below it, so that they are on the screen wherever it is.
+  // The details of the chosen step follow directly below it, so they are always visible.
   const step = data.steps[chosen];
   const details = h(
     "tr",
@@ -128,7 +127,7 @@ function fillOutput(panel) {
 export const lensView = { name: "lens", title: "Logit lens", when: () => data.lens.length > 0, fill: fillLens };
 
 function fillLens(panel) {
-  const read = h("p", { class: "read", "aria-live": "polite" }, "Point at a cell to see the runners-up.");
+  const read = h("p", { class: "read", "aria-live": "polite" }, "Hover over a cell to see the next candidates.");
   const tell = (lens, t) =>
     put(
       read,
@@ -169,7 +168,7 @@ function fillLens(panel) {
     other = data.steps.filter((step, t) => last[t][0][0] !== step.token).length;
   const differs =
     data.unit === "class"
-      ? "The class shown is another one."
+      ? "The shown class is a different one."
       : `At ${other} of ${data.steps.length} tokens the output has another one, which the search or a given text` +
         " preferred.";
   put(
@@ -178,7 +177,7 @@ function fillLens(panel) {
       "p",
       { class: "dim" },
       "What each layer would predict if the LM head read its vector. The last row is what the whole model finds most",
-      ` probable. ${other ? differs + " " : ""}The stronger the colour the surer; bold agrees with the output.`,
+      ` probable. ${other ? differs + " " : ""}Stronger colours mean higher probability; bold tokens agree with the output.`,
     ),
     h(
       "section",
@@ -243,11 +242,11 @@ export function candidates(step) {
 export const speaking = () =>
   data.walks.findIndex((w) => w.layers[w.layers.length - 1].some((c) => c.show === "prediction"));
 
-// Attribution (gradient x input) beside attention.
+// Attribution (gradient x input) next to attention.
 
 const CAVEAT =
-  "Attention is where a head read from, not why the model decided. Attribution is how the log-probability of an" +
-  " output token changes as the embedding of an input token, or of a patch, grows (gradient × input). The two need" +
+  "Attention shows where a head reads from, not why the model decides. Attribution shows how the log-probability of an" +
+  " output token changes with the length of an input embedding (gradient × input). The two need" +
   " not agree, and neither is an explanation by itself.";
 
 export const attributionView = {
@@ -257,8 +256,8 @@ export const attributionView = {
   fill: fillAttribution,
 };
 
-// The attention to compare with: the alignment, or the mean of the heads of the last layer; of a classifier, its first
-// row.
+// The attention for the comparison: the alignment, or the mean over heads of the last layer; of a classifier, its
+// first row.
 function attentionBeside(count) {
   if (data.alignment.length) {
     const entry = data.alignment[Math.min(state.alignment, data.alignment.length - 1)];
@@ -270,11 +269,11 @@ function attentionBeside(count) {
   return { name: `layer ${last.layer + 1}, mean of heads${m.T > count ? ", first token" : ""}`, m };
 }
 
-const PATIENCE = 2000; // milliseconds that a page may be busy without having been asked
-let agreed = null; // the trace whose attribution was asked for
+const PATIENCE = 2000; // milliseconds that a page may compute without a request
+let agreed = null; // the trace with a requested attribution
 
 function fillAttribution(panel, room) {
-  if (shell.draft && panel.firstChild) return; // too much to compute for a draft
+  if (shell.draft && panel.firstChild) return; // too expensive for a draft
   const trace = data,
     cost = shell.live ? shell.live.attributionCost(data) : 0;
   if (cost > PATIENCE && agreed !== trace) {
@@ -299,7 +298,7 @@ function fillAttribution(panel, room) {
   const found = shell.live ? shell.live.attribution(data) : data.attribution;
   const caveat = h("p", { class: "dim" }, CAVEAT);
   if (!found) {
-    put(panel, caveat, h("p", { class: "note" }, "There is no attribution of this input."));
+    put(panel, caveat, h("p", { class: "note" }, "There is no attribution for this input."));
     return;
   }
   const [, S] = found.values.shape,
@@ -336,7 +335,10 @@ function fillAttribution(panel, room) {
       if (read) read.mark(t, s);
     },
   });
-  const seen = (t, s) => attention.m.at(...place(t, s));
+  const seen = (t, s) => {
+    const [row, column] = place(t, s);
+    return attention.m.at(row, column);
+  };
   const read =
     attention && attention.m.T >= found.values.shape[0] && attention.m.S >= S
       ? matrix({
@@ -387,7 +389,7 @@ function fillAttribution(panel, room) {
   );
 }
 
-// Rows and columns of the matrix; inputs(t, s): the name of an input; place(t, s): its row and column among the values.
+// Rows and columns of the matrix; inputs(t, s): the name of an input; place(t, s): its row and column in the values.
 function tokenAxes(found) {
   const [T, S] = found.values.shape,
     columns = tokensOf(found.columns).slice(0, S);
@@ -395,7 +397,7 @@ function tokenAxes(found) {
   return { rows, columns, inputs: (t, s) => word(columns[s]), place: (t, s) => [t, s] };
 }
 
-// Of an image, patches as they lie in it, without the class token.
+// For an image, patches in their layout, without the class token.
 function patchAxes({ width, height, size }) {
   const numbers = (count) => Array.from({ length: count }, (_, i) => String(i + 1)),
     across = width / size;

@@ -1,5 +1,5 @@
 // @ts-check
-// The overview as a view: the picture, and over each of its parts a button that leads to the view of it.
+// The overview as a view: the picture, with link buttons over its parts.
 
 import { h, put, spatial } from "../shared/dom.js";
 import { clickChoice, headButton, isSilenced } from "./controls.js";
@@ -11,7 +11,7 @@ import { go, saveButtons, shell, state } from "./tabs.js";
 import { show } from "./words.js";
 
 const GAUGE_COLOUR = "#d08a3c",
-  IDLE = 250; // milliseconds of rest before heads are measured
+  IDLE = 250; // milliseconds without activity before heads are measured
 
 export const overviewView = {
   name: "overview",
@@ -65,7 +65,7 @@ function spotButton(spot, maps) {
   };
 }
 
-// The share of the largest loss of log-probability, as the width of a bar.
+// The share of the largest loss of log-probability, as a bar width.
 const gaugeShare = (changes, spot) => {
   const change = changes.get(`${spot.map.name}/${spot.index}`),
     most = Math.max(1e-6, ...changes.values());
@@ -91,9 +91,9 @@ function fillOverview(panel, room) {
     h(
       "p",
       { class: "dim" },
-      "The whole model with this input flowing through it. Under each head: what it mostly attends to here",
+      "The whole model with this input. Under each head: what it mostly attends to here",
       importance ? ", and by a bar how much log-probability the output loses without it" : "",
-      ". Every part leads to its view.",
+      ". Click a part to open its view.",
       trace.steps.length
         ? ""
         : " This model predicts nothing, so there is nothing that its heads could be important for.",
@@ -128,7 +128,7 @@ function paintAll(surface, layout, importance) {
     }
 }
 
-// One head at a time while nothing else happens, as long as this drawing is on the page.
+// Measure one head at a time while the page is idle and this drawing is shown.
 function measureWhenIdle(importance, spots, buttons) {
   const tell = () =>
     spots.forEach((spot, i) => {
@@ -148,7 +148,7 @@ function measureWhenIdle(importance, spots, buttons) {
       importance.step();
     } catch (error) {
       return;
-    } // heads stay unmeasured
+    } // some heads are not measured
     tell();
     idle(next);
   };

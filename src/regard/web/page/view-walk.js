@@ -11,7 +11,7 @@ import { go, refresh, state } from "./tabs.js";
 import { candidates } from "./view-output.js";
 import { rightToLeft, shorter, show, tokensOf } from "./words.js";
 
-// The cards of the walk: a formula and this model's own numbers.
+// The cards of the walk: formulas with the numbers of this model.
 
 const SHOWN_KEYS = 6;
 
@@ -84,7 +84,7 @@ const headRow = (vector, head, t) => [row(vector.first, head, t), row(vector.nor
 const between = (...content) => h("p", { class: "dim", style: { margin: "10px 0 4px" } }, ...content);
 
 // The numbers of a card by its kind. at: {t: token, k: head of the map, map, keys, weights, all: keys with a weight,
-// the largest first}
+// in decreasing order}
 const NUMBERS = {
   qkv(c, { t, k, keys, all }) {
     const lines = c.vectors.filter((v) => v.first.shape.length === 2).map((v) => vectorRow(v, t, v.label + "_t"));
@@ -128,7 +128,7 @@ const NUMBERS = {
     ];
   },
   prediction(c, { t }) {
-    const only = c.vectors[0].first.shape[0] === 1 ? 0 : t; // there is one prediction of a class, whichever token walks
+    const only = c.vectors[0].first.shape[0] === 1 ? 0 : t; // a class has one prediction, whichever token is selected
     const numbers = rowsOfNumbers(
         c.vectors.map((v) => vectorRow(v, only, v.label + "_t")),
         c.vectors[0].width,
@@ -155,10 +155,10 @@ const NUMBERS = {
   ],
 };
 
-// One card for token `t` and the head of this number; pictures: 1 whole vectors, 2 those of all tokens
+// One card for token `t` and a head number; pictures: 1 full vectors, 2 those of all tokens
 export function walkCard(c, t, head, { room, tokens, pictures }) {
   const map = c.scores ? data.maps.find((m) => m.name === c.scores.map) : null;
-  const k = map ? Math.max(0, map.heads.indexOf(head)) : 0; // an attention that lost this head shows its first
+  const k = map ? Math.max(0, map.heads.indexOf(head)) : 0; // an attention without this head shows its first one
   const weights = map ? row(map.weights, k, t) : [];
   const all = weights
     .map((_, s) => s)
@@ -177,11 +177,7 @@ export function walkCard(c, t, head, { room, tokens, pictures }) {
       formula(c.formula),
       h("p", {}, c.text, active),
       map && map.heads.indexOf(head) < 0
-        ? h(
-            "p",
-            { class: "note" },
-            `This attention has no head ${head + 1}, it was pruned; head ${map.heads[0] + 1} is shown.`,
-          )
+        ? h("p", { class: "note" }, `Head ${head + 1} of this attention was pruned; head ${map.heads[0] + 1} is shown.`)
         : null,
       (NUMBERS[c.show] || NUMBERS.vectors)(c, at),
       pictures ? vectorPictures(c, at, { room, tokens, whole: pictures > 1 }) : null,
@@ -283,7 +279,7 @@ function fillWalk(panel, room) {
       "p",
       { class: "dim" },
       `${intro}, with this model's own numbers. Of each vector the first eight are shown`,
-      pictures ? ", and the whole of it as a picture." : ".",
+      pictures ? ", and the full vector as a picture." : ".",
     ),
     h(
       "div",
@@ -334,7 +330,7 @@ function fillWalk(panel, room) {
         : null,
     ),
     many < tokens.length
-      ? h("p", { class: "note" }, `The walk is kept for the first ${many} of ${tokens.length} tokens.`)
+      ? h("p", { class: "note" }, `The walk is available for the first ${many} of ${tokens.length} tokens.`)
       : null,
     h(
       "ol",

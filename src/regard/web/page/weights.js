@@ -1,11 +1,10 @@
 // @ts-check
-// The weights of a model, read from their bytes (8 bits per number with a scale per row, or floats of 2 or 4 bytes),
-// and the product of matrices.
+// The weights of a model, decoded from bytes, and the matrix product.
 
-// Memory and the one product that everything else is made of: rows of x times a matrix whose rows are stored padded.
-// WebAssembly with SIMD computes it where the browser has that; plain JavaScript is the fallback, with the same layout.
+// Memory and the only matrix product: rows of x times a matrix with padded rows. WebAssembly with SIMD computes it
+// where available; plain JavaScript is the fallback, with the same layout.
 
-const LANES = 8; // floats that one turn of the inner loop multiplies; rows are padded with zeros to a multiple
+const LANES = 8; // floats per iteration of the inner loop; rows are zero-padded to a multiple
 export const padded = (width) => Math.ceil(width / LANES) * LANES;
 
 // product.wat, assembled: (x, rows, w, y, bytes of a padded row, rows of w)
@@ -17,7 +16,7 @@ const PRODUCT =
 
 // Weights and scratch space in one buffer of floats, and the product over it.
 export class Kernel {
-  // `floats`: room for all weights; `simd` false: plain JavaScript.
+  // `floats`: capacity for all weights; `simd` false: plain JavaScript.
   constructor(floats, simd = true) {
     this.used = LANES;
     /** @type {Function | null} */
@@ -30,7 +29,7 @@ export class Kernel {
         this.multiply = /** @type {Function} */ (new WebAssembly.Instance(module, { m: { m: this.memory } }).exports.f);
       } catch {
         this.memory = null;
-      } // no SIMD, or a policy forbids it
+      } // no SIMD, or forbidden by a policy
     }
     this.buffer = this.multiply ? this.memory.buffer : new ArrayBuffer(65536 * pages);
     this.floats = new Float32Array(this.buffer);
@@ -40,14 +39,14 @@ export class Kernel {
     return this.multiply !== null;
   }
 
-  // The index of the first of so many new floats.
+  // Allocate `count` floats -> the index of the first.
   allocate(count) {
     const at = this.used;
     this.used += padded(count);
     return at;
   }
 
-  // Room behind the weights for the input and the output of a product.
+  // Scratch space after the weights for the input and output of a product.
   scratch(count) {
     const missing = this.used + count - this.floats.length;
     if (missing > 0) {
@@ -106,7 +105,7 @@ function plainMultiply(f, x, rows, w, y, stride, outs) {
 
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-// Base 64 without the help of a browser, so that the same code runs where there is none.
+// Base64 without browser functions, so that the code runs in any engine.
 export function decodeBytes(text) {
   const value = new Uint8Array(128);
   for (let i = 0; i < 64; i++) value[DIGITS.charCodeAt(i)] = i;
@@ -138,7 +137,7 @@ export function encodeBytes(bytes) {
   return out;
 }
 
-// Pixels as bytes (H, W, C) in base 64, stretched between the smallest and the largest, as the image view reads them.
+// Pixels as bytes (H, W, C) in base64, stretched to the full range, as the image view reads them.
 export function shownPixels(pixels, { height, width, channels, size }) {
   const shown = channels >= 3 ? 3 : 1,
     plane = height * width,
@@ -156,7 +155,7 @@ export function shownPixels(pixels, { height, width, channels, size }) {
   return { height, width, channels: shown, size, pixels: encodeBytes(bytes) };
 }
 
-// A float of two bytes.
+// Decode a two-byte float.
 export function halfToFloat(h) {
   const sign = h & 0x8000 ? -1 : 1,
     exponent = (h >> 10) & 31,
@@ -197,7 +196,7 @@ export class Weights {
     return this.tensors.has(name);
   }
 
-  // A tensor as plain floats, or null if the model has none of this name.
+  // A tensor as floats, or null if the model lacks it.
   vector(name) {
     const found = this.tensors.get(name);
     if (!found) return null;

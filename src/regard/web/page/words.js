@@ -1,5 +1,5 @@
 // @ts-check
-// Tokens, numbers and heads in words, as people read them.
+// Tokens, numbers and heads in words.
 
 import { constants } from "../shared/constants.js";
 import { h } from "../shared/dom.js";
@@ -12,11 +12,12 @@ export function shorter(text, most) {
   return parts.length > most ? parts.slice(0, most - 1).join("") + "…" : text;
 }
 
-// A token on a figure, where there is little room.
+// A short token label for figures.
 export const figureLabel = (token) => shorter(visible(startsWord(token) ? token.slice(1) : token), 14);
 
 export const tokensOf = (name) => data.tokens[name] || [];
-// A token row is written in the direction of its text: features, which stand before it, are written like names.
+// A token row has the direction of its text. Features precede the text and are names, so single tokens cannot
+// decide.
 export const rightToLeft = (name) => data.directions[name] === "rtl";
 export function show(x, digits = 3) {
   if (x === null || x === undefined) return "−∞";
@@ -26,11 +27,11 @@ export function show(x, digits = 3) {
 const KIND_NAMES = { cross: "Cross", encoder: "Encoder self", decoder: "Decoder self" };
 export const kindName = (kind) => KIND_NAMES[kind] || kind;
 
-// Words from subword pieces: a token that begins with a space begins a word.
+// Words from subword pieces: a token with a leading space begins a word.
 
 const bracketed = (token) => isSpecial(token) || /^<.+>$/.test(token);
 
-// The words of a token row as [from, to); special tokens, and the features in front, stand for themselves.
+// The words of a token row as [from, to); special tokens and leading features are words of their own.
 export function wordSpans(tokens, features = "") {
   const names = features
       .split(/[;,|]/)
@@ -46,7 +47,7 @@ export function wordSpans(tokens, features = "") {
 
 const spansOf = (name) => wordSpans(tokensOf(name), name === "source" ? data.texts.features || "" : "");
 
-// Whether a row has words of several tokens, and more than one word.
+// Whether a row has several words, some with several tokens.
 const hasWords = (name) =>
   tokensOf(name).some((token, i) => i > 0 && /^\s/.test(token)) && spansOf(name).length < tokensOf(name).length;
 export const canGroup = (...names) => names.some(hasWords);
@@ -64,7 +65,7 @@ export function groupPlane(m, rows, columns) {
   return planeOf(out, rows.length, columns.length);
 }
 
-// Planes with the tokens of their axes, or with words instead. token(t): the first token of a row.
+// Planes with tokens or words on their axes. token(t): the first token of a row.
 export function axesOf(planes, rowsName, columnsName, grouped) {
   if (!grouped || !canGroup(rowsName, columnsName))
     return { planes, rows: tokensOf(rowsName), columns: tokensOf(columnsName), token: (t) => t, row: (t) => t };
@@ -83,9 +84,9 @@ export function axesOf(planes, rowsName, columnsName, grouped) {
   };
 }
 
-// What a head does on this input, in the words and by the rules of `regard heads` (inspect/heads.py).
+// Describe the attention of heads with the words and rules of `regard heads` (inspect/heads.py).
 
-// A single short input shows less than the data of `regard heads`: queries that must have had the choice.
+// Queries that must have the choice; one short input shows fewer than the data of `regard heads`.
 const MIN_QUERIES = 3;
 
 function offsetName(kind, offset) {
@@ -95,8 +96,8 @@ function offsetName(kind, offset) {
   );
 }
 
-// Sums over the queries of one head that have more than one key: weight on kinds of keys, and the queries that have
-// one.
+// Sums over the queries of one head with several keys: weight per kind of key, and the number of queries with such a
+// key.
 class HeadSums {
   constructor() {
     this.queries = 0;
@@ -158,7 +159,7 @@ function sumTokens(m, kind, queries, keys) {
     withSame = 0;
   for (let t = 0; t < T; t++) {
     const end = kind === "decoder" ? Math.min(S, t + 1) : S;
-    if (end < 2) continue; // with one key only, there is nothing to choose
+    if (end < 2) continue; // a query with a single key has no choice
     const weights = m.data.subarray(t * S, t * S + end);
     sums.addQuery(weights, end);
     let has = false;
@@ -211,7 +212,7 @@ function sumPatches(m, { width, size }) {
   return sums;
 }
 
-// For every map of a trace, by name, what each of its heads does: {what, share, parts}.
+// The description of every head by map name: {what, share, parts}.
 const described = new WeakMap();
 export function describeHeads(trace) {
   if (described.has(trace)) return described.get(trace);
@@ -243,6 +244,6 @@ const percentOf = (share) => `${Math.round(100 * share)}%`;
 const sharesOf = (parts) => parts.map(([name, part]) => `${percentOf(part)} ${name}`).join(", ");
 export const headDescription = ({ what, share, parts }) =>
   what === "mixed" && parts.length ? "mixed: " + sharesOf(parts) : `${what} ${percentOf(share)}`;
-// The same where there is little room: of a mixed head its largest part alone.
+// A shorter form: only the largest part of a mixed head.
 export const headLabel = ({ what, share, parts }) =>
   what === "mixed" ? (parts.length ? `mixed, ${sharesOf(parts.slice(0, 1))}` : what) : `${what} ${percentOf(share)}`;

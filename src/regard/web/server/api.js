@@ -1,5 +1,5 @@
 // @ts-check
-// Asking the server. Every failure becomes an ApiError with words for people.
+// Requests to the server. Every failure becomes an ApiError with a readable message.
 
 export class ApiError extends Error {
   constructor(status, message, retryAfter = null) {
@@ -14,7 +14,7 @@ async function ask(path, body, signal) {
   try {
     const post = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
     const url = new URL(path, document.baseURI);
-    url.username = url.password = ""; // of an address with a key in it, which the browser sends as a header
+    url.username = url.password = ""; // from an address with a key, which the browser sends as a header
     response = await fetch(url, { ...(body === undefined ? {} : post), signal, credentials: "same-origin" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -35,14 +35,14 @@ async function ask(path, body, signal) {
 export const get = async (path, signal) => (await ask(path, undefined, signal)).json();
 export const post = async (path, body, signal) => (await ask(path, body, signal)).json();
 
-// Calls `onPiece` for every token as it is decoded -> the result.
+// Stream tokens to `onPiece` as they are decoded -> the result.
 export async function stream(path, body, signal, onPiece) {
   const response = await ask(path, { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new ApiError(0, "The server ended the connection before the output was complete.");
+    if (done) throw new ApiError(0, "The server closed the connection before the output was complete.");
     rest += value.replace(/\r/g, "");
     const events = rest.split("\n\n");
     rest = events.pop();
@@ -74,7 +74,7 @@ export const pause = (seconds, signal) =>
     );
   });
 
-// Asks, waits and asks again while the server has too much to do; `onWait` is told the seconds.
+// Retry while the server is overloaded; `onWait` receives the seconds to wait.
 export async function patiently(call, signal, onWait) {
   for (;;) {
     try {

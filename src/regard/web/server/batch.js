@@ -1,17 +1,17 @@
 // @ts-check
-// Many lines: pasted or from a file, asked for in parts, given back as TSV.
+// Many lines: pasted or from a file, sent in parts, returned as TSV.
 
 import { h, put } from "../shared/dom.js";
 import { plural } from "../shared/text.js";
 import { patiently, post } from "./api.js";
 import { number } from "./format.js";
 
-const PART = 200; // lines of a request
+const PART = 200; // lines per request
 const SHOWN = 100; // rows of the table
 const LARGEST = 50_000_000; // bytes of a file
-const ALONE = new Set([413, 422, 504]); // what a smaller request may not meet
+const ALONE = new Set([413, 422, 504]); // status codes that a smaller request may avoid
 
-// Lines end with \n, a \r in front of it is dropped; the last line may lack it.
+// Lines end with \n; a preceding \r is dropped. The last line end is optional.
 export const splitLines = (text) =>
   text
     .replace(/\n$/, "")
@@ -19,7 +19,7 @@ export const splitLines = (text) =>
     .map((line) => line.replace(/\r$/, ""));
 const oneLine = (text) => text.replace(/[\n\r\t]/g, " ");
 
-// What is asked of a run, and how an answer becomes columns.
+// The request of each kind of run, and the columns of its answers.
 const KINDS = {
   generate: {
     path: "v1/generate",
@@ -101,7 +101,7 @@ export class Batch {
       this.bar,
       this.state,
     );
-    // A file that is dropped beside the card must not replace the page either.
+    // A file dropped outside the card must not replace the page.
     const dragged = (event, action) => {
       if (event.dataTransfer.types.includes("Files")) {
         event.preventDefault();
@@ -128,9 +128,9 @@ export class Batch {
       this.format,
       run.features
         ? "One input per line: source, tab, features. Further columns are kept."
-        : "One input per line. Of a line with tabs the first column is the source; the others are kept.",
+        : "One input per line. If a line has tabs, the first column is the source; the others are kept.",
     );
-    if (!this.kind) put(this.format, "This run answers nothing that goes by lines.");
+    if (!this.kind) put(this.format, "This run cannot process lines.");
     this.changed();
   }
 
@@ -138,7 +138,7 @@ export class Batch {
     return this.file ? this.file.text : this.lines.value;
   }
 
-  // Other input, another run or another beam: earlier answers are no longer those of what is shown.
+  // New input, run or beam: discard the earlier answers.
   changed() {
     if (this.controller) this.controller.abort();
     this.answers = [];
@@ -192,7 +192,7 @@ export class Batch {
   async run() {
     const text = this.text;
     this.report(null);
-    if (!text.trim()) return this.report("There is nothing to do: paste lines, or choose a file.");
+    if (!text.trim()) return this.report("No input: paste lines or choose a file.");
     this.given = splitLines(text);
     this.controller = new AbortController();
     const { signal } = this.controller,
@@ -214,7 +214,7 @@ export class Batch {
           `${error.message} ${plural(answers.length, "line")} of ${this.given.length} are done; Continue goes on from there.`,
         );
     }
-    if (this.answers !== answers) return; // something else is shown by now
+    if (this.answers !== answers) return; // the input has changed meanwhile
     const focused = document.activeElement === this.stop;
     this.stop.hidden = true;
     this.start.hidden = answers.length === this.given.length;
@@ -223,7 +223,7 @@ export class Batch {
     if (focused) (this.start.hidden ? this.save : this.start).focus();
   }
 
-  // The answers for lines: columns, or an error. What a whole part cannot have, its halves are asked for.
+  // The answers for lines: columns, or an error. If a part is refused, its two halves are requested.
   async ask(lines, signal) {
     const body = { run: this.model.id, inputs: lines.map((line) => this.input(line)) };
     const beam = Number(this.beam.value) || 1;
@@ -298,7 +298,7 @@ export class Batch {
     );
   }
 
-  // The lines as they were given, and the answer's columns behind them; the last one tells errors.
+  // The input lines with the columns of the answers; the last column holds errors.
   tsv() {
     const blank = this.kind.names.map(() => "");
     return this.answers

@@ -7,7 +7,7 @@ import { get } from "./api.js";
 
 setConstants(JSON.parse(document.getElementById("constants").textContent));
 
-// Bodies for the first run that can do it.
+// Request bodies for the first run that supports them.
 const EXAMPLES = {
   "/v1/generate": { kind: "generate", body: { inputs: ["a text", "another one"], beam: 5, nbest: 2 } },
   "/translate": { body: { q: "a text", source: "auto", target: "" } },
@@ -23,11 +23,11 @@ const EXAMPLES = {
   "/v1/inspect": { kind: "inspect", body: { source: "a text" } },
   "/v1/runs/reload": { body: {} },
 };
-const HUGE = 2 ** 31 - 1; // no limit that says anything
+const HUGE = 2 ** 31 - 1; // larger limits are not worth showing
 let schemas = {},
   runs = [];
 
-// A type in words; objects by the name of their schema.
+// The name of a type; objects by schema name.
 function typeName(schema) {
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
@@ -84,7 +84,7 @@ function fields(schema) {
   return rows.length ? h("table", { class: "api" }, h("tbody", {}, rows)) : h("p", { class: "dim" }, "No fields.");
 }
 
-// Every schema that a schema mentions, itself not counted.
+// All schemas referenced by a schema, itself excluded.
 function mentioned(schema, found = new Set()) {
   for (const match of JSON.stringify(schema).matchAll(/#\/components\/schemas\/(\w+)/g)) {
     if (!found.has(match[1])) {
@@ -156,7 +156,7 @@ try {
       `${api.info.title} ${api.info.version}. `,
       "Bodies are JSON. Errors have one shape: ",
       h("code", {}, '{"error": {"status", "code", "message"}}'),
-      ". A server with keys wants one in every request: ",
+      ". A server with keys requires one in every request: ",
       h("code", {}, "-H 'Authorization: Bearer KEY'"),
       ".",
     ),

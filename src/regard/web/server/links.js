@@ -1,12 +1,12 @@
 // @ts-check
-// The alignment: source tokens above, output tokens below, and a line for each weight that counts.
+// The alignment: source tokens above, output tokens below, and a line per visible weight.
 
 import { direction } from "../shared/direction.js";
 import { h, put } from "../shared/dom.js";
 import { isSpecial } from "../shared/text.js";
 import { word } from "./format.js";
 
-const LEAST = 0.05; // weights below are not drawn
+const LEAST = 0.05; // smaller weights are not drawn
 const HEIGHT = 64;
 
 export class Links {
@@ -45,7 +45,7 @@ export class Links {
     this.draw();
   }
 
-  // Show the links of one output token alone; null: all.
+  // Show the links of one output token; null: all.
   highlight(index) {
     this.at = index !== null && index < (this.output || []).length ? index : null;
     for (const path of this.svg.children)

@@ -1,5 +1,5 @@
 // @ts-check
-// The page: which run, which mode.
+// The page: choice of run and mode.
 
 import { setConstants } from "../shared/constants.js";
 import { h, put } from "../shared/dom.js";

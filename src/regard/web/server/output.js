@@ -5,7 +5,7 @@ import { h, put } from "../shared/dom.js";
 import { isEnd, percent, visible } from "../shared/text.js";
 import { bar, number, word } from "./format.js";
 
-// Where each token ends in the text, in bytes, or null where that cannot be told. Bytes, because a token may be a part
+// The text up to the end of each token, or null where it is unknown. Compared as bytes, because a token may be part
 // of a character, which the server writes as \xe4.
 export function tokenEnds(text, tokens) {
   const all = new TextEncoder().encode(text),
@@ -43,7 +43,7 @@ function spellings(token) {
   return [plain, trimmed, Uint8Array.from(raw)];
 }
 
-// What the server found odd, in words; nothing if nothing.
+// Warnings of the server, or nothing.
 export function flagNote(flags) {
   const words = Object.entries(flags || {}).map(([name, reason]) => `${name.replaceAll("_", " ")}: ${reason}`);
   return words.length ? h("p", { class: "note" }, words.join("; ")) : null;
@@ -52,7 +52,7 @@ export function flagNote(flags) {
 const share = (score) => Math.min(1, Math.exp(score));
 
 export class Output {
-  // `alternatives(prefix)` asks the server for hypotheses; `choose(prefix, hypothesis)` continues from one of them.
+  // `alternatives(prefix)` requests hypotheses; `choose(prefix, hypothesis)` continues from one of them.
   constructor({ alternatives, choose, forbid, onFocus }) {
     this.alternatives = alternatives;
     this.choose = choose;
@@ -64,7 +64,7 @@ export class Output {
     this.tokens = h("div", {
       class: "tokens",
       role: "group",
-      "aria-label": "Tokens: choose one for the alternatives in its place",
+      "aria-label": "Tokens: choose one to see alternatives",
       keydown: (event) => this.move(event),
     });
     this.panel = h("div", {
@@ -84,7 +84,7 @@ export class Output {
       this.tokens,
       this.panel,
     );
-    this.wanted = null; // the token that gets the focus when it is there
+    this.wanted = null; // index of the token to focus once it exists
     this.clear();
   }
 
@@ -147,7 +147,7 @@ export class Output {
         tabindex: index ? -1 : 0,
         disabled: !able,
         "aria-label": `${isEnd(token) ? "end" : visible(token)}, ${percent(p)}`,
-        title: able ? `${percent(p)}: choose for alternatives` : percent(p),
+        title: able ? `${percent(p)}: choose to see alternatives` : percent(p),
         click: () => this.open(index),
         focus: () => this.onFocus(index),
         mouseenter: () => this.onFocus(index),
@@ -160,7 +160,7 @@ export class Output {
     return made;
   }
 
-  // Only one token is reached by Tab, the others by arrow keys.
+  // Tab reaches one token; arrow keys reach the others.
   focus(index) {
     const all = /** @type {HTMLElement[]} */ (Array.from(this.tokens.children)),
       node = all[Math.max(0, Math.min(index, all.length - 1))];
@@ -184,7 +184,7 @@ export class Output {
       await navigator.clipboard.writeText(this.hypothesis.text);
       put(this.copy, "Copied");
     } catch (error) {
-      // not allowed, or no secure context: then it is marked, to be copied by hand
+      // without permission or a secure context, select the text for manual copying
       getSelection().selectAllChildren(this.text);
       put(this.copy, "Marked");
     }
@@ -250,7 +250,7 @@ export class Output {
 
   alternative(each, prefix, index, current) {
     const ends = tokenEnds(each.text, each.tokens);
-    // the server may cut the prefix into other tokens than it was decoded from
+    // the server may tokenize the prefix differently
     const at = Math.min(
       ends.findLastIndex((end) => end !== null && end.length <= prefix.length) + 1,
       each.tokens.length - 1,

@@ -1,5 +1,5 @@
 // @ts-check
-// One text: the output appears as it is decoded, can be steered, and is looked at.
+// One text: the output appears during decoding and can be steered and inspected.
 
 import { h, put } from "../shared/dom.js";
 import { percent, plural, visible } from "../shared/text.js";
@@ -86,7 +86,7 @@ export class Single {
         field("Beam", "beam", this.numbers.beam),
         field("Temperature", "temperature", this.numbers.temperature),
         field("Seed", "seed", this.numbers.seed),
-        field("Most tokens", "max_length", this.numbers.max_length),
+        field("Max tokens", "max_length", this.numbers.max_length),
       ),
       (this.hint = h("p", { class: "dim" })),
     );
@@ -99,7 +99,7 @@ export class Single {
         { class: "card" },
         h("h2", {}, "n-best"),
         this.nbest,
-        h("p", { class: "dim" }, "Log-probabilities; ranked by that per token. Choose one to look at it."),
+        h("p", { class: "dim" }, "Log-probabilities, ranked per token. Choose one to inspect it."),
       ),
       alignment: h("section", { class: "card" }, h("h2", {}, "Alignment"), this.links.element),
     };
@@ -128,7 +128,7 @@ export class Single {
   // `run` as /v1/models describes it.
   setRun(run) {
     this.run = run;
-    this.generates = run.kinds.includes("stream"); // a masked language model fills masks, all at once
+    this.generates = run.kinds.includes("stream"); // a masked language model fills all masks at once
     this.cards.features.hidden = !run.features;
     this.cards.steering.hidden = this.cards.output.hidden = !this.generates;
     this.attention.hidden = !run.kinds.includes("inspect");
@@ -164,7 +164,7 @@ export class Single {
     return Number(this.numbers.temperature.value) > 0;
   }
 
-  // What every request for this input has in common.
+  // The common part of all requests for this input.
   request() {
     const inputs = { source: this.source.value };
     if (this.run.features && this.features.value) inputs.features = this.features.value;
@@ -192,8 +192,8 @@ export class Single {
     put(
       this.hint,
       this.sampling
-        ? "Tokens are drawn; the same seed draws the same ones."
-        : "Greedy search while you type, then a beam; temperature above 0 draws tokens instead.",
+        ? "Tokens are sampled; the same seed gives the same output."
+        : "Greedy search while you type, then beam search; a temperature above 0 samples instead.",
     );
     if (!this.source.value.trim()) {
       this.clear();
@@ -212,8 +212,8 @@ export class Single {
             "p",
             { class: "dim" },
             this.run.kinds.includes("embed")
-              ? "This run gives vectors: see Many lines. Its attention is below."
-              : "This run answers nothing that can be typed.",
+              ? "This run produces vectors: see Many lines. Its attention is below."
+              : "This run cannot process a typed text.",
           ),
         );
       if (signal.aborted) return;
@@ -235,7 +235,7 @@ export class Single {
     this.cards.nbest.hidden = this.cards.alignment.hidden = true;
   }
 
-  // The answer of the server, waited for while it is busy.
+  // The answer of the server, waiting while it is busy.
   async ask(call) {
     let waited = false;
     const answer = await patiently(call, this.controller.signal, (seconds) => {
@@ -256,7 +256,7 @@ export class Single {
       }),
     );
     if (signal.aborted) return;
-    this.nbest.style.minHeight = `${this.nbest.offsetHeight}px`; // what is below does not jump while the beam is searched
+    this.nbest.style.minHeight = `${this.nbest.offsetHeight}px`; // keep the layout stable while the beam search runs
     this.show(first.hypotheses);
     this.cards.nbest.hidden = this.sampling || this.beam < 2;
     if (this.cards.nbest.hidden) return;
@@ -294,7 +294,7 @@ export class Single {
       ),
     );
     if (this.output.at === null) this.select(0);
-    else this.mark(hypotheses.findIndex((each) => each.text === this.output.hypothesis.text)); // someone looks at its tokens
+    else this.mark(hypotheses.findIndex((each) => each.text === this.output.hypothesis.text)); // the user is inspecting its tokens
   }
 
   mark(index) {
@@ -324,7 +324,7 @@ export class Single {
 
   choose(prefix, hypothesis) {
     if (prefix === null) {
-      // the output ends there, which no prefix can say; but it is there already
+      // no prefix can express the end of the output, but this hypothesis already has it
       this.output.close(false);
       this.show([hypothesis]);
       this.inspect();
@@ -403,7 +403,7 @@ export class Single {
     );
   }
 
-  // The attention page of what is shown, in a frame that can run its own script and reach nothing else.
+  // The attention page of the shown output, in a frame that can run only its own script.
   async inspect() {
     if (!this.attention.open || this.attention.hidden || !this.source.value.trim()) return;
     const signal = this.controller.signal;
@@ -423,7 +423,7 @@ export class Single {
       const frame = this.frame.querySelector("iframe") || h("iframe", { sandbox: "allow-scripts", title: "Attention" });
       frame.dataset.key = key;
       frame.srcdoc = html;
-      if (!frame.isConnected) put(this.frame, frame); // the same frame keeps its view
+      if (!frame.isConnected) put(this.frame, frame); // reusing the frame keeps its view
     } catch (error) {
       if (error.name !== "AbortError" && !signal.aborted)
         put(this.frame, h("p", { class: "note", role: "alert" }, error.message));
@@ -446,7 +446,7 @@ function numeric(id, value, limits, changed) {
   return made;
 }
 
-// Phrases that are added one by one and can be removed.
+// A list of phrases to add and remove.
 class Phrases {
   constructor(id, label, changed) {
     this.items = [];
