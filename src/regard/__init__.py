@@ -1,6 +1,6 @@
 """regard: train, understand and ship sequence models built on attention.
 
-Names are imported when they are first used, so that `import regard` is quick and never loads torch by itself.
+Names are imported on first use, so `import regard` is fast and does not import torch.
 """
 
 from __future__ import annotations

@@ -35,35 +35,33 @@ Send = Callable[[dict[str, Any]], None]
 
 
 class Cancelled(Exception):
-    """Nobody waits for this batch any more."""
+    """The batch was cancelled."""
 
 
 @dataclass
 class BatchTask:
-    """A batch to answer: inputs of one kind with the same options, for one run."""
+    """A batch: inputs of one kind, with the same options, for one run."""
 
     run: str
     kind: str
-    options: str  # as JSON, which names the engine that is kept for them
+    options: str  # as JSON, a part of the key of a cached engine
     inputs: list[dict[str, Any]]
     cancelled: Callable[[], bool] = lambda: False
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options by name."""
         options: dict[str, Any] = from_json(self.options)
         return options
 
     def decoding(self) -> Options:
-        """The options of decoding."""
         return Options.of(**{name: value for name, value in self.settings.items() if name != "attention"})
 
     def parts(self) -> list[BatchTask]:
-        """A task for each input."""
+        """One task per input."""
         return [BatchTask(self.run, self.kind, self.options, [x], self.cancelled) for x in self.inputs]
 
     def check(self) -> None:
-        """Raise if nobody waits for it any more; called between the steps of a search."""
+        """Raise `Cancelled` if the batch was cancelled; called before each step of a search."""
         if self.cancelled():
             raise Cancelled
 
@@ -74,13 +72,18 @@ class Answerer:
     def __init__(
         self, runs: Mapping[str, Run], engine: EngineName = "torch", precision: Precision = "fp32", slots: int = 1
     ):
-        self.runs, self.engine, self.precision, self.slots = runs, engine, precision, slots
+        """`slots` is the number of threads that answer at the same time."""
+        self.runs = runs
+        self.engine = engine
+        self.precision = precision
+        self.slots = slots
         self._engines: OrderedDict[tuple[str, str, str], Engine] = OrderedDict()
         self._translators: dict[str, Any] = {}
-        self._torch, self._lock = threading.Lock(), threading.Lock()
+        self._torch_lock = threading.Lock()  # one search with torch at a time
+        self._cache_lock = threading.Lock()
 
     def answer(self, task: BatchTask, send: Send) -> list[Result]:
-        """A result for each input, or what is wrong with it; one that fails does not fail the others."""
+        """A result or an error for each input; a failed input does not affect the others."""
         try:
             return KINDS[task.kind](self, task, send)
         except Cancelled:
@@ -91,9 +94,10 @@ class Answerer:
             return [self.answer(part, send)[0] for part in task.parts()]
 
     def generate(self, task: BatchTask, send: Send) -> list[Result]:
-        """Decode, see `regard generate`."""
-        engine, attention = self._decoder(task), task.settings.get("attention")
-        ours = self.engine == "torch" or not isinstance(engine, TorchEngine | MaskFiller)
+        """Outputs with scores, as `regard generate --json` prints them."""
+        engine = self._decoder(task)
+        attention = task.settings.get("attention")
+        fallback = self.engine != "torch" and isinstance(engine, TorchEngine | MaskFiller)
         requests = [Request(**item) for item in task.inputs]
         with self._cancellable(engine, task):
             inputs = engine.prepare(requests)
@@ -104,31 +108,22 @@ class Answerer:
             if attention and hypotheses[0].text:
                 details["attention"] = self._attention(task, request, hypotheses[0].text)
             result = generation_json(request.source, hypotheses, details)
-            results.append(result if ours else {**result, "engine": "torch"})
+            results.append({**result, "engine": "torch"} if fallback else result)
         return results
 
     def _attention(self, task: BatchTask, request: Request, output: str) -> Result:
         """All attention maps of an output, with the tokens of their rows and columns."""
         task.check()
         trace = trace_example(self.runs[task.run], Example(request.source, features=request.features), output)
-        return {
-            "tokens": trace.tokens,
-            "maps": [
-                {
-                    "name": m.name,
-                    "kind": m.kind,
-                    "layer": m.layer,
-                    "heads": m.heads,
-                    "rows": m.rows,
-                    "columns": m.columns,
-                }
-                | {"weights": m.weights_HTS.round(4).tolist()}
-                for m in trace.maps
-            ],
-        }
+        maps = [
+            {"name": m.name, "kind": m.kind, "layer": m.layer, "heads": m.heads, "rows": m.rows, "columns": m.columns}
+            | {"weights": m.weights_HTS.round(4).tolist()}
+            for m in trace.maps
+        ]
+        return {"tokens": trace.tokens, "maps": maps}
 
     def translate(self, task: BatchTask, send: Send) -> list[Result]:
-        """Decode, and give the texts alone."""
+        """The texts of the outputs, without scores."""
         engine = self._decoder(task)
         sources = [item["source"] for item in task.inputs]
         if isinstance(engine, CTranslate2Engine):
@@ -137,7 +132,7 @@ class Answerer:
             return [{"texts": [h.text for h in row]} for row in engine(sources)]
 
     def stream(self, task: BatchTask, send: Send) -> list[Result]:
-        """Decode one input, and tell every token at once."""
+        """Decode one input, and send every token as soon as it is decided."""
         engine = self._engine("torch", task)
         assert isinstance(engine, TorchEngine)
         request = Request(**task.inputs[0])
@@ -152,21 +147,22 @@ class Answerer:
         return [generation_json(request.source, [pieces.hypothesis])]
 
     def score(self, task: BatchTask, send: Send) -> list[Result]:
-        """Score pairs, see `regard score`."""
+        """Log-probabilities of given targets, as in `regard score`."""
         pairs = [Example(x["source"], x["target"], x.get("features")) for x in task.inputs]
         scored = score(self.runs[task.run], pairs, Options.of(**task.settings))
         return [score_json(pair, each) for pair, each in zip(pairs, scored, strict=True)]
 
     def classify(self, task: BatchTask, send: Send) -> list[Result]:
-        """Tell labels."""
+        """The labels of texts."""
         texts = [Example(x["source"], features=x.get("features")) for x in task.inputs]
         options = Options.of(**task.settings)
         labels = classify(self.runs[task.run], texts, options.batch_tokens, options.max_source)
         return [label_json(text.source, label) for text, label in zip(texts, labels, strict=True)]
 
     def embed(self, task: BatchTask, send: Send) -> list[Result]:
-        """Give vectors of texts; one that was too long says so."""
-        sources, normalize = [item["source"] for item in task.inputs], task.settings.get("normalize", True)
+        """Vectors of texts; a truncated text has a flag."""
+        sources = [item["source"] for item in task.inputs]
+        normalize = task.settings.get("normalize", True)
         vectors, truncated, limit = embed(self.runs[task.run], sources, EMBED_TOKENS, False, normalize)
         results: list[Result] = [{"vector": [float(v) for v in row]} for row in vectors]
         for index, tokens in truncated.items():
@@ -175,7 +171,8 @@ class Answerer:
 
     def inspect(self, task: BatchTask, send: Send) -> list[Result]:
         """The attention page of each example, as HTML."""
-        run, results = self.runs[task.run], []
+        run = self.runs[task.run]
+        results = []
         for item in task.inputs:
             task.check()
             example = Example(item["source"], features=item.get("features"))
@@ -184,11 +181,11 @@ class Answerer:
 
     @contextmanager
     def _cancellable(self, engine: Engine, task: BatchTask) -> Iterator[None]:
-        """Let a search with torch ask before every step whether it is still wanted; one search at a time does."""
+        """Check before every step of a search with torch whether the task was cancelled."""
         if not isinstance(engine, TorchEngine):
             yield
             return
-        with self._torch:
+        with self._torch_lock:
             engine.scorer.before_step = task.check
             try:
                 yield
@@ -209,7 +206,7 @@ class Answerer:
         The key has the options as text: checking them for every batch took as long as everything but the search.
         """
         key = name, task.run, task.options
-        with self._lock:
+        with self._cache_lock:
             engine = self._engines.pop(key, None) or self._open(name, task.run, task.decoding())
             self._engines[key] = engine
             while len(self._engines) > MAX_ENGINES:
@@ -233,18 +230,13 @@ class Answerer:
 
 
 KINDS: dict[str, Callable[[Answerer, BatchTask, Send], list[Result]]] = {
-    "generate": Answerer.generate,
-    "translate": Answerer.translate,
-    "stream": Answerer.stream,
-    "score": Answerer.score,
-    "classify": Answerer.classify,
-    "embed": Answerer.embed,
-    "inspect": Answerer.inspect,
+    kind: getattr(Answerer, kind)
+    for kind in ("generate", "translate", "stream", "score", "classify", "embed", "inspect")
 }
 
 
 def _failure(error: Exception, path: Path, name: str) -> Result:
-    """What the server tells about an input that failed: the reason if it is the user's, but no path of this machine."""
+    """The error of a failed input, without paths of this machine; only mistakes of the user are explained."""
     if isinstance(error, UserError):
         return {"error": str(error).replace(str(path), name), "status": 422}
     traceback.print_exception(error)
@@ -252,12 +244,11 @@ def _failure(error: Exception, path: Path, name: str) -> Result:
 
 
 def describe(name: str, run: Run) -> Result:
-    """What clients can ask about a run."""
-    model, task = run.model, run.task
+    """The facts of a run that a server publishes."""
     return {
         "name": name,
-        "task": task.name,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "task": run.task.name,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
         "labels": list(run.labels),
         "features": "features" in run.codec.columns,
         "kinds": kinds_of(run),
@@ -266,7 +257,7 @@ def describe(name: str, run: Run) -> Result:
 
 def kinds_of(run: Run) -> list[str]:
     """The kinds of requests that a run answers."""
-    if run.task.reads == "images":  # requests have texts only
+    if run.task.reads == "images":  # requests contain text only
         return []
     return [kind for kind in run.task.answers if kind != "generate" or run.config.predicts_tokens]
 
@@ -341,7 +332,7 @@ def score_json(pair: Example, scored: Scored) -> Result:
 
 
 def unknown_remark(codec: Codec, example: Example) -> str:
-    """Refuse features that do not fit a run -> a remark on the parts of an example that the run does not know."""
+    """A remark on tokens of an example that the run does not know; features that do not fit are refused."""
     if problem := codec.features_problem(example):
         raise UserError(problem)
     target = codec.target.encode([example.target])[0] if example.target else []
@@ -350,7 +341,7 @@ def unknown_remark(codec: Codec, example: Example) -> str:
 
 
 def trace_example(run: Run, example: Example, target: str | None = None, beam: int = 5, more: int = 0) -> Trace:
-    """Every attention map of one example; the output is `target`, or the best output of the run."""
+    """All attention maps of an example, with `target` or the run's best output."""
     if problem := run.codec.features_problem(example):
         raise UserError(problem)
     if not run.task.seq2seq:
@@ -361,10 +352,10 @@ def trace_example(run: Run, example: Example, target: str | None = None, beam: i
 
 
 def truncation(truncated: Mapping[int, int], limit: int) -> str:
-    """A remark on texts that were cut for `embed`: their tokens, by index, and the most that the model reads."""
+    """A remark on truncated texts: their tokens by index, and the tokens that the model reads."""
     named = ", ".join(f"texts[{i}] has {tokens}" for i, tokens in list(truncated.items())[:3])
     more = ", ..." if len(truncated) > 3 else ""
     return (
-        f"embed: {plural(len(truncated), 'text')} truncated to the {plural(limit, 'token')} that the model reads at once"
-        f" ({named}{more}); average_windows=True reads all of them"
+        f"embed: {plural(len(truncated), 'text')} truncated to the {plural(limit, 'token')} that the model reads at"
+        f" once ({named}{more}); average_windows=True reads all of them"
     )

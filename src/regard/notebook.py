@@ -1,4 +1,4 @@
-"""HTML for notebooks: tables of results. Every text is escaped, for what users and models write is text everywhere."""
+"""HTML tables of results for notebooks. All texts are escaped."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-MAX_ROWS = 200  # shown of a long list
-MAX_TEXT = 2000  # characters of a cell
+MAX_ROWS = 200  # of a long list
+MAX_TEXT = 2000  # characters per cell
 _CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
 
 
 def text_cell(value: object, shade: float = 0.0, tag: str = "td") -> str:
-    """A cell with the text of a value; `shade`, from 0 to 1, is how strongly it is coloured."""
+    """A cell with the text of a value; `shade`, from 0 to 1, is the strength of its colour."""
     text = "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
     colour = f";background:rgba(66,133,244,{min(1.0, max(0.0, shade)) * 0.7:.2f})" if shade > 0 else ""
     return f'<{tag} style="{_CELL}{colour}">{escape(text[:MAX_TEXT])}{"…" * (len(text) > MAX_TEXT)}</{tag}>'
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), caption: str = "") -> str:
-    """A table; the first column has names if there is no header."""
+    """A table; without a header the first column has the names."""
     top = "<thead><tr>" + "".join(text_cell(each, tag="th") for each in header) + "</tr></thead>" if header else ""
     body = []
     for row in rows:
@@ -32,7 +32,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), capti
 
 
 def table_of(rows: Sequence[Mapping[str, object]], caption: str = "") -> str:
-    """A table of rows with names."""
+    """A table of rows given as columns by name."""
     header = list(dict.fromkeys(name for row in rows for name in row))
     shown = [[row.get(name) for name in header] for row in rows[:MAX_ROWS]]
     rest = len(rows) - len(shown)
@@ -65,16 +65,16 @@ def _caption(text: str) -> str:
 def result_cells(
     row: Mapping[str, object], tokens: Sequence[str], scores: Sequence[float], flags: Mapping[str, str]
 ) -> dict[str, object]:
-    """The cells of a result with those of its tokens and, if there are any, its flags."""
+    """The cells of a result, with its tokens and its flags if it has any."""
     scored = " ".join(f"{token}\u00a0{score:.2f}" for token, score in zip(tokens, scores, strict=False))
     cells = {**row, **({"tokens and their scores": scored} if scored else {})}
     return {**cells, "flags": "; ".join(flags.values())} if flags else cells
 
 
 class Results(list[T]):
-    """A list of results, or of lists of them, which a notebook shows as a table, beside the inputs if they are known.
+    """A list of results, or of lists of results, that a notebook shows as a table, with the inputs if they are known.
 
-    A result has a method `cells`, which gives the columns of its row by name.
+    The method `cells` of a result returns the columns of its row by name.
     """
 
     def __init__(self, results: Iterable[T] = (), inputs: Sequence[str] = ()) -> None:
@@ -82,7 +82,7 @@ class Results(list[T]):
         self.inputs = tuple(inputs)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say where an attribute is that a result has and the list has not."""
+        """Explain how to reach an attribute of the results, which the list does not have."""
         first: Any = self[:1]
         index = ""
         while isinstance(first, list) and first:
@@ -94,8 +94,8 @@ class Results(list[T]):
 
     def _repr_html_(self) -> str:
         rows: list[dict[str, Any]] = []
-        for given, result in zip_longest(self.inputs[: len(self)], self):
+        for source, result in zip_longest(self.inputs[: len(self)], self):
             for rank, each in enumerate(result if isinstance(result, list) else [result]):
-                first = {"input": None if rank else given} if self.inputs else {}
+                first = {"input": None if rank else source} if self.inputs else {}
                 rows.append({**first, **each.cells()})
         return table_of(rows)

@@ -70,7 +70,7 @@ class Task:
 
     @property
     def labels(self) -> bool:
-        """Whether the answer is one of a few labels."""
+        """Whether the answers are labels."""
         return self.reads in ("labelled", "images")
 
     @property
@@ -103,7 +103,7 @@ assert tuple(TASKS) == get_args(TaskName)
 
 
 def infer_task(config: Config) -> TaskName:
-    """The task of a model that does not name it: a run of version 0.4 or older, or a model converted from elsewhere."""
+    """The task of a model whose config does not name it: a run of version 0.4 or older, or a converted model."""
     if config.patches is not None:
         return "image"
     if config.output == "classes":

@@ -73,10 +73,10 @@ def test_requests_in_answers_out(toy, tmp_path):
         ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "not readable as JSON"),
         ('{"id": 3}', "source: is required"),
         ('{"source": "abc", "prefxi": "K"}', "prefxi: no such key; did you mean 'prefix'?"),
-        ('{"source": "abc", "num_beams": 4, "beam": 4}', "beam: is the same for all requests"),
+        ('{"source": "abc", "num_beams": 4, "beam": 4}', "beam: is an option for all requests"),
         ('{"source": "abc", "max_length": 2.5}', "max_length: input should be a valid integer"),
         ('{"source": "abc", "features": "V"}', "features: not for this run"),
-        ('{"source": "abc", "error": "x"}', "error: the answer has a key of this name"),
+        ('{"source": "abc", "error": "x"}', "error: is a key of the answer"),
     ],
 )
 def test_a_bad_line_is_answered_in_its_place(toy, tmp_path, line, message):

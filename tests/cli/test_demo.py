@@ -63,7 +63,7 @@ def test_it_runs_and_keeps_its_promises(monkeypatch, tmp_path):
         done = call(*command.split()[1:], stdin="abacus\n" if before else "")
         assert done.code == 0 and done.out, done.err
     again = call("demo", "--minutes", 0.05, "--out", "runs/demo")
-    assert again.code == 2 and "already there" in again.err
+    assert again.code == 2 and "already contains a demo" in again.err
 
 
 def test_the_recipe_is_complete(tmp_path):

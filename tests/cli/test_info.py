@@ -276,4 +276,5 @@ def test_the_list_fits_a_narrow_terminal(monkeypatch):
 def test_what_was_probably_meant_is_named(toy):
     for wrong, meant in ((toy / "rum", f"{toy / 'run'}?"), ("transformer-bas", "'transformer-base'?")):
         result = call("info", wrong)
-        assert result.code == 2 and f"{wrong}: no run directory, preset or recipe; did you mean {meant}" in result.err
+        told = f"{wrong}: not a run directory, preset or recipe; did you mean {meant}"
+        assert result.code == 2 and told in result.err

@@ -92,9 +92,9 @@ def test_wrong_values_are_named(wrong: dict[str, Any], message: str) -> None:
         ({"text": "a"}, "text: no such key; did you mean 'source'?"),
         ({"source": "a", "max_tokens": 3}, "max_tokens: no such key; did you mean 'max_length'?"),
         ({"source": "a", "stop_sequences": []}, "did you mean 'stop'?"),
-        ({"source": "a", "beam": 3}, "beam: is the same for all requests: give it as an option (--beam)"),
+        ({"source": "a", "beam": 3}, "beam: is an option for all requests (--beam)"),
         ({"source": "a", "top_k": 3}, "(--top-k)"),
-        ({"source": "a", "hypotheses": []}, "hypotheses: the answer has a key of this name"),
+        ({"source": "a", "hypotheses": []}, "hypotheses: is a key of the answer"),
     ],
 )
 def test_keys_that_look_like_mistakes_are_refused(data: dict[str, Any], message: str) -> None:

@@ -1,5 +1,5 @@
-"""The command line: `app` is the program, and every verb has a module of its own, which is loaded when it is called."""
+"""The command line: `app` is the program, and each verb is a module, loaded on use."""
 
 from __future__ import annotations
 
-READER = "read-ahead"  # name of the thread that waits for stdin
+READER = "read-ahead"  # name of the thread that reads stdin

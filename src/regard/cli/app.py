@@ -1,6 +1,6 @@
-"""The program: its verbs, which are loaded when they are called, and its exit codes.
+"""The program: verbs, which are loaded on use, and exit codes.
 
-0 done; 2 a mistake of the user's, reported in one message; 1 a mistake of ours; 129, 130 and 143 stopped by a signal.
+0: done; 2: a mistake of the user, reported in one message; 1: a fault in regard; 129, 130 and 143: stopped by a signal.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from regard.cli.output import OutputClosed, flush
 from regard.errors import UserError, is_out_of_memory
 from regard.suggest import closest, nearest, synonym
 
-# The modules of this package that are verbs, each with the first sentence of its help.
+# Verbs, each a module of this package, with the first sentence of their help.
 VERBS = {
-    "demo": "Train a pronunciation model and show what it learned.",
+    "demo": "Train a pronunciation model and show its answers.",
     "train": "Train a model and write a run directory.",
     "generate": "Give the best output for every line of input.",
-    "score": "Print how probable each target is, given its source.",
+    "score": "Print the log-probability of each target given its source.",
     "evaluate": "Score a run on held-out data.",
-    "inspect": "Write the attention page of one example, a file for any browser.",
-    "heads": "Judge every head of every layer.",
-    "prune": "Remove heads for real: the new run is smaller and faster.",
-    "convert": "Make a run of a Hugging Face directory, or export a run.",
-    "serve": "Serve runs over HTTP, with a web page.",
+    "inspect": "Write the attention page of one example, an HTML file.",
+    "heads": "Measure every attention head.",
+    "prune": "Remove attention heads and write a smaller, faster run.",
+    "convert": "Convert a Hugging Face directory to a run, or export a run.",
+    "serve": "Serve runs over HTTP, with an API and a web page.",
     "info": "Show parameters, FLOPs and memory of a model.",
     "average": "Average the weights of several runs.",
 }
 SETTINGS = {"help_option_names": ["-h", "--help"]}
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a disk
-LESS_MEMORY = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+MEMORY_HINT = "smaller batches (--batch-tokens), fewer processes (--workers) or a smaller model need less"
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """Lists the verbs by their summaries; the one that is called is imported then, with torch and all it needs."""
+    """Lists the verbs with their summaries, and imports a verb when it is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in VERBS and not args[0].startswith("-"):
@@ -54,12 +54,12 @@ class LazyGroup(typer.core.TyperGroup):
             verbs = f"verbs: {', '.join(VERBS)}\n  regard --help tells more"
             raise UserError(f"regard has no verb {args[0]!r}{hint}\n  {verbs}")
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and ctx.resilient_parsing:  # a shell asks what may follow
+        if name is not None and ctx.resilient_parsing:  # shell completion
             from regard.cli.completion import VerbCompletion
 
             return name, VerbCompletion(name, load_verb), rest
         command = command if name is None else load_verb(name)
-        if not gc.isenabled():  # see main: what was imported lives as long as the process
+        if not gc.isenabled():  # see main: imported modules live as long as the process
             gc.freeze()
             gc.enable()
         return name, command, rest
@@ -86,12 +86,12 @@ app = typer.Typer(
     epilog="Start with: regard demo",
     pretty_exceptions_enable=False,
     context_settings=SETTINGS,
-    rich_markup_mode=None,  # the list of verbs is plain and quick; the verbs' own help is set in panels
+    rich_markup_mode=None,  # the list of verbs is plain and quick; the help of verbs has panels
 )
 
 
 for _name, _summary in VERBS.items():
-    app.command(_name, help=_summary)(lambda: None)  # until it is loaded
+    app.command(_name, help=_summary)(lambda: None)  # replaced on use
 
 
 @app.callback(invoke_without_command=True)
@@ -110,11 +110,11 @@ def _start(
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
-    gc.disable()  # until the verb is loaded: looking for garbage among new modules takes a seventh of the start
+    """Run the command line and exit with its code."""
+    gc.disable()  # until the verb is loaded: garbage collection among new modules takes a seventh of the start
     code = run()
     if any(thread.name == READER for thread in threading.enumerate()):
-        # It holds stdin, which Python would wait for on its way out.
+        # At exit Python would wait for this thread, which reads stdin.
         if sys.stdout is not None:
             sys.stdout.flush()
         os._exit(code)
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def run() -> int:
-    """Run the command line -> exit code."""
+    """Run the command line and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -146,11 +146,11 @@ def run() -> int:
             if context is not None and (name := getattr(error, "option_name", "")) and hasattr(error, "possibilities"):
                 text = f"no such option: {name}{_probable_option(name, context.command)}"
             return _fail(f"{text}\n  {path} --help tells more", 2)
-        if isinstance(error, OSError) and error.filename is None and error.errno in FULL:
+        if isinstance(error, OSError) and error.filename is None and error.errno in DISK_ERRORS:
             return _fail(f"cannot write the output: {error.strerror}", 2)
         if is_out_of_memory(error):
             first = str(error).strip().splitlines()[:1]
-            return _fail(f"not enough memory{''.join(f': {line}' for line in first)}\n  {LESS_MEMORY}", 2)
+            return _fail(f"not enough memory{''.join(f': {line}' for line in first)}\n  {MEMORY_HINT}", 2)
         if os.environ.get("REGARD_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
             return 1
@@ -161,7 +161,7 @@ def run() -> int:
 
 
 def _probable_option(name: str, command: Any) -> str:
-    """A suggestion from the options of a command, or from the settings that its --set changes."""
+    """A suggestion from the options of a command, or from the keys of its --set."""
     options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
     settings: list[str] = []
     if "--set" in options:
@@ -187,6 +187,6 @@ def _fail(message: str, code: int) -> int:
 
 
 def _drop_output() -> None:
-    """Let nothing that is left in the buffer be written at exit."""
+    """Discard buffered output, which would be written at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

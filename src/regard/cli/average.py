@@ -1,4 +1,4 @@
-"""`regard average`: the mean of several runs' weights."""
+"""`regard average`: the mean of the weights of several runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ EXAMPLE = "regard average runs/mean runs/a runs/b runs/c"
 
 def command(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs of the same model and vocabulary.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs with the same model and vocabulary.")],
 ) -> None:
     """Average the weights of several runs.
 
-    They must be the same model over the same vocabulary.
+    The runs must have the same model configuration and the same vocabulary.
     """
     average(runs, out)
     message(f"{out}: the mean of {plural(len(runs), 'run')}")

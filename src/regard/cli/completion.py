@@ -1,6 +1,6 @@
-"""Shell completion: names of presets, recipes, settings and runs without the verbs' own modules, which import torch.
+"""Shell completion of presets, recipes, settings and runs without importing the verbs, and so torch.
 
-Only the names of a verb's options need its module, about a second.
+Only completing the name of an option imports the module of its verb, which takes about a second.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from regard.presets import PRESETS
 from regard.recipe import SECTIONS, Data, Recipe, Train, recipe_names, setting_names
 from regard.serve.settings import ServeSettings
 
-MOST_RUNS = 200  # listed at once
+MAX_RUNS = 200
 READS_RUNS = ("generate", "score", "evaluate", "inspect", "heads", "prune", "convert", "serve", "average", "info")
-# The config values that a verb has options for; what may follow an option is known from its field.
+# The config values that a verb has options for; their fields give the choices of an option.
 VALUES: dict[str, tuple[type[BaseModel], ...]] = {
     "train": (Recipe, Data), "info": (Train,), "generate": (Options,), "score": (Data,), "evaluate": (Options, Data),
     "heads": (Data,), "prune": (Data,), "serve": (ServeSettings,),
 }  # fmt: skip
-SETTINGS: tuple[type[BaseModel], ...] = (Recipe, Stack, Config, *SECTIONS.values())  # what --set changes
+SETTINGS: tuple[type[BaseModel], ...] = (Recipe, Stack, Config, *SECTIONS.values())  # changed by --set
 
 
 class VerbCompletion(typer.core.TyperCommand):
-    """Stands for a verb while a command line is completed. Without a suggestion the shell completes file names."""
+    """Replaces a verb during completion. Without a suggestion the shell completes file names."""
 
     def __init__(self, verb: str, load: Callable[[str], Any]) -> None:
-        """`load` makes the command of a verb."""
+        """`load` returns the command of a verb."""
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
         super().__init__(verb, context_settings=settings, add_help_option=False)
         self._load = load
@@ -45,15 +45,15 @@ class VerbCompletion(typer.core.TyperCommand):
         return [shell_completion.CompletionItem(word) for word in words if word.startswith(incomplete)]
 
     def _complete_option(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The verb's options that begin so, without those that were given and can be given once."""
+        """Options of the verb with this beginning, without those on the command line that cannot be repeated."""
         command = self._load(str(self.name))
         with command.make_context(self.name, list(ctx.args), parent=ctx.parent, resilient_parsing=True) as context:
-            found: list[Any] = command.shell_complete(context, incomplete)
-        return found
+            options: list[Any] = command.shell_complete(context, incomplete)
+        return options
 
 
 def suggestions(verb: str, words: list[str], incomplete: str) -> list[str]:
-    """What may follow the words of a command line; file names are left to the shell."""
+    """Suggestions for the next word of a command line; the shell completes file names."""
     before = words[-1] if words else ""
     if before == "--preset":
         return list(PRESETS)
@@ -70,7 +70,7 @@ def suggestions(verb: str, words: list[str], incomplete: str) -> list[str]:
 
 
 def choices(name: str, values: Iterable[type[BaseModel]]) -> list[str]:
-    """The words that a field of these config values may be, if it is a choice of words."""
+    """The choices of a field of these config values, if it is a literal."""
     fields = [value.model_fields[name] for value in values if name in value.model_fields]
     return [word for field in fields for word in _words(field.annotation)]
 
@@ -82,8 +82,8 @@ def _words(annotation: Any) -> list[str]:
 
 
 def find_runs(incomplete: str) -> list[str]:
-    """The run directories that a path may go on to, up to two levels deeper."""
-    parent = incomplete[: incomplete.rfind("/") + 1]  # kept as it was written: ./ or ../
+    """Run directories that begin with a path, up to two levels deeper."""
+    parent = incomplete[: incomplete.rfind("/") + 1]  # as typed: ./ or ../
     base = Path(parent or ".")
-    found = [path.parent for depth in ("*", "*/*") for path in base.glob(f"{depth}/config.json")]
-    return sorted(parent + run.relative_to(base).as_posix() for run in found)[:MOST_RUNS]
+    runs = [path.parent for depth in ("*", "*/*") for path in base.glob(f"{depth}/config.json")]
+    return sorted(parent + run.relative_to(base).as_posix() for run in runs)[:MAX_RUNS]

@@ -1,4 +1,4 @@
-"""`regard convert`: models from Hugging Face directories, and runs written for other libraries."""
+"""`regard convert`: Hugging Face directories to runs, and runs to other formats."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ FORMATS = ("hf", *QUANTIZATIONS)
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face directory, or with --to a run.")],
-    new: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write; with --to html the file.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hugging Face directory; with --to a run.")],
+    new: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write; for --to html the file.")],
     to: Annotated[
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="Write a run for another library, hf (transformers) or ctranslate2, or as one page that computes in"
-            " the browser, html.",
+            help="Export a run: hf (transformers), ctranslate2, or html, a page that runs the model in the browser.",
         ),
     ] = None,
     quantization: Annotated[
         str | None,
-        typer.Option(help="int8, or fp32; of html also fp16. (default: fp32 of ctranslate2, int8 of html)"),
+        typer.Option(help="int8 or fp32; for html also fp16. (default: fp32 for ctranslate2, int8 for html)"),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="Of --to html: the input that the page shows first.")] = None,
-    features: Annotated[str | None, typer.Option(help="Its features, of a run that was trained with some.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Random inputs that both models must agree on.")] = 4,
+    text: Annotated[str | None, typer.Option(help="With --to html: the first input that the page shows.")] = None,
+    features: Annotated[str | None, typer.Option(help="Features of --text, for a run trained with features.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Random inputs for which both models must agree.")] = 4,
     json: Json = False,
 ) -> None:
-    """Make a run of a Hugging Face directory, or export a run.
+    """Convert a Hugging Face directory to a run, or export a run.
 
-    With --to a run is written for another library. Both models answer sample inputs, and a difference stops the
-    conversion. For Hugging Face directories that needs transformers to be installed; else nothing is proven, and a
-    message says so.
+    Without --to, SRC is a Hugging Face directory and OUT the new run. With --to, SRC is a run and OUT its export.
+
+    Every conversion is proven: both models answer sample inputs, and a difference stops the conversion. Proofs for
+    Hugging Face directories need transformers; without it the model is converted unproven, with a message.
     """
     if to not in (None, *FORMATS):
         raise one_of("--to", str(to), FORMATS)

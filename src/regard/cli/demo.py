@@ -1,6 +1,6 @@
-"""`regard demo`: learn English pronunciation from the CMU dictionary, and pronounce words that are not in it.
+"""`regard demo`: learn English pronunciation from the CMU dictionary, and pronounce new words.
 
-It calls what everybody calls, `fit`, `evaluate` and `generate`, on files that it leaves behind.
+It calls `fit`, `evaluate` and `generate` as the other verbs do, and keeps all files.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ RECIPE: dict[str, Any] = {
 
 
 def command(
-    minutes: Annotated[float, typer.Option(min=0.05, help="How long to train.")] = 3.0,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Training time.")] = 3.0,
     out: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Where to leave data and run. (default: runs/demo, then runs/demo-2, ...)"),
+        typer.Option(metavar="DIR", help="Directory for data and run. (default: runs/demo, then runs/demo-2, ...)"),
     ] = None,
 ) -> None:
-    """Train a pronunciation model and show what it learned.
+    """Train a pronunciation model and show its answers.
 
-    It learns from the CMU dictionary, is scored on words that were held out, and pronounces a few that are new.
+    The model is trained on the CMU dictionary, scored on held-out words, and pronounces some new words.
     """
     directory = _new_directory(out)
-    require_script_engine()  # for the page at the end: before the training, not after it
+    require_script_engine()  # needed after training, so checked before
     words = split(dictionary())
     write(words, directory)
     message(
-        f"The CMU dictionary: {len(words.train):,} words to learn from, {len(words.valid):,} to watch the training by, "
-        f"{len(words.test):,} kept for the test, all in {directory}\n"
-        f"Training for {plural(minutes, 'minute', 'g')}. "
-        f"This is what it does: regard train --data {directory}/train.tsv ..."
+        f"The CMU dictionary in {directory}: {len(words.train):,} words for training, {len(words.valid):,} for"
+        f" validation, {len(words.test):,} for the test\n"
+        f"Training for {plural(minutes, 'minute', 'g')}, as this command does: regard train --data"
+        f" {directory}/train.tsv ..."
     )
     fit(recipe(directory, minutes), directory / "run")
     run = Run.load(directory / "run")
@@ -78,7 +78,7 @@ def command(
     console = Console()
     _show_scores(console, evaluation)
     chosen = choose_words(words)
-    # Probabilities are shown, so they rank: no reward for length.
+    # The output shows probabilities, so hypotheses are ranked by them, without a length penalty.
     options = Options(beam=5, nbest=3, alignment=True, length_penalty=0.0)
     pronounced = list(generate(run, [word for word, _ in chosen], options))
     for (word, reference), hypotheses in zip(chosen, pronounced, strict=True):
@@ -91,9 +91,9 @@ def command(
 def _new_directory(out: str | None) -> Path:
     if out is not None:
         if not out:
-            raise UserError("--out: is empty; name the directory for everything that the demo writes")
+            raise UserError("--out: is empty; name a directory for the files of the demo")
         if (Path(out) / "run").exists():
-            raise UserError(f"{out}: a demo is already there; name another directory with --out")
+            raise UserError(f"{out}: already contains a demo; name another directory with --out")
         return Path(out)
     names = (Path("runs") / ("demo" if number == 1 else f"demo-{number}") for number in range(1, 10_000))
     return next(directory for directory in names if not directory.exists())
@@ -120,14 +120,15 @@ def dictionary() -> dict[str, list[list[str]]]:
 
 
 def split(entries: dict[str, list[list[str]]]) -> Words:
-    """Take the words of letters with one pronunciation, without stress marks; set some apart."""
+    """Select words of letters with one pronunciation, remove stress marks, and hold some words out."""
     pairs = []
     for word, pronunciations in entries.items():
         phones = {" ".join(phone.rstrip("012") for phone in phones) for phones in pronunciations}
         if WORD.fullmatch(word) and len(phones) == 1:
             pairs.append((word, phones.pop()))
     pairs.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-    valid, test = min(VALID, len(pairs) // 10), min(TEST, len(pairs) // 10)
+    valid = min(VALID, len(pairs) // 10)
+    test = min(TEST, len(pairs) // 10)
     return Words(pairs[valid + test :], pairs[:valid], pairs[valid : valid + test], frozenset(entries))
 
 
@@ -143,22 +144,22 @@ def write(words: Words, out: Path) -> None:
 
 
 def recipe(out: Path, minutes: float) -> Recipe:
-    """What the demo trains: the smallest preset, for a hundred thousand words and a few minutes."""
+    """The recipe: the smallest preset, which learns from a hundred thousand words in a few minutes."""
     data = {"train": str(out / "train.tsv"), "valid": str(out / "valid.tsv")}
     return load_recipe(merge(RECIPE, {"data": data, "train": {"minutes": minutes}}), "demo")
 
 
 def choose_words(words: Words) -> list[tuple[str, str | None]]:
-    """A few words to pronounce: some that no dictionary of 1998 has, and some that were held out."""
+    """Words to pronounce: some new words, and some held-out ones."""
     new = [(word, None) for word in NEW_WORDS if word not in words.known]
     held_out = sorted(words.test, key=lambda pair: (abs(len(pair[0]) - 8), pair[0]))
     return [*new[:SHOWN_NEW], *held_out[:SHOWN_KNOWN]]
 
 
 def _show_scores(console: Console, result: Evaluation) -> None:
-    meanings = {"per": "of the phones need an edit", "wer": "of the words have at least one wrong phone"}
+    meanings = {"per": "phone edits per phone", "wer": "words with at least one wrong phone"}
     console.print()
-    console.rule(f"{result.examples:,} words it has never seen", align="left", characters="─")
+    console.rule(f"{result.examples:,} held-out words", align="left", characters="─")
     for name, meaning in meanings.items():
         measured = result.metrics[name]
         interval = f"(95%: {measured.low:.1f} to {measured.high:.1f})"
@@ -166,7 +167,7 @@ def _show_scores(console: Console, result: Evaluation) -> None:
 
 
 def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], reference: str | None) -> None:
-    """Show a word, its most probable pronunciations the alignment of the best, and the right one if known."""
+    """Show a word, its most probable pronunciations, the alignment of the best, and the reference if known."""
     origin = "not in the dictionary" if reference is None else "held out"
     console.print()
     console.print(Text.assemble((f" {word}", "bold"), (f"  {origin}", "dim")))
@@ -175,7 +176,7 @@ def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], refere
         mark = Text("✓", style="green") if hypothesis.text == reference else Text(" ")
         table.add_row(Text(f"{exp(hypothesis.score):6.1%}", style="cyan"), Text(hypothesis.text), mark)
     if reference not in (None, *(h.text for h in hypotheses)):
-        table.add_row(Text("should be", style="dim"), Text(str(reference), style="dim"), "")
+        table.add_row(Text("reference", style="dim"), Text(str(reference), style="dim"), "")
     console.print(table)
     alignment, width = hypotheses[0].alignment, console.width - 3
     if alignment is None or not alignment.soft.size:
@@ -190,7 +191,7 @@ def _show_word(console: Console, word: str, hypotheses: list[Hypothesis], refere
 
 def _show_next(console: Console, directory: Path, page: Path) -> None:
     console.print()
-    text = f" It pronounces whatever you type, and shows every layer and head: open {page} in a browser"
+    text = f" Open {page} in a browser: it pronounces any word, and shows every layer and head"
     console.print(text, highlight=False, soft_wrap=True)
     console.print()
     console.rule("Now try", align="left", characters="─")

@@ -1,4 +1,4 @@
-"""`regard heads`: what every head does, and how much it is needed."""
+"""`regard heads`: the importance and behaviour of every attention head."""
 
 from __future__ import annotations
 
@@ -38,32 +38,35 @@ def command(
     ] = "-",
     target: Target = None,
     columns: Columns = None,
-    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to judge by.")] = 200,
+    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to measure on.")] = 200,
     no_ablation: Annotated[
-        bool, typer.Option("--no-ablation", help="Leave out the slow part, a pass per head.")
+        bool, typer.Option("--no-ablation", help="Skip ablation, which needs one pass per head.")
     ] = False,
     links: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Alignments to compare with: 0-0 1-2 ..., a line for each pair.")
+        str | None, typer.Option(metavar="FILE", help="Reference alignments, one line per pair: 0-0 1-2 ...")
     ] = None,
-    no_store: Annotated[bool, typer.Option("--no-store", help="Do not keep the alignment heads in the run.")] = False,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Do not store the alignment heads in the run.")] = False,
     picture: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw importance by layer and head: .png, .svg or .pdf.")
+        str | None, typer.Option(metavar="FILE", help="Draw the importance by layer and head (.png, .svg, .pdf).")
     ] = None,
     strict: Strict = False,
     json: Json = False,
     threads: OneThread = 1,
     device: Device = "cpu",
 ) -> None:
-    """Judge every head of every layer.
+    """Measure every attention head.
 
-    Shown are its importance, how sharp its attention is, how far it reaches, and at what. gradient is the expected
-    slope of the loss at a gate on the head, ablation the rise of the loss per token without it. The heads that align
-    best are kept in the run, and used by `generate --alignment` and `inspect`. Of a language model, induction heads are
-    named.
+    The table has the importance of each head, the sharpness of its attention, its mean distance and its main target.
+    gradient is the expected slope of the loss at a gate on the head; ablation is the increase of the loss per token
+    without the head.
+
+    The heads that align best are stored in the run, for `generate --alignment` and `inspect`. For a language model,
+    induction heads are listed.
     """
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
-    counter, source = LineCounter(strict), pairs_of(file, target, columns, opened.codec.columns)
+    counter = LineCounter(strict)
+    source = pairs_of(file, target, columns, opened.codec.columns)
     announce_data(source, "pairs" if opened.task.seq2seq else opened.task.reads)
     data = read_task_data(opened, source, counter, examples)
     if counter.skipped:

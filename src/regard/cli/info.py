@@ -1,4 +1,4 @@
-"""`regard info`: what a model costs, before it is trained."""
+"""`regard info`: parameters, FLOPs, memory and time of a model, before training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.cli.options import Json, Set, field_options, option_name, with_options
+from regard.cli.options import Json, Set, chosen_options, field_options, option_name, with_options
 from regard.cli.output import at_terminal, message, out_json, print_table
 from regard.config import Config, parse
 from regard.cost.describe import Info, Workload, count_parameters, describe, duration, measure_rate, si
@@ -29,54 +29,57 @@ RANKS = "Training in several processes"
 def command(
     options: dict[str, Any],
     what: Annotated[
-        str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Left out: list presets and recipes.")
+        str | None, typer.Argument(metavar="RUN|PRESET|RECIPE", help="Without it, list presets and recipes.")
     ] = None,
     settings: Set = None,
-    vocab: Annotated[int | None, typer.Option(min=4, help="Tokens of the vocabulary, for presets and recipes.")] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a source and of a target.")] = 32,
+    vocab: Annotated[int | None, typer.Option(min=4, help="Vocabulary size of a preset or recipe.")] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per source and per target.")] = 32,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a training batch. (default: the recipe's, or 4096)")
+        int | None, typer.Option(min=1, help="Tokens per training batch. (default: as in the recipe, or 4096)")
     ] = None,
-    beam: Annotated[int, typer.Option(min=1, help="Hypotheses per sentence in decoding.")] = 5,
-    sentences: Annotated[int, typer.Option(min=1, help="Sentences decoded at once.")] = 32,
+    beam: Annotated[int, typer.Option(min=1, help="Beam width of decoding.")] = 5,
+    sentences: Annotated[int, typer.Option(min=1, help="Sentences per decoding batch.")] = 32,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Show memory and communication of each of so many processes.", rich_help_panel=RANKS),
+        typer.Option(min=1, help="Show memory and communication per process for N processes.", rich_help_panel=RANKS),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option(min=1e-6, metavar="TFLOP/s", help="Of a process, for the time of a step.", rich_help_panel=RANKS),
+        typer.Option(
+            min=1e-6, metavar="TFLOP/s", help="Speed of a process, for the time of a step.", rich_help_panel=RANKS
+        ),
     ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(
-            min=1e-6, metavar="GB/s", help="Of a process, through the slowest link to another.", rich_help_panel=RANKS
+            min=1e-6, metavar="GB/s", help="Bandwidth of the slowest link of a process.", rich_help_panel=RANKS
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every file of the run with its manifest, large ones too.")
+        bool, typer.Option("--verify", help="Compare the content of all files of the run with its manifest.")
     ] = False,
-    accept: Annotated[
-        bool, typer.Option("--accept", help="Accept files of the run that were changed on purpose.")
-    ] = False,
+    accept: Annotated[bool, typer.Option("--accept", help="Accept intentional changes to files of the run.")] = False,
     json: Json = False,
 ) -> None:
     """Show parameters, FLOPs and memory of a model.
 
-    Nothing is built, so models that would not fit this machine can be described too.
+    No weights are allocated, so the model may be larger than this machine. Without an argument, all presets and
+    recipes are listed.
     """
     if what is None:
         _list_all(json)
         return
-    for wanted, option, check in ((accept, "--accept", accept_run), (verify, "--verify", verify_run)):
-        if wanted and not Path(what).is_dir():
-            raise UserError(f"{option} belongs to a run directory, which {what} is not")
-        if wanted:
+    for flag, option, check in ((accept, "--accept", accept_run), (verify, "--verify", verify_run)):
+        if flag and not Path(what).is_dir():
+            raise UserError(f"{option}: needs a run directory, and {what} is not one")
+        if flag:
             message(check(Path(what)))
     config, train = find_config(what, vocab, settings or [], options)
-    given = {**options, "flops": flops, "bandwidth": bandwidth}
-    if ranks is None and (name := next((name for name, value in given.items() if value is not None), None)):
-        raise UserError(f"{option_name(name.removeprefix('train.'))}: belongs to --ranks N, the number of processes")
+    scaled = chosen_options(**{name.removeprefix("train."): value for name, value in options.items()})
+    scaled |= chosen_options(flops=flops, bandwidth=bandwidth)
+    if ranks is None and scaled:
+        name = next(iter(scaled))
+        raise UserError(f"{option_name(name)}: belongs to --ranks N, the number of processes")
     if (flops is None) != (bandwidth is None):
         raise UserError("--flops and --bandwidth belong together: both are needed for the time of a step")
     info = describe(config, Workload(length, batch_tokens or train.batch_tokens, sentences, beam))
@@ -98,7 +101,7 @@ def command(
 
 
 def _list_all(json: bool) -> None:
-    """List presets, with their sizes, and recipes, and what they are for."""
+    """List presets with their sizes and purposes, and recipes."""
     if json:
         for name, about in ABOUT.items():
             out_json({"preset": name, "parameters": _size(name), "about": about})
@@ -108,7 +111,7 @@ def _list_all(json: bool) -> None:
     rows = [("preset", name, si(_size(name)), about) for name, about in ABOUT.items()]
     rows += [("recipe", name, "", recipe_summary(name)) for name in recipe_names()]
     print_table(rows, left=(0, 1, 3))
-    message("sizes: parameters, with the published vocabulary, else one of 8,000 tokens; regard info NAME tells more")
+    message("sizes: parameters with the published vocabulary, else with 8,000 tokens; details: regard info NAME")
 
 
 def _size(name: str) -> int:
@@ -118,10 +121,10 @@ def _size(name: str) -> int:
 def find_config(
     what: str, vocab: int | None, settings: list[str], options: Mapping[str, Any] = {}
 ) -> tuple[Config, Train]:
-    """The model that a run directory, a preset or a recipe means, with changed settings, and how it is trained."""
+    """The model of a run directory, preset or recipe, with changed settings, and its training settings."""
     if Path(what).is_dir():
         if settings or vocab:
-            raise UserError("--set and --vocab change presets and recipes; a run is what it is")
+            raise UserError("--set and --vocab apply to presets and recipes, not to a run")
         train = {key.removeprefix("train."): value for key, value in options.items()}
         return read_config(Path(what)).model, parse(Train, train, "command line")
     if what in PRESETS:
@@ -131,14 +134,16 @@ def find_config(
     else:
         names = [*PRESETS, *recipe_names()]
         hint = closest(what, names) or closest_run(Path(what))
-        raise UserError(f"{what}: no run directory, preset or recipe{hint}\n  known: {', '.join(names)}")
+        raise UserError(f"{what}: not a run directory, preset or recipe{hint}\n  known: {', '.join(names)}")
     recipe = load_recipe(tables, what)
     return model_without_data(recipe, vocab, what), recipe.train
 
 
 def _print_parts(what: str, info: Info) -> None:
-    """The parameters as an indented list, each group under its sum; at a terminal with their shares."""
-    rows, styles, framed = [], [], at_terminal()
+    """Print the parameters as an indented list, groups before their parts; at a terminal with shares."""
+    rows = []
+    styles = []
+    framed = at_terminal()
     for depth, name, count in _parts(info):
         share = [f"{count / info.total:.1%}"] if framed else []
         rows.append(["  " * depth + name, f"{count:,}", si(count), *share])
@@ -150,7 +155,8 @@ def _print_parts(what: str, info: Info) -> None:
 def _parts(info: Info) -> list[tuple[int, str, int]]:
     """(depth, name, count) of every part, and of every group before its parts."""
     rows: list[tuple[int, str, int]] = []
-    sums, listed = info.subtotals(), set()
+    sums = info.subtotals()
+    listed = set()
     for part, count in info.parameters.items():
         *groups, leaf = part.split(".")
         for depth in range(len(groups)):
@@ -168,8 +174,10 @@ def _parts(info: Info) -> list[tuple[int, str, int]]:
 
 
 def _costs(config: Config, info: Info, rate: float, tokens: int | None) -> list[tuple[str, str, str]]:
-    """(name, amount, remark) of FLOPs, memory and time, in terms of what the model reads and writes."""
-    workload, both, image = info.workload, len(config.stacks) == 2, infer_task(config) == "image"
+    """(name, amount, remark) of FLOPs, memory and time."""
+    workload = info.workload
+    both = len(config.stacks) == 2
+    image = infer_task(config) == "image"
     unit = "patches" if image else "target tokens" if both else "tokens"
     if image:
         each = f"one of the {workload.length} patches of an image, counting the class token"
@@ -199,7 +207,7 @@ def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
     train, memory, sizes = scaling.train, scaling.memory, scaling.communication
     names = {
         "weights": "weights", "gradients": "gradients", "moments": "Adam", "average": "moving average",
-        "gathered": "gathered weights", "unreduced": "gradients before they are summed",
+        "gathered": "gathered weights", "unreduced": "unreduced gradients",
         "activations": f"activations of {plural(info.workload.batch_tokens // scaling.ranks, 'token')}",
     }  # fmt: skip
     parts = [f"{name} {si(size, 'B')}" for key, name in names.items() if (size := getattr(memory, key))]
@@ -210,9 +218,9 @@ def _scaling_costs(scaling: Scaling, info: Info) -> list[tuple[str, str, str]]:
     sent = ", ".join(f"{name.replace('_', '-')} of {si(size, 'B')}" for name, size in collectives.items())
     rows = [
         (f"memory of each of {scaling.ranks}", si(memory.step, "B"), f"{how}: {', '.join(parts)}"),
-        *([("", si(memory.host, "B"), "of them in the memory of the CPU")] if memory.host else []),
-        ("", si(scaling.start, "B"), "when it starts"),
-        ("", si(scaling.validation, "B"), "when it validates, and what decoding takes"),
+        *([("", si(memory.host, "B"), "of it in CPU memory")] if memory.host else []),
+        ("", si(scaling.start, "B"), "at start"),
+        ("", si(scaling.validation, "B"), "during validation, decoding included"),
         ("sent per step", si(scaling.sent, "B"), f"by each, in a ring{': ' * bool(sent)}{sent}"),
     ]
     if (hardware := scaling.hardware) is None:

@@ -1,4 +1,4 @@
-"""`regard inspect`: look at one example on its way through a model."""
+"""`regard inspect`: one example on its way through a model."""
 
 from __future__ import annotations
 
@@ -24,64 +24,63 @@ from regard.text.codec import Example
 
 EXAMPLE = "regard inspect runs/g2p hello -o hello.html"
 KINDS = ("cross", "encoder", "decoder")
-SELECTION = "What --png, --svg and --terminal show"
+SELECTION = "Attention shown by --png, --svg and --terminal"
 
 
 def command(
     run: RunPath,
     text: Annotated[
-        str, typer.Argument(metavar="TEXT", help="The source, or an .npz of images; - reads one line of stdin.")
+        str,
+        typer.Argument(metavar="TEXT", help="The source text, or an .npz file of images; - reads a line from stdin."),
     ],
     target: Annotated[
-        str | None, typer.Option(help="An output, continuation or label to look at; by default the model's own output.")
+        str | None, typer.Option(help="Output, continuation or label to inspect. (default: the model's output)")
     ] = None,
     go_on: Annotated[
-        int, typer.Option("--continue", metavar="N", min=0, help="Tokens by which a language model goes on.")
+        int, typer.Option("--continue", metavar="N", min=0, help="Tokens that a language model generates after TEXT.")
     ] = 0,
-    index: Annotated[int, typer.Option(min=0, help="Which image of the file, from 0.")] = 0,
-    features: Annotated[str | None, typer.Option(help="Features of the source, as in their column.")] = None,
+    index: Annotated[int, typer.Option(min=0, help="Index of the image in the file, from 0.")] = 0,
+    features: Annotated[str | None, typer.Option(help="Features of the source, as in the data.")] = None,
     output: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="FILE", help="The page; by default attention.html.")
+        str | None, typer.Option("--out", "-o", metavar="FILE", help="The page. (default: attention.html)")
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Put the model into the page, which then computes whatever is typed.")
+        bool, typer.Option("--live", help="Embed the model in the page, which then answers any input.")
     ] = False,
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture.")] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a picture that can be enlarged.")] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a scalable picture.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Draw on the terminal.")] = False,
     attention: Annotated[
-        str | None, typer.Option(help="cross, encoder or decoder; by default the alignment.", rich_help_panel=SELECTION)
+        str | None, typer.Option(help="cross, encoder or decoder. (default: the alignment)", rich_help_panel=SELECTION)
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(min=1, help="One layer of it; by default all.", rich_help_panel=SELECTION)
-    ] = None,
+    layer: Annotated[int | None, typer.Option(min=1, help="Layer. (default: all)", rich_help_panel=SELECTION)] = None,
     head: Annotated[
-        int | None, typer.Option(min=1, help="One head of it; by default the mean.", rich_help_panel=SELECTION)
+        int | None, typer.Option(min=1, help="Head. (default: their mean)", rich_help_panel=SELECTION)
     ] = None,
-    beam: Annotated[int, typer.Option(min=1, help="Hypotheses kept while the output is searched.")] = 5,
+    beam: Annotated[int, typer.Option(min=1, help="Beam width of the search for the output.")] = 5,
     threads: OneThread = 1,
     device: Device = "cpu",
 ) -> None:
-    """Write the attention page of one example, a file for any browser.
+    """Write the attention page of one example, an HTML file.
 
-    It needs no network. It shows the alignment, every head of every layer, how each output token was chosen, what each
-    layer would have predicted, positions, and one token's way through a layer with the model's own numbers. Of an image
-    it shows where heads attend in it, and how far.
+    The page works offline in any browser. It shows the alignment, every head of every layer, the probabilities of each
+    output token, the logit lens, positions, and the computation of a layer step by step with the model's numbers. For
+    an image it shows the regions and distances that heads attend to.
     """
     if attention not in (None, *KINDS):
         raise one_of("--attention", str(attention), KINDS)
     if head is not None and layer is None:
-        raise UserError("--head: say which layer it is in, with --layer")
+        raise UserError("--head: needs --layer, the layer of the head")
     if text == "-":
         text = sys.stdin.readline().rstrip("\r\n")
     if not text.strip():
-        raise UserError("there is nothing to look at: TEXT is empty")
+        raise UserError("TEXT is empty: there is nothing to inspect")
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
     try:
         remark = unknown_remark(opened.codec, Example(text, None if opened.task.labels else target, features))
     except UserError as error:
-        raise UserError(f"--{error}") from None  # it names the features
+        raise UserError(f"--{error}") from None  # the message begins with the name of the option
     if remark and opened.task.reads != "images":
         message(remark)
     if opened.task.reads == "images":
@@ -90,7 +89,7 @@ def command(
         traced = trace_text(opened, text, target, go_on, features)
         message("  →  ".join(traced.texts.values()))
     elif go_on:
-        raise UserError("--continue: only a language model goes on with a text")
+        raise UserError("--continue: only a language model continues a text")
     else:
         traced = trace_pair(opened, Example(text, None, features), target, beam)
         if target is None:

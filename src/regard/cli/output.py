@@ -13,11 +13,11 @@ from regard.errors import UserError
 
 
 class OutputClosed(Exception):
-    """Nobody reads our output any more."""
+    """The reader of stdout has closed it."""
 
 
 def message(text: str) -> None:
-    """Write to stderr, for the person at the terminal."""
+    """Write a message for the user to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -33,7 +33,7 @@ def out_json(value: dict[str, Any]) -> None:
 
 
 def json_line(value: dict[str, Any]) -> str:
-    """A value as JSON; numbers that JSON does not know become null."""
+    """A value as JSON, with null for infinity and NaN."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -41,7 +41,7 @@ def json_line(value: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for infinite numbers and those that are none."""
+    """A value with None for infinity and NaN."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -50,14 +50,14 @@ def _finite(value: Any) -> Any:
 
 
 def flush() -> None:
-    """Hand on what was written so far."""
+    """Flush stdout."""
     with report_write_errors():
         sys.stdout.flush()
 
 
 @contextmanager
 def report_write_errors() -> Iterator[None]:
-    """Turn a failed write to stdout into a UserError."""
+    """Report a failed write to stdout as a UserError."""
     if sys.stdout is None:
         raise UserError("cannot write the output: stdout is closed")
     try:
@@ -69,8 +69,8 @@ def report_write_errors() -> Iterator[None]:
 
 
 def at_terminal() -> bool:
-    """Whether stdout is a terminal, where tables are drawn with frames."""
-    from rich.console import Console  # most verbs print plain lines, and start sooner without it
+    """Whether stdout is a terminal."""
+    from rich.console import Console  # slow to import
 
     return Console().is_terminal
 
@@ -87,8 +87,8 @@ def print_table(
 ) -> None:
     """Print a table: with frames at a terminal, otherwise tab-separated.
 
-    `left` and `bold` are numbers of columns, `styles` are those of the rows, and a line is drawn before each row that
-    `sections` names. A table without a header has no frame.
+    `left` and `bold` are indices of columns, `styles` has a style for each row, and `sections` are the indices of rows
+    with a line before them. A table without a header has no frame.
     """
     if not at_terminal():
         for row in (header, *rows) if header else rows:

@@ -1,4 +1,4 @@
-"""`regard prune`: take heads out of a model."""
+"""`regard prune`: remove attention heads from a model."""
 
 from __future__ import annotations
 
@@ -28,42 +28,45 @@ def command(
     new: Annotated[str, typer.Argument(metavar="OUT", help="The run directory to write.")],
     data: Annotated[
         str,
-        typer.Option(metavar="DATA", help="To judge and tune by: pairs (TSV), text, or images (.npz), by the model."),
+        typer.Option(metavar="DATA", help="Data to rank heads and tune on: pairs (TSV), text or images (.npz)."),
     ],
     target: Target = None,
     columns: Columns = None,
     valid: Annotated[
-        str | None, typer.Option(metavar="DATA", help="To measure on. (default: a tenth of --data)")
+        str | None, typer.Option(metavar="DATA", help="Data to measure the result on. (default: a tenth of --data)")
     ] = None,
     heads: Annotated[
-        str | None, typer.Option(metavar="AMOUNT", help="How many heads go: 0.4 or 40% of all, or a number like 12.")
+        str | None, typer.Option(metavar="AMOUNT", help="Heads to remove: a share (0.4 or 40%) or a number (12).")
     ] = None,
-    threshold: Annotated[float | None, typer.Option(help="All heads go that matter less (see regard heads).")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Remove all heads of lower importance (see regard heads).")
+    ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Judge again after each head; slower, often better.")
+        bool, typer.Option("--greedy", help="Rank the heads again after each removal; slower, often better.")
     ] = False,
-    by: Annotated[str, typer.Option(help="Judge by gradient, ablation, or gates (learned).")] = "gradient",
-    tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Train for so many steps afterwards.")] = 0,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of the tuning.")] = 7e-4,
-    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to judge heads by.")] = 256,
+    by: Annotated[str, typer.Option(help="Importance measure: gradient, ablation, or gates (learned).")] = "gradient",
+    tune: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Training steps after pruning.")] = 0,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of --tune.")] = 7e-4,
+    examples: Annotated[int, typer.Option(min=1, help="Pairs, images or windows of text to rank heads on.")] = 256,
     picture: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw the loss against heads removed: .png, .svg or .pdf.")
+        str | None, typer.Option(metavar="FILE", help="Draw the loss by number of removed heads (.png, .svg, .pdf).")
     ] = None,
     strict: Strict = False,
     json: Json = False,
     threads: OneThread = 1,
     device: Device = "cpu",
 ) -> None:
-    """Remove heads for real: the new run is smaller and faster.
+    """Remove attention heads and write a smaller, faster run.
 
-    It answers as if the heads were silenced. Every attention keeps at least one head. The report of quality, size and
-    speed is also in OUT/prune.json.
+    The heads are physically removed; the new run answers as the old one does with these heads silenced. Every attention
+    layer keeps at least one head. OUT/prune.json has the report of quality, size and speed.
     """
     if by not in get_args(Criterion):
         raise one_of("--by", by, get_args(Criterion))
     if Path(new).exists():
         raise UserError(f"{new}: exists already; name a new directory for the pruned run")
-    method, amount = cast(Criterion, by), PruneAmount.parse(heads, threshold)
+    criterion = cast(Criterion, by)
+    amount = PruneAmount.parse(heads, threshold)
     (opened,) = open_runs([run], device, threads)
     require_numbers(opened)
     counter = LineCounter(strict)
@@ -77,7 +80,16 @@ def command(
     if not len(learn) or not len(held):
         raise UserError(f"{data}: {describe_size(learn)} are too few to judge heads and measure the result")
     smaller, report = prune(
-        opened, learn, held, amount, greedy=greedy, by=method, tune_steps=tune, judge_on=examples, lr=lr, notify=message
+        opened,
+        learn,
+        held,
+        amount,
+        greedy=greedy,
+        by=criterion,
+        tune_steps=tune,
+        judge_on=examples,
+        lr=lr,
+        notify=message,
     )
     save_pruned(smaller, report, new, opened.path)
     if json:

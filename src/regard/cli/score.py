@@ -1,4 +1,4 @@
-"""`regard score`: how probable given targets are."""
+"""`regard score`: log-probabilities of given targets."""
 
 from __future__ import annotations
 
@@ -53,23 +53,24 @@ def command(
     target: Target = None,
     columns: Columns = None,
     ensemble: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="A further run to score with. Repeatable.")
+        list[str] | None, typer.Option(metavar="RUN", help="Another run to score with. Repeatable.")
     ] = None,
     strict: Strict = False,
     json: Json = False,
     threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
-    """Print how probable each target is, given its source.
+    """Print the log-probability of each target given its source.
 
-    Scores are natural logarithms, the end token included. Plain output is one number per line of PAIRS, nan where
-    the line could not be used. With --json the number of every token is given too.
+    Scores are natural logarithms and include the end token. Plain output is one number per line of PAIRS; nan stands
+    for a line that could not be used. --json adds the score of every token.
 
-    For a language model, a line is a text, or a prompt and how it goes on, separated by a tab.
+    For a language model, a line is a text, or a prompt and its continuation, separated by a tab.
     """
-    chosen = Options.of(**options)
+    parsed = Options.of(**options)
     runs = open_runs([run, *(ensemble or [])], device, threads)
-    counter, unknown = LineCounter(strict), UnknownParts(runs[0])
+    counter = LineCounter(strict)
+    unknown = UnknownParts(runs[0])
     if runs[0].task.name == "lm" and target is None and columns is None:
         source = Source((pairs,))
         announce_stdin(pairs, "a text per line, or a prompt and its continuation, separated by a tab")
@@ -78,9 +79,9 @@ def command(
         source = pairs_of(pairs, target, columns, runs[0].codec.columns)
         announce_data(source, "pairs")
         located = source.read(counter)
-    ahead, behind = tee(_noted(located, unknown, chosen.window))
+    ahead, behind = tee(_count_unknown(located, unknown, parsed.window))
     printed = 0
-    for scored, (number, example) in zip(score(runs, (item.example for item in ahead), chosen), behind, strict=False):
+    for scored, (number, example) in zip(score(runs, (item.example for item in ahead), parsed), behind, strict=False):
         for name, reason in (("too_long", TOO_LONG), ("error", BAD_REQUEST), ("out_of_memory", NO_MEMORY)):
             if name in scored.flags:
                 counter.skip(reason, f"{shown(pairs)}:{number}", scored.flags[name], tell=True)
@@ -100,15 +101,15 @@ def command(
         message(remark)
 
 
-def _noted(located: Iterator[Located], unknown: UnknownParts, most: int) -> Iterator[Located]:
-    """The same examples, with their unknown tokens counted."""
-    for window in windows(located, most):
+def _count_unknown(located: Iterator[Located], unknown: UnknownParts, count: int) -> Iterator[Located]:
+    """Count the unknown tokens of the examples on their way, `count` examples at a time."""
+    for window in windows(located, count):
         unknown.note([item.example for item in window])
         yield from window
 
 
 def _continuations(path: str, counter: LineCounter) -> Iterator[Located]:
-    """Lines that are a text, which continues an empty prompt, or a prompt and its continuation."""
+    """Lines with a prompt and its continuation, or with a text, which continues an empty prompt."""
     for number, text, problem in read_lines(path):
         counter.read += 1
         *prompt, rest = text.split("\t")

@@ -20,10 +20,10 @@ def command(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or NAME=DIRECTORY.")],
     options: dict[str, Any],
 ) -> None:
-    """Serve runs over HTTP, with a web page.
+    """Serve runs over HTTP, with an API and a web page.
 
-    A run is called by the last part of its directory, or as given; a name such as en-de is a language pair for
-    LibreTranslate's clients. The page is at /, the description of the API at /docs, metrics at /metrics.
+    The name of a run is NAME, or the last part of its directory. LibreTranslate clients read a name such as en-de as
+    a language pair. The page is at /, the API documentation at /docs, and metrics are at /metrics.
     """
     try:
         from regard.serve.server import serve

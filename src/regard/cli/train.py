@@ -1,4 +1,4 @@
-"""`regard train`: from data to a run."""
+"""`regard train`: train a model."""
 
 from __future__ import annotations
 
@@ -37,54 +37,57 @@ FILES = ("train", "source", "target", "valid", "valid_source", "valid_target", "
 def command(
     options: dict[str, Any],
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A TOML file, or the name of a shipped one.")
+        str | None, typer.Argument(metavar="RECIPE", help="A TOML file, or the name of a shipped recipe.")
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="RUN", help="The run directory to write.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out where it stopped.", rich_help_panel=TRAINING)
+        bool, typer.Option("--resume", help="Continue the interrupted run in --out.", rich_help_panel=TRAINING)
     ] = False,
     settings: Set = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,VALUE",
-            help="Train one run per value, below --out; with several of them, one per combination. Repeatable.",
+            help="Train one run per value, in directories below --out; repeated, one per combination. Repeatable.",
             rich_help_panel=EXPERIMENTS,
         ),
     ] = None,
     sweep_random: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Only N random combinations of --sweep.", rich_help_panel=EXPERIMENTS),
+        typer.Option(
+            min=1, metavar="N", help="Train N random combinations of --sweep only.", rich_help_panel=EXPERIMENTS
+        ),
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Where Ray Tune trains the runs of --sweep: local, auto or HOST:PORT; off: one after the other, here.",
+            help="Ray cluster for the runs of --sweep: local, auto or HOST:PORT; off: train them here one by one.",
             rich_help_panel=EXPERIMENTS,
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Log to tensorboard, mlflow or wandb too. Repeatable.", rich_help_panel=EXPERIMENTS
+            metavar="NAME", help="Also log to tensorboard, mlflow or wandb. Repeatable.", rich_help_panel=EXPERIMENTS
         ),
     ] = None,
 ) -> None:
     """Train a model and write a run directory.
 
-    Without a recipe or options, tokens and model are chosen from the data; the choices are printed and saved. Options
-    change a recipe, --set changes both. Paths, those in a recipe too, are relative to the current directory.
+    Settings that neither a recipe nor an option gives, such as tokens and model size, are chosen from the data; all
+    choices are printed and saved in the run. Options override the recipe, and --set overrides both. All paths, also
+    those in a recipe, are relative to the current directory.
     """
     if out is None:
-        raise UserError("--out RUN is missing: the directory that the run is written to")
+        raise UserError("--out RUN is missing: the run directory to write")
 
     def make_recipe(more: Sequence[str] = ()) -> Recipe:
         tables = changed_recipe(recipe, options, [*(settings or []), *more])
         changed = f"{recipe} and the command line" if options or settings or more else recipe
         return load_recipe(tables, "command line" if recipe is None else str(changed))
 
-    reporter = with_sinks(make_reporter(), log or [], Path(out))  # wrong names are refused before training
+    reporter = with_sinks(make_reporter(), log or [], Path(out))  # wrong names fail before training
     if sweep:
         points = make_points(sweep, make_recipe, sweep_random)
         result = None
@@ -94,18 +97,18 @@ def command(
             except NoCluster as error:
                 if ray is not None:
                     raise
-                message(f"warning: runs are trained one after the other, for Ray does not start: {error}")
+                message(f"warning: Ray does not start, so runs are trained one after the other: {error}")
         if result is None:
             result = run_sweep(points, out, resume, make_reporter, log or [])
         _print_sweep(result)
         if all(row.state == "failed" for row in result.rows):
             raise UserError(f"{out}: every run of the sweep failed")
         return
-    for option, given in (("--sweep-random", sweep_random), ("--ray", ray)):
-        if given is not None:
+    for option, value in (("--sweep-random", sweep_random), ("--ray", ray)):
+        if value is not None:
             raise UserError(f"{option}: belongs to --sweep KEY=VALUE,VALUE")
     if (Path(out) / SWEEP).exists():
-        raise UserError(f"{out}: holds a sweep; repeat its --sweep options, or name one of its runs with --out")
+        raise UserError(f"{out}: contains a sweep; repeat its --sweep options, or name one of its runs with --out")
     fit(make_recipe(), out, resume=resume, reporter=reporter)
 
 

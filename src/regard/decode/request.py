@@ -1,4 +1,4 @@
-"""Requests: what a user wants decoded, and what the search makes of it: token ids with limits and constraints."""
+"""Requests and options of decoding, and what each engine supports. Imports neither torch nor tokenizers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Weight = Annotated[float, Field(gt=0)]
 
 
 def _not_one_text(value: Any) -> Any:
-    """A text alone would be taken for a list of its letters."""
+    """Refuse a single text, which would be read as a list of its letters."""
     if isinstance(value, str):
         raise ValueError(f"takes a list of texts, such as [{value[:40]!r}], not one text")
     return tuple(value) if isinstance(value, list) else value
@@ -35,66 +35,66 @@ PhraseList = Annotated[tuple[Phrase, ...], Field(fail_fast=True), BeforeValidato
 
 
 class Options(Value):
-    """All options of decoding. Constraints change which output is chosen, never its score.
+    """All options of decoding.
 
-    Scores are the model's own natural-log probabilities, the end token included.
+    Scores are natural-log probabilities of the model and include the end token; constraints never change them.
     """
 
-    # strategy: greedy search unless something here says otherwise
-    beam: Count = option(1, "Hypotheses kept at each step; 1 is greedy search.")
+    # strategy: greedy search by default
+    beam: Count = option(1, "Beam width; 1 is greedy search.")
     nbest: Count = option(1, "Outputs per line.")
-    sample: bool = option(False, "Draw tokens instead of searching for the best.")
+    sample: bool = option(False, "Sample tokens instead of searching for the best output.")
     mbr: int = option(
-        0, "Choose by expected utility from so many candidates: samples, or with a beam its n-best.", ge=0
+        0, "Pick the candidate with the highest expected utility among N: samples, or the n-best of a beam.", ge=0
     )
-    utility: Utility = option("chrf", "Of --mbr: chrf, bleu, edit or exact.")
-    weights: tuple[Weight, ...] = option((), "Of RUN and each --ensemble. (default: equal)", metavar="W,W,...")
+    utility: Utility = option("chrf", "Utility of --mbr: chrf, bleu, edit or exact.")
+    weights: tuple[Weight, ...] = option((), "Weights of RUN and each --ensemble. (default: equal)", metavar="W,W,...")
 
     # beam search
-    length_penalty: float = option(1.0, "Rank by score / length ** PENALTY.", ge=0)
-    coverage_penalty: float = option(0.0, "Rank lower what leaves source tokens unattended.", ge=0)
-    groups: Count = option(1, "Diverse beam search: groups that avoid each other's tokens.")
-    diversity: float = option(0.5, "Cost of a token that an earlier group chose at this step.", ge=0)
-    exact: bool = option(False, "Stop only when no hypothesis can overtake any more, not when a beam has ended.")
+    length_penalty: float = option(1.0, "Rank hypotheses by score / length ** PENALTY.", ge=0)
+    coverage_penalty: float = option(0.0, "Penalise hypotheses that leave source tokens unattended.", ge=0)
+    groups: Count = option(1, "Diverse beam search: number of groups that avoid each other's tokens.")
+    diversity: float = option(0.5, "Penalty for a token that an earlier group chose at the same step.", ge=0)
+    exact: bool = option(False, "Search until no open hypothesis can beat the best finished one.")
 
     # sampling
-    temperature: float = option(1.0, "Below 1 sharper, above 1 flatter.", gt=0)
-    top_k: int = option(0, "Draw from the K most probable tokens; 0: from all.", ge=0)
-    top_p: float = option(1.0, "Draw from the most probable tokens that make up P.", gt=0, le=1)
-    min_p: float = option(0.0, "Leave out tokens below P times the probability of the best.", ge=0, lt=1)
-    seed: int = option(1, "Of the draws.", ge=0)
+    temperature: float = option(1.0, "Temperature of sampling; below 1 is sharper, above 1 flatter.", gt=0)
+    top_k: int = option(0, "Sample from the K most probable tokens; 0: from all.", ge=0)
+    top_p: float = option(1.0, "Sample from the most probable tokens with a total probability of P.", gt=0, le=1)
+    min_p: float = option(0.0, "Exclude tokens less probable than P times the best one.", ge=0, lt=1)
+    seed: int = option(1, "Random seed of sampling.", ge=0)
 
     # steering
-    prefix: str = option("", "Every output starts so, unless its line has a prefix of its own.")
-    require: PhraseList = option((), "The output contains it. Repeatable: it contains all.", metavar="PHRASE")
+    prefix: str = option("", "Start of every output; a line's own prefix takes precedence.")
+    require: PhraseList = option((), "Phrase that the output must contain. Repeatable: all of them.", metavar="PHRASE")
     require_any: PhraseList = option(
-        (), "The output contains it, or another that this option names. Repeatable.", metavar="PHRASE"
+        (), "The output must contain at least one of these phrases. Repeatable.", metavar="PHRASE"
     )
-    forbid: PhraseList = option((), "The output lacks it. Repeatable.", metavar="PHRASE")
-    stop: PhraseList = option((), "The output ends before the first of these in its text. Repeatable.", metavar="TEXT")
-    alternatives: int = option(0, "The K best tokens at one position, each completed.", ge=0)
+    forbid: PhraseList = option((), "Phrase that the output must not contain. Repeatable.", metavar="PHRASE")
+    stop: PhraseList = option((), "End the output before the first occurrence of TEXT. Repeatable.", metavar="TEXT")
+    alternatives: int = option(0, "Complete each of the K best tokens at one position.", ge=0)
     alternatives_at: int | None = option(
-        None, "That position, in output tokens from 0. (default: after the prefix)", ge=0
+        None, "Position of --alternatives in output tokens, from 0. (default: after the prefix)", ge=0
     )
-    min_length: int = option(0, "Fewest output tokens, the end token not counted.", ge=0)
-    max_length: Count | None = option(None, "Most output tokens. (default: 3 times the source and 50)")
-    min_ratio: float = option(0.0, "Fewest output tokens per source token.", ge=0)
-    max_ratio: float | None = option(None, "Most output tokens per source token.", gt=0)
-    no_repeat_ngram: int = option(0, "No N tokens in a row occur twice; 0: no such rule.", ge=0)
-    repetition_penalty: float = option(1.0, "Above 1: avoid tokens already in the output.", ge=1)
-    unknown: bool = option(False, "Let the unknown token be produced.")
+    min_length: int = option(0, "Minimum output tokens, without the end token.", ge=0)
+    max_length: Count | None = option(None, "Maximum output tokens. (default: 3 times the source, plus 50)")
+    min_ratio: float = option(0.0, "Minimum output tokens per source token.", ge=0)
+    max_ratio: float | None = option(None, "Maximum output tokens per source token.", gt=0)
+    no_repeat_ngram: int = option(0, "Never repeat N consecutive tokens; 0: no limit.", ge=0)
+    repetition_penalty: float = option(1.0, "Above 1: penalise tokens that the output already contains.", ge=1)
+    unknown: bool = option(False, "Allow the unknown token in outputs.")
 
     # reporting and batching
     alignment: bool = option(False, "Show which source tokens each output token is aligned with.")
-    alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; none: see `decode.alignment`
-        (), "Layers and heads that the alignment is read from, counted from 1.", metavar="L.H,L.H,..."
+    alignment_heads: tuple[HeadIndex, ...] = option(  # of the decoder, from 0; by default see `decode.alignment`
+        (), "Decoder heads to read the alignment from, as LAYER.HEAD counted from 1.", metavar="L.H,L.H,..."
     )
     top_tokens: int = option(
-        0, "With --json: the K most probable tokens at every position of an output; of a mask also without.", ge=0
+        0, "With --json, show the K most probable tokens at each output position; for masks also without.", ge=0
     )
-    max_source: Count = option(2048, "A longer source is not decoded, a longer source or target not scored.")
+    max_source: Count = option(2048, "Longest source in tokens; longer ones are not decoded (score: also targets).")
     batch_tokens: Count = option(8192, "Padded source tokens times hypotheses in a batch.")
-    window: Count = option(4096, "Lines read ahead, to be sorted by length.")
+    window: Count = option(4096, "Lines read ahead and sorted by length.")
     precision: Precision = option(
         "fp32", "bf16: faster on processors that support it, less exact scores. int8: engine ctranslate2 only."
     )
@@ -148,17 +148,17 @@ class Options(Value):
 
     @property
     def rows(self) -> int:
-        """Hypotheses per sentence that are decoded side by side."""
+        """Hypotheses per sentence that are decoded in parallel."""
         return max(self.beam, self.mbr, self.nbest) if self.samples else self.beam
 
     @classmethod
     def of(cls, **settings: Any) -> Options:
-        """Checked options; mistakes raise a UserError that names the option."""
+        """Checked options; an invalid one raises a UserError with its name."""
         return parse(cls, settings, "options")
 
 
 class OptionSettings(TypedDict, total=False):
-    """The fields of Options as keywords, for editors and type checkers, which cannot read them off it."""
+    """The fields of Options as keyword arguments, for editors and type checkers."""
 
     beam: Count
     nbest: Count
@@ -200,7 +200,7 @@ class OptionSettings(TypedDict, total=False):
 
 
 class ScoringSettings(TypedDict, total=False):
-    """Those that scoring reads."""
+    """Options of scoring."""
 
     weights: tuple[Weight, ...]
     max_source: Count
@@ -210,17 +210,14 @@ class ScoringSettings(TypedDict, total=False):
 
 
 class BatchSettings(TypedDict, total=False):
-    """Those that classification reads."""
+    """Options of classification."""
 
     max_source: Count
     batch_tokens: Count
 
 
-MISSPELT = 0.75  # similarity from which on a key is taken for another; lower, and keys of the user's own would be
-
-
 def _requirements(value: Any) -> tuple[tuple[str, ...], ...]:
-    """Requirements as tuples of phrases; a text alone is a requirement of one phrase."""
+    """Requirements as tuples of phrases; a text is a requirement with one phrase."""
     rows: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
     rows = [(row,) if isinstance(row, str) else row for row in rows]
     for row in rows:
@@ -236,10 +233,10 @@ Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
 class Request(BaseModel):
-    """A source with constraints of its own, beside those of the options.
+    """A source with its own constraints.
 
-    Its prefix, lengths and seed replace those of the options; its phrases and stop strings add to theirs. A requirement
-    is a phrase, or a list of phrases of which one is enough.
+    Its prefix, lengths and seed override the options; its phrases and stop strings are added to those of the options.
+    Each item of `require` is a phrase, or a list of phrases of which the output must contain one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -282,32 +279,33 @@ class Request(BaseModel):
                 yield name, value
 
 
+MIN_SIMILARITY = 0.75  # of a misspelt key to a field; a key of the caller is less similar
 ANSWER_KEYS = ("hypotheses", "candidates", "label", "probabilities", "flags", "error")  # of JSON output
 
 
 def parse_request(data: Mapping[str, Any], fields: Sequence[str] = tuple(Request.model_fields)) -> Request:
-    """A request from JSON, with the keys that are `fields`; null stands for a key that was left out.
+    """A request from JSON with the keys in `fields`; null means that a key is absent.
 
-    Other keys are the caller's own. But those that look like a mistake are refused: names of options that are the same
-    for all requests, misspelt keys, and keys that an answer has.
+    Other keys belong to the caller, unless they look like mistakes: options of decoding, misspelt fields, and keys of
+    the answer are refused.
     """
-    given = {key: value for key, value in data.items() if value is not None and key in fields}
+    values = {key: value for key, value in data.items() if value is not None and key in fields}
     missing = [name for name in fields if name not in data]
     for key in (key for key in data if key not in fields):
         if key in ANSWER_KEYS:
-            raise UserError(f"{key}: the answer has a key of this name; call it something else")
+            raise UserError(f"{key}: is a key of the answer; choose another name")
         if key in Request.model_fields:
             raise UserError(f"{key}: not for this run; a request has {', '.join(fields)} here")
         if key in Options.model_fields:
             raise UserError(
-                f"{key}: is the same for all requests: give it as an option (--{key.replace('_', '-')}); a request has"
+                f"{key}: is an option for all requests (--{key.replace('_', '-')}), not a key of a request, which has"
                 f" {', '.join(fields)}"
             )
-        if near := nearest(key, missing, MISSPELT):
+        if near := nearest(key, missing, MIN_SIMILARITY):
             raise UserError(f"{key}: no such key; did you mean {near!r}?")
-    if "source" not in given:
+    if "source" not in values:
         raise UserError(f"source: is required; a request has {', '.join(fields)}, and keys of your own")
-    return Request(**given)
+    return Request(**values)
 
 
 Input: TypeAlias = "str | Example | Request"
