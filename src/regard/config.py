@@ -263,9 +263,11 @@ class Stack(Value):
         yield absolute, f"reach needs position relative, not {self.position}"
         absolute = self.memory > 0 and self.position not in ("none", "relative", "rotary", "alibi", "bucket")
         yield absolute, f"memory needs positions by distance (relative, rotary ...), not {self.position}"
-        for name, kept in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
-            invalid = [not heads or list(heads) != sorted(set(range(self.heads)) & set(heads)) for heads in kept or ()]
-            wrong = any(invalid) or (kept is not None and len(kept) != self.layers)
+        for name, layers in (("kept_heads", self.kept_heads), ("kept_cross_heads", self.kept_cross_heads)):
+            invalid = [
+                not heads or list(heads) != sorted(set(range(self.heads)) & set(heads)) for heads in layers or ()
+            ]
+            wrong = any(invalid) or (layers is not None and len(layers) != self.layers)
             yield wrong, f"{name} must list, for each layer ({self.layers}), some of the heads ({self.heads}) in order"
         only_recurrent = self.input_feeding or self.attend_first
         yield only_recurrent, "input_feeding and attend_first need a recurrent stack (mixer gru or lstm)"

@@ -98,11 +98,11 @@ def hold_lock(path: Path, name: str) -> Iterator[bool]:
     The kernel releases the lock when its process ends in any way, so a leftover lock file does no harm.
     """
     try:
-        handle, held = _lock(path, name)
+        handle, supported = _lock(path, name)
     except OSError as error:
         raise UserError(f"{path}: cannot lock: {error.strerror or error}") from None
     try:
-        yield held
+        yield supported
     finally:
         try:
             with suppress(OSError):
@@ -117,15 +117,15 @@ def _lock(path: Path, name: str) -> tuple[int, bool]:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            held = _try_lock(handle)
-            if held is None:
+            locked = _try_lock(handle)
+            if locked is None:
                 raise LockHeld(f"{name}: {_holder(handle)} is writing here; wait until it ends, or stop it")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), os.fstat(handle)):
                     os.ftruncate(handle, 0)
                     since = time.strftime("%Y-%m-%d %H:%M:%S")
                     os.write(handle, f"process {os.getpid()} on {socket.gethostname()} (since {since})\n".encode())
-                    return handle, held
+                    return handle, locked
         except BaseException:
             os.close(handle)
             raise

@@ -53,10 +53,10 @@ class Memory:
     @property
     def step(self) -> int:
         """Device memory at the peak of a step."""
-        return self.kept + self.gathered + self.unreduced + self.activations
+        return self.resident + self.gathered + self.unreduced + self.activations
 
     @property
-    def kept(self) -> int:
+    def resident(self) -> int:
         """Device memory between two steps."""
         return self.weights + self.moments + self.average + self.gradients - self.host
 
@@ -186,7 +186,7 @@ def plan_scaling(
     sharded = shared and train.strategy == "fsdp"
     bf16 = train.precision == "bf16"
     root, layers = sharding_units(model)
-    held = sum(unit.shard(ranks) for unit in (root, *layers)) if sharded else info.total
+    shard = sum(unit.shard(ranks) for unit in (root, *layers)) if sharded else info.total
     gathered = 0
     unreduced = 0
     if sharded:
@@ -204,19 +204,19 @@ def plan_scaling(
     else:
         communication = Communication()
     tokens = max(1, workload.batch_tokens // ranks)
-    average = BYTES * held if train.ema else 0
+    average = BYTES * shard if train.ema else 0
     offloaded = sharded and train.offload and not on_cpu
     memory = Memory(
-        weights=BYTES * held,
-        gradients=BYTES * held,
-        moments=2 * BYTES * held,
+        weights=BYTES * shard,
+        gradients=BYTES * shard,
+        moments=2 * BYTES * shard,
         average=average,
         gathered=gathered,
         unreduced=unreduced,
         activations=count_activations(
             config, workload.length, tokens, recompute=train.recompute, bf16=bf16 and not on_cpu
         ),
-        host=4 * BYTES * held + average if offloaded else 0,
+        host=4 * BYTES * shard + average if offloaded else 0,
     )
     passes = 4 if train.recompute else 3
     return Scaling(
@@ -225,7 +225,7 @@ def plan_scaling(
         memory=memory,
         communication=communication,
         start=info.weights,
-        validation=memory.kept + (info.weights if sharded else 0),
+        validation=memory.resident + (info.weights if sharded else 0),
         flops=passes * info.flops_per_token * workload.batch_tokens / ranks * train.accumulate,
         # ddp communicates during the last backward pass of a step
         overlapping=1.0 if sharded else (passes - 1) / passes / train.accumulate,

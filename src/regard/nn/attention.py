@@ -45,8 +45,8 @@ class AttentionMask:
         """The mask, computed on first use: LSH attention never needs it for all pairs."""
         mask = self.allowed_B1TS
         if self.keep_BS is not None:
-            kept = self.keep_BS[:, None, None, :]
-            mask = kept if mask is None else mask & kept
+            keep_B11S = self.keep_BS[:, None, None, :]
+            mask = keep_B11S if mask is None else mask & keep_B11S
         causal = self.causal and self.q_pos_BT.shape[1] > 1  # a single query comes after all of its keys
         if causal or self.window is not None:
             offset_B1TS = (self.k_pos_BS.unsqueeze(-2) - self.q_pos_BT.unsqueeze(-1)).unsqueeze(1)
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         self.kept = list(kept) if kept is not None and len(kept) < stack.heads else None
         groups = [head * stack.kv // stack.heads for head in kept or range(stack.heads)] if project else [0]
         self.heads = len(groups)
-        self.head_numbers = tuple(kept or range(self.heads))  # those that its heads had before any pruning
+        self.head_numbers = tuple(kept or range(self.heads))  # the numbers of the heads before pruning
         self.kv_heads = len(set(groups))
         # The key/value head of each query head; None if all have the same number of query heads (fused kernel).
         even = len(set(Counter(groups).values())) == 1

@@ -114,8 +114,8 @@ class Rotary(Position):
         if config.factor == 1:
             return rate
         turns = config.original * rate / (2 * math.pi)
-        kept = ((turns - config.low) / (config.high - config.low)).clamp(0, 1)
-        return rate * (kept + (1 - kept) / config.factor)
+        weight = ((turns - config.low) / (config.high - config.low)).clamp(0, 1)
+        return rate * (weight + (1 - weight) / config.factor)
 
     def cos_sin(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines for both elements of each pair, and the sines, negative for the first element."""
